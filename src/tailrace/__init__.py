@@ -1,0 +1,27 @@
+"""Training that stays on the device: fed by an infeed, read through an outfeed, open to view.
+
+>>> import tailrace as tr
+"""
+
+from tailrace import devices as _devices
+from tailrace import errors as errors
+from tailrace._version import __version__ as __version__
+from tailrace.data.batches import batches as batches
+from tailrace.devices import configure as configure
+from tailrace.errors import DeviceError as DeviceError
+from tailrace.errors import TailraceError as TailraceError
+from tailrace.feeds.infeed import InfeedQueue as InfeedQueue
+from tailrace.feeds.outfeed import OutfeedMode as OutfeedMode
+from tailrace.feeds.outfeed import OutfeedQueue as OutfeedQueue
+from tailrace.program.inside import cross_replica_mean as cross_replica_mean
+from tailrace.program.inside import cross_replica_sum as cross_replica_sum
+from tailrace.program.inside import key as key
+from tailrace.program.inside import microbatch as microbatch
+from tailrace.program.inside import replica as replica
+from tailrace.program.inside import step as step
+from tailrace.program.loops import repeat as repeat
+from tailrace.program.loops import while_loop as while_loop
+from tailrace.program.program import Program as Program
+from tailrace.program.program import compile as compile
+
+_devices.apply_environment()

@@ -1,0 +1,141 @@
+"""Which devices this process trains on, and the mesh that replicas (and stages) form on them."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tailrace.errors import DeviceError, ReplicaError
+
+REPLICA, STAGE = "replica", "stage"
+"""The names of the mesh's axes."""
+
+_chosen: list[jax.Device] | None = None
+
+
+def configure(devices: int | None = None, platform: str | None = None) -> list[jax.Device]:
+    """Choose the devices of this process; call it before anything else uses JAX.
+
+    Virtual CPU devices are made only where there is no accelerator, or where `platform="cpu"` asks
+    for them. Without this call, and without the environment variable `TAILRACE_DEVICES`, all
+    devices that JAX finds may be used.
+
+    Args:
+        devices: how many. None: all there are.
+        platform: "cpu", "gpu" or "tpu". None: what JAX prefers.
+
+    Returns:
+        The devices chosen.
+
+    >>> len(configure(devices=1))
+    1
+    """
+    global _chosen
+    if devices is not None and (isinstance(devices, bool) or int(devices) != devices or devices < 1):
+        raise DeviceError(
+            f"A process needs at least one device. Received: devices={devices!r}. "
+            f"Give a positive integer, or leave it out for all devices."
+        )
+    if platform is not None and platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
+        raise DeviceError(
+            f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}."
+        )
+    started = not _ask_for_cpu_devices(devices)
+    found = _devices_of(platform)
+    if devices is not None and len(found) < devices:
+        raise DeviceError(_too_few(devices, found, started))
+    _chosen = found[:devices]
+    return list(_chosen)
+
+
+def apply_environment() -> None:
+    """Ask for the devices that `TAILRACE_DEVICES` names; called when the package is imported."""
+    text = os.environ.get("TAILRACE_DEVICES")
+    if not text:
+        return
+    if not text.isdigit() or int(text) < 1:
+        raise DeviceError(
+            f"TAILRACE_DEVICES must be a positive number of devices. "
+            f"Received: TAILRACE_DEVICES={text!r}."
+        )
+    _ask_for_cpu_devices(int(text))
+
+
+def available() -> list[jax.Device]:
+    """The devices chosen, or all there are."""
+    if _chosen is not None:
+        return list(_chosen)
+    wanted = os.environ.get("TAILRACE_DEVICES")
+    return configure(int(wanted)) if wanted else list(jax.devices())
+
+
+def mesh(replicas: int, stages: int = 1) -> Mesh:
+    """The devices as a grid of replicas and stages; stages of one replica are neighbours."""
+    found = available()
+    needed = replicas * stages
+    if needed > len(found):
+        copy = "1 device" if stages == 1 else f"{stages} devices"
+        raise ReplicaError(
+            f"{replicas} replicas of a model that needs {copy} take {replicas} x {stages} = "
+            f"{needed} devices, and there are {len(found)}. Use replicas="
+            f"{len(found) // stages} at most, or tr.configure(devices={needed}) before JAX starts."
+        )
+    return Mesh(np.array(found[:needed]).reshape(replicas, stages), (REPLICA, STAGE))
+
+
+def resolve_replicas(replicas: int | None, per_copy: int = 1) -> int:
+    """The number of replicas: as given, or devices divided by what one copy needs."""
+    if replicas is None:
+        count = len(available())
+        if count % per_copy:
+            raise ReplicaError(
+                f"The number of replicas is the devices divided by what one copy needs: {count} / "
+                f"{per_copy} leaves a remainder of {count % per_copy}. Choose devices with "
+                f"tr.configure(devices={count - count % per_copy}), or give replicas= yourself."
+            )
+        return count // per_copy
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ReplicaError(
+            f"replicas counts the copies of the model and is at least 1. "
+            f"Received: replicas={replicas!r}. Use None for as many as the devices allow."
+        )
+    return replicas
+
+
+def _ask_for_cpu_devices(devices: int | None) -> bool:
+    """Ask JAX for virtual CPU devices; False if it has started and can no longer be asked."""
+    if devices is None:
+        return True
+    try:
+        jax.config.update("jax_num_cpu_devices", int(devices))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _devices_of(platform: str | None) -> list[jax.Device]:
+    try:
+        return list(jax.devices(platform) if platform else jax.devices())
+    except RuntimeError as error:
+        raise DeviceError(
+            f"There are no {platform} devices here ({error}). Leave platform out, or use 'cpu'."
+        ) from error
+
+
+def _too_few(devices: int, found: list[jax.Device], started: bool) -> str:
+    kind = found[0].platform if found else "cpu"
+    if kind != "cpu":
+        return (
+            f"{devices} devices were asked for, and there are {len(found)} of the platform {kind!r}. "
+            f"Ask for at most {len(found)}, or use tr.configure(devices={devices}, platform='cpu') "
+            f"for virtual CPU devices."
+        )
+    reason = "JAX has already started" if started else "JAX made"
+    return (
+        f"Virtual CPU devices are made when JAX starts: {devices} were asked for, but {reason} with "
+        f"{len(found)}. Call tr.configure(devices={devices}) before anything uses JAX, or set "
+        f"TAILRACE_DEVICES={devices} in the environment."
+    )

@@ -1,0 +1,84 @@
+"""Every exception that Tailrace raises.
+
+    TailraceError
+    ├── DeviceError            devices asked for and devices there do not fit
+    ├── DataError              a dataset or one of its elements breaks a rule
+    │   ├── ElementError       an element differs from the first one (leaf path, shape, dtype)
+    │   ├── DataExhausted      fewer elements than were asked for
+    │   └── ProducerError      the dataset itself raised; its exception is the cause
+    ├── FeedError              an infeed or outfeed used in a way it does not allow
+    ├── ProgramError           a program or a loop cannot be built or run
+    │   └── ReplicaError       replicas that do not fit, or values that would drift apart
+    ├── OptionError            an option has a value it may not have
+    ├── SelectionError         no tensor has the name that was asked for
+    ├── PlanError              a pipeline schedule breaks a rule
+    ├── NonFiniteError         a NaN or Inf where `stop_on_nonfinite` watches
+    └── MissingDependency      an optional package is not installed
+
+Some also derive from the built-in class that a caller would expect (`ValueError`, `TypeError`),
+so that code which knows nothing of Tailrace can still catch them.
+"""
+
+
+class TailraceError(Exception):
+    """The root of all errors raised by Tailrace."""
+
+
+class DeviceError(TailraceError, RuntimeError):
+    """The devices asked for are not there, or can no longer be chosen."""
+
+
+class DataError(TailraceError, ValueError):
+    """A dataset, or one of its elements, breaks a rule."""
+
+
+class ElementError(DataError):
+    """An element does not look like the first one; the text names the leaf."""
+
+
+class DataExhausted(DataError):
+    """More elements were asked for than the dataset has."""
+
+
+class ProducerError(DataError):
+    """The dataset raised while it was read; that exception is `__cause__`."""
+
+
+class FeedError(TailraceError, RuntimeError):
+    """An infeed or outfeed is used in a way that it does not allow."""
+
+
+class ProgramError(TailraceError, ValueError):
+    """A program, loop or step function cannot be built or run as it is written."""
+
+
+class ReplicaError(ProgramError):
+    """The replicas do not fit the devices, or values would drift apart between them."""
+
+
+class OptionError(TailraceError, ValueError):
+    """An option has a value that it may not have."""
+
+
+class SelectionError(TailraceError, LookupError):
+    """A selection matches no tensor; the text lists the nearest names."""
+
+
+class PlanError(TailraceError, ValueError):
+    """A pipeline schedule cannot be made, or a plan breaks one of its rules."""
+
+
+class NonFiniteError(TailraceError, ArithmeticError):
+    """A watched tensor became NaN or infinite; the text says where and when."""
+
+
+class MissingDependency(TailraceError, ImportError):
+    """An optional package is needed and not installed; the text says how to install it."""
+
+    @classmethod
+    def for_feature(cls, feature: str, package: str, extra: str) -> "MissingDependency":
+        """The one sentence that every missing package is reported with."""
+        return cls(
+            f"{feature} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'tailrace[{extra}]'."
+        )

@@ -1,0 +1,234 @@
+"""The infeed: elements of a dataset, staged on the device one execution ahead.
+
+    dataset ── Reader ──▶ block on the host ──▶ block on the device ──▶ program
+               └────────── thread "tailrace-infeed" ──────────┘
+
+While one execution runs, the thread reads and moves the elements of the next. At most
+1 + `prefetch` blocks exist at a time, however long the dataset: before it stages another, the thread
+waits until an execution that holds one is over. What was staged and not used goes back to the reader,
+so nothing is lost and nothing is read twice, whatever is executed next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from tailrace.data.batches import Batches
+from tailrace.errors import FeedError, OptionError
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.reader import Block, Reader
+from tailrace.feeds.resident import ResidentReader, resident_pays
+
+
+@dataclasses.dataclass(eq=False)
+class Staged:
+    """The elements of one execution: on the host, and on the device."""
+
+    host: Block
+    device: tuple[Any, ...]
+    count: int
+    replicas: int
+
+    def unused(self, used: int) -> Block:
+        """What is left on the host after the first `used` elements (over all replicas)."""
+        return [leaf[used:] for leaf in self.host]
+
+
+class InfeedQueue:
+    """A queue that feeds the elements of a dataset to programs.
+
+    Args:
+        dataset: any iterable of array trees, `tr.batches(...)`, a `tf.data.Dataset`, a `grain`
+            dataset or a PyTorch `DataLoader`.
+        prefetch: how many executions are staged ahead of the one that runs; 0 reads only when asked.
+        resident: whether arrays given by `tr.batches` are kept on the device whole, so that only
+            indices travel. None decides: on an accelerator, if they are small.
+
+    >>> infeed = InfeedQueue([1.0, 2.0, 3.0])
+    >>> infeed.spec().leaves[0].dtype
+    dtype('float32')
+    """
+
+    def __init__(self, dataset: Any, prefetch: int = 1, *, resident: bool | None = None) -> None:
+        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+            raise OptionError(
+                f"prefetch counts the executions staged ahead and must be an integer of at least 0. "
+                f"Received: prefetch={prefetch!r}. Use 1 unless memory is short."
+            )
+        if resident and not isinstance(dataset, Batches):
+            raise OptionError(
+                f"resident=True needs arrays that can be indexed: a dataset made by tr.batches. "
+                f"Received: {type(dataset).__name__}. Leave resident out, or use tr.batches."
+            )
+        self.dataset = dataset
+        self.prefetch = prefetch
+        self.replicas: int | None = None
+        self._resident = resident
+        self._reader: Reader | ResidentReader | None = None
+        self._epoch: int | None = None
+        self._staged: deque[tuple[tuple[int, Any], Future[Staged]]] = deque()
+        self._running: deque[Any] = deque()
+        self._following: tuple[int, Any] = (0, None)
+        self._taken = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.RLock()
+        self._closed = False
+
+    # -- what programs use ----------------------------------------------------------------------
+
+    def spec(self) -> ElementSpec:
+        """The form of an element, learnt from the first one."""
+        with self._lock:
+            self._settle()
+            return self._open().spec()
+
+    def bind_replicas(self, replicas: int) -> None:
+        """A queue hands out its elements to one number of replicas for good."""
+        if self.replicas is not None and self.replicas != replicas:
+            raise FeedError(
+                f"An infeed belongs to the number of replicas it was first used with, because they "
+                f"share out its elements in turn. This one was used with {self.replicas}, and now "
+                f"with {replicas}. Make another InfeedQueue for the other program."
+            )
+        self.replicas = replicas
+
+    def take(self, count: int, sharding: Any, *, then: int | None = None) -> Staged:
+        """The next `count` elements for each replica, on the device.
+
+        Args:
+            count: elements per replica.
+            sharding: a `jax.sharding.NamedSharding` that spreads dim 1 over replicas, or a device.
+            then: what will be taken next (0: nothing), so that it can be staged meanwhile. None
+                guesses the same again.
+        """
+        with self._lock:
+            self._check_open()
+            key = (count, sharding)
+            if not self._staged or self._staged[0][0] != key:
+                self._settle()
+                self._stage(count, sharding)
+            future = self._staged.popleft()[1]
+            staged = future.result()
+            self._following = (count if then is None else then, sharding)
+            self._taken += count * staged.replicas
+            return staged
+
+    def started(self, ticket: Any) -> None:
+        """Say that the block was handed over, and which array will be ready when it is used up.
+
+        Only now is more staged: a block must be counted before the next one takes memory.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._running.append(ticket)
+            count, sharding = self._following
+            if count:
+                for _ in range(self.prefetch - len(self._staged)):
+                    self._stage(count, sharding)
+
+    def put_back(self, staged: Staged, used: int) -> None:
+        """Return what a program did not read; `used` counts elements over all replicas."""
+        with self._lock:
+            self._settle()
+            unused = staged.unused(used)
+            self._open().put_back(unused)
+            self._taken -= len(unused[0])
+
+    def remaining(self, at_most: int) -> int:
+        """How many of the next `at_most` elements there are (they are read, and kept)."""
+        with self._lock:
+            self._settle()
+            return self._open().available(at_most)
+
+    @property
+    def position(self) -> int:
+        """How many elements have been handed to programs so far."""
+        return self._taken
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def restart(self, epoch: int | None = None) -> None:
+        """Begin the dataset again; `epoch` chooses the order of shuffled `tr.batches`."""
+        with self._lock:
+            self._settle()
+            self._reader, self._epoch, self._taken = None, epoch, 0
+
+    def close(self) -> None:
+        """End the thread and let go of what is staged. A closed queue cannot be used again."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+            self._staged.clear()
+            self._running.clear()
+        if thread is not None:
+            thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> InfeedQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"InfeedQueue({self.dataset!r}, prefetch={self.prefetch})"
+
+    # -- staging --------------------------------------------------------------------------------
+
+    def _open(self) -> Reader | ResidentReader:
+        self._check_open()
+        if self._reader is None:
+            resident = self._resident
+            if resident is None:
+                resident = isinstance(self.dataset, Batches) and resident_pays(self.dataset)
+            make = ResidentReader if resident else Reader
+            self._reader = make(self.dataset, self._epoch)
+        return self._reader
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FeedError("This InfeedQueue is closed and feeds no program. Make a new one.")
+
+    def _stage(self, count: int, sharding: Any) -> None:
+        reader = self._open()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="tailrace-infeed")
+        future = self._thread.submit(self._stage_now, reader, count, sharding)
+        self._staged.append(((count, sharding), future))
+
+    def _stage_now(self, reader: Reader | ResidentReader, count: int, sharding: Any) -> Staged:
+        """In the thread: wait for room, read a block, move it."""
+        while len(self._running) > self.prefetch:
+            _wait(self._running.popleft())
+        replicas = self.replicas or 1
+        host = reader.read(count * replicas)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            shaped = [leaf.reshape(count, replicas, *leaf.shape[1:]) for leaf in host]
+        else:
+            shaped = host
+        device = reader.to_device(shaped, sharding)
+        return Staged(host, device, count, replicas)
+
+    def _settle(self) -> None:
+        """Bring the reader to where programs are: everything staged and not taken goes back."""
+        staged = [future for _, future in self._staged]
+        self._staged.clear()
+        for future in reversed(staged):
+            if future.cancel():
+                continue
+            if future.exception() is None and self._reader is not None:
+                self._reader.put_back(future.result().host)
+
+
+def _wait(ticket: Any) -> None:
+    try:
+        jax.block_until_ready(ticket)
+    except Exception:
+        # The execution failed; its caller has the exception. Here only its memory matters.
+        return

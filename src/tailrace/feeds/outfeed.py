@@ -1,0 +1,257 @@
+"""The outfeed: what a program sends out, waiting on the host in the order it was sent.
+
+Values leave a program stacked, one block per execution. A block is copied to the host while the next
+execution runs and is taken apart only when somebody reads it.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import FeedError, OptionError
+from tailrace.marks import Tag, current_trace, mark
+
+
+class OutfeedMode(enum.StrEnum):
+    """What an outfeed keeps: every element until it is dequeued, or the last one of an execution."""
+
+    ALL = "all"
+    LAST = "last"
+
+
+class OutfeedQueue:
+    """A queue that takes values out of a running program.
+
+    Args:
+        mode: "all" keeps every element, "last" only the last one of an execution.
+        live: whether elements arrive while the program runs. A loop at the top of the program is
+            then run in short dispatches; deeper inside, a callback sends each element.
+
+    `enqueue` is called in a program, everything else on the host. With one replica and T the shape
+    of a leaf, `dequeue()` gives [k, *T] in mode "all" and T in mode "last"; with R replicas,
+    [k, R, *T] and [R, *T].
+    """
+
+    def __init__(self, mode: OutfeedMode | str = OutfeedMode.ALL, live: bool = False) -> None:
+        try:
+            self.mode = OutfeedMode(mode)
+        except ValueError:
+            raise OptionError(
+                f"The mode of an outfeed is 'all' or 'last'. Received: mode={mode!r}."
+            ) from None
+        self.live = bool(live)
+        if self.live and self.mode is OutfeedMode.LAST:
+            raise OptionError(
+                "A live outfeed delivers every element, so it cannot be in mode 'last'. "
+                "Received: mode='last', live=True. Choose one of the two."
+            )
+        self._blocks: deque[_Block] = deque()
+        self._structure: Any = None
+        self._shapes: Any = None
+        self._running = 0
+        self._ran = 0
+        self._changed = threading.Condition()
+
+    # -- in a program ---------------------------------------------------------------------------
+
+    def enqueue(self, values: Any) -> Any:
+        """Send `values` (a tree) out of the program, each time this is reached; returns them.
+
+        Inside differentiated code, go on with the returned values: an unused mark may be dropped
+        there (and is then reported as an error).
+        """
+        trace = current_trace("OutfeedQueue.enqueue")
+        structure = jax.tree.structure(values)
+        if not structure.num_leaves:
+            raise FeedError(
+                f"An element sent out needs at least one array. Received: enqueue({values!r})."
+            )
+        site = trace.new_site("OutfeedQueue.enqueue")
+        return mark(values, Tag("outfeed", payload=OutfeedTarget(self, structure), site=site))
+
+    # -- on the host ----------------------------------------------------------------------------
+
+    def dequeue(self) -> Any:
+        """Everything that waits, as one tree of arrays; what is returned is gone from the queue."""
+        with self._changed:
+            blocks, structure, shapes = list(self._blocks), self._structure, self._shapes
+            if self.mode is OutfeedMode.LAST:
+                return self._last(blocks)
+            self._blocks.clear()
+        if structure is None:
+            raise FeedError(
+                "There is nothing to dequeue: no program has sent anything to this outfeed. Call "
+                "enqueue(...) in a program and run it first."
+            )
+        parts = [block.to_host() for block in blocks]
+        parts = [part for part in parts if len(part[0])]
+        if not parts:
+            parts = [[np.zeros((0, *shape), dtype) for shape, dtype in shapes]]
+        leaves = [
+            leaf[0] if len(leaf) == 1 else np.concatenate(leaf)
+            for leaf in zip(*parts, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Elements that wait now, one by one; ends when the queue is empty."""
+        self._check_all("Iterating over an outfeed")
+        while (block := self._next_block()) is not None:
+            yield from block.elements()
+
+    def stream(self, timeout_s: float = 60.0) -> Iterator[Any]:
+        """Elements one by one, waiting for more until the program that sends them has ended.
+
+        Meant for a thread beside the one that runs the program. If no program is running and none
+        has delivered anything, it waits for one to start, `timeout_s` seconds at most.
+        """
+        self._check_all("Streaming an outfeed")
+        seen = self._ran if not self._blocks and not self._running else self._ran - 1
+        give_up = time.monotonic() + timeout_s
+        while True:
+            block = self._next_block()
+            if block is not None:
+                yield from block.elements()
+                continue
+            with self._changed:
+                if self._blocks:
+                    continue
+                if not self._running and self._ran > seen:
+                    return
+                if not self._running and time.monotonic() > give_up:
+                    raise FeedError(
+                        f"No program that sends to this outfeed was started within {timeout_s:g} "
+                        f"seconds. Start one in another thread, or raise timeout_s."
+                    )
+                self._changed.wait(timeout=0.5)
+
+    def __len__(self) -> int:
+        """How many elements wait."""
+        return sum(block.count() for block in list(self._blocks))
+
+    def __bool__(self) -> bool:
+        return True  # an empty queue is still a queue
+
+    def __repr__(self) -> str:
+        return f"OutfeedQueue(mode={str(self.mode)!r}, live={self.live})"
+
+    # -- what programs use ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A program that sends to this queue starts."""
+        with self._changed:
+            self._running += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """That program has ended, one way or the other."""
+        with self._changed:
+            self._running -= 1
+            self._ran += 1
+            self._changed.notify_all()
+
+    def deliver(
+        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
+    ) -> None:
+        """Take over what one execution sent: leaves with `loops` leading loop dims, on the device.
+
+        With several replicas their dim comes first and is moved behind the loops here.
+        """
+        block = _Block(structure, leaves, valid, loops, replicas)
+        with self._changed:
+            if self._structure is not None and self._structure != structure:
+                raise FeedError(
+                    f"An outfeed keeps elements of one structure, {self._structure}. Received: "
+                    f"{structure} from another program. Use one outfeed per kind of element."
+                )
+            self._structure, self._shapes = structure, block.element_shapes()
+            if self.mode is OutfeedMode.LAST:
+                self._blocks.clear()
+            if self._blocks:
+                self._blocks[-1].settle()
+            self._blocks.append(block)
+            self._changed.notify_all()
+
+    def _next_block(self) -> _Block | None:
+        with self._changed:
+            return self._blocks.popleft() if self._blocks else None
+
+    def _last(self, blocks: list[_Block]) -> Any:
+        for block in reversed(blocks):
+            leaves = block.to_host()
+            if len(leaves[0]):
+                return jax.tree.unflatten(block.structure, [leaf[-1] for leaf in leaves])
+        raise FeedError(
+            "An outfeed in mode 'last' has a value only after a program has run that sends to it. "
+            "It was dequeued before. Run the program first."
+        )
+
+    def _check_all(self, what: str) -> None:
+        if self.mode is not OutfeedMode.ALL:
+            raise FeedError(
+                f"{what} needs mode 'all': in mode 'last' there is only one value. "
+                f"Use dequeue(), or OutfeedQueue(mode='all')."
+            )
+
+
+class OutfeedTarget:
+    """Which queue a mark sends to, and the tree of what it sends."""
+
+    def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
+        self.queue, self.structure = queue, structure
+
+
+class _Block:
+    """What one execution sent: [loops..., *T] on the device, or [count, *T] once on the host."""
+
+    def __init__(
+        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
+    ) -> None:
+        self.structure = structure
+        self._leaves, self._valid, self._loops, self._replicas = leaves, valid, loops, replicas
+        self._settled: list[np.ndarray] | None = None
+        for leaf in leaves:
+            if hasattr(leaf, "copy_to_host_async"):
+                leaf.copy_to_host_async()
+
+    def element_shapes(self) -> list[tuple[tuple[int, ...], Any]]:
+        lead = self._loops + (self._replicas > 1)
+        replica = (self._replicas,) if self._replicas > 1 else ()
+        return [((*replica, *leaf.shape[lead:]), leaf.dtype) for leaf in self._leaves]
+
+    def count(self) -> int:
+        return len(self.to_host()[0])
+
+    def settle(self) -> None:
+        """Let go of the device's memory."""
+        self.to_host()
+
+    def to_host(self) -> list[np.ndarray]:
+        if self._settled is None:
+            self._settled = [self._flatten(np.asarray(leaf)) for leaf in self._leaves]
+            if self._valid is not None:
+                made = self._flatten(np.asarray(self._valid))
+                # A branch is taken by all replicas or by none, or there would be no order.
+                made = made.reshape(len(made), -1).all(axis=1)
+                self._settled = [leaf[made] for leaf in self._settled]
+            self._leaves, self._valid = [], None
+        return self._settled
+
+    def elements(self) -> Iterator[Any]:
+        for row in zip(*self.to_host(), strict=True):
+            yield jax.tree.unflatten(self.structure, row)
+
+    def _flatten(self, array: np.ndarray) -> np.ndarray:
+        replica = ()
+        if self._replicas > 1:
+            array = np.moveaxis(array, 0, self._loops)
+            replica = (self._replicas,)
+        return array.reshape(-1, *replica, *array.shape[self._loops + len(replica) :])

@@ -1,0 +1,188 @@
+"""Reading a dataset in blocks: many elements stacked in fresh arrays, and some of them put back.
+
+A reader is used by one thread at a time. Nothing that it was asked for is lost: when the dataset
+ends or fails in the middle of a block, what was read until then stays for the next reading.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.data.batches import BatchIterator, Batches
+from tailrace.errors import DataExhausted, ProducerError, TailraceError
+from tailrace.feeds.elements import ElementSpec
+
+Block = list[np.ndarray]
+
+# XLA on the CPU uses an array as it is, without copying it, if it starts on such a boundary.
+_ALIGNMENT = 64
+
+
+def allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Fresh memory that a CPU device can use without a copy. Never reuse it: the device aliases it."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+class Reader:
+    """The elements of a dataset, from first to last, in blocks of any size."""
+
+    def __init__(self, dataset: Any, epoch: int | None = None) -> None:
+        self.name = as_dataset(dataset).name
+        self._source: Iterator[Any] = (
+            dataset.iterate(epoch)
+            if epoch is not None and isinstance(dataset, Batches)
+            else iter(as_dataset(dataset))
+        )
+        self._waiting: deque[Block] = deque()
+        self._spec: ElementSpec | None = None
+        self._ended: BaseException | bool = False
+        self.delivered = 0
+
+    def spec(self) -> ElementSpec:
+        """The form of the elements, learnt from the first of them (which is not lost)."""
+        if self._spec is None:
+            first = self._next()
+            if first is None:
+                raise DataExhausted(
+                    f"A dataset needs at least one element. Received: an empty {self.name}."
+                )
+            self._spec = ElementSpec.of(first)
+            block = self._new_block(1)
+            self._store(first, block, 0)
+            self._waiting.append(block)
+        return self._spec
+
+    def read(self, count: int) -> Block:
+        """The next `count` elements, stacked leaf by leaf; DataExhausted if there are fewer."""
+        self.spec()
+        blocks: list[Block] = []
+        missing = count
+        while missing and self._waiting:
+            block = self._waiting.popleft()
+            if len(block[0]) > missing:
+                self._waiting.appendleft([leaf[missing:] for leaf in block])
+                block = [leaf[:missing] for leaf in block]
+            blocks.append(block)
+            missing -= len(block[0])
+        if missing:
+            block, failure = self._read_on(missing)
+            if len(block[0]):
+                blocks.append(block)
+                missing -= len(block[0])
+            if missing:
+                for block in reversed(blocks):
+                    self.put_back(block, uncount=False)
+                if isinstance(failure, BaseException):
+                    raise failure
+                raise self._exhausted(count, count - missing)
+        self.delivered += count
+        return blocks[0] if len(blocks) == 1 else self._join(blocks)
+
+    def put_back(self, block: Block, *, uncount: bool = True) -> None:
+        """Make `block` the next thing that is read."""
+        if len(block[0]):
+            self._waiting.appendleft(block)
+            self.delivered -= len(block[0]) if uncount else 0
+
+    def available(self, count: int) -> int:
+        """How many of the next `count` elements there are; they stay where they are."""
+        try:
+            block = self.read(count)
+        except DataExhausted:
+            return sum(len(block[0]) for block in self._waiting)
+        self.put_back(block)
+        return count
+
+    def to_device(self, block: Block, sharding: Any) -> tuple[Any, ...]:
+        """Move a block; on a CPU this aliases the block, which is why blocks are never reused."""
+        return tuple(jax.device_put(leaf, sharding) for leaf in block)
+
+    # -- from the dataset itself ----------------------------------------------------------------
+
+    def _read_on(self, count: int) -> tuple[Block, BaseException | None]:
+        """Up to `count` elements from the dataset, and what stopped it if there are fewer."""
+        assert self._spec is not None
+        if isinstance(self._source, BatchIterator) and not self._ended:
+            tree, done = self._source.read(count, allocate)
+            if done == count:
+                return self._cast(jax.tree.leaves(tree)), None
+            whole = self._cast(jax.tree.leaves(tree))
+            rest, failure = self._read_singly(count - done, done)
+            return (self._join([whole, rest]) if len(rest[0]) else whole), failure
+        return self._read_singly(count, 0)
+
+    def _read_singly(self, count: int, before: int) -> tuple[Block, BaseException | None]:
+        block = self._new_block(count)
+        number = 0
+        try:
+            for number in range(count):
+                element = self._next()
+                if element is None:
+                    return [leaf[:number] for leaf in block], None
+                self._store(element, block, number, before)
+        except TailraceError as error:
+            return [leaf[:number] for leaf in block], error
+        return block, None
+
+    def _next(self) -> Any:
+        if isinstance(self._ended, BaseException):
+            raise self._ended
+        if self._ended:
+            return None
+        try:
+            return next(self._source)
+        except StopIteration:
+            self._ended = True
+            return None
+        except TailraceError as error:
+            self._ended = error
+            raise
+        except Exception as error:
+            where = f"after {self.delivered} elements were delivered"
+            failure = ProducerError(
+                f"The dataset ({self.name}) raised {type(error).__name__} {where}: {error}. "
+                f"Its own traceback is shown above."
+            )
+            failure.__cause__ = error
+            self._ended = failure
+            raise failure from error
+
+    def _new_block(self, count: int) -> Block:
+        assert self._spec is not None
+        return [allocate((count, *leaf.shape), leaf.dtype) for leaf in self._spec.leaves]
+
+    def _store(self, element: Any, block: Block, row: int, before: int = 0) -> None:
+        assert self._spec is not None
+        number = self.delivered + before + row
+        for leaf, target in zip(self._spec.conform(element, number), block, strict=True):
+            target[row] = leaf  # narrows 64 bits on the way, without a second copy
+
+    def _cast(self, leaves: list[np.ndarray]) -> Block:
+        assert self._spec is not None
+        return [
+            leaf.astype(spec.dtype, copy=False)
+            for leaf, spec in zip(leaves, self._spec.leaves, strict=True)
+        ]
+
+    def _join(self, blocks: list[Block]) -> Block:
+        joined = self._new_block(sum(len(block[0]) for block in blocks))
+        for number, target in enumerate(joined):
+            np.concatenate([block[number] for block in blocks], out=target)
+        return joined
+
+    def _exhausted(self, asked: int, found: int) -> DataExhausted:
+        return DataExhausted(
+            f"The dataset ({self.name}) must have all the elements of an execution before it "
+            f"starts. Asked for {asked}, found {found} (after {self.delivered} delivered before). "
+            f"Ask for fewer, or repeat the dataset. What was found is kept."
+        )

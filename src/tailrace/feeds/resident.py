@@ -1,0 +1,90 @@
+"""Small datasets kept on the device whole: only the indices of each batch travel.
+
+A block of elements is then one gather on the device, made while the previous execution runs. The
+program does not notice: it gets the same stacked arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.data.batches import Batches
+from tailrace.errors import DataError
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.reader import Block, Reader
+
+MOST_BYTES = 1 << 30
+"""Larger datasets are not kept on the device unless `resident=True` asks for it."""
+
+
+def resident_pays(batches: Batches) -> bool:
+    """Whether keeping the arrays on the device is worth it.
+
+    On an accelerator each block would cross the bus otherwise. On a CPU the gather would take time
+    from the very cores that train, and there is no bus.
+    """
+    whole = batches.drop_remainder or batches.num_examples % batches.batch_size == 0
+    return whole and jax.default_backend() != "cpu" and batches.nbytes <= MOST_BYTES
+
+
+class ResidentReader(Reader):
+    """A reader whose blocks on the host are indices, and on the device elements."""
+
+    def __init__(self, dataset: Batches, epoch: int | None = None) -> None:
+        super().__init__(dataset, epoch)
+        self._batches = dataset
+        self._on_device: dict[Any, tuple[Any, ...]] = {}
+
+    def spec(self) -> ElementSpec:
+        """The form of the elements; known without reading one."""
+        if self._spec is None:
+            batch = self._batches
+            if not batch.drop_remainder and batch.num_examples % batch.batch_size:
+                raise DataError(
+                    "A resident dataset has batches of one size. Use drop_remainder=True."
+                )
+            size = batch.batch_size
+            self._spec = ElementSpec.of(
+                jax.tree.map(
+                    lambda a: np.broadcast_to(np.zeros((), a.dtype), (size, *a.shape[1:])),
+                    batch.arrays,
+                )
+            )
+        return self._spec
+
+    def to_device(self, block: Block, sharding: Any) -> tuple[Any, ...]:
+        """The elements that a block of indices stands for."""
+        (indices,) = block
+        arrays = self._on_device.get(sharding)
+        if arrays is None:
+            whole: Any = sharding
+            if isinstance(sharding, jax.sharding.NamedSharding):
+                whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+            leaves = jax.tree.leaves(self._batches.arrays)
+            arrays = tuple(
+                jax.device_put(leaf.astype(s.dtype, copy=False), whole)
+                for leaf, s in zip(leaves, self.spec().leaves, strict=True)
+            )
+            self._on_device[sharding] = arrays
+        return _gather(sharding)(arrays, jax.device_put(indices, sharding))
+
+    def _read_on(self, count: int) -> tuple[Block, BaseException | None]:
+        return [self._source.indices(count)], None  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _join(self, blocks: list[Block]) -> Block:
+        return [np.concatenate([block[0] for block in blocks])]
+
+
+@functools.cache
+def _gather(sharding: Any) -> Any:
+    out = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+
+    def gather(arrays: tuple[Any, ...], indices: Any) -> tuple[Any, ...]:
+        return tuple(jnp.take(a, indices, axis=0, mode="clip") for a in arrays)
+
+    return jax.jit(gather, out_shardings=out)

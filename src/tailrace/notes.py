@@ -1,0 +1,24 @@
+"""Things worth saying once: a decision taken for the user, an option that has no effect here.
+
+Notes go through the standard logger `tailrace`; `logging.getLogger("tailrace").setLevel(...)`
+silences them. Errors are never notes.
+"""
+
+import logging
+
+logger = logging.getLogger("tailrace")
+
+_said: set[str] = set()
+
+
+def note_once(text: str, *, key: str | None = None) -> None:
+    """Log `text` as a warning, the first time that `key` (the text itself if not given) is seen."""
+    key = text if key is None else key
+    if key not in _said:
+        _said.add(key)
+        logger.warning(text)
+
+
+def forget_notes() -> None:
+    """Say everything again from now on (used between tests)."""
+    _said.clear()

@@ -1,0 +1,118 @@
+"""Which values differ between replicas, found from the program alone, before it runs.
+
+Elements and keys differ between replicas; everything computed from them does too, until
+`tr.cross_replica_mean` or `tr.cross_replica_sum` makes it equal again. A program must return equal
+values: parameters that drift apart are the classic, silent error of data-parallel training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tailrace import _jax
+from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
+from tailrace.errors import ReplicaError
+from tailrace.marks import ambient_p, cross_replica_p, dequeue_p
+from tailrace.program.traced import Traced
+from tailrace.tensors.walk import Position, walk
+
+
+def check_in_step(traced: Traced) -> None:
+    """Refuse a program that would return different values on different replicas."""
+    differs = Differing().of(traced.jaxpr, [False] * len(traced.jaxpr.invars))
+    for name, varies in zip(traced.out_names, differs, strict=True):
+        if varies:
+            raise ReplicaError(
+                f"What a replicated program returns must be equal on all replicas, but "
+                f"{name or 'its result'!r} is computed from each replica's own elements and would "
+                f"drift apart. Average the gradients: tr.cross_replica_mean(grads), or "
+                f"tr.optimizers.cross_replica(optimizer). To read a value of each replica, send it "
+                f"to an outfeed."
+            )
+
+
+class Differing:
+    """Follows through a program what differs between replicas.
+
+    Attributes:
+        at: for each equation, which of its results differ.
+    """
+
+    def __init__(self) -> None:
+        self.at: dict[Position, list[bool]] = {}
+
+    def of(self, jaxpr: Jaxpr, inputs: Sequence[bool], position: Position = ()) -> list[bool]:
+        """Which results of a program differ, if these of its inputs do."""
+        differs: dict[Any, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for index, eqn in enumerate(jaxpr.eqns):
+            here = (*position, index)
+            given = [not isinstance(v, Literal) and differs.get(v, False) for v in eqn.invars]
+            self.at[here] = self._equation(eqn, given, here)
+            differs.update(zip(eqn.outvars, self.at[here], strict=True))
+        return [not isinstance(v, Literal) and differs.get(v, False) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
+        every = [any(given)] * len(eqn.outvars)
+        if eqn.primitive is dequeue_p:
+            return [True] * len(eqn.outvars)
+        if eqn.primitive is ambient_p:
+            return [eqn.params["what"] in ("key", "replica")]
+        if eqn.primitive is cross_replica_p:
+            return [False]
+        if eqn.primitive is primitives.scan_p:
+            return self._scan(eqn, given, here)
+        if eqn.primitive is primitives.while_p:
+            return self._while(eqn, given, here)
+        if eqn.primitive is primitives.cond_p:
+            return self._cond(eqn, given, here)
+        for number, (_, _, inner, _) in enumerate(_jax.inner_jaxprs(eqn)):
+            if len(inner.invars) == len(given) and len(inner.outvars) == len(eqn.outvars):
+                return self.of(inner, given, (*here, number))
+        return every
+
+    def _scan(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
+        body = eqn.params["jaxpr"].jaxpr
+        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        carry = given[consts : consts + carried]
+        while True:
+            inputs = [*given[:consts], *carry, *given[consts + carried :]]
+            out = self.of(body, inputs, (*here, 0))
+            grown = [a or b for a, b in zip(carry, out[:carried], strict=True)]
+            if grown == carry:
+                return [*carry, *out[carried:]]
+            carry = grown
+
+    def _while(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
+        params = eqn.params
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        carry = given[tests + consts :]
+        while True:
+            (test,) = self.of(params["cond_jaxpr"].jaxpr, [*given[:tests], *carry], (*here, 0))
+            body = params["body_jaxpr"].jaxpr
+            inputs = [*given[tests : tests + consts], *carry]
+            out = self.of(body, inputs, (*here, 1))
+            if test:
+                _refuse_reductions(body, "a while loop", "condition")
+            grown = [test or a or b for a, b in zip(carry, out, strict=True)]
+            if grown == carry:
+                return carry
+            carry = grown
+
+    def _cond(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
+        chosen, *operands = given
+        results = []
+        for number, branch in enumerate(eqn.params["branches"]):
+            if chosen:
+                _refuse_reductions(branch.jaxpr, "a branch", "predicate")
+            results.append(self.of(branch.jaxpr, operands, (*here, number)))
+        return [chosen or any(each) for each in zip(*results, strict=True)]
+
+
+def _refuse_reductions(jaxpr: Jaxpr, where: str, what: str) -> None:
+    if any(place.equation.primitive is cross_replica_p for place in walk(jaxpr.eqns)):
+        raise ReplicaError(
+            f"A reduction over replicas stands in {where} whose {what} differs between replicas: "
+            f"some would wait for others that never come. Make the {what} equal first, with "
+            f"tr.cross_replica_mean or tr.cross_replica_sum."
+        )

@@ -1,0 +1,263 @@
+"""A segment compiled for the devices, and how it is dispatched."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tailrace import devices
+from tailrace._jax import JaxprEqn
+from tailrace.errors import FeedError
+from tailrace.feeds.infeed import InfeedQueue, Staged
+from tailrace.marks import FORWARD, Tag
+from tailrace.program.segments import Segment
+from tailrace.program.traced import Traced
+from tailrace.tensors.frame import Ambient, Block, Emission, Frame
+from tailrace.tensors.rewrite import Rewriter, Wanted
+from tailrace.tensors.walk import Position
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a program runs: one device, or the replicas of a mesh."""
+
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        mesh = devices.mesh(self.replicas) if self.replicas > 1 else None
+        object.__setattr__(self, "mesh", mesh)
+
+    @property
+    def everywhere(self) -> Any:
+        """Where values go that are the same for all replicas."""
+        mesh = getattr(self, "mesh", None)
+        return devices.available()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+    @property
+    def shared_out(self) -> Any:
+        """Where elements go: dim 1 is spread over the replicas."""
+        mesh = getattr(self, "mesh", None)
+        if mesh is None:
+            return devices.available()[0]
+        return NamedSharding(mesh, PartitionSpec(None, devices.REPLICA))
+
+    def put(self, values: Sequence[Any]) -> list[Any]:
+        """Values on the devices; those that are there already stay as they are."""
+        return [jax.device_put(value, self.everywhere) for value in values]
+
+    def own(self, value: Any) -> Any:
+        """A copy of a value, on the devices, that a loop may overwrite."""
+        return jnp.copy(jax.device_put(value, self.everywhere))
+
+
+@dataclasses.dataclass
+class Numbers:
+    """What each dispatch is told besides its data."""
+
+    seed: int
+    first_step: int
+    offset: int = 0
+
+    def as_arrays(self) -> tuple[Any, ...]:
+        """As arguments of the compiled program."""
+        return (
+            jnp.uint32(self.seed % 2**32),
+            jnp.int32(self.first_step),
+            jnp.int32(self.offset),
+        )
+
+
+class Executable:
+    """One segment (for a loop: a piece of so many passes), compiled.
+
+    Args:
+        traced: the program.
+        segment: the part of it.
+        placement: where it runs.
+        length: the number of passes, if the segment is a loop.
+        wanted: values to send out besides, by position.
+        period: periodic values leave in every so many passes.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        segment: Segment,
+        placement: Placement,
+        *,
+        length: int | None = None,
+        wanted: dict[Position, list[Wanted]] | None = None,
+        period: int = 1,
+    ) -> None:
+        self.segment, self.placement, self.length = segment, placement, length
+        self.elements = {
+            queue: count * (1 if length is None else length)
+            for queue, count in segment.elements.items()
+        }
+        self._rewriter = Rewriter(
+            wanted or {},
+            on_mark=_OnMark(segment.is_loop, placement.replicas),
+            replica_axis=devices.REPLICA if placement.replicas > 1 else None,
+            replicas=placement.replicas,
+            period=period,
+        )
+        self._keys: list[Hashable] = []
+        self._compiled: Any = None
+        # What a loop carries is overwritten from piece to piece; nothing else is.
+        self._carried = [var for var, _ in segment.start] if segment.is_loop else []
+        self.compile_s = 0.0
+
+    # -- compiling ------------------------------------------------------------------------------
+
+    def compile(self, known: dict[Any, Any], staged: dict[InfeedQueue, Any]) -> Any:
+        """The XLA executable; compiled on the first call."""
+        if self._compiled is None:
+            started = time.perf_counter()
+            lowered = self._jitted().lower(*self._arguments(known, staged, Numbers(0, 0)))
+            self._compiled = lowered.compile()
+            self.compile_s = time.perf_counter() - started
+        return self._compiled
+
+    def _arguments(
+        self, known: dict[Any, Any], staged: dict[InfeedQueue, Any], numbers: Numbers
+    ) -> tuple[Any, ...]:
+        return (
+            [known[var] for var in self._carried],
+            [known[var] for var in self.segment.reads],
+            [tuple(staged[queue]) for queue in self.elements],
+            numbers.as_arrays(),
+        )
+
+    def _jitted(self) -> Any:
+        function = self._function
+        if self.placement.replicas > 1:
+            each, same = PartitionSpec(devices.REPLICA), PartitionSpec()
+            elements = PartitionSpec(None, devices.REPLICA)
+            function = jax.shard_map(
+                function,
+                mesh=self.placement.mesh,  # pyright: ignore[reportAttributeAccessIssue]
+                in_specs=(same, same, elements, same),
+                out_specs=(same, each, same),
+                check_vma=False,
+            )
+        return jax.jit(function, donate_argnums=(0,))
+
+    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
+        seed, first_step, offset = numbers
+        several = self.placement.replicas > 1
+        replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
+        blocks = {
+            queue: Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
+            for queue, leaves in zip(self.elements, elements, strict=True)
+        }
+        frame = Frame(Ambient(jax.random.key(seed), first_step, replica), blocks)
+        known = dict(zip([*self._carried, *self.segment.reads], [*carried, *read], strict=True))
+        equations = list(self.segment.equations)
+        if self.segment.is_loop:
+            equations[0] = self._piece(equations[0])
+            known[equations[0].invars[-1]] = offset + jnp.arange(self.length, dtype=jnp.int32)
+        self._rewriter.run_equations(equations, known, frame, first=self.segment.first)
+        self._keys = list(frame.emitted)
+        emitted = [frame.emitted[key] for key in self._keys]
+        if several:
+            emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
+        # Ready when the execution is over, and donated by nobody.
+        ticket = first_step + 0
+        return [known[var] for var in self.segment.writes], emitted, ticket
+
+    def _piece(self, loop: JaxprEqn) -> JaxprEqn:
+        """The loop, cut to the length of this piece, starting from where the last piece ended."""
+        before = loop.params["num_consts"]
+        # The last operand of a `tr.repeat` is its counter, which counts on from piece to piece.
+        invars = [*loop.invars[:before], *self._carried, loop.invars[-1]]
+        return loop.replace(invars=invars, params={**loop.params, "length": self.length})
+
+    # -- running --------------------------------------------------------------------------------
+
+    def run(
+        self, known: dict[Any, Any], numbers: Numbers, following: int | None = None
+    ) -> tuple[dict[Hashable, Emission], Any]:
+        """Dispatch once: read from `known` and the infeeds, add results to `known`.
+
+        Args:
+            known: values of variables, on the devices; results are added.
+            numbers: the seed and the counters.
+            following: how many passes the next dispatch of this loop will run (0: none), so that
+                its elements can be staged; None if it is unknown.
+
+        Returns:
+            What was emitted, still on the devices, and an array that is ready when all is over.
+        """
+        taken = self._take(following)
+        try:
+            blocks = {queue: staged.device for queue, staged in taken.items()}
+            compiled = self.compile(known, blocks)
+            results, emitted, ticket = compiled(*self._arguments(known, blocks, numbers))
+        except BaseException:
+            for queue, staged in taken.items():
+                queue.put_back(staged, used=0)
+            raise
+        for queue in taken:
+            queue.started(ticket)
+        known.update(zip(self.segment.writes, results, strict=True))
+        emissions = dict(zip(self._keys, emitted, strict=True))
+        self._return_unread(emissions, taken)
+        return emissions, ticket
+
+    def _take(self, following: int | None) -> dict[InfeedQueue, Staged]:
+        taken: dict[InfeedQueue, Staged] = {}
+        try:
+            for queue, count in self.elements.items():
+                then = None if following is None else self.segment.elements[queue] * following
+                if count:
+                    sharding = self.placement.shared_out
+                    taken[queue] = queue.take(count, sharding, then=then)
+        except BaseException:
+            for queue, staged in taken.items():
+                queue.put_back(staged, used=0)
+            raise
+        return taken
+
+    def _return_unread(
+        self, emissions: dict[Hashable, Emission], taken: dict[InfeedQueue, Staged]
+    ) -> None:
+        for key in [k for k in emissions if isinstance(k, tuple) and k[0] == "read"]:
+            read = emissions.pop(key).value
+            queue = key[1]
+            used = int(jnp.max(read)) * self.placement.replicas
+            queue.put_back(taken[queue], used)
+
+
+class _OnMark:
+    """What happens at marks that send something out."""
+
+    def __init__(self, in_pieces: bool, replicas: int) -> None:
+        self.in_pieces, self.replicas = in_pieces, replicas
+
+    def __call__(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
+        if tag.role == "outfeed" and tag.direction == FORWARD:
+            queue = tag.payload.queue
+            if queue.live and not self.in_pieces:
+                self._send_now(queue, tag.payload.structure, inputs)
+            else:
+                frame.emit(queue, list(inputs))
+        return inputs
+
+    def _send_now(self, queue: Any, structure: Any, inputs: list[Any]) -> None:
+        if self.replicas > 1:
+            raise FeedError(
+                "With several replicas a live outfeed must be enqueued directly in a tr.repeat at "
+                "the top of the program: there the loop is cut into short dispatches. Here it "
+                "stands deeper inside. Move it there, or use live=False."
+            )
+
+        def arrive(*values: Any) -> None:
+            queue.deliver(structure, [value[None] for value in values], None, 1, 1)
+
+        jax.experimental.io_callback(arrive, None, *inputs, ordered=True)

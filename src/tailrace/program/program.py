@@ -1,0 +1,196 @@
+"""`tr.compile`: a function becomes a device program, with its feeds attached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace._jax import Literal
+from tailrace.devices import resolve_replicas
+from tailrace.errors import ProgramError
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.program.drift import check_in_step
+from tailrace.program.executable import Executable, Numbers, Placement
+from tailrace.program.pieces import LIVE_S, good_piece, piece_within
+from tailrace.program.segments import Segment, cut
+from tailrace.program.traced import Traced, top_loops, trace_program
+from tailrace.tensors.frame import Emission
+
+
+def compile(
+    function: Callable[..., Any], *, replicas: int | None = 1, seed: int = 0
+) -> Program:
+    """Make a device program of `function`.
+
+    The program is compiled when it is first called, for the shapes of the arguments it then gets. A
+    call is one dispatch, except that a loop at the top of the program runs in several when its
+    elements would take too much memory at once, or when an outfeed in it is live. The arguments of
+    a call are never overwritten.
+
+    Args:
+        function: called with arrays (trees of them); may use `tr.repeat`, `tr.while_loop`, feeds,
+            `tr.key()` and all of JAX. It returns a tree of arrays.
+        replicas: how many copies of the program run side by side, each on its own elements. None:
+            as many as there are devices.
+        seed: where the keys of `tr.key()` come from.
+
+    Example:
+        >>> import tailrace as tr
+        >>> infeed, outfeed = tr.InfeedQueue([1.0, 2.0, 3.0, 4.0]), tr.OutfeedQueue()
+        >>> def body(total, x):
+        ...     outfeed.enqueue({"total": total + x})
+        ...     return total + x
+        >>> program = tr.compile(lambda total: tr.repeat(4, body, total, infeed=infeed))
+        >>> print(program(0.0), outfeed.dequeue()["total"])
+        10.0 [ 1.  3.  6. 10.]
+    """
+    return Program(function, replicas=resolve_replicas(replicas), seed=seed)
+
+
+class Program:
+    """A compiled function; made by `tr.compile`, called like the function.
+
+    Attributes:
+        executions: how many times something was dispatched to the devices.
+        steps: how many passes of outermost loops were run.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, replicas: int, seed: int) -> None:
+        if not callable(function):
+            raise ProgramError(
+                f"tr.compile takes a function of arrays. Received: {type(function).__name__}."
+            )
+        self._function, self._seed = function, seed
+        self.placement = Placement(replicas)
+        self.executions = 0
+        self.steps = 0
+        self._versions: dict[Hashable, _Version] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the program; returns what the function returns."""
+        version = self._version(args)
+        traced = version.traced
+        known = dict(zip(traced.jaxpr.constvars, version.consts, strict=True))
+        leaves = self.placement.put(jax.tree.leaves(args))
+        known.update(zip(traced.jaxpr.invars, leaves, strict=True))
+        for queue in traced.outfeeds:
+            queue.begin()
+        try:
+            for segment in version.segments:
+                if segment.is_loop:
+                    self._run_in_pieces(version, segment, known)
+                else:
+                    self._run_once(version, segment, known)
+        finally:
+            for queue in traced.outfeeds:
+                queue.end()
+        return jax.tree.unflatten(
+            traced.out_structure, [_result(known, var) for var in traced.jaxpr.outvars]
+        )
+
+    # -- running --------------------------------------------------------------------------------
+
+    def _run_once(self, version: _Version, segment: Segment, known: dict[Any, Any]) -> None:
+        executable = version.executable(segment)
+        emitted, _ = executable.run(known, Numbers(self._seed, self.steps))
+        self.executions += 1
+        self.steps += version.steps_of(segment)
+        self._deliver(version.traced, emitted)
+
+    def _run_in_pieces(self, version: _Version, segment: Segment, known: dict[Any, Any]) -> None:
+        # The first piece would overwrite what the caller, or a later segment, still holds.
+        for result, start in segment.start:
+            known[result] = self.placement.own(_result(known, start))
+        live = any(queue.live for queue in version.traced.outfeeds)
+        done, length = 0, segment.length
+        piece = 1 if live else version.piece(segment)
+        while done < length:
+            now = min(piece, length - done)
+            following = min(piece, length - done - now) if not live else None
+            executable = version.executable(segment, now)
+            started = time.perf_counter()
+            emitted, ticket = executable.run(
+                known, Numbers(self._seed, self.steps, done), following
+            )
+            self.executions += 1
+            self._deliver(version.traced, emitted)
+            done += now
+            if live and done == now:
+                jax.block_until_ready(ticket)
+                elapsed = time.perf_counter() - started - executable.compile_s
+                most = min(version.piece(segment), max(1, int(LIVE_S / max(elapsed, 1e-6))))
+                piece = good_piece(max(1, length - done), most)
+        self.steps += length
+
+    def _deliver(self, traced: Traced, emitted: dict[Hashable, Emission]) -> None:
+        for queue, emission in emitted.items():
+            if isinstance(queue, OutfeedQueue):
+                out = traced.outfeeds[queue]
+                queue.deliver(
+                    out.structure,
+                    list(emission.value),
+                    emission.valid,
+                    out.loops,
+                    self.placement.replicas,
+                )
+
+    # -- versions for different arguments -------------------------------------------------------
+
+    def _version(self, args: tuple[Any, ...]) -> _Version:
+        leaves, structure = jax.tree.flatten(args)
+        key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
+        if key not in self._versions:
+            traced = trace_program(self._function, args, self.placement.replicas)
+            if self.placement.replicas > 1:
+                check_in_step(traced)
+            self._versions[key] = _Version(traced, self.placement)
+        return self._versions[key]
+
+
+class _Version:
+    """A program for arguments of one form: how it is cut, and what is compiled of it."""
+
+    def __init__(self, traced: Traced, placement: Placement) -> None:
+        self.traced, self._placement = traced, placement
+        self.consts = placement.put(traced.consts)
+        loops = top_loops(traced)
+        whole = cut(traced.jaxpr, loops)
+        alone = [s.first for s in whole if s.is_loop and self._wants_pieces(s)]
+        self.segments = cut(traced.jaxpr, alone)
+        self._executables: dict[Hashable, Executable] = {}
+
+    def executable(self, segment: Segment, length: int | None = None) -> Executable:
+        """The executable of a segment; a loop has one for each length of piece."""
+        key = (segment.first, length)
+        if key not in self._executables:
+            self._executables[key] = Executable(
+                self.traced, segment, self._placement, length=length
+            )
+        return self._executables[key]
+
+    def piece(self, segment: Segment) -> int:
+        """How many passes of a loop one dispatch runs, for the memory that its elements take."""
+        bytes_per_pass = sum(
+            queue.spec().nbytes * count for queue, count in segment.elements.items()
+        )
+        return piece_within(segment.length, bytes_per_pass * self._placement.replicas)
+
+    def steps_of(self, segment: Segment) -> int:
+        """How many passes the loops at the top of a segment run."""
+        lengths = {index: self.traced.jaxpr.eqns[index] for index in top_loops(self.traced)}
+        last = segment.first + len(segment.equations)
+        return sum(
+            eqn.params["length"] for i, eqn in lengths.items() if segment.first <= i < last
+        )
+
+    def _wants_pieces(self, segment: Segment) -> bool:
+        live = any(out.queue.live and out.at_top for out in self.traced.outfeeds.values())
+        return segment.length > 0 and (live or self.piece(segment) < segment.length)
+
+
+def _result(known: dict[Any, Any], var: Any) -> Any:
+    return jnp.asarray(var.val) if isinstance(var, Literal) else known[var]

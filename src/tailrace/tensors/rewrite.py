@@ -1,0 +1,416 @@
+"""Emitting a traced program once more, with its marks resolved and chosen values sent out.
+
+The rewriter runs a jaxpr as JAX would, equation by equation, under whatever trace is current (that of
+`jit`, usually), and so writes a new program. On the way
+
+* a dequeue becomes a slice of the elements that were staged for this execution,
+* a key or a counter becomes arithmetic on the program's own numbers,
+* an enqueue, and every value that a tap asks for, becomes an extra output: stacked by the loops
+  around it, flagged where a branch stands around it,
+* everything else is emitted as it was, with its names and source lines.
+
+Programs inside equations that need none of this are emitted whole, untouched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace import _jax
+from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
+from tailrace.errors import ProgramError
+from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p
+from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
+from tailrace.tensors.walk import Position, concerns_us, elements_read, is_replay, loop_tag
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A value that is to leave the program.
+
+    Attributes:
+        key: what it is called outside.
+        output: which result of its equation it is.
+        reduce: what is computed from it, inside the loop, before it leaves.
+        periodic: whether it is made only in the last of every `period` steps.
+        collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
+    """
+
+    key: Hashable
+    output: int = 0
+    reduce: Callable[[Any], Any] = lambda value: value
+    periodic: bool = False
+    collect: str = "stack"
+
+
+@dataclasses.dataclass
+class Rewriter:
+    """How a program is emitted again; see the module's text.
+
+    Attributes:
+        wanted: the values to send out, by the position of their equation.
+        on_mark: called for marks that something must be done about, in the running program.
+        replica_axis: the mesh axis of the replicas, None where there is one replica.
+        replicas: how many there are.
+        period: the outermost loop observes periodic values in every `period`-th pass only.
+    """
+
+    wanted: dict[Position, list[Wanted]] = dataclasses.field(default_factory=dict)
+    on_mark: Callable[[Tag, list[Any], Frame], list[Any]] | None = None
+    replica_axis: str | None = None
+    replicas: int = 1
+    period: int = 1
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        inputs: Sequence[Any],
+        frame: Frame,
+        position: Position = (),
+    ) -> list[Any]:
+        """Emit `jaxpr` on `inputs`; extra outputs land in `frame`."""
+        known = dict(zip(jaxpr.constvars, consts, strict=True))
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+        self.run_equations(jaxpr.eqns, known, frame, position)
+        return [_read(known, var) for var in jaxpr.outvars]
+
+    def run_equations(
+        self,
+        equations: Sequence[JaxprEqn],
+        known: dict[Any, Any],
+        frame: Frame,
+        position: Position = (),
+        first: int = 0,
+    ) -> None:
+        """Emit equations whose values so far are in `known`, and add theirs."""
+        for index, eqn in enumerate(equations, start=first):
+            here = (*position, index)
+            with _jax.equation_context(eqn):
+                outputs = self._equation(eqn, [_read(known, v) for v in eqn.invars], frame, here)
+            known.update(zip(eqn.outvars, outputs, strict=True))
+
+    # -- one equation ---------------------------------------------------------------------------
+
+    def _equation(
+        self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position
+    ) -> list[Any]:
+        outputs = self._emit(eqn, inputs, frame, here)
+        for want in self.wanted.get(here, ()):
+            if frame.observing or not want.periodic:
+                frame.emit(want.key, want.reduce(outputs[want.output]))
+        return outputs
+
+    def _emit(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
+        primitive = eqn.primitive
+        if primitive is mark_p:
+            return self._mark(eqn.params["tag"], inputs, frame)
+        if primitive is dequeue_p:
+            return frame.blocks[eqn.params["queue"]].take()
+        if primitive is ambient_p:
+            return [_ambient(eqn, frame)]
+        if primitive is cross_replica_p:
+            return [self._cross_replica(inputs[0], eqn.params["mean"])]
+        if not self._touches(eqn, here):
+            return _jax.bind_again(eqn, inputs)
+        if primitive is primitives.scan_p:
+            return self._scan(eqn, inputs, frame, here)
+        if primitive is primitives.while_p:
+            return self._while(eqn, inputs, frame, here)
+        if primitive is primitives.cond_p:
+            return self._cond(eqn, inputs, frame, here)
+        return self._inline(eqn, inputs, frame, here)
+
+    def _touches(self, eqn: JaxprEqn, here: Position) -> bool:
+        inside = any(position[: len(here)] == here for position in self.wanted if position != here)
+        return inside or concerns_us(eqn)
+
+    def _mark(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
+        if tag.role == "loop":
+            frame.counters = (*frame.counters, Counter(tag.payload, inputs[0]))
+            return inputs
+        replayed = frame.replaying and tag.direction == FORWARD
+        if self.on_mark is None or replayed:
+            return inputs
+        return self.on_mark(tag, inputs, frame)
+
+    def _cross_replica(self, value: Any, mean: bool) -> Any:
+        if self.replica_axis is None:
+            return value
+        return (lax.pmean if mean else lax.psum)(value, self.replica_axis)
+
+    # -- programs inside equations --------------------------------------------------------------
+
+    def _inline(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
+        """`jit`, `remat`, custom derivatives: after differentiation they are their contents."""
+        for number, (_, _, inner, consts) in enumerate(_jax.inner_jaxprs(eqn)):
+            if len(inner.invars) == len(inputs) and len(inner.outvars) == len(eqn.outvars):
+                break
+        else:
+            raise ProgramError(
+                f"A feed, key or observed value stands inside {eqn.primitive.name!r}, which "
+                f"Tailrace cannot look into. Move it outside of that operation."
+            )
+        replaying = frame.replaying
+        if is_replay(eqn):
+            frame.replaying = True
+            if eqn.params.get("prevent_cse", True):
+                # What keeps XLA from merging the recomputation with the original it repeats.
+                inputs = list(lax.optimization_barrier(tuple(inputs)))
+        outputs = self.run(inner, consts, inputs, frame, (*here, number))
+        frame.replaying = replaying
+        return outputs
+
+    def _scan(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
+        params = eqn.params
+        body = params["jaxpr"]
+        consts, init, xs = _split(inputs, params["num_consts"], params["num_carry"])
+        length = params["length"]
+        counts = elements_read(body.jaxpr.eqns)
+        elements = Emissions(
+            (
+                queue,
+                tuple(
+                    leaf.reshape(length, count, *leaf.shape[1:])
+                    for leaf in frame.blocks[queue].take_many(length * count)
+                ),
+            )
+            for queue, count in counts.items()
+        )
+        outermost = loop_tag(body.jaxpr) is not None and not frame.counters
+
+        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+            values, slices = x
+            blocks = {queue: Block(leaves) for queue, leaves in slices.items()}
+            inside = frame.inner(blocks, observing=observing)
+            inner_inputs = [*consts, *carry, *values]
+            outputs = self.run(body.jaxpr, body.consts, inner_inputs, inside, (*here, 0))
+            carry, ys = _split(outputs, len(init))
+            return carry, (ys, inside.emitted)
+
+        collected = {
+            want.key: want.collect
+            for position, wants in self.wanted.items()
+            if position[: len(here)] == here
+            for want in wants
+            if want.collect != "stack"
+        }
+        over = _Passes(one_pass, params["reverse"], params["unroll"], length)
+        period = self.period if outermost else 1
+        if collected and loop_tag(body.jaxpr) is not None:
+            over = over.collecting(collected)
+        carry, (ys, emitted) = over.run(list(init), (list(xs), elements), period, frame.observing)
+        frame.emitted.update(emitted)
+        if outermost:
+            frame.steps_before = frame.steps_before + length
+        return [*carry, *ys]
+
+    def _while(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
+        params = eqn.params
+        condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+        cond_consts, body_consts, init = _split(
+            inputs, params["cond_nconsts"], params["body_nconsts"]
+        )
+        tag = loop_tag(body.jaxpr)
+        maximum = tag.payload if tag else None
+        counts = elements_read(body.jaxpr.eqns)
+        elements = {
+            queue: [
+                leaf.reshape(maximum, count, *leaf.shape[1:])
+                for leaf in frame.blocks[queue].take_many(maximum * count)
+            ]
+            for queue, count in counts.items()
+        }
+
+        def one_pass(passes: Any, carry: Any) -> Any:
+            blocks = {
+                queue: Block(tuple(lax.dynamic_index_in_dim(e, passes, 0, False) for e in leaves))
+                for queue, leaves in elements.items()
+            }
+            inside = frame.inner(blocks)
+            outputs = self.run(
+                body.jaxpr, body.consts, [*body_consts, *carry], inside, (*here, 1)
+            )
+            return outputs, inside.emitted
+
+        def keep(passes: Any, kept: Any, emitted: dict[Hashable, Emission]) -> Any:
+            if maximum is None:  # Nobody knows how many there will be: the last one is kept.
+                return emitted
+            return jax.tree.map(
+                lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, passes, 0),
+                kept,
+                emitted,
+            )
+
+        shapes = jax.eval_shape(lambda carry: one_pass(jnp.int32(0), carry)[1], list(init))
+        kept = jax.tree.map(
+            lambda s: jnp.zeros(s.shape if maximum is None else (maximum, *s.shape), s.dtype), shapes
+        )
+
+        def go_on(state: Any) -> Any:
+            return self.run(
+                condition.jaxpr, condition.consts, [*cond_consts, *state[1]], frame, (*here, 0)
+            )[0]
+
+        def advance(state: Any) -> Any:
+            passes, carry, kept = state
+            carry, emitted = one_pass(passes, carry)
+            return passes + 1, carry, keep(passes, kept, emitted)
+
+        passes, carry, kept = lax.while_loop(go_on, advance, (jnp.int32(0), list(init), kept))
+        made = passes > 0 if maximum is None else jnp.arange(maximum) < passes
+        for key, emission in kept.items():
+            valid = made if emission.valid is None else _and(made, emission.valid)
+            frame.emit(key, emission.value, valid)
+        for queue, count in counts.items():
+            frame.emit(("read", queue), passes * count)
+        if tag is not None and not frame.counters:
+            frame.steps_before = frame.steps_before + passes
+        return list(carry)
+
+    def _cond(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
+        index, *operands = inputs
+        branches = eqn.params["branches"]
+
+        def run_branch(number: int, operands: Sequence[Any]) -> Any:
+            branch = branches[number]
+            inside = frame.inner()
+            outputs = self.run(
+                branch.jaxpr, branch.consts, list(operands), inside, (*here, number)
+            )
+            return outputs, Emissions(
+                (key, Emission(e.value, jnp.array(True) if e.valid is None else e.valid))
+                for key, e in inside.emitted.items()
+            )
+
+        shapes: Emissions[Hashable, Any] = Emissions()
+        for number in range(len(branches)):
+            shapes.update(jax.eval_shape(lambda ops, n=number: run_branch(n, ops)[1], operands))
+
+        def complete(number: int) -> Callable[..., Any]:
+            def branch(*operands: Any) -> Any:
+                outputs, emitted = run_branch(number, operands)
+                absent = {k: jax.tree.map(_zeros, s) for k, s in shapes.items() if k not in emitted}
+                return outputs, Emissions((k, {**emitted, **absent}[k]) for k in shapes)
+
+            return branch
+
+        outputs, emitted = lax.switch(index, [complete(n) for n in range(len(branches))], *operands)
+        frame.emitted.update(emitted)
+        return list(outputs)
+
+
+# -- passes of a scan ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    """The passes of one loop: how they are strung together and what is kept of each."""
+
+    one_pass: Callable[[Any, Any, bool], Any]
+    reverse: bool
+    unroll: int
+    length: int
+    collect: dict[Hashable, str] | None = None
+
+    def collecting(self, collect: dict[Hashable, str]) -> _Passes:
+        """Keep one entry in all, not one a pass, of the emissions named in `collect`."""
+        return dataclasses.replace(self, collect=collect)
+
+    def run(self, init: Any, xs: Any, period: int, observing: bool) -> Any:
+        """All passes; periodic values come from the last of every `period` of them."""
+        if self.collect is None:
+            return self._all(self.one_pass, init, xs, period, observing)
+        shapes = jax.eval_shape(
+            lambda c, x: self.one_pass(c, x, observing)[1][1], init, jax.tree.map(_first, xs)
+        )
+        kept = Emissions((k, jax.tree.map(_zeros, shapes[k])) for k in self.collect if k in shapes)
+
+        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+            carry, kept = carry
+            carry, (ys, emitted) = self.one_pass(carry, x, observing)
+            after = Emissions()
+            for key, old in kept.items():
+                new = emitted.pop(key, old)
+                add = self.collect is not None and self.collect[key] == "sum" and new is not old
+                after[key] = jax.tree.map(jnp.add, old, new) if add else new
+            return (carry, after), (ys, emitted)
+
+        carry, (ys, emitted) = self._all(one_pass, (init, kept), xs, period, observing)
+        carry, kept = carry
+        return carry, (ys, emitted | kept)
+
+    def _all(self, one_pass: Any, init: Any, xs: Any, period: int, observing: bool) -> Any:
+        def scan(body: Any, carry: Any, xs: Any, length: int) -> Any:
+            return lax.scan(
+                body, carry, xs, length=length, reverse=self.reverse, unroll=self.unroll
+            )
+
+        if period == 1:
+            return scan(lambda c, x: one_pass(c, x, observing), init, xs, self.length)
+        # A branch inside the loop would cost more than the observation: the last of every `period`
+        # passes is written out instead, behind a loop over the others.
+        groups = self.length // period
+        grouped = jax.tree.map(lambda x: x.reshape(groups, period, *x.shape[1:]), xs)
+
+        def group(carry: Any, x: Any) -> Any:
+            silent = jax.tree.map(lambda x: x[:-1], x)
+            carry, (ys, emitted) = scan(
+                lambda c, x: one_pass(c, x, False), carry, silent, period - 1
+            )
+            carry, (last_ys, last) = one_pass(carry, jax.tree.map(lambda x: x[-1], x), observing)
+            every = Emissions((k, _append(e, last.pop(k))) for k, e in emitted.items())
+            return carry, (_append(ys, last_ys), every, last)
+
+        carry, (ys, every, last) = lax.scan(group, init, grouped, length=groups)
+        flat = lambda x: x.reshape(self.length, *x.shape[2:])  # noqa: E731
+        return carry, (jax.tree.map(flat, ys), jax.tree.map(flat, every) | last)
+
+
+def _append(many: Any, one: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), many, one)
+
+
+def _first(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+
+def _zeros(shape: Any) -> Any:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _and(made: Any, valid: Any) -> Any:
+    return jnp.logical_and(made.reshape(made.shape + (1,) * (valid.ndim - made.ndim)), valid)
+
+
+def _ambient(eqn: JaxprEqn, frame: Frame) -> Any:
+    what, depth = eqn.params["what"], eqn.params["depth"]
+    if len(frame.counters) < depth:
+        raise ProgramError(
+            f"tr.{what}() is called in a tr.repeat or tr.while_loop that is itself differentiated, "
+            f"and differentiation moved it out of the loop. Take the gradient inside the loop body, "
+            f"or make the key outside and carry it through the loop."
+        )
+    if what == "key":
+        return frame.fold_key(eqn.params["call"])
+    if what == "replica":
+        return jnp.asarray(frame.ambient.replica, jnp.int32)
+    return frame.step() if what == "step" else frame.microbatch()
+
+
+def _split(values: Sequence[Any], *sizes: int) -> list[list[Any]]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(list(values[start : start + size]))
+        start += size
+    return [*parts, list(values[start:])]
+
+
+def _read(known: dict[Any, Any], var: Any) -> Any:
+    return var.val if isinstance(var, Literal) else known[var]
