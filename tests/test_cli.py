@@ -70,9 +70,8 @@ def test_table_and_verdict(capsys):
 
 
 def test_with_json_the_verdict_goes_to_stderr(capsys):
-    assert (
-        main(["benchmark-data", "my_test_data:make", "--step-time", "1e7", "--json", *SMALL]) == 0
-    )
+    arguments = ["my_test_data:make", "--step-time", "1e7", "--json", *SMALL]
+    assert main(["benchmark-data", *arguments]) == 0
     out, err = capsys.readouterr()
     json.loads(out)
     assert "the device is the bottleneck" in err
@@ -90,7 +89,10 @@ def test_with_json_the_verdict_goes_to_stderr(capsys):
         (["my_test_data:breaks_later"], "raised OSError after 1 elements: gone"),
         (["my_test_data:short"], "asked for 5000 elements"),
         (["my_test_data:recipe", "--epochs", "0"], "epochs must be a whole number >= 1"),
-        (["my_test_data:recipe", "--step-time", "0", *SMALL], "step_time_s must be greater than 0"),
+        (
+            ["my_test_data:recipe", "--step-time", "0"],
+            "--step-time must be greater than 0 micro",
+        ),
     ],
 )
 def test_errors_are_one_line_and_code_2(arguments, text, capsys):

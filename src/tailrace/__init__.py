@@ -13,6 +13,8 @@ from tailrace.errors import TailraceError as TailraceError
 from tailrace.feeds.infeed import InfeedQueue as InfeedQueue
 from tailrace.feeds.outfeed import OutfeedMode as OutfeedMode
 from tailrace.feeds.outfeed import OutfeedQueue as OutfeedQueue
+from tailrace.program.accumulation import Accumulation as Accumulation
+from tailrace.program.accumulation import Reduction as Reduction
 from tailrace.program.inside import cross_replica_mean as cross_replica_mean
 from tailrace.program.inside import cross_replica_sum as cross_replica_sum
 from tailrace.program.inside import key as key
@@ -23,5 +25,8 @@ from tailrace.program.loops import repeat as repeat
 from tailrace.program.loops import while_loop as while_loop
 from tailrace.program.program import Program as Program
 from tailrace.program.program import compile as compile
+from tailrace.training.callbacks import Callback as Callback
+from tailrace.training.history import History as History
+from tailrace.training.trainer import Trainer as Trainer
 
 _devices.apply_environment()

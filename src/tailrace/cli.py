@@ -82,6 +82,10 @@ def _run_benchmark_data(arguments: argparse.Namespace) -> int:
     from tailrace.data.benchmark import dataset_benchmark
     from tailrace.data.bottleneck import verdict
 
+    if arguments.step_time is not None and not arguments.step_time > 0:
+        raise OptionError(
+            f"--step-time must be greater than 0 microseconds. Received: {arguments.step_time:g}."
+        )
     dataset = as_dataset(load(arguments.target))
     if isinstance(dataset, FromFunction):
         dataset = _guarded(dataset.make, f"{arguments.target} was called and raised")

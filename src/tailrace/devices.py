@@ -34,15 +34,15 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[j
     1
     """
     global _chosen
-    if devices is not None and (isinstance(devices, bool) or int(devices) != devices or devices < 1):
+    if devices is not None and (
+        isinstance(devices, bool) or int(devices) != devices or devices < 1
+    ):
         raise DeviceError(
             f"A process needs at least one device. Received: devices={devices!r}. "
             f"Give a positive integer, or leave it out for all devices."
         )
     if platform is not None and platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
-        raise DeviceError(
-            f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}."
-        )
+        raise DeviceError(f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}.")
     started = not _ask_for_cpu_devices(devices)
     found = _devices_of(platform)
     if devices is not None and len(found) < devices:

@@ -94,9 +94,7 @@ def _mark_jvp(primals: Any, tangents: Any, *, tag: Tag) -> Any:
     out = mark_p.bind(*primals, tag=tag)
     if tag.follow_gradient:
         along = dataclasses.replace(tag, direction=TANGENT)
-        tangents = [
-            t if isinstance(t, ad.Zero) else mark_p.bind(t, tag=along)[0] for t in tangents
-        ]
+        tangents = [t if isinstance(t, ad.Zero) else mark_p.bind(t, tag=along)[0] for t in tangents]
     return out, list(tangents)
 
 
@@ -158,12 +156,10 @@ def ambient(what: str, call: int, depth: int) -> Any:
 # -- reductions over replicas -------------------------------------------------------------------
 # An own primitive, because the program is traced before it is spread over replicas: no axis exists.
 
-cross_replica_p.def_abstract_eval(lambda value, *, mean: jax.core.ShapedArray(
-    value.shape, value.dtype
-))
-ad.deflinear2(
-    cross_replica_p, lambda ct, value, *, mean: [cross_replica_p.bind(ct, mean=mean)]
+cross_replica_p.def_abstract_eval(
+    lambda value, *, mean: jax.core.ShapedArray(value.shape, value.dtype)
 )
+ad.deflinear2(cross_replica_p, lambda ct, value, *, mean: [cross_replica_p.bind(ct, mean=mean)])
 _jax.batching.primitive_batchers[cross_replica_p] = lambda values, dims, *, mean: (
     cross_replica_p.bind(*values, mean=mean),
     dims[0],

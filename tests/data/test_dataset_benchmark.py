@@ -129,6 +129,11 @@ def test_too_short(dataset):
         dataset_benchmark(dataset, 2, 5)
 
 
+def test_too_short_in_the_first_of_several_epochs():
+    with pytest.raises(DataExhausted, match=r"asked for 15 elements .* has only 3\."):
+        dataset_benchmark(iter([np.zeros(1)] * 3), 3, 5)
+
+
 def test_a_dimension_of_size_zero():
     with pytest.raises(DataError, match=r"size 0, but leaf \['b'\] has the shape \(2, 0\)\. "):
         dataset_benchmark([{"a": np.zeros(1), "b": np.zeros((2, 0))}], 1, 1)

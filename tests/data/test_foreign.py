@@ -141,6 +141,13 @@ class TestTorch:
         assert array.dtype == getattr(ml_dtypes, name)
         assert array.astype(np.float32).tolist() == [1.5, -2.0]
 
+    def test_small_floats_of_any_layout(self, torch):
+        tensor = torch.arange(6.0).to(torch.bfloat16).reshape(2, 3)
+        turned, single = next(iter(as_dataset([(tensor.T, tensor[1, 1])])))
+        assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert single.shape == ()
+        assert float(single) == 4
+
     def test_tensors_that_want_gradients(self, torch):
         weights = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
         (element,) = as_dataset([{"w": weights}])

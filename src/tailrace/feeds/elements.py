@@ -42,7 +42,8 @@ class ElementSpec:
             )
         paths = tuple(jax.tree_util.keystr(path) for path, _ in with_paths)
         arrays = [
-            check_numeric(p, np.asarray(leaf)) for p, (_, leaf) in zip(paths, with_paths, strict=True)
+            check_numeric(p, np.asarray(leaf))
+            for p, (_, leaf) in zip(paths, with_paths, strict=True)
         ]
         for path, array in zip(paths, arrays, strict=True):
             if 0 in array.shape:

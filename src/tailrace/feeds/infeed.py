@@ -154,21 +154,45 @@ class InfeedQueue:
 
     # -- life -----------------------------------------------------------------------------------
 
-    def restart(self, epoch: int | None = None) -> None:
-        """Begin the dataset again; `epoch` chooses the order of shuffled `tr.batches`."""
+    def restart(self, dataset: Any = None, epoch: int | None = None) -> None:
+        """Begin again: with the same dataset or another; `epoch` orders shuffled `tr.batches`."""
         with self._lock:
             self._settle()
+            self.dataset = self.dataset if dataset is None else dataset
             self._reader, self._epoch, self._taken = None, epoch, 0
 
-    def close(self) -> None:
-        """End the thread and let go of what is staged. A closed queue cannot be used again."""
+    def adopt(self, other: InfeedQueue) -> None:
+        """Go on with the dataset of another queue, from where that one stands."""
         with self._lock:
-            self._closed = True
+            self._settle()
+            other._settle()
+            self.dataset, self._reader, self._epoch = other.dataset, other._reader, other._epoch
+            self._taken = other._taken
+
+    def pad(self, found: int, count: int) -> None:
+        """Repeat the last of the next `found` elements until there are `count` of them."""
+        with self._lock:
+            self._settle()
+            reader = self._open()
+            block = reader.read(found)
+            fill = [leaf[-1:].repeat(count - found, axis=0) for leaf in block]
+            reader.put_back(fill)
+            reader.put_back(block)
+
+    def rest(self) -> None:
+        """End the thread and let go of what is staged; the queue can be used again."""
+        with self._lock:
+            self._settle()
             thread, self._thread = self._thread, None
-            self._staged.clear()
             self._running.clear()
         if thread is not None:
             thread.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        """End the thread for good. A closed queue cannot be used again."""
+        self.rest()
+        self._closed = True
+        self._reader = None
 
     def __enter__(self) -> InfeedQueue:
         return self

@@ -96,8 +96,7 @@ class OutfeedQueue:
         if not parts:
             parts = [[np.zeros((0, *shape), dtype) for shape, dtype in shapes]]
         leaves = [
-            leaf[0] if len(leaf) == 1 else np.concatenate(leaf)
-            for leaf in zip(*parts, strict=True)
+            leaf[0] if len(leaf) == 1 else np.concatenate(leaf) for leaf in zip(*parts, strict=True)
         ]
         return jax.tree.unflatten(structure, leaves)
 

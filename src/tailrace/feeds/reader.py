@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
-from tailrace.data.batches import BatchIterator, Batches
+from tailrace.data.batch_iterator import BatchIterator
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.elements import ElementSpec
 
@@ -37,12 +37,9 @@ class Reader:
     """The elements of a dataset, from first to last, in blocks of any size."""
 
     def __init__(self, dataset: Any, epoch: int | None = None) -> None:
-        self.name = as_dataset(dataset).name
-        self._source: Iterator[Any] = (
-            dataset.iterate(epoch)
-            if epoch is not None and isinstance(dataset, Batches)
-            else iter(as_dataset(dataset))
-        )
+        source = as_dataset(dataset)
+        self.name = source.name
+        self._source: Iterator[Any] = source.iterate(epoch or 0)
         self._waiting: deque[Block] = deque()
         self._spec: ElementSpec | None = None
         self._ended: BaseException | bool = False

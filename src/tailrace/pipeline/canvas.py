@@ -50,7 +50,7 @@ class Canvas:
         room: float = 0,
     ) -> None:
         """A line of text; with `room`, cut to about that width."""
-        fits = int(room / (0.56 * size)) if room else len(text)
+        fits = int(room / (0.56 * size) + 0.5) if room else len(text)
         shown = text if len(text) <= fits else text[: fits - 1] + "…"
         extra = f' font-weight="{weight}"' if weight else ""
         extra += f' text-anchor="{anchor}"' if anchor != "start" else ""

@@ -29,11 +29,18 @@ class Drawing(str):
 
 
 def visible(count: int, limit: int) -> list[int | None]:
-    """The indices to show out of `count`: all, or both ends with None for what lies between."""
+    """The indices to show out of `count`: all, or start, middle and end, None for each gap."""
     if count <= limit:
         return list(range(count))
-    head = limit - limit // 3
-    return [*range(head), None, *range(count - (limit - head), count)]
+    part = max(limit // 3, 1)
+    head, middle = max(limit - 2 * part, 1), (count - part) // 2
+    kept = {*range(head), *range(middle, middle + part), *range(count - part, count)}
+    shown: list[int | None] = []
+    for index in sorted(kept):
+        if shown and index - 1 not in kept:
+            shown.append(None)
+        shown.append(index)
+    return shown
 
 
 def draw(plan: "Plan", max_ticks: int = 64, max_devices: int = 32) -> Drawing:
@@ -84,7 +91,7 @@ def stash_line(plan: "Plan") -> str:
     """The stash in words: the total, then the slots of each stage."""
     shown = visible(plan.stages, 16)
     slots = [_GAP if s is None else _slots_of(plan, s) for s in shown]
-    return f"{plan.stash_total} microbatches: {', '.join(slots)}"
+    return f"{plan.stash_total} slots: {', '.join(slots)}"
 
 
 def _slots_of(plan: "Plan", stage: int) -> str:

@@ -65,7 +65,7 @@ def plan(
           ramp-up---------------- ramp-down--------
     dev0  F0    F1    F2    B0+F3 B1    B2    B3
     dev1  .     F0    B0+F1 B1+F2 B2+F3 B3    .
-    stash 4 microbatches: 3, 1
+    stash 4 slots: 3, 1
     >>> plan(stages=[1, 2, 1], microbatches=6).device_mapping
     (0, (1, 2), 3)
     """

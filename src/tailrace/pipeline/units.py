@@ -36,6 +36,8 @@ def read_ticks(ticks: Iterable[Iterable[Any]]) -> tuple[Tick, ...]:
             "Ticks are a sequence of ticks, and a tick is a sequence of units "
             f'(device, "F" or "B", stage, microbatch); received {ticks!r}.'
         ) from error
+    if not listed:
+        raise PlanError("A plan has at least one tick; received none.")
     return tuple(
         tuple(_read_unit(unit, number) for unit in tick) for number, tick in enumerate(listed)
     )

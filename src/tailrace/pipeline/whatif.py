@@ -2,6 +2,7 @@
 
 import html
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -148,7 +149,11 @@ def what_if(
 
     >>> table = what_if([1.0] * 8, microbatches=[8, 32], stages=[2, 4], schedules=["grouped"])
     >>> print(table)
-    TABLE
+    stages  devices  schedule  mode   count  time  each   speedup  bubble  ramps    stash
+    4       4        grouped   gated  32     210   6.562  3.66     8.6 %   31.4 %   16
+    4       4        grouped   gated  8      66    8.25   2.91     27.3 %  100.0 %  16
+    2       2        grouped   gated  32     396   12.38  1.94     3.0 %   15.2 %   4
+    2       2        grouped   gated  8      108   13.5   1.78     11.1 %  55.6 %   4
     >>> table.best.cut
     (2, 4, 6)
     """
@@ -203,7 +208,7 @@ class _Layers:
                 self.training,
             )
         except PlanError as error:
-            return Case(*question, problem=str(error).split(". ")[0])
+            return Case(*question, problem=re.split(r"\. |, because", str(error))[0])
         simulation = made.simulate(
             stage_sums(self.forward, case.cut),
             stage_sums(self.backward, case.cut) if self.training else None,

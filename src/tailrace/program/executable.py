@@ -115,6 +115,11 @@ class Executable:
 
     # -- compiling ------------------------------------------------------------------------------
 
+    @property
+    def compiled(self) -> Any:
+        """What XLA made; None before `compile`."""
+        return self._compiled
+
     def compile(self, known: dict[Any, Any], staged: dict[InfeedQueue, Any]) -> Any:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:

@@ -42,6 +42,17 @@ def repeat(
         >>> print(total(10.0))
         16.0
     """
+    return repeat_with(call_with_element, n, body, inputs, infeed)
+
+
+def repeat_with(
+    call: Callable[..., Any],
+    n: int | jax.Array,
+    body: Callable[..., Any],
+    inputs: Any = _NOTHING,
+    infeed: InfeedQueue | None = None,
+) -> Any:
+    """`repeat`, with `call(body, carried, element)` deciding how the body gets its element."""
     trace = current_trace("tr.repeat")
     carries = inputs is not _NOTHING
     carry = jax.tree.map(jnp.asarray, inputs) if carries else None
@@ -49,11 +60,11 @@ def repeat(
         n = int(n)
     if isinstance(n, jax.core.Tracer):
         _need_static(n, infeed)
-        return lax.fori_loop(0, n, _loop_body(trace, body, None, None, carries), carry)
+        return lax.fori_loop(0, n, _loop_body(trace, call, body, None, None, carries), carry)
     if not hasattr(n, "__index__") or isinstance(n, bool) or n.__index__() < 0:
         raise ProgramError(f"tr.repeat runs a body n times, n >= 0. Received: n={n!r}.")
     n = n.__index__()
-    one_pass = _loop_body(trace, body, infeed, n, carries)
+    one_pass = _loop_body(trace, call, body, infeed, n, carries)
     carry, _ = lax.scan(lambda c, i: (one_pass(i, c), None), carry, jnp.arange(n, dtype=jnp.int32))
     return carry
 
@@ -97,7 +108,7 @@ def while_loop(
             "loop: nobody could say before the execution how many elements it reads. Use tr.repeat "
             "inside, or feed the outer loop."
         )
-    one_pass = _loop_body(trace, body, infeed, maximum_iterations, True)
+    one_pass = _loop_body(trace, call_with_element, body, infeed, maximum_iterations, True)
 
     def go_on(state: Any) -> Any:
         i, carry = state
@@ -117,6 +128,7 @@ def while_loop(
 
 def _loop_body(
     trace: ProgramTrace,
+    call: Callable[..., Any],
     body: Callable[..., Any],
     infeed: InfeedQueue | None,
     length: int | None,
@@ -138,10 +150,15 @@ def _loop_body(
             if infeed is None:
                 after = body(*first)
             else:
-                after = call_with_element(body, first, dequeue(counter, infeed, infeed.spec().tree()))
+                after = call(body, first, dequeue(counter, infeed, infeed.spec().tree()))
         return _same_form(state, after)
 
     return one_pass
+
+
+def whole(body: Callable[..., Any], first: tuple[Any, ...], element: Any) -> Any:
+    """Hand over an element as one argument, whatever its structure (for `repeat_with`)."""
+    return body(*first, element)
 
 
 def _need_static(n: Any, infeed: Any) -> None:

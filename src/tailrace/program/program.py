@@ -21,9 +21,7 @@ from tailrace.program.traced import Traced, top_loops, trace_program
 from tailrace.tensors.frame import Emission
 
 
-def compile(
-    function: Callable[..., Any], *, replicas: int | None = 1, seed: int = 0
-) -> Program:
+def compile(function: Callable[..., Any], *, replicas: int | None = 1, seed: int = 0) -> Program:
     """Make a device program of `function`.
 
     The program is compiled when it is first called, for the shapes of the arguments it then gets. A
@@ -183,9 +181,7 @@ class _Version:
         """How many passes the loops at the top of a segment run."""
         lengths = {index: self.traced.jaxpr.eqns[index] for index in top_loops(self.traced)}
         last = segment.first + len(segment.equations)
-        return sum(
-            eqn.params["length"] for i, eqn in lengths.items() if segment.first <= i < last
-        )
+        return sum(eqn.params["length"] for i, eqn in lengths.items() if segment.first <= i < last)
 
     def _wants_pieces(self, segment: Segment) -> bool:
         live = any(out.queue.live and out.at_top for out in self.traced.outfeeds.values())

@@ -62,7 +62,8 @@ def trace_program(
         out_form[:] = [structure, tuple(path_name(path) for path, _ in out_paths)]
         return [leaf for _, leaf in out_paths]
 
-    closed = jax.make_jaxpr(flat)(*(leaf for _, leaf in with_paths))
+    # Traced on bare shapes: arrays that lie on a mesh would bring it into the program's types.
+    closed = jax.make_jaxpr(flat)(*(_shape(leaf) for _, leaf in with_paths))
     jaxpr, consts = _open_outermost_calls(closed.jaxpr, tuple(closed.consts))
     traced = Traced(
         jaxpr,
@@ -82,6 +83,11 @@ def trace_program(
     return traced
 
 
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 def _open_outermost_calls(jaxpr: Jaxpr, consts: tuple[Any, ...]) -> tuple[Jaxpr, tuple[Any, ...]]:
     """Unwrap a program that is one single `jit` call, so that its loops stand at the top."""
     while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive is primitives.jit_p:
@@ -96,9 +102,7 @@ def _open_outermost_calls(jaxpr: Jaxpr, consts: tuple[Any, ...]) -> tuple[Jaxpr,
 
 def _check_nothing_lost(context: ProgramTrace, places: list[Place]) -> None:
     found = {
-        place.equation.params["tag"].site
-        for place in places
-        if place.equation.primitive is mark_p
+        place.equation.params["tag"].site for place in places if place.equation.primitive is mark_p
     }
     lost = [text for number, text in context.sites.items() if number not in found]
     if lost:

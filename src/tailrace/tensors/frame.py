@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-
 Emissions = OrderedDict
 """Values by key. JAX sorts the keys of a plain dict, and queues have no order."""
 

@@ -234,9 +234,7 @@ class Rewriter:
                 for queue, leaves in elements.items()
             }
             inside = frame.inner(blocks)
-            outputs = self.run(
-                body.jaxpr, body.consts, [*body_consts, *carry], inside, (*here, 1)
-            )
+            outputs = self.run(body.jaxpr, body.consts, [*body_consts, *carry], inside, (*here, 1))
             return outputs, inside.emitted
 
         def keep(passes: Any, kept: Any, emitted: dict[Hashable, Emission]) -> Any:
@@ -250,7 +248,8 @@ class Rewriter:
 
         shapes = jax.eval_shape(lambda carry: one_pass(jnp.int32(0), carry)[1], list(init))
         kept = jax.tree.map(
-            lambda s: jnp.zeros(s.shape if maximum is None else (maximum, *s.shape), s.dtype), shapes
+            lambda s: jnp.zeros(s.shape if maximum is None else (maximum, *s.shape), s.dtype),
+            shapes,
         )
 
         def go_on(state: Any) -> Any:
@@ -281,9 +280,7 @@ class Rewriter:
         def run_branch(number: int, operands: Sequence[Any]) -> Any:
             branch = branches[number]
             inside = frame.inner()
-            outputs = self.run(
-                branch.jaxpr, branch.consts, list(operands), inside, (*here, number)
-            )
+            outputs = self.run(branch.jaxpr, branch.consts, list(operands), inside, (*here, number))
             return outputs, Emissions(
                 (key, Emission(e.value, jnp.array(True) if e.valid is None else e.valid))
                 for key, e in inside.emitted.items()

@@ -110,7 +110,9 @@ def tag_of(place: Place) -> Tag | None:
 def concerns_us(eqn: JaxprEqn) -> bool:
     """Whether an equation must be resolved before XLA may see the program."""
     return eqn.primitive in _OURS or any(
-        concerns_us(inner_eqn) for _, _, inner, _ in _jax.inner_jaxprs(eqn) for inner_eqn in inner.eqns
+        concerns_us(inner_eqn)
+        for _, _, inner, _ in _jax.inner_jaxprs(eqn)
+        for inner_eqn in inner.eqns
     )
 
 

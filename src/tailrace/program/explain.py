@@ -1,0 +1,93 @@
+"""What a program will need before it runs: memory by part, FLOPs, compile time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from tailrace.program.runner import LoopRunner
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What XLA says about a compiled program. All sizes are bytes on one device.
+
+    Attributes:
+        steps_per_execution: how many steps one dispatch runs.
+        effective_batch_size: examples in a step, over all microbatches and replicas.
+        parts: bytes by what they hold.
+        peak_bytes: what XLA expects to hold at once.
+        flops_per_step: floating-point operations of a step, as XLA counts them (a loop's body is
+            counted once, which makes it those of one step).
+        compile_s: how long compiling took.
+    """
+
+    steps_per_execution: int
+    effective_batch_size: int | None
+    parts: dict[str, int]
+    peak_bytes: int
+    flops_per_step: float
+    compile_s: float
+
+    def __str__(self) -> str:
+        rows = [*self.parts.items(), ("peak", self.peak_bytes)]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"  {name:<{width}}  {_size(size):>10}" for name, size in rows]
+        batch = self.effective_batch_size
+        return "\n".join(
+            [
+                f"{self.steps_per_execution} steps an execution, compiled in {self.compile_s:.2f} s",
+                f"effective batch size: {batch:,}" if batch else "effective batch size: unknown",
+                f"about {self.flops_per_step:,.0f} floating-point operations a step",
+                "memory on each device:",
+                *lines,
+            ]
+        )
+
+
+def explain(
+    runner: LoopRunner,
+    known: dict[Any, Any],
+    length: int,
+    parts: dict[str, Any],
+    effective_batch_size: int | None,
+) -> Explanation:
+    """Compile the loop of `runner` for `length` passes and read XLA's analysis of it."""
+    executable = runner.compiled(known, length)
+    compiled = executable.compiled
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis() or {}
+    cost = cost[0] if isinstance(cost, list | tuple) else cost
+    sizes = {name: _bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
+    sizes["elements"] = runner.bytes_per_pass * length // runner.placement.replicas
+    sizes["results"] = max(0, int(memory.output_size_in_bytes - memory.alias_size_in_bytes))
+    sizes["temporaries"] = int(memory.temp_size_in_bytes)
+    sizes["code"] = int(memory.generated_code_size_in_bytes)
+    peak = int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    return Explanation(
+        length,
+        effective_batch_size,
+        sizes,
+        peak,
+        float(cost.get("flops", 0.0)),
+        executable.compile_s,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count = count / 1000  # type: ignore[assignment]
+    raise AssertionError

@@ -1,0 +1,148 @@
+"""Running one loop for as long as one likes: the engine of `fit`, `evaluate` and `predict`.
+
+A runner owns what its loop carries and overwrites it from dispatch to dispatch. Its infeed can be
+given one dataset after another, as long as their elements look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from tailrace._jax import Literal
+from tailrace.errors import ProgramError
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.program.drift import check_in_step
+from tailrace.program.executable import Executable, Numbers, Placement
+from tailrace.program.segments import cut
+from tailrace.program.traced import top_loops, trace_program
+from tailrace.tensors.frame import Emission
+from tailrace.tensors.rewrite import Wanted
+from tailrace.tensors.walk import Position
+
+
+class LoopRunner:
+    """A program that is one loop, run in dispatches of any length.
+
+    Args:
+        function: `function(carried, read)` returns the next `carried`, through one `tr.repeat` (of
+            any length: each dispatch chooses its own).
+        carried: a tree of arrays, or shapes, that the loop carries.
+        read: a tree of arrays, or shapes, that it only reads.
+        placement: where it runs.
+    """
+
+    def __init__(
+        self, function: Callable[[Any, Any], Any], carried: Any, read: Any, placement: Placement
+    ) -> None:
+        self.placement = placement
+        self.traced = trace_program(function, (carried, read), placement.replicas)
+        if placement.replicas > 1:
+            check_in_step(self.traced)
+        loops = top_loops(self.traced)
+        if len(loops) != 1:
+            raise ProgramError(
+                f"A runner runs one loop at the top of a program. Received: {len(loops)} loops."
+            )
+        self.wanted: dict[Position, list[Wanted]] = {}
+        self.executions = 0
+        self.compile_s = 0.0
+        self._segments = cut(self.traced.jaxpr, loops)
+        (self._loop,) = (s for s in self._segments if s.is_loop)
+        self._before = [s for s in self._segments if s.first < self._loop.first]
+        self._executables: dict[Hashable, Executable] = {}
+        self._num_carried = len(jax.tree.leaves(carried))
+        self._consts = placement.put(self.traced.consts)
+
+    @property
+    def infeeds(self) -> tuple[InfeedQueue, ...]:
+        """The queues that the loop reads."""
+        return self.traced.infeeds
+
+    @property
+    def elements_per_pass(self) -> int:
+        """How many elements one pass takes in all, over all replicas."""
+        return sum(self._loop.elements.values()) * self.placement.replicas
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """The bytes of those elements."""
+        counts = self._loop.elements.items()
+        return sum(q.spec().nbytes * n for q, n in counts) * self.placement.replicas
+
+    def begin(self, carried: Any, read: Any) -> dict[Any, Any]:
+        """The values that dispatches work on, from `carried` (which is copied) and `read`."""
+        jaxpr = self.traced.jaxpr
+        known = dict(zip(jaxpr.constvars, self._consts, strict=True))
+        leaves = [*jax.tree.leaves(carried), *self.placement.put(jax.tree.leaves(read))]
+        known.update(zip(jaxpr.invars, leaves, strict=True))
+        for segment in self._before:
+            self._executable(segment, None).run(known, Numbers(0, 0))
+        for result, start in self._loop.start:
+            value = start.val if isinstance(start, Literal) else known[start]
+            known[result] = self.placement.own(value)
+        # Nothing else may hold on to what the loop overwrites: the caller's arrays are let go of.
+        for var in jaxpr.invars[: self._num_carried]:
+            if var not in self._loop.reads:
+                del known[var]
+        return known
+
+    def carried(self, known: dict[Any, Any]) -> Any:
+        """What the loop carries now, as the tree that it was given."""
+        leaves = [
+            var.val if isinstance(var, Literal) else known[var] for var in self.traced.jaxpr.outvars
+        ]
+        return jax.tree.unflatten(self.traced.out_structure, leaves)
+
+    def dispatch(
+        self,
+        known: dict[Any, Any],
+        length: int,
+        numbers: Numbers,
+        following: int | None = None,
+        period: int = 1,
+    ) -> tuple[dict[Hashable, Emission], Any]:
+        """Run `length` passes; returns what they emitted and an array that is ready afterwards."""
+        executable = self._executable(self._loop, length, period)
+        fresh = executable.compile_s == 0
+        emitted, ticket = executable.run(known, numbers, following)
+        self.executions += 1
+        self.compile_s += executable.compile_s if fresh else 0
+        return emitted, ticket
+
+    def compiled(self, known: dict[Any, Any], length: int) -> Executable:
+        """The executable for dispatches of `length` passes, compiled without running it."""
+        executable = self._executable(self._loop, length)
+        blocks: dict[Any, Any] = {}
+        replicas = self.placement.replicas
+        for queue, count in executable.elements.items():
+            lead = (count,) if replicas == 1 else (count, replicas)
+            blocks[queue] = tuple(
+                jax.ShapeDtypeStruct(
+                    (*lead, *leaf.shape), leaf.dtype, sharding=self._sharding_of_elements()
+                )
+                for leaf in queue.spec().leaves
+            )
+        executable.compile(known, blocks)
+        return executable
+
+    def _sharding_of_elements(self) -> Any:
+        sharding = self.placement.shared_out
+        if isinstance(sharding, jax.Device):
+            return jax.sharding.SingleDeviceSharding(sharding)
+        return sharding
+
+    def _executable(self, segment: Any, length: int | None, period: int = 1) -> Executable:
+        key = (segment.first, length, period)
+        if key not in self._executables:
+            self._executables[key] = Executable(
+                self.traced,
+                segment,
+                self.placement,
+                length=length,
+                wanted=self.wanted,
+                period=period,
+            )
+        return self._executables[key]

@@ -1,0 +1,212 @@
+"""One training step: forward, backward, accumulation, reduction over replicas, update.
+
+The step is written once, here, and traced into the program of a loop. Each value that people want to
+see is marked with its name on the way, which costs nothing unless somebody observes it:
+
+    input/... param/... buffer/...        as they enter
+    loss, aux/...                         what the loss function yields
+    grad/...                              of one microbatch
+    accumulated/... reduced/...           of the step, before and after replicas are averaged
+    update/... updated/... optimizer/...  what the optimizer makes of it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tailrace.errors import ProgramError
+from tailrace.feeds.elements import call_with_element
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.marks import Tag, mark, name_values, path_name
+from tailrace.program.accumulation import Accumulation
+from tailrace.program.inside import cross_replica_mean, cross_replica_sum, microbatch
+from tailrace.program.loops import repeat, repeat_with, whole
+
+
+class TrainState(NamedTuple):
+    """What training carries from step to step."""
+
+    params: Any
+    optimizer_state: Any
+    model_state: Any = None
+
+
+class Yield(NamedTuple):
+    """What one microbatch yields besides its gradient."""
+
+    loss: Any
+    aux: Any
+    weight: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """How a step is computed.
+
+    Attributes:
+        loss_fn: `loss_fn(params, *batch)`, or `loss_fn(params, model_state, *batch)`.
+        optimizer: an optax transformation.
+        accumulation: how many microbatches make a step, and how.
+        has_model_state: which of the two forms `loss_fn` has.
+        scalars: where the loss, the scalar aux values and the weight of each microbatch go.
+    """
+
+    loss_fn: Callable[..., Any]
+    optimizer: Any
+    accumulation: Accumulation
+    has_model_state: bool
+    scalars: OutfeedQueue
+
+    def loop(self, state: TrainState, infeed: InfeedQueue, length: int = 1) -> TrainState:
+        """`length` steps, fed by `infeed`: the body of a training program."""
+        if self.accumulation.microbatches == 1:
+            return repeat_with(whole, length, self.plain, state, infeed)
+        return repeat(length, lambda s: self.accumulated(s, infeed), state)
+
+    # -- the two kinds of step ------------------------------------------------------------------
+
+    def plain(self, state: TrainState, batch: Any) -> TrainState:
+        """A step of one microbatch."""
+        named = self._named(state)
+        grads, model_state, out = self.microbatch(named, batch)
+        self._send(out)
+        if self.accumulation.dtype is not None:
+            zeros = self.accumulation.zeros(named.params)
+            grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
+        if out.weight is not None:
+            grads = jax.tree.map(lambda grad: grad * out.weight.astype(grad.dtype), grads)
+        return self.finish(named, grads, model_state, out.weight)
+
+    def accumulated(self, state: TrainState, infeed: InfeedQueue) -> TrainState:
+        """A step of several microbatches; the optimizer stands outside their loop."""
+        named = self._named(state)
+        accumulation = self.accumulation
+        weighted = accumulation.weight is not None
+
+        def one(carry: Any, batch: Any) -> Any:
+            accumulated, model_state, total = carry
+            grads, model_state, out = self.microbatch(
+                named._replace(model_state=model_state), batch
+            )
+            self._send(out)
+            accumulated = accumulation.add(accumulated, grads, microbatch(), out.weight)
+            return accumulated, model_state, total + out.weight if weighted else total
+
+        total = jnp.float32(0) if weighted else None
+        start = (accumulation.zeros(named.params), named.model_state, total)
+        grads, model_state, total = repeat_with(
+            whole, accumulation.microbatches, one, start, infeed
+        )
+        return self.finish(named, grads, model_state, total)
+
+    # -- their parts ----------------------------------------------------------------------------
+
+    def microbatch(self, state: TrainState, batch: Any) -> tuple[Any, Any, Yield]:
+        """Gradient, next model state and yield of one microbatch."""
+        batch = name_values("input", batch)
+        before = name_values("buffer", state.model_state)
+
+        def forward(params: Any) -> tuple[Any, Any]:
+            loss, after, aux = self.forward(params, before, batch)
+            return loss, (after, aux)
+
+        value_and_grad = jax.value_and_grad(forward, has_aux=True, allow_int=False)
+        (loss, (after, aux)), grads = value_and_grad(state.params)
+        grads = name_values("grad", grads)
+        loss = mark(loss, Tag("value", "loss"))
+        aux = name_values("aux", aux)
+        return grads, after, Yield(loss, aux, self._weight(batch))
+
+    def forward(self, params: Any, model_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """Call the loss function; returns (loss, next model state, aux), checked."""
+        first = (params, model_state) if self.has_model_state else (params,)
+        out = call_with_element(self.loss_fn, first, batch)
+        name = getattr(self.loss_fn, "__name__", "the loss function")
+        if self.has_model_state:
+            if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple)):
+                raise ProgramError(
+                    f"With model_state, {name} returns (loss, (new_state, aux)). "
+                    f"Received: {_shown(out)}."
+                )
+            loss, (after, aux) = out
+            _same_state(model_state, after, name)
+        else:
+            loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+            after = None
+        loss = jnp.asarray(loss)
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ProgramError(
+                f"{name} returns one loss, a float scalar, or (loss, aux). "
+                f"Received a loss of {loss.dtype}{list(loss.shape)}. Take its mean."
+            )
+        return loss, after, aux
+
+    def finish(
+        self, state: TrainState, grads: Any, model_state: Any, weight: Any = None
+    ) -> TrainState:
+        """Reduce over replicas, then update: once a step."""
+        grads = name_values("accumulated", grads)
+        if weight is None:
+            grads = cross_replica_mean(grads)
+        else:
+            total = cross_replica_sum(weight)
+            grads = jax.tree.map(lambda g: cross_replica_sum(g) / total.astype(g.dtype), grads)
+        grads = name_values("reduced", grads)
+        with jax.named_scope("optimizer"):
+            updates, after = self.optimizer.update(grads, state.optimizer_state, state.params)
+        updates = name_values("update", updates)
+        params = name_values("updated", optax.apply_updates(state.params, updates))
+        after = jax.tree.map(_keep_dtype, state.optimizer_state, after)
+        after = name_values("optimizer", after)
+        model_state = jax.tree.map(
+            lambda x: cross_replica_mean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
+            model_state,
+        )
+        return TrainState(params, after, model_state)
+
+    def _named(self, state: TrainState) -> TrainState:
+        return state._replace(params=name_values("param", state.params))
+
+    def _weight(self, batch: Any) -> Any:
+        if self.accumulation.weight is None:
+            return None
+        weight = jnp.asarray(call_with_element(self.accumulation.weight, (), batch), jnp.float32)
+        if weight.shape != ():
+            raise ProgramError(
+                f"The weight of a microbatch is one number. Received: shape {weight.shape}. "
+                f"Sum it over the examples."
+            )
+        return weight
+
+    def _send(self, out: Yield) -> None:
+        self.scalars.enqueue({"loss": out.loss, "aux": _scalars(out.aux), "weight": out.weight})
+
+
+def _scalars(aux: Any) -> dict[str, Any]:
+    """The scalar values of `aux` by name; these make up the history."""
+    found = jax.tree_util.tree_flatten_with_path(aux)[0]
+    return {path_name(path) or "aux": value for path, value in found if jnp.ndim(value) == 0}
+
+
+def _keep_dtype(before: Any, after: Any) -> Any:
+    """Optimizer state keeps its dtype, whatever the dtype of the gradient was."""
+    return jnp.asarray(after, jnp.asarray(before).dtype)
+
+
+def _same_state(before: Any, after: Any, name: str) -> None:
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise ProgramError(
+            f"The new model state has the structure of the old one, {jax.tree.structure(before)}. "
+            f"Received from {name}: {jax.tree.structure(after)}."
+        )
+
+
+def _shown(value: Any) -> str:
+    return str(jax.tree.structure(value))

@@ -1,0 +1,187 @@
+"""Running a function over a whole dataset on the device: `evaluate` and `predict`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import DataExhausted, ProgramError
+from tailrace.feeds.elements import ElementSpec, call_with_element
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.marks import path_name
+from tailrace.program.executable import Numbers, Placement
+from tailrace.program.loops import repeat_with, whole
+from tailrace.program.pieces import LIVE_S, piece_within
+from tailrace.program.runner import LoopRunner
+from tailrace.program.step import Step
+
+
+class Evaluator:
+    """Programs that read a dataset and send out what a function makes of each element."""
+
+    def __init__(self, step: Step, placement: Placement, seed: int) -> None:
+        self._step, self._placement, self._seed = step, placement, seed
+        self._runners: dict[Hashable, tuple[LoopRunner, OutfeedQueue]] = {}
+
+    def evaluate(
+        self, dataset: Any, fn: Callable[..., Any] | None, read: tuple[Any, Any]
+    ) -> dict[str, float]:
+        """The means of the scalars that `fn` returns."""
+        function = self._loss if fn is None else fn
+        parts = [leaves for leaves, _ in self._run(dataset, function, read, _means_of)]
+        names = parts[0].keys()
+        return {
+            name: float(np.concatenate([part[name] for part in parts]).mean(dtype=np.float64))
+            for name in names
+        }
+
+    def predict(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
+        """All results, joined."""
+        parts, batch = [], None
+        for tree, spec in self._run(dataset, fn, read, None):
+            parts.append(tree)
+            batch = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+
+        def join(*blocks: np.ndarray) -> np.ndarray:
+            stacked = np.concatenate(blocks)
+            if stacked.ndim > 1 and batch == {stacked.shape[1]}:
+                return stacked.reshape(-1, *stacked.shape[2:])
+            return stacked
+
+        return jax.tree.map(join, *parts)
+
+    def stream(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Iterator[Any]:
+        """Results one by one, soon after they are made."""
+        for tree, _ in self._run(dataset, fn, read, None, live=True):
+            leaves, structure = jax.tree.flatten(tree)
+            for row in zip(*leaves, strict=True):
+                yield jax.tree.unflatten(structure, row)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _loss(self, params: Any, model_state: Any, batch: Any) -> Any:
+        loss, _, aux = self._step.forward(params, model_state, batch)
+        return loss, aux
+
+    def _run(
+        self,
+        dataset: Any,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        shape: Callable[[Any], Any] | None,
+        live: bool = False,
+    ) -> Iterator[tuple[Any, ElementSpec]]:
+        runner, out, infeed = self._runner_for(dataset, fn, read, shape)
+        known = runner.begin((), read)
+        replicas = self._placement.replicas
+        spec = infeed.spec()
+        most = piece_within(1000, runner.bytes_per_pass)
+        length = 1 if live else most
+        structure = runner.traced.outfeeds[out].structure
+        waiting: Any = None
+        position = 0
+        try:
+            while True:
+                found = length * replicas
+                started, compiled = time.perf_counter(), runner.compile_s
+                try:
+                    emitted, ticket = runner.dispatch(known, length, Numbers(self._seed, position))
+                except DataExhausted:
+                    found = infeed.remaining(found)
+                    if not found:
+                        break
+                    length = -(-found // replicas)
+                    if found % replicas:
+                        infeed.pad(found, length * replicas)
+                    emitted, ticket = runner.dispatch(
+                        known, length, Numbers(self._seed, position), 0
+                    )
+                position += length
+                if waiting is not None:
+                    yield _taken(*waiting), spec
+                waiting = (structure, emitted[out].value, found, replicas)
+                if live:
+                    yield _taken(*waiting), spec
+                    waiting = None
+                    elapsed = time.perf_counter() - started - (runner.compile_s - compiled)
+                    if length == 1:
+                        length = min(most, max(1, int(LIVE_S / max(elapsed, 1e-6))))
+            if waiting is not None:
+                yield _taken(*waiting), spec
+        finally:
+            infeed.rest()
+
+    def _runner_for(
+        self,
+        dataset: Any,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        shape: Callable[[Any], Any] | None,
+    ) -> tuple[LoopRunner, OutfeedQueue, InfeedQueue]:
+        infeed = InfeedQueue(dataset)
+        infeed.bind_replicas(self._placement.replicas)
+        key = (infeed.spec(), fn, shape)
+        if key in self._runners:
+            runner, out = self._runners[key]
+            runner.infeeds[0].adopt(infeed)
+            return runner, out, runner.infeeds[0]
+        out = OutfeedQueue()
+
+        def body(_: Any, batch: Any, read: tuple[Any, Any]) -> tuple[()]:
+            params, model_state = read
+            if fn == self._loss:
+                result = self._loss(params, model_state, batch)
+            else:
+                first = (params, model_state) if self._step.has_model_state else (params,)
+                result = call_with_element(fn, first, batch)
+            out.enqueue(jax.tree.map(jnp.asarray, result) if shape is None else shape(result))
+            return ()
+
+        def program(_: Any, read: Any) -> Any:
+            return repeat_with(whole, 1, lambda c, batch: body(c, batch, read), (), infeed)
+
+        runner = LoopRunner(program, (), read, self._placement)
+        self._runners[key] = (runner, out)
+        return runner, out, infeed
+
+
+def _means_of(result: Any) -> dict[str, Any]:
+    """What `evaluate` averages: the scalars of a dict, of (loss, aux) or of a single value."""
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, aux = result
+        if isinstance(aux, tuple) and len(aux) == 2:  # (loss, (new_state, aux))
+            aux = aux[1]
+        result = {"loss": loss, **({"aux": aux} if not isinstance(aux, dict) else aux)}
+    elif not isinstance(result, dict):
+        result = {"loss": result}
+    found = {
+        path_name(path): jnp.asarray(value)
+        for path, value in jax.tree_util.tree_flatten_with_path(result)[0]
+    }
+    scalars = {name: value for name, value in found.items() if value.ndim == 0}
+    if not scalars:
+        raise ProgramError(
+            "evaluate averages scalars, and the function returned none. Received: "
+            f"{ {name: value.shape for name, value in found.items()} }. Take the mean over the "
+            "batch, or use predict."
+        )
+    return scalars
+
+
+def _taken(structure: Any, leaves: Any, found: int, replicas: int) -> Any:
+    """The results of `found` elements, in their order, on the host."""
+
+    def one(leaf: Any) -> np.ndarray:
+        array = np.asarray(leaf)
+        if replicas > 1:
+            array = np.moveaxis(array, 0, 1)
+            array = array.reshape(-1, *array.shape[2:])
+        return array[:found]
+
+    return jax.tree.unflatten(structure, [one(leaf) for leaf in leaves])

@@ -1,0 +1,454 @@
+"""`tr.Trainer`: training with optax, many steps to a dispatch."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.devices import resolve_replicas
+from tailrace.errors import DataError, DataExhausted, OptionError, ProgramError
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.marks import path_name
+from tailrace.notes import logger, note_once
+from tailrace.program.accumulation import Accumulation
+from tailrace.program.executable import Numbers, Placement
+from tailrace.program.explain import Explanation, explain
+from tailrace.program.runner import LoopRunner
+from tailrace.program.step import Step, TrainState
+from tailrace.tensors.frame import Emission
+from tailrace.training.callbacks import Callback, Execution, tell
+from tailrace.training.evaluation import Evaluator
+from tailrace.training.history import History, split_emission
+from tailrace.training.pace import Pace, parse_steps
+from tailrace.training.progress import ProgressBar
+
+
+class Trainer:
+    """Trains parameters with an optax optimizer, on the device, many steps to an execution.
+
+    Args:
+        loss_fn: `loss_fn(params, *batch)` returns the loss or `(loss, aux)`; with `model_state`,
+            `loss_fn(params, model_state, *batch)` returns `(loss, (new_state, aux))`. Scalars in
+            `aux` become part of the history.
+        optimizer: an optax transformation.
+        params: the parameters to start from, a tree of float arrays. They are copied.
+        steps_per_execution: how many steps one dispatch runs; "auto" finds out.
+        accumulation: how many microbatches make a step, or a `tr.Accumulation`.
+        replicas: how many copies train side by side. None: as many as there are devices.
+        offload_optimizer_state: keep the optimizer's state off the device; not available yet.
+        model_state: state that the model updates itself, such as that of BatchNorm. It advances
+            with each microbatch; over replicas its floats are averaged once a step.
+        seed: where the keys of `tr.key()` come from.
+
+    Example:
+        >>> import optax, numpy as np, tailrace as tr
+        >>> def loss_fn(w, x, y):
+        ...     return ((x * w - y) ** 2).mean()
+        >>> x = np.linspace(0, 1, 64, dtype=np.float32)
+        >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.5), np.float32(0.0))
+        >>> history = trainer.fit(tr.batches((x, 3 * x), 16, repeat=True), steps=100)
+        >>> round(float(trainer.params), 2), len(history.loss)
+        (3.0, 100)
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        params: Any,
+        *,
+        steps_per_execution: int | str = "auto",
+        accumulation: Accumulation | int = 1,
+        replicas: int | None = 1,
+        offload_optimizer_state: bool = False,
+        model_state: Any = None,
+        seed: int = 0,
+    ) -> None:
+        if not callable(loss_fn):
+            raise OptionError(
+                f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}."
+            )
+        _check_optimizer(optimizer)
+        if offload_optimizer_state:
+            raise OptionError(
+                "offload_optimizer_state=True is not available in this version. Leave it out."
+            )
+        self.accumulation = Accumulation.of(accumulation)
+        self.placement = Placement(resolve_replicas(replicas))
+        self.seed = seed
+        self.history = History()
+        self.step = 0
+        self._steps_per_execution = parse_steps(steps_per_execution)
+        self._scalars = OutfeedQueue()
+        self._step = Step(
+            loss_fn, optimizer, self.accumulation, model_state is not None, self._scalars
+        )
+        params = jax.tree.map(jnp.asarray, params)
+        _check_params(params)
+        model_state = jax.tree.map(jnp.asarray, model_state)
+        state = TrainState(params, optimizer.init(params), model_state)
+        self._state: TrainState | None = jax.tree.map(self.placement.own, state)
+        self._runners: dict[ElementSpec, LoopRunner] = {}
+        self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
+        self._evaluator = Evaluator(self._step, self.placement, seed)
+        self._stopping = False
+        self.pace: Pace | None = None
+
+    # -- what there is --------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimizer state and model state: copies, which training leaves alone."""
+        return jax.tree.map(jnp.copy, self._current())
+
+    @property
+    def params(self) -> Any:
+        """The parameters as they are now: a copy."""
+        return jax.tree.map(jnp.copy, self._current().params)
+
+    @property
+    def model_state(self) -> Any:
+        """The model state as it is now: a copy."""
+        return jax.tree.map(jnp.copy, self._current().model_state)
+
+    @property
+    def replicas(self) -> int:
+        """How many copies train side by side."""
+        return self.placement.replicas
+
+    @property
+    def executions(self) -> int:
+        """How many dispatches training has made so far."""
+        return sum(runner.executions for runner in self._runners.values())
+
+    @property
+    def elements_per_step(self) -> int:
+        """How many elements of the dataset one step takes: microbatches x replicas."""
+        return self.accumulation.microbatches * self.replicas
+
+    def stop(self) -> None:
+        """End the current fit after the execution that runs now."""
+        self._stopping = True
+
+    # -- training -------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        dataset: Any,
+        steps: int | None = None,
+        epochs: int | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+        progress: bool | None = None,
+    ) -> History:
+        """Train.
+
+        Args:
+            dataset: what to train on; see `tr.InfeedQueue`.
+            steps: train for exactly so many steps, which take steps x microbatches x replicas
+                elements. The dataset is not restarted.
+            epochs: go through the dataset so many times; 1 if neither is given. Elements at the end
+                that do not fill a step are left out.
+            callbacks: objects with the methods of `tr.Callback`.
+            progress: whether to show a progress bar; None shows it in a terminal.
+
+        Returns:
+            The history of this fit, also kept as `trainer.history`.
+        """
+        _check_duration(steps, epochs)
+        source = as_dataset(dataset)
+        runner, infeed = self._runner_for(dataset)
+        known = self._activate(runner)
+        self.history = History(self.step, self.accumulation.microbatches, self.replicas)
+        self._stopping = False
+        total = self._total_steps(source.length, steps, epochs)
+        if self.pace is None or self.pace.bytes_per_step != runner.bytes_per_pass:
+            self.pace = Pace(self._steps_per_execution, runner.bytes_per_pass)
+        callbacks = list(callbacks)
+        for callback in callbacks:
+            callback.on_fit_begin(self)
+        try:
+            with ProgressBar(total, self.effective_batch_size(infeed.spec()), progress) as bar:
+                fit = _Fit(self, runner, infeed, known, callbacks, bar)
+                if steps is not None:
+                    fit.steps(steps)
+                else:
+                    epochs = 1 if epochs is None else epochs
+                    if epochs > 1 and not source.restartable:
+                        raise DataError(
+                            f"fit(epochs={epochs}) goes through the dataset again and again, but "
+                            f"{source.name} can be read once only. Give a re-iterable, a function "
+                            f"that makes an iterator, or use fit(steps=...)."
+                        )
+                    for epoch in range(epochs):
+                        if self._stopping:
+                            break
+                        if epoch:
+                            infeed.restart(dataset, epoch)
+                        fit.epoch(total // epochs if total is not None else None)
+                fit.finish()
+        finally:
+            infeed.rest()
+            for callback in callbacks:
+                callback.on_fit_end(self, self.history)
+        return self.history
+
+    def effective_batch_size(self, spec: ElementSpec) -> int | None:
+        """Examples in a step: microbatch size x microbatches x replicas."""
+        sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+        return min(sizes) * self.elements_per_step if len(sizes) == 1 else None
+
+    # -- using what was trained -----------------------------------------------------------------
+
+    def evaluate(self, dataset: Any, fn: Callable[..., Any] | None = None) -> dict[str, float]:
+        """The mean, over all elements of a dataset, of what `fn` returns.
+
+        Args:
+            dataset: what to evaluate on; all of it is read.
+            fn: called like the loss function; returns a scalar, a dict of scalars, or what a loss
+                function returns. None: the loss function.
+        """
+        state = self._current()
+        return self._evaluator.evaluate(dataset, fn, (state.params, state.model_state))
+
+    def predict(self, dataset: Any, fn: Callable[..., Any], live: bool = False) -> Any:
+        """What `fn` returns for each element of a dataset, in order.
+
+        Args:
+            dataset: what to predict for; all of it is read.
+            fn: `fn(params, *batch)`, or `fn(params, model_state, *batch)`; returns a tree of arrays.
+            live: return an iterator that yields the result of each element while the rest is still
+                being computed, instead of all results at the end.
+
+        Returns:
+            A tree of arrays. Results whose leading dim is that of the element's arrays are
+            concatenated along it, all others are stacked.
+        """
+        state = self._current()
+        read = (state.params, state.model_state)
+        if live:
+            return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
+        return self._evaluator.predict(dataset, fn, read)
+
+    def explain(self, example: Any, steps: int | None = None) -> Explanation:
+        """What training on elements like `example` will need: memory, FLOPs, compile time.
+
+        Args:
+            example: one element of the dataset.
+            steps: how many steps an execution is to have; None: as configured, or 10.
+        """
+        runner, infeed = self._runner_for([example])
+        known = self._activate(runner)
+        state = self._current()
+        length = steps or self._steps_per_execution or 10
+        return explain(
+            runner,
+            known,
+            length,
+            parts={
+                "parameters": state.params,
+                "optimizer state": state.optimizer_state,
+                "model state": state.model_state,
+            },
+            effective_batch_size=self.effective_batch_size(infeed.spec()),
+        )
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _current(self) -> TrainState:
+        if self._active is not None:
+            runner, known = self._active
+            return runner.carried(known)
+        assert self._state is not None
+        return self._state
+
+    def _runner_for(self, dataset: Any) -> tuple[LoopRunner, InfeedQueue]:
+        """The program for elements of the dataset's form, and its infeed set to that dataset."""
+        fresh = InfeedQueue(dataset)
+        fresh.bind_replicas(self.replicas)
+        spec = fresh.spec()
+        if spec in self._runners:
+            runner = self._runners[spec]
+            infeed = runner.infeeds[0]
+            infeed.adopt(fresh)
+            return runner, infeed
+
+        def train(state: TrainState, _: Any) -> TrainState:
+            return self._step.loop(state, fresh)
+
+        runner = LoopRunner(train, self._current(), (), self.placement)
+        self._runners[spec] = runner
+        return runner, fresh
+
+    def _activate(self, runner: LoopRunner) -> dict[Any, Any]:
+        """Move the state into the program that will run."""
+        if self._active is None or self._active[0] is not runner:
+            self._active = (runner, runner.begin(self._current(), ()))
+            self._state = None
+        return self._active[1]
+
+    def _total_steps(self, length: int | None, steps: int | None, epochs: int | None) -> int | None:
+        if length is None:
+            return steps
+        per_epoch = length // self.elements_per_step
+        if steps is not None:
+            if steps > per_epoch:
+                raise DataExhausted(self._too_short(steps, length, 0))
+            return steps
+        if not per_epoch:
+            raise DataExhausted(self._too_short(1, length, 0))
+        return per_epoch * (1 if epochs is None else epochs)
+
+    def _too_short(self, steps: int, length: int | str, done: int) -> str:
+        count, replicas = self.accumulation.microbatches, self.replicas
+        return (
+            f"fit takes steps x microbatches x replicas elements, {steps} x {count} x {replicas} = "
+            f"{steps * count * replicas}, and never restarts a dataset for steps=. This one has "
+            f"{length}; {done} steps were done. Ask for fewer steps, repeat the dataset, or use "
+            f"fit(epochs=...)."
+        )
+
+
+class _Fit:
+    """One `fit` while it runs: dispatches ahead, and takes in results one execution behind."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        runner: LoopRunner,
+        infeed: InfeedQueue,
+        known: dict[Any, Any],
+        callbacks: list[Callback],
+        bar: ProgressBar,
+    ) -> None:
+        self.trainer, self.runner, self.infeed, self.known = trainer, runner, infeed, known
+        self.callbacks, self.bar = callbacks, bar
+        self.pending: deque[tuple[int, int, dict[Hashable, Emission]]] = deque()
+
+    def steps(self, count: int) -> None:
+        """Exactly so many steps."""
+        remaining = count
+        while remaining and not self.trainer._stopping:
+            try:
+                remaining -= self.execute(remaining)
+            except DataExhausted as error:
+                done = count - remaining
+                found = self.infeed.position + self.infeed.remaining(
+                    remaining * self.runner.elements_per_pass
+                )
+                raise DataExhausted(self.trainer._too_short(count, found, done)) from error
+
+    def epoch(self, count: int | None) -> None:
+        """To the end of the dataset; `count` steps if that is known."""
+        if count is not None:
+            self.steps(count)
+            return
+        while not self.trainer._stopping:
+            try:
+                self.execute(None)
+            except DataExhausted:
+                break
+        per_step = self.runner.elements_per_pass
+        assert self.trainer.pace is not None
+        left = self.infeed.remaining(self.trainer.pace.next(None) * per_step)
+        if left >= per_step and not self.trainer._stopping:
+            self.execute(left // per_step)
+        if left % per_step:
+            note_once(
+                f"The last {left % per_step} elements of the dataset do not fill a step of "
+                f"{per_step} and are left out.",
+                key="incomplete step",
+            )
+
+    def execute(self, remaining: int | None) -> int:
+        """Dispatch one execution; returns how many steps it has."""
+        trainer, pace = self.trainer, self.trainer.pace
+        assert pace is not None
+        length = pace.next(remaining)
+        rest = None if remaining is None else remaining - length
+        measuring = pace.chosen is None
+        following = 0 if measuring else (None if rest is None else pace.next(rest) if rest else 0)
+        compiled_before = self.runner.compile_s
+        started = time.perf_counter()
+        numbers = Numbers(trainer.seed, trainer.step)
+        # The counter of the loop starts at 0 in each execution; the step it belongs to is told.
+        emitted, ticket = self.runner.dispatch(self.known, length, numbers, following)
+        if measuring:
+            jax.block_until_ready(ticket)
+            seconds = time.perf_counter() - started - (self.runner.compile_s - compiled_before)
+            pace.measured(length, seconds, rest)
+            logger.info(pace.reason)
+        self.pending.append((trainer.step, length, emitted))
+        trainer.step += length
+        if len(self.pending) > 1:
+            self.take_in()
+        return length
+
+    def finish(self) -> None:
+        """Take in everything that is still on its way."""
+        while self.pending:
+            self.take_in()
+
+    def take_in(self) -> None:
+        """The results of the oldest execution: history, callbacks, progress."""
+        first_step, steps, emitted = self.pending.popleft()
+        trainer = self.trainer
+        out = trainer._scalars
+        structure = self.runner.traced.outfeeds[out].structure
+        scalars = jax.tree.unflatten(structure, emitted[out].value)
+        count, replicas = trainer.accumulation.microbatches, trainer.replicas
+        values = {"loss": scalars["loss"], **scalars["aux"]}
+        arrays = {name: split_emission(v, count, replicas) for name, v in values.items()}
+        weights = scalars["weight"]
+        if weights is not None:
+            weights = split_emission(weights, count, replicas).astype(np.float64)
+        trainer.history.add(arrays, weights)
+        if self.callbacks:
+            one = History(first_step, count, replicas)
+            one.add(arrays, weights)
+            tell(self.callbacks, trainer, Execution(first_step, steps, {n: one[n] for n in one}))
+        self.bar.advance(steps, float(np.mean(arrays["loss"][-1])))
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not (
+        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+    ):
+        raise OptionError(
+            f"optimizer is an optax transformation, with init and update. Received: {optimizer!r}. "
+            f"For example optax.sgd(0.01)."
+        )
+
+
+def _check_params(params: Any) -> None:
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    if not leaves:
+        raise ProgramError(f"There are no parameters to train. Received: params={params!r}.")
+    for path, leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ProgramError(
+                f"Parameters are floats, so that they have a gradient. Received: "
+                f"{path_name(path) or 'params'!r} of {leaf.dtype}{list(leaf.shape)}. Keep integers "
+                f"in model_state, or close over them."
+            )
+
+
+def _check_duration(steps: int | None, epochs: int | None) -> None:
+    if steps is not None and epochs is not None:
+        raise OptionError(
+            f"fit takes steps= or epochs=, not both. Received: steps={steps}, epochs={epochs}."
+        )
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 0
+        ):
+            raise OptionError(f"{name} is a number of at least 0. Received: {name}={value!r}.")
