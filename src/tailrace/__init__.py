@@ -28,5 +28,13 @@ from tailrace.program.program import compile as compile
 from tailrace.training.callbacks import Callback as Callback
 from tailrace.training.history import History as History
 from tailrace.training.trainer import Trainer as Trainer
+from tailrace.tensors.taps import Tap as Tap
+from tailrace.tensors.taps import every as every
+from tailrace.pipeline import PipelineSchedule as PipelineSchedule
+from tailrace.pipeline import plan as plan
+from tailrace.pipeline import what_if as what_if
+from tailrace.data.benchmark import dataset_benchmark as dataset_benchmark
+from tailrace.data.benchmark import infeed_benchmark as infeed_benchmark
+from tailrace import data as data
 
 _devices.apply_environment()

@@ -1,8 +1,8 @@
 """The one place that touches JAX below its public surface, and the only one with version branches.
 
 Supported: jax 0.10.1 (Python 3.11) and 0.11.x. Everything here comes from `jax.extend` and
-`jax.interpreters`, which promise less than `jax` itself: when a new JAX release breaks us, it breaks
-here.
+`jax.interpreters`, which promise less than `jax` itself: when a new JAX release breaks us, it
+breaks here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ __all__ = [
     "ad",
     "batching",
     "bind_again",
+    "contents",
     "define_marker",
+    "is_backward",
     "equation_context",
     "inner_jaxprs",
+    "keeps_apart",
     "name_stack_of",
     "primitives",
+    "scan_sizes",
+    "scopes_of",
+    "user_frame",
+    "version",
 ]
 
 
@@ -63,7 +70,7 @@ def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def equation_context(eqn: JaxprEqn, prefix: Any = None) -> AbstractContextManager[Any]:
+def equation_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
     """What is emitted inside carries the equation's own name stack and user traceback."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
@@ -86,9 +93,59 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]
     return found
 
 
+def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
+    """The one program that an equation such as `jit` or `remat` merely calls; None if there is none.
+
+    With its index among `inner_jaxprs`.
+    """
+    for number, (_, _, inner, consts) in enumerate(inner_jaxprs(eqn)):
+        if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
+            return number, inner, consts
+    return None
+
+
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried (in this order)."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since 0.11
+    return len(consts), len(carry)
+
+
+def keeps_apart(eqn: JaxprEqn) -> bool:
+    """Whether a recomputation must not be merged with the original that it repeats."""
+    prevent = eqn.params.get("prevent_cse", True)
+    return any(prevent) if isinstance(prevent, tuple | list) else bool(prevent)
+
+
+def scopes_of(eqn: JaxprEqn) -> list[tuple[str, int]]:
+    """The named scopes of an equation, outermost first: name, and which entry of that scope.
+
+    The identity is that of JAX's own object, which differentiation carries along.
+    """
+    stack = eqn.source_info.name_stack.stack
+    return [(item.name, id(item)) for item in stack if type(item).__name__ == "Scope"]
+
+
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation belongs to the backward pass."""
+    stack = eqn.source_info.name_stack.stack
+    return any(type(i).__name__ == "Transform" and i.name == "transpose" for i in stack)
+
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "keras", "optax", "torchax", "tailrace", "haiku")
+_LIBRARY_PARTS = tuple(f"/{name}/" for name in _LIBRARIES)
+
+
 def user_frame(eqn: JaxprEqn) -> str:
     """`file:line` of the user's code that an equation comes from, or an empty string."""
-    return source_info_util.summarize(eqn.source_info)
+    trace = eqn.source_info.traceback
+    for frame in trace.frames if trace is not None else ():
+        path = frame.file_name
+        library = "site-packages" in path or "/tailrace/" in path
+        if not (library and any(part in path for part in _LIBRARY_PARTS)) and path[:1] != "<":
+            return f"{path}:{frame.line_num}"
+    return ""
 
 
 def version() -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""Host and device: the infeed and the outfeed."""

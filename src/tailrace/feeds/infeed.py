@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.elements import ElementSpec
@@ -90,13 +91,17 @@ class InfeedQueue:
 
     def bind_replicas(self, replicas: int) -> None:
         """A queue hands out its elements to one number of replicas for good."""
+        self.check_replicas(replicas)
+        self.replicas = replicas
+
+    def check_replicas(self, replicas: int) -> None:
+        """Refuse a number of replicas other than the one the queue is bound to."""
         if self.replicas is not None and self.replicas != replicas:
             raise FeedError(
                 f"An infeed belongs to the number of replicas it was first used with, because they "
                 f"share out its elements in turn. This one was used with {self.replicas}, and now "
                 f"with {replicas}. Make another InfeedQueue for the other program."
             )
-        self.replicas = replicas
 
     def take(self, count: int, sharding: Any, *, then: int | None = None) -> Staged:
         """The next `count` elements for each replica, on the device.
@@ -201,7 +206,7 @@ class InfeedQueue:
         self.close()
 
     def __repr__(self) -> str:
-        return f"InfeedQueue({self.dataset!r}, prefetch={self.prefetch})"
+        return f"InfeedQueue({as_dataset(self.dataset).name}, prefetch={self.prefetch})"
 
     # -- staging --------------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.marks import Tag, current_trace, mark
 
@@ -74,6 +76,8 @@ class OutfeedQueue:
             raise FeedError(
                 f"An element sent out needs at least one array. Received: enqueue({values!r})."
             )
+        for path, value in jax.tree_util.tree_flatten_with_path(values)[0]:
+            _check_can_leave(_path_called(path), jnp.asarray(value))
         site = trace.new_site("OutfeedQueue.enqueue")
         return mark(values, Tag("outfeed", payload=OutfeedTarget(self, structure), site=site))
 
@@ -83,9 +87,9 @@ class OutfeedQueue:
         """Everything that waits, as one tree of arrays; what is returned is gone from the queue."""
         with self._changed:
             blocks, structure, shapes = list(self._blocks), self._structure, self._shapes
+            self._blocks.clear()
             if self.mode is OutfeedMode.LAST:
                 return self._last(blocks)
-            self._blocks.clear()
         if structure is None:
             raise FeedError(
                 "There is nothing to dequeue: no program has sent anything to this outfeed. Call "
@@ -171,9 +175,12 @@ class OutfeedQueue:
                     f"An outfeed keeps elements of one structure, {self._structure}. Received: "
                     f"{structure} from another program. Use one outfeed per kind of element."
                 )
-            self._structure, self._shapes = structure, block.element_shapes()
-            if self.mode is OutfeedMode.LAST:
+            shapes = block.element_shapes()
+            if self.mode is OutfeedMode.LAST and block.surely_has_elements():
                 self._blocks.clear()
+            if self._blocks and self._shapes != shapes:
+                raise FeedError(self._unlike(structure, shapes))
+            self._structure, self._shapes = structure, shapes
             if self._blocks:
                 self._blocks[-1].settle()
             self._blocks.append(block)
@@ -188,10 +195,28 @@ class OutfeedQueue:
             leaves = block.to_host()
             if len(leaves[0]):
                 return jax.tree.unflatten(block.structure, [leaf[-1] for leaf in leaves])
+        if self._ran and self._structure is not None:
+            raise FeedError(
+                "An outfeed in mode 'last' gives its value once. There is no new one since the last "
+                "dequeue. Keep the value, or run a program that sends to it again."
+            )
         raise FeedError(
             "An outfeed in mode 'last' has a value only after a program has run that sends to it. "
             "It was dequeued before. Run the program first."
         )
+
+    def _unlike(self, structure: Any, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
+        """Which leaf of an element is not like those that wait."""
+        numbered = jax.tree.unflatten(structure, range(len(shapes)))
+        for path, number in jax.tree_util.tree_flatten_with_path(numbered)[0]:
+            (was, old), (now, new) = self._shapes[number], shapes[number]
+            if (was, old) != (now, new):
+                return (
+                    f"Elements that wait in an outfeed together have one shape and dtype: "
+                    f"{_path_called(path)} is {old}{list(was)}. Received: {new}{list(now)} from "
+                    f"another program. Dequeue before that one runs, or use a second OutfeedQueue."
+                )
+        raise AssertionError
 
     def _check_all(self, what: str) -> None:
         if self.mode is not OutfeedMode.ALL:
@@ -199,6 +224,24 @@ class OutfeedQueue:
                 f"{what} needs mode 'all': in mode 'last' there is only one value. "
                 f"Use dequeue(), or OutfeedQueue(mode='all')."
             )
+
+
+def _path_called(path: Any) -> str:
+    """How a sentence names the leaf at a path."""
+    return leaf_called(jax.tree_util.keystr(path))
+
+
+def _check_can_leave(called: str, value: Any) -> None:
+    if 0 in value.shape:
+        raise FeedError(
+            f"An element sent out may not have a dim of size 0. Received: {called} of shape "
+            f"{value.shape}. Leave it out."
+        )
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise FeedError(
+            f"An element sent out consists of numbers. Received: {called}, a random key. Send "
+            f"jax.random.key_data(key)."
+        )
 
 
 class OutfeedTarget:
@@ -225,6 +268,11 @@ class _Block:
         lead = self._loops + (self._replicas > 1)
         replica = (self._replicas,) if self._replicas > 1 else ()
         return [((*replica, *leaf.shape[lead:]), leaf.dtype) for leaf in self._leaves]
+
+    def surely_has_elements(self) -> bool:
+        """Whether there is an element in it for sure, as far as can be told without waiting."""
+        looped = self._leaves[0].shape[(self._replicas > 1) :][: self._loops]
+        return self._valid is None and 0 not in looped
 
     def count(self) -> int:
         return len(self.to_host()[0])

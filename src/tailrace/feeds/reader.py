@@ -20,12 +20,15 @@ from tailrace.feeds.elements import ElementSpec
 
 Block = list[np.ndarray]
 
+_END = object()
+"""Stands for the element after the last one; `None` could be an element."""
+
 # XLA on the CPU uses an array as it is, without copying it, if it starts on such a boundary.
 _ALIGNMENT = 64
 
 
 def allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Fresh memory that a CPU device can use without a copy. Never reuse it: the device aliases it."""
+    """Fresh memory that a CPU device uses without a copy. Never reuse it: the device aliases it."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
@@ -44,12 +47,13 @@ class Reader:
         self._spec: ElementSpec | None = None
         self._ended: BaseException | bool = False
         self.delivered = 0
+        self._produced = 0
 
     def spec(self) -> ElementSpec:
         """The form of the elements, learnt from the first of them (which is not lost)."""
         if self._spec is None:
             first = self._next()
-            if first is None:
+            if first is _END:
                 raise DataExhausted(
                     f"A dataset needs at least one element. Received: an empty {self.name}."
                 )
@@ -83,6 +87,8 @@ class Reader:
                     raise failure
                 raise self._exhausted(count, count - missing)
         self.delivered += count
+        if not blocks:
+            return self._new_block(0)
         return blocks[0] if len(blocks) == 1 else self._join(blocks)
 
     def put_back(self, block: Block, *, uncount: bool = True) -> None:
@@ -111,23 +117,25 @@ class Reader:
         assert self._spec is not None
         if isinstance(self._source, BatchIterator) and not self._ended:
             tree, done = self._source.read(count, allocate)
+            self._produced += done
             if done == count:
                 return self._cast(jax.tree.leaves(tree)), None
             whole = self._cast(jax.tree.leaves(tree))
-            rest, failure = self._read_singly(count - done, done)
+            rest, failure = self._read_singly(count - done)
             return (self._join([whole, rest]) if len(rest[0]) else whole), failure
-        return self._read_singly(count, 0)
+        return self._read_singly(count)
 
-    def _read_singly(self, count: int, before: int) -> tuple[Block, BaseException | None]:
+    def _read_singly(self, count: int) -> tuple[Block, BaseException | None]:
         block = self._new_block(count)
         number = 0
         try:
             for number in range(count):
                 element = self._next()
-                if element is None:
+                if element is _END:
                     return [leaf[:number] for leaf in block], None
-                self._store(element, block, number, before)
+                self._store(element, block, number)
         except TailraceError as error:
+            self._ended = error  # or the element that is wrong would be passed over silently
             return [leaf[:number] for leaf in block], error
         return block, None
 
@@ -135,17 +143,17 @@ class Reader:
         if isinstance(self._ended, BaseException):
             raise self._ended
         if self._ended:
-            return None
+            return _END
         try:
-            return next(self._source)
+            element = next(self._source)
         except StopIteration:
             self._ended = True
-            return None
+            return _END
         except TailraceError as error:
             self._ended = error
             raise
         except Exception as error:
-            where = f"after {self.delivered} elements were delivered"
+            where = f"after {self._produced} elements"
             failure = ProducerError(
                 f"The dataset ({self.name}) raised {type(error).__name__} {where}: {error}. "
                 f"Its own traceback is shown above."
@@ -153,14 +161,16 @@ class Reader:
             failure.__cause__ = error
             self._ended = failure
             raise failure from error
+        self._produced += 1
+        return element
 
     def _new_block(self, count: int) -> Block:
         assert self._spec is not None
         return [allocate((count, *leaf.shape), leaf.dtype) for leaf in self._spec.leaves]
 
-    def _store(self, element: Any, block: Block, row: int, before: int = 0) -> None:
+    def _store(self, element: Any, block: Block, row: int) -> None:
         assert self._spec is not None
-        number = self.delivered + before + row
+        number = self._produced - 1
         for leaf, target in zip(self._spec.conform(element, number), block, strict=True):
             target[row] = leaf  # narrows 64 bits on the way, without a second copy
 

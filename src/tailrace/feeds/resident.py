@@ -76,6 +76,9 @@ class ResidentReader(Reader):
     def _read_on(self, count: int) -> tuple[Block, BaseException | None]:
         return [self._source.indices(count)], None  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _new_block(self, count: int) -> Block:
+        return [np.zeros((count, self._batches.batch_size), np.int32)]
+
     def _join(self, blocks: list[Block]) -> Block:
         return [np.concatenate([block[0] for block in blocks])]
 

@@ -128,7 +128,8 @@ def _stage_times(plan: "Plan", stage: int, given: Any, name: str) -> list[float]
 def _hops(plan: "Plan", transfer: float | Sequence[float]) -> list[float]:
     """For each virtual stage, how long its result travels to the next one."""
     boundaries = plan.stages - 1
-    given = [transfer] * boundaries if isinstance(transfer, int | float) else list(transfer)
+    given = np.atleast_1d(transfer).tolist()
+    given = given * boundaries if np.ndim(transfer) == 0 else given
     if len(given) != boundaries or not all(0.0 <= time < float("inf") for time in given):
         raise PlanError(
             f"`transfer` is a time of zero or more, or a list with one for each of the "

@@ -99,18 +99,22 @@ def _run_units(plan: "Plan", costs: Costs, clock: _Clock) -> None:
         (int(v), int(d)): float(time)
         for v, d, time in zip(costs.virtual, costs.device, costs.time, strict=True)
     }
+    alone = plan.schedule is PipelineSchedule.SEQUENTIAL
     arrived: dict[tuple[int, int], float] = {}
     for tick in plan.iter_ticks():
         for unit in tick:
             virtual = unit.stage if unit.kind == "F" else 2 * plan.stages - 1 - unit.stage
             row = rows.get(unit.device, -1)
             needed = (virtual, unit.microbatch)
+            if alone and virtual == 0:
+                # Sequential's rule holds without a clock too: the one before must be through.
+                arrived[needed] = arrived.get((plan.virtual_stages, unit.microbatch - 1), 0.0)
             if (virtual, row) not in times or (virtual and needed not in arrived):
                 raise PlanError(
                     f"{unit} cannot run: its input is never made before it, or this pipeline does "
                     "not have it. Run `plan.check()` before simulating ticks written by hand."
                 )
-            start = max(clock.free[row], arrived[needed] if virtual else 0.0)
+            start = max(clock.free[row], arrived.get(needed, 0.0))
             clock.begin[row] = min(clock.begin[row], start)
             clock.free[row] = start + times[virtual, row]
             hop = float(costs.hop[costs.first[virtual]])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tailrace.pipeline.planning import Plan
 
 CELL, GAP, MARGIN = 26, 2, 16
-HEAD, STASH = 74, 176
+HEAD, STASH = 74, 160
 BREAK = 18  # the width or height of a place where rows or columns are left out
 
 

@@ -155,16 +155,30 @@ def _check_complete(plan: "Plan", state: _Progress) -> None:
                 missing = state.done[kind, stage, device]
                 if missing < plan.microbatches:
                     unit = Unit(device, kind, stage, missing)
-                    problem = f"it never runs: each {_WORD[kind]} runs exactly once"
-                    raise _broken(plan, plan.num_ticks - 1, unit, problem)
+                    raise _incomplete(plan, unit)
+
+
+def _incomplete(plan: "Plan", unit: Unit) -> PlanError:
+    """The error for a unit that no tick has; the arrow is at the end, where it is missed."""
+    picture = grid.draw_around(plan, plan.num_ticks - 1, unit.device)
+    return PlanError(
+        f"The plan ends before its work is done: {_name(unit)} never runs, and each "
+        f"{_WORD[unit.kind]} runs exactly once.\n\n{picture}\n\nAdd that unit, or use the ticks "
+        "that `plan(...)` makes."
+    )
 
 
 def _broken(plan: "Plan", t: int, unit: Unit, problem: str) -> PlanError:
     """The error for one broken rule, with the neighbourhood in the grid and an arrow."""
     picture = grid.draw_around(plan, t, unit.device)
     return PlanError(
-        f"The plan breaks a rule in tick {t}: the {_WORD[unit.kind]} of microbatch "
-        f"{unit.microbatch} at stage {unit.stage} on device {unit.device} ({unit}) cannot be "
-        f"there, because {problem}.\n\n{picture}\n\nMove or remove that unit, or use the ticks "
-        "that `plan(...)` makes."
+        f"The plan breaks a rule in tick {t}: {_name(unit)} cannot be there, because {problem}."
+        f"\n\n{picture}\n\nMove or remove that unit, or use the ticks that `plan(...)` makes."
+    )
+
+
+def _name(unit: Unit) -> str:
+    return (
+        f"the {_WORD[unit.kind]} of microbatch {unit.microbatch} at stage {unit.stage} on device "
+        f"{unit.device} ({unit})"
     )

@@ -160,7 +160,7 @@ def what_if(
     back = [2.0 * time for time in forward] if backward is None else list(backward)
     if not training:
         back = [0.0] * len(forward)
-    updates = list(update) if isinstance(update, Sequence) else [update] * len(forward)
+    updates = np.atleast_1d(update).tolist() * (1 if np.ndim(update) else len(forward))
     for name, given in (("backward", back), ("update", updates), ("stash_bytes", stash_bytes)):
         if given is not None and len(given) != len(forward):
             raise PlanError(
@@ -238,7 +238,7 @@ def _all_cuts(
 
 
 def _several(value: int | Sequence[int]) -> list[int]:
-    return [value] if isinstance(value, int) else list(value)
+    return np.atleast_1d(value).tolist()
 
 
 def _folded(stages: int, devices: int) -> list[int]:

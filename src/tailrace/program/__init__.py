@@ -1,0 +1,1 @@
+"""One device program: tracing, loops, steps, and how they are run."""

@@ -15,7 +15,7 @@ from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
 from tailrace.errors import ReplicaError
 from tailrace.marks import ambient_p, cross_replica_p, dequeue_p
 from tailrace.program.traced import Traced
-from tailrace.tensors.walk import Position, walk
+from tailrace.tensors.walk import Position, tag_of, walk
 
 
 def check_in_step(traced: Traced) -> None:
@@ -66,14 +66,12 @@ class Differing:
             return self._while(eqn, given, here)
         if eqn.primitive is primitives.cond_p:
             return self._cond(eqn, given, here)
-        for number, (_, _, inner, _) in enumerate(_jax.inner_jaxprs(eqn)):
-            if len(inner.invars) == len(given) and len(inner.outvars) == len(eqn.outvars):
-                return self.of(inner, given, (*here, number))
-        return every
+        called = _jax.contents(eqn)
+        return every if called is None else self.of(called[1], given, (*here, called[0]))
 
     def _scan(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
         body = eqn.params["jaxpr"].jaxpr
-        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carried = _jax.scan_sizes(eqn)
         carry = given[consts : consts + carried]
         while True:
             inputs = [*given[:consts], *carry, *given[consts + carried :]]
@@ -93,7 +91,7 @@ class Differing:
             inputs = [*given[tests : tests + consts], *carry]
             out = self.of(body, inputs, (*here, 1))
             if test:
-                _refuse_reductions(body, "a while loop", "condition")
+                _refuse_joint_acts(body, "a while loop", "condition")
             grown = [test or a or b for a, b in zip(carry, out, strict=True)]
             if grown == carry:
                 return carry
@@ -104,15 +102,24 @@ class Differing:
         results = []
         for number, branch in enumerate(eqn.params["branches"]):
             if chosen:
-                _refuse_reductions(branch.jaxpr, "a branch", "predicate")
+                _refuse_joint_acts(branch.jaxpr, "a branch", "predicate")
             results.append(self.of(branch.jaxpr, operands, (*here, number)))
         return [chosen or any(each) for each in zip(*results, strict=True)]
 
 
-def _refuse_reductions(jaxpr: Jaxpr, where: str, what: str) -> None:
-    if any(place.equation.primitive is cross_replica_p for place in walk(jaxpr.eqns)):
-        raise ReplicaError(
-            f"A reduction over replicas stands in {where} whose {what} differs between replicas: "
-            f"some would wait for others that never come. Make the {what} equal first, with "
-            f"tr.cross_replica_mean or tr.cross_replica_sum."
-        )
+def _refuse_joint_acts(jaxpr: Jaxpr, where: str, what: str) -> None:
+    """Refuse what all replicas must do together, in code that only some of them run."""
+    remedy = f"Make the {what} equal first, with tr.cross_replica_mean or tr.cross_replica_sum"
+    for place in walk(jaxpr.eqns):
+        if place.equation.primitive is cross_replica_p:
+            raise ReplicaError(
+                f"A reduction over replicas stands in {where} whose {what} differs between "
+                f"replicas: some would wait for others that never come. {remedy}."
+            )
+        tag = tag_of(place)
+        if tag is not None and tag.role == "outfeed":
+            raise ReplicaError(
+                f"An outfeed is enqueued in {where} whose {what} differs between replicas: an "
+                f"element has one value from each of them, and some would have none. {remedy}, or "
+                f"enqueue outside and send along whether the value counts."
+            )

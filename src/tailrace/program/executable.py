@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tailrace import devices
-from tailrace._jax import JaxprEqn
+from tailrace._jax import JaxprEqn, scan_sizes
 from tailrace.errors import FeedError
 from tailrace.feeds.infeed import InfeedQueue, Staged
 from tailrace.marks import FORWARD, Tag
@@ -21,6 +21,10 @@ from tailrace.program.traced import Traced
 from tailrace.tensors.frame import Ambient, Block, Emission, Frame
 from tailrace.tensors.rewrite import Rewriter, Wanted
 from tailrace.tensors.walk import Position
+
+
+STEPS = ("steps",)
+"""The key under which a program emits how many steps it ran, where only running it shows that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Executable:
         placement: where it runs.
         length: the number of passes, if the segment is a loop.
         wanted: values to send out besides, by position.
-        period: periodic values leave in every so many passes.
+        period: periodic values leave in every so many passes; 0 for never.
     """
 
     def __init__(
@@ -105,8 +109,9 @@ class Executable:
             on_mark=_OnMark(segment.is_loop, placement.replicas),
             replica_axis=devices.REPLICA if placement.replicas > 1 else None,
             replicas=placement.replicas,
-            period=period,
+            period=max(period, 1),
         )
+        self._observing = period > 0
         self._keys: list[Hashable] = []
         self._compiled: Any = None
         # What a loop carries is overwritten from piece to piece; nothing else is.
@@ -135,7 +140,7 @@ class Executable:
         return (
             [known[var] for var in self._carried],
             [known[var] for var in self.segment.reads],
-            [tuple(staged[queue]) for queue in self.elements],
+            [tuple(staged[queue]) for queue, count in self.elements.items() if count],
             numbers.as_arrays(),
         )
 
@@ -157,17 +162,24 @@ class Executable:
         seed, first_step, offset = numbers
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
-        blocks = {
-            queue: Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
-            for queue, leaves in zip(self.elements, elements, strict=True)
-        }
-        frame = Frame(Ambient(jax.random.key(seed), first_step, replica), blocks)
+        blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
+        read_from = (queue for queue, count in self.elements.items() if count)
+        for queue, leaves in zip(read_from, elements, strict=True):
+            blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
+        ambient = Ambient(jax.random.key(seed), first_step, replica)
+        frame = Frame(ambient, blocks, observing=self._observing)
         known = dict(zip([*self._carried, *self.segment.reads], [*carried, *read], strict=True))
         equations = list(self.segment.equations)
         if self.segment.is_loop:
             equations[0] = self._piece(equations[0])
             known[equations[0].invars[-1]] = offset + jnp.arange(self.length, dtype=jnp.int32)
         self._rewriter.run_equations(equations, known, frame, first=self.segment.first)
+        for queue, block in blocks.items():
+            if not isinstance(block.position, int):  # only the running program knows
+                frame.emit(("read", queue), block.position)
+        if not isinstance(frame.steps_before, int):
+            frame.emit(STEPS, frame.steps_before)
+        self._rewriter.condense(frame, at_end=True)
         self._keys = list(frame.emitted)
         emitted = [frame.emitted[key] for key in self._keys]
         if several:
@@ -178,7 +190,7 @@ class Executable:
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
         """The loop, cut to the length of this piece, starting from where the last piece ended."""
-        before = loop.params["num_consts"]
+        before, _ = scan_sizes(loop)
         # The last operand of a `tr.repeat` is its counter, which counts on from piece to piece.
         invars = [*loop.invars[:before], *self._carried, loop.invars[-1]]
         return loop.replace(invars=invars, params={**loop.params, "length": self.length})
@@ -222,6 +234,7 @@ class Executable:
                 then = None if following is None else self.segment.elements[queue] * following
                 if count:
                     sharding = self.placement.shared_out
+                    queue.bind_replicas(self.placement.replicas)
                     taken[queue] = queue.take(count, sharding, then=then)
         except BaseException:
             for queue, staged in taken.items():
@@ -237,6 +250,10 @@ class Executable:
             queue = key[1]
             used = int(jnp.max(read)) * self.placement.replicas
             queue.put_back(taken[queue], used)
+
+
+def _no_elements(queue: InfeedQueue) -> tuple[Any, ...]:
+    return tuple(jnp.zeros((0, *leaf.shape), leaf.dtype) for leaf in queue.spec().leaves)
 
 
 class _OnMark:

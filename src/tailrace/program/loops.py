@@ -141,7 +141,7 @@ def _loop_body(
                 f"infeed must be a tr.InfeedQueue. Received: {type(infeed).__name__}. "
                 f"Wrap the dataset: tr.InfeedQueue(dataset)."
             )
-        infeed.bind_replicas(trace.replicas)
+        infeed.check_replicas(trace.replicas)
 
     def one_pass(counter: Any, state: Any) -> Any:
         with inside_loop(trace):

@@ -14,11 +14,12 @@ from tailrace.devices import resolve_replicas
 from tailrace.errors import ProgramError
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.program.drift import check_in_step
-from tailrace.program.executable import Executable, Numbers, Placement
+from tailrace.program.executable import STEPS, Executable, Numbers, Placement
 from tailrace.program.pieces import LIVE_S, good_piece, piece_within
 from tailrace.program.segments import Segment, cut
 from tailrace.program.traced import Traced, top_loops, trace_program
 from tailrace.tensors.frame import Emission
+from tailrace.tensors.walk import LOOP, walk
 
 
 def compile(function: Callable[..., Any], *, replicas: int | None = 1, seed: int = 0) -> Program:
@@ -54,7 +55,7 @@ class Program:
 
     Attributes:
         executions: how many times something was dispatched to the devices.
-        steps: how many passes of outermost loops were run.
+        steps: how many passes of outermost loops were run; a call without loops is one step.
     """
 
     def __init__(self, function: Callable[..., Any], *, replicas: int, seed: int) -> None:
@@ -83,6 +84,8 @@ class Program:
                     self._run_in_pieces(version, segment, known)
                 else:
                     self._run_once(version, segment, known)
+            # Without a loop of its own, the whole call is a step: the next one gets other keys.
+            self.steps += not version.has_loops
         finally:
             for queue in traced.outfeeds:
                 queue.end()
@@ -96,7 +99,8 @@ class Program:
         executable = version.executable(segment)
         emitted, _ = executable.run(known, Numbers(self._seed, self.steps))
         self.executions += 1
-        self.steps += version.steps_of(segment)
+        passes = emitted.pop(STEPS, None)
+        self.steps += version.steps_of(segment) if passes is None else int(jnp.max(passes.value))
         self._deliver(version.traced, emitted)
 
     def _run_in_pieces(self, version: _Version, segment: Segment, known: dict[Any, Any]) -> None:
@@ -140,7 +144,10 @@ class Program:
 
     def _version(self, args: tuple[Any, ...]) -> _Version:
         leaves, structure = jax.tree.flatten(args)
-        key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
+        try:
+            key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
+        except TypeError:
+            raise ProgramError(_not_an_array(args)) from None
         if key not in self._versions:
             traced = trace_program(self._function, args, self.placement.replicas)
             if self.placement.replicas > 1:
@@ -156,6 +163,11 @@ class _Version:
         self.traced, self._placement = traced, placement
         self.consts = placement.put(traced.consts)
         loops = top_loops(traced)
+        self.has_loops = any(
+            surrounding.kind == LOOP
+            for place in walk(traced.jaxpr.eqns)
+            for surrounding in place.inside
+        )
         whole = cut(traced.jaxpr, loops)
         alone = [s.first for s in whole if s.is_loop and self._wants_pieces(s)]
         self.segments = cut(traced.jaxpr, alone)
@@ -186,6 +198,19 @@ class _Version:
     def _wants_pieces(self, segment: Segment) -> bool:
         live = any(out.queue.live and out.at_top for out in self.traced.outfeeds.values())
         return segment.length > 0 and (live or self.piece(segment) < segment.length)
+
+
+def _not_an_array(args: tuple[Any, ...]) -> str:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            return (
+                f"A program takes trees of arrays and numbers. Received: argument "
+                f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. Leave it out, or close "
+                f"over it in the function."
+            )
+    raise AssertionError
 
 
 def _result(known: dict[Any, Any], var: Any) -> Any:

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from tailrace._jax import Jaxpr, JaxprEqn, Var
-from tailrace.tensors.walk import elements_read
+from tailrace._jax import Jaxpr, JaxprEqn, Var, scan_sizes
+from tailrace.tensors.walk import concerns_us, elements_read
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Segment:
     def start(self) -> tuple[tuple[Var, Any], ...]:
         """What a loop carries: the variable of each result, and what it starts from."""
         loop = self.equations[0]
-        before, carried = loop.params["num_consts"], loop.params["num_carry"]
+        before, carried = scan_sizes(loop)
         return tuple(zip(loop.outvars, loop.invars[before : before + carried], strict=True))
 
 
@@ -69,12 +69,18 @@ def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
         inside = set(made)
         needed = tuple(dict.fromkeys(var for var in used if var not in inside))
         if is_loop:
-            consts = equations[0].invars[: equations[0].params["num_consts"]]
+            before, carried = scan_sizes(equations[0])
+            # The counter, behind those, is made anew in each piece.
+            needed = tuple(
+                var for var in equations[0].invars[: before + carried] if isinstance(var, Var)
+            )
+            consts = equations[0].invars[:before]
             reads = tuple(dict.fromkeys(var for var in consts if isinstance(var, Var)))
             writes, part = tuple(made), equations[0].params["jaxpr"].jaxpr.eqns
         else:
             reads, writes = needed, tuple(var for var in made if var in needed_after)
             part = equations
-        segments.append(Segment(equations, first, reads, writes, is_loop, elements_read(part)))
+        if writes or any(concerns_us(eqn) or eqn.effects for eqn in equations):
+            segments.append(Segment(equations, first, reads, writes, is_loop, elements_read(part)))
         needed_after = (needed_after - inside) | set(needed)
     return segments[::-1]

@@ -28,6 +28,9 @@ from tailrace.marks import Tag, mark, name_values, path_name
 from tailrace.program.accumulation import Accumulation
 from tailrace.program.inside import cross_replica_mean, cross_replica_sum, microbatch
 from tailrace.program.loops import repeat, repeat_with, whole
+from tailrace.tensors.catalogue import Entry, matches
+from tailrace.tensors.probe import probed
+from tailrace.tensors.taps import Tap
 
 
 class TrainState(NamedTuple):
@@ -56,6 +59,8 @@ class Step:
         accumulation: how many microbatches make a step, and how.
         has_model_state: which of the two forms `loss_fn` has.
         scalars: where the loss, the scalar aux values and the weight of each microbatch go.
+        taps: what is observed; activations among it are marked before differentiation.
+        activations: the activations and their gradients, by name, found while tracing.
     """
 
     loss_fn: Callable[..., Any]
@@ -63,6 +68,8 @@ class Step:
     accumulation: Accumulation
     has_model_state: bool
     scalars: OutfeedQueue
+    taps: tuple[Tap, ...] = ()
+    activations: list[Entry] | None = None
 
     def loop(self, state: TrainState, infeed: InfeedQueue, length: int = 1) -> TrainState:
         """`length` steps, fed by `infeed`: the body of a training program."""
@@ -117,7 +124,10 @@ class Step:
             loss, after, aux = self.forward(params, before, batch)
             return loss, (after, aux)
 
-        value_and_grad = jax.value_and_grad(forward, has_aux=True, allow_int=False)
+        if self.activations is not None:
+            self.activations.clear()
+            forward = probed(forward, self._is_tapped, self.activations)
+        value_and_grad = jax.value_and_grad(forward, has_aux=True)
         (loss, (after, aux)), grads = value_and_grad(state.params)
         grads = name_values("grad", grads)
         loss = mark(loss, Tag("value", "loss"))
@@ -170,6 +180,9 @@ class Step:
             model_state,
         )
         return TrainState(params, after, model_state)
+
+    def _is_tapped(self, entry: Entry) -> bool:
+        return any(matches(tap.select, entry) for tap in self.taps)
 
     def _named(self, state: TrainState) -> TrainState:
         return state._replace(params=name_values("param", state.params))

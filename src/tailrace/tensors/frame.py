@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Emissions = OrderedDict
 """Values by key. JAX sorts the keys of a plain dict, and queues have no order."""
@@ -53,17 +54,19 @@ class Block:
     """Elements of one infeed, stacked along the first dim, and how many were taken so far."""
 
     leaves: tuple[Any, ...]
-    position: int = 0
+    position: Any = 0
 
     def take(self) -> list[Any]:
         """The next element."""
-        self.position += 1
-        return [leaf[self.position - 1] for leaf in self.leaves]
+        return [leaf[0] for leaf in self.take_many(1)]
 
     def take_many(self, count: int) -> tuple[Any, ...]:
         """The next `count` elements, still stacked."""
         start, self.position = self.position, self.position + count
-        return tuple(leaf[start : start + count] for leaf in self.leaves)
+        if isinstance(start, int):
+            return tuple(leaf[start : start + count] for leaf in self.leaves)
+        # Behind a while loop, the running program alone knows where it stands.
+        return tuple(lax.dynamic_slice_in_dim(leaf, start, count) for leaf in self.leaves)
 
 
 @dataclasses.dataclass

@@ -27,6 +27,7 @@ from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
 from tailrace.errors import ProgramError
 from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p
 from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
+from tailrace.tensors.reductions import StatsKey, pack_statistics
 from tailrace.tensors.walk import Position, concerns_us, elements_read, is_replay, loop_tag
 
 
@@ -37,16 +38,23 @@ class Wanted:
     Attributes:
         key: what it is called outside.
         output: which result of its equation it is.
-        reduce: what is computed from it, inside the loop, before it leaves.
+        reduce: what is computed from it, inside the loop, before it leaves; None for statistics,
+            which are computed for all tensors of a loop body together.
         periodic: whether it is made only in the last of every `period` steps.
         collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
     """
 
     key: Hashable
     output: int = 0
-    reduce: Callable[[Any], Any] = lambda value: value
+    reduce: Callable[[Any], Any] | None = lambda value: value
     periodic: bool = False
     collect: str = "stack"
+
+
+class _Raw(tuple):
+    """The key of a tensor that was emitted whole and has still to be reduced."""
+
+    __slots__ = ()
 
 
 @dataclasses.dataclass
@@ -104,8 +112,30 @@ class Rewriter:
         outputs = self._emit(eqn, inputs, frame, here)
         for want in self.wanted.get(here, ()):
             if frame.observing or not want.periodic:
-                frame.emit(want.key, want.reduce(outputs[want.output]))
+                frame.emit(_Raw((want,)), outputs[want.output])
         return outputs
+
+    def condense(self, frame: Frame, at_end: bool = False) -> None:
+        """Replace the tensors that a stretch of program emits by what is wanted of them.
+
+        What is summed or kept over the loop stays whole until the end.
+        """
+        packs: list[tuple[Hashable, Emission]] = []
+        for raw in [key for key in frame.emitted if isinstance(key, _Raw)]:
+            (want,) = raw
+            if want.collect != "stack" and not at_end:
+                continue
+            emission = frame.emitted.pop(raw)
+            if want.reduce is None:
+                packs.append((want.key, emission))
+            else:
+                frame.emit(want.key, want.reduce(emission.value), emission.valid)
+        for valid in (False, True):  # A pack has one flag, so what has flags goes alone.
+            group = [(k, e) for k, e in packs if (e.valid is not None) == valid]
+            for members in [[g] for g in group] if valid else [group] if group else []:
+                key = StatsKey((k, int(e.value.size)) for k, e in members)
+                packed = pack_statistics([e.value for _, e in members])
+                frame.emit(key, packed, members[0][1].valid)
 
     def _emit(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         primitive = eqn.primitive
@@ -149,18 +179,17 @@ class Rewriter:
 
     def _inline(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         """`jit`, `remat`, custom derivatives: after differentiation they are their contents."""
-        for number, (_, _, inner, consts) in enumerate(_jax.inner_jaxprs(eqn)):
-            if len(inner.invars) == len(inputs) and len(inner.outvars) == len(eqn.outvars):
-                break
-        else:
+        found = _jax.contents(eqn)
+        if found is None:
             raise ProgramError(
                 f"A feed, key or observed value stands inside {eqn.primitive.name!r}, which "
                 f"Tailrace cannot look into. Move it outside of that operation."
             )
+        number, inner, consts = found
         replaying = frame.replaying
         if is_replay(eqn):
             frame.replaying = True
-            if eqn.params.get("prevent_cse", True):
+            if _jax.keeps_apart(eqn):
                 # What keeps XLA from merging the recomputation with the original it repeats.
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
         outputs = self.run(inner, consts, inputs, frame, (*here, number))
@@ -170,7 +199,7 @@ class Rewriter:
     def _scan(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         params = eqn.params
         body = params["jaxpr"]
-        consts, init, xs = _split(inputs, params["num_consts"], params["num_carry"])
+        consts, init, xs = _split(inputs, *_jax.scan_sizes(eqn))
         length = params["length"]
         counts = elements_read(body.jaxpr.eqns)
         elements = Emissions(
@@ -191,11 +220,12 @@ class Rewriter:
             inside = frame.inner(blocks, observing=observing)
             inner_inputs = [*consts, *carry, *values]
             outputs = self.run(body.jaxpr, body.consts, inner_inputs, inside, (*here, 0))
+            self.condense(inside)
             carry, ys = _split(outputs, len(init))
             return carry, (ys, inside.emitted)
 
         collected = {
-            want.key: want.collect
+            _Raw((want,)): want.collect
             for position, wants in self.wanted.items()
             if position[: len(here)] == here
             for want in wants
@@ -220,6 +250,7 @@ class Rewriter:
         tag = loop_tag(body.jaxpr)
         maximum = tag.payload if tag else None
         counts = elements_read(body.jaxpr.eqns)
+        before = {queue: frame.blocks[queue].position for queue in counts}
         elements = {
             queue: [
                 leaf.reshape(maximum, count, *leaf.shape[1:])
@@ -268,7 +299,8 @@ class Rewriter:
             valid = made if emission.valid is None else _and(made, emission.valid)
             frame.emit(key, emission.value, valid)
         for queue, count in counts.items():
-            frame.emit(("read", queue), passes * count)
+            # What was not read is next in turn.
+            frame.blocks[queue].position = before[queue] + passes * count
         if tag is not None and not frame.counters:
             frame.steps_before = frame.steps_before + passes
         return list(carry)
@@ -281,6 +313,7 @@ class Rewriter:
             branch = branches[number]
             inside = frame.inner()
             outputs = self.run(branch.jaxpr, branch.consts, list(operands), inside, (*here, number))
+            self.condense(inside)
             return outputs, Emissions(
                 (key, Emission(e.value, jnp.array(True) if e.valid is None else e.valid))
                 for key, e in inside.emitted.items()
@@ -353,7 +386,8 @@ class _Passes:
             return scan(lambda c, x: one_pass(c, x, observing), init, xs, self.length)
         # A branch inside the loop would cost more than the observation: the last of every `period`
         # passes is written out instead, behind a loop over the others.
-        groups = self.length // period
+        groups, rest = divmod(self.length, period)
+        assert not rest, "the caller cuts loops into multiples of the period"
         grouped = jax.tree.map(lambda x: x.reshape(groups, period, *x.shape[1:]), xs)
 
         def group(carry: Any, x: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Training with optax: the trainer, its history and callbacks."""

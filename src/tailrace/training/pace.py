@@ -27,6 +27,8 @@ class Pace:
         steps: what was given, or None to find out.
         bytes_per_step: bytes of the elements that one step reads.
         multiple_of: executions are a multiple of this (taps that look at every n-th step).
+        most_bytes: what the elements of one execution may take.
+        most_steps: a limit that something else sets (what taps return); None for none.
         chosen: what was found, once it is.
         reason: why, in words.
     """
@@ -35,6 +37,7 @@ class Pace:
     bytes_per_step: int
     multiple_of: int = 1
     most_bytes: int = MOST_BYTES
+    most_steps: int | None = None
     chosen: int | None = None
     reason: str = ""
 
@@ -45,7 +48,8 @@ class Pace:
     @property
     def most(self) -> int:
         """The most steps whose elements fit into the memory set aside for them."""
-        return max(1, self.most_bytes // max(1, self.bytes_per_step))
+        fitting = max(1, self.most_bytes // max(1, self.bytes_per_step))
+        return fitting if self.most_steps is None else max(1, min(fitting, self.most_steps))
 
     def next(self, remaining: int | None) -> int:
         """The number of steps of the next execution."""

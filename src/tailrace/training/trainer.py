@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -19,12 +20,17 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.marks import path_name
 from tailrace.notes import logger, note_once
+from tailrace.observe.records import Records, take_records
 from tailrace.program.accumulation import Accumulation
 from tailrace.program.executable import Numbers, Placement
 from tailrace.program.explain import Explanation, explain
 from tailrace.program.runner import LoopRunner
+from tailrace.program.sight import Sight, look
 from tailrace.program.step import Step, TrainState
+from tailrace.program.traced import trace_program
+from tailrace.tensors.catalogue import Catalogue, Entry
 from tailrace.tensors.frame import Emission
+from tailrace.tensors.taps import MOST_BYTES, bytes_per_step, check_bytes, parse_taps
 from tailrace.training.callbacks import Callback, Execution, tell
 from tailrace.training.evaluation import Evaluator
 from tailrace.training.history import History, split_emission
@@ -48,6 +54,9 @@ class Trainer:
         model_state: state that the model updates itself, such as that of BatchNorm. It advances
             with each microbatch; over replicas its floats are averaged once a step.
         seed: where the keys of `tr.key()` come from.
+        observe: taps (`tr.Tap`), or selections whose statistics are wanted. Their records are in
+            `trainer.records`.
+        observe_bytes: the most that the records of one execution may take on the device.
 
     Example:
         >>> import optax, numpy as np, tailrace as tr
@@ -72,6 +81,8 @@ class Trainer:
         offload_optimizer_state: bool = False,
         model_state: Any = None,
         seed: int = 0,
+        observe: Any = (),
+        observe_bytes: int = MOST_BYTES,
     ) -> None:
         if not callable(loss_fn):
             raise OptionError(
@@ -89,8 +100,17 @@ class Trainer:
         self.step = 0
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._scalars = OutfeedQueue()
+        self.taps = parse_taps(observe)
+        self.records = Records()
+        self._observe_bytes = observe_bytes
         self._step = Step(
-            loss_fn, optimizer, self.accumulation, model_state is not None, self._scalars
+            loss_fn,
+            optimizer,
+            self.accumulation,
+            model_state is not None,
+            self._scalars,
+            tuple(self.taps),
+            [] if self.taps else None,
         )
         params = jax.tree.map(jnp.asarray, params)
         _check_params(params)
@@ -98,6 +118,7 @@ class Trainer:
         state = TrainState(params, optimizer.init(params), model_state)
         self._state: TrainState | None = jax.tree.map(self.placement.own, state)
         self._runners: dict[ElementSpec, LoopRunner] = {}
+        self._sights: dict[ElementSpec, Sight] = {}
         self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
         self._evaluator = Evaluator(self._step, self.placement, seed)
         self._stopping = False
@@ -139,6 +160,31 @@ class Trainer:
         """End the current fit after the execution that runs now."""
         self._stopping = True
 
+    def tensors(self, example: Any = None) -> Catalogue:
+        """Every tensor of the step by name, as `observe=` selects them.
+
+        Args:
+            example: one element of the dataset; not needed after a fit.
+        """
+        if example is None:
+            if not self._sights:
+                raise ProgramError(
+                    "The step has tensors once the form of its batches is known. Give an element of "
+                    "the dataset: trainer.tensors(example), or call it after a fit."
+                )
+            spec = next(reversed(self._sights))
+        else:
+            spec = InfeedQueue([example]).spec()
+        found: list[Entry] = []
+        step = dataclasses.replace(self._step, activations=found)
+        infeed = InfeedQueue([example]) if example is not None else self._runners[spec].infeeds[0]
+
+        def train(state: TrainState, _: Any) -> TrainState:
+            return step.loop(state, infeed)
+
+        traced = trace_program(train, (self._current(), ()), self.replicas)
+        return look(traced, (), found).catalogue
+
     # -- training -------------------------------------------------------------------------------
 
     def fit(
@@ -171,14 +217,15 @@ class Trainer:
         self.history = History(self.step, self.accumulation.microbatches, self.replicas)
         self._stopping = False
         total = self._total_steps(source.length, steps, epochs)
-        if self.pace is None or self.pace.bytes_per_step != runner.bytes_per_pass:
-            self.pace = Pace(self._steps_per_execution, runner.bytes_per_pass)
+        sight = self._sights[infeed.spec()]
+        self.records.clear()
+        self._set_pace(runner, sight)
         callbacks = list(callbacks)
         for callback in callbacks:
             callback.on_fit_begin(self)
         try:
             with ProgressBar(total, self.effective_batch_size(infeed.spec()), progress) as bar:
-                fit = _Fit(self, runner, infeed, known, callbacks, bar)
+                fit = _Fit(self, runner, infeed, known, sight, callbacks, bar)
                 if steps is not None:
                     fit.steps(steps)
                 else:
@@ -286,6 +333,8 @@ class Trainer:
             return self._step.loop(state, fresh)
 
         runner = LoopRunner(train, self._current(), (), self.placement)
+        self._sights[spec] = look(runner.traced, self.taps, self._step.activations or ())
+        runner.wanted = self._sights[spec].wanted
         self._runners[spec] = runner
         return runner, fresh
 
@@ -295,6 +344,19 @@ class Trainer:
             self._active = (runner, runner.begin(self._current(), ()))
             self._state = None
         return self._active[1]
+
+    def _set_pace(self, runner: LoopRunner, sight: Sight) -> None:
+        count = self.accumulation.microbatches
+        recorded = bytes_per_step(sight.chosen, count, self.replicas)
+        if self._steps_per_execution is not None:
+            steps = self._steps_per_execution
+            check_bytes(sight.chosen, steps, count, self.replicas, self._observe_bytes)
+        most = int(self._observe_bytes / recorded) if recorded else None
+        if most is not None and most < sight.period:
+            check_bytes(sight.chosen, sight.period, count, self.replicas, self._observe_bytes)
+        fits = runner.bytes_per_pass if most is None else max(runner.bytes_per_pass, 1)
+        if self.pace is None or self.pace.bytes_per_step != fits:
+            self.pace = Pace(self._steps_per_execution, fits, sight.period, most_steps=most)
 
     def _total_steps(self, length: int | None, steps: int | None, epochs: int | None) -> int | None:
         if length is None:
@@ -327,12 +389,13 @@ class _Fit:
         runner: LoopRunner,
         infeed: InfeedQueue,
         known: dict[Any, Any],
+        sight: Sight,
         callbacks: list[Callback],
         bar: ProgressBar,
     ) -> None:
         self.trainer, self.runner, self.infeed, self.known = trainer, runner, infeed, known
-        self.callbacks, self.bar = callbacks, bar
-        self.pending: deque[tuple[int, int, dict[Hashable, Emission]]] = deque()
+        self.sight, self.callbacks, self.bar = sight, callbacks, bar
+        self.pending: deque[tuple[int, int, int, dict[Hashable, Emission]]] = deque()
 
     def steps(self, count: int) -> None:
         """Exactly so many steps."""
@@ -373,25 +436,47 @@ class _Fit:
         """Dispatch one execution; returns how many steps it has."""
         trainer, pace = self.trainer, self.trainer.pace
         assert pace is not None
-        length = pace.next(remaining)
+        length, period = self.next_length(remaining, trainer.step)
         rest = None if remaining is None else remaining - length
         measuring = pace.chosen is None
-        following = 0 if measuring else (None if rest is None else pace.next(rest) if rest else 0)
+        following: int | None = 0
+        if not measuring and rest != 0:
+            following = self.next_length(rest, trainer.step + length)[0]
         compiled_before = self.runner.compile_s
         started = time.perf_counter()
         numbers = Numbers(trainer.seed, trainer.step)
         # The counter of the loop starts at 0 in each execution; the step it belongs to is told.
-        emitted, ticket = self.runner.dispatch(self.known, length, numbers, following)
+        emitted, ticket = self.runner.dispatch(self.known, length, numbers, following, period)
         if measuring:
             jax.block_until_ready(ticket)
             seconds = time.perf_counter() - started - (self.runner.compile_s - compiled_before)
             pace.measured(length, seconds, rest)
             logger.info(pace.reason)
-        self.pending.append((trainer.step, length, emitted))
+        self.pending.append((trainer.step, length, period, emitted))
         trainer.step += length
         if len(self.pending) > 1:
             self.take_in()
         return length
+
+    def next_length(self, remaining: int | None, step: int) -> tuple[int, int]:
+        """How many steps the next execution has, and the period that taps observe in it.
+
+        Executions are cut where periodic taps look, so that looking needs no branch: up to the next
+        step that is observed, then whole periods, then what is left, in which nothing is.
+        """
+        assert self.trainer.pace is not None
+        length, period = self.trainer.pace.next(remaining), self.sight.period
+        if period == 1:
+            return length, 1
+        ahead = period - step % period
+        if ahead < period:
+            if remaining is None or ahead <= remaining:
+                return ahead, ahead
+            return remaining, 0
+        whole = length - length % period or period
+        if remaining is not None and remaining < whole:
+            whole = remaining - remaining % period
+        return (whole, period) if whole else (length if remaining is None else remaining, 0)
 
     def finish(self) -> None:
         """Take in everything that is still on its way."""
@@ -400,8 +485,17 @@ class _Fit:
 
     def take_in(self) -> None:
         """The results of the oldest execution: history, callbacks, progress."""
-        first_step, steps, emitted = self.pending.popleft()
+        first_step, steps, period, emitted = self.pending.popleft()
         trainer = self.trainer
+        for record in take_records(
+            emitted,
+            self.sight.chosen,
+            first_step=first_step,
+            steps=steps,
+            replicas=trainer.replicas,
+            period=period,
+        ):
+            trainer.records.add(record)
         out = trainer._scalars
         structure = self.runner.traced.outfeeds[out].structure
         scalars = jax.tree.unflatten(structure, emitted[out].value)

@@ -1,0 +1,1 @@
+"""What was observed, on the host: records, tables, printing."""

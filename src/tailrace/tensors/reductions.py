@@ -1,0 +1,177 @@
+"""What is computed from an observed tensor on the device, and how the host reads it.
+
+How the statistics are written decides their price. All tensors of a loop body are cut into rows of
+one width and packed into one array; one reduction over it yields a few numbers a row, and the host
+merges the rows of a tensor. So a step pays for one or two kernels, however many tensors are observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ROW = 1024
+"""Values in a row of the packed array."""
+
+STATS = np.dtype(
+    [
+        ("mean", np.float64),
+        ("std", np.float64),
+        ("min", np.float64),
+        ("max", np.float64),
+        ("nan", np.int64),
+        ("inf", np.int64),
+        ("zero", np.float64),
+    ]
+)
+"""One record of statistics: over the finite values; NaN and Inf counted; the share of zeros."""
+
+NUM_BINS = 258
+SUBNORMAL, INF_BIN, NAN_BIN, ZERO_BIN = 0, 255, 256, 257
+"""Bins of a histogram: 1..254 are binary exponents (biased by 127), the others special values."""
+
+
+def norm(value: Any) -> Any:
+    """The Euclidean norm of all values, computed in float32."""
+    wide = jnp.ravel(_wide(value))
+    return jnp.sqrt(jnp.vdot(wide, wide).real)
+
+
+def histogram(value: Any) -> Any:
+    """Counts by binary exponent, without a logarithm: the exponent is read from the bits."""
+    bits = lax.bitcast_convert_type(jnp.ravel(value).astype(jnp.float32), jnp.int32)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
+    index = jnp.where((exponent == 255) & (mantissa != 0), NAN_BIN, exponent)
+    index = jnp.where((exponent == 0) & (mantissa == 0), ZERO_BIN, index)
+    return jnp.zeros(NUM_BINS, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+
+
+# -- statistics ---------------------------------------------------------------------------------
+
+
+def pack_statistics(values: Sequence[Any]) -> Any:
+    """Partial statistics of several tensors: [rows, 8], the rows of each tensor in turn."""
+    rows = jnp.concatenate([_rows(value) for value in values])
+    lengths = jnp.asarray(np.concatenate([row_lengths(value.size) for value in values]))
+    first = rows[:, :1]
+    shift = jnp.where(jnp.isfinite(first), first, 0)
+    if jax.default_backend() != "cpu":
+        return _careful(rows, lengths, shift)
+    # On a CPU, telling finite values from others costs more than everything else together. A sum
+    # of squares that is finite proves that there are no others.
+    quick = _quick(rows, lengths, shift)
+    fine = jnp.isfinite(quick[:, 1]).all()
+    return lax.cond(fine, lambda *_: quick, _careful, rows, lengths, shift)
+
+
+def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
+    """Statistics of rows that hold finite values only. Missing values equal the row's first."""
+    moved = rows - shift
+    return jnp.stack(
+        [
+            moved.sum(axis=1),
+            (moved * moved).sum(axis=1),
+            rows.min(axis=1),
+            rows.max(axis=1),
+            jnp.zeros(len(rows), rows.dtype),
+            jnp.zeros(len(rows), rows.dtype),
+            (rows == 0).sum(axis=1, dtype=rows.dtype)
+            - jnp.where(rows[:, 0] == 0, rows.shape[1] - lengths, 0),
+            shift[:, 0],
+        ],
+        axis=1,
+    )
+
+
+def _careful(rows: Any, lengths: Any, shift: Any) -> Any:
+    there = lax.broadcasted_iota(jnp.int32, rows.shape, 1) < lengths[:, None]
+    finite = jnp.isfinite(rows) & there
+    moved = jnp.where(finite, rows - shift, 0)
+    nan = jnp.isnan(rows) & there
+    other = there & ~finite & ~nan
+    zero = (rows == 0) & there
+    count = lambda mask: mask.sum(axis=1, dtype=rows.dtype)  # noqa: E731
+    return jnp.stack(
+        [
+            moved.sum(axis=1),
+            (moved * moved).sum(axis=1),
+            jnp.where(finite, rows, jnp.inf).min(axis=1),
+            jnp.where(finite, rows, -jnp.inf).max(axis=1),
+            count(nan),
+            count(other),
+            count(zero),
+            shift[:, 0],
+        ],
+        axis=1,
+    )
+
+
+def _rows(value: Any) -> Any:
+    flat = jnp.ravel(_wide(value))
+    missing = -flat.size % ROW
+    if missing:
+        # The last row is filled with its own first value, which is neutral after the shift.
+        fill = jnp.broadcast_to(flat[flat.size - flat.size % ROW], (missing,))
+        flat = jnp.concatenate([flat, fill])
+    return flat.reshape(-1, ROW)
+
+
+def row_lengths(size: int) -> np.ndarray:
+    """How many values each row of a tensor of `size` values really has."""
+    whole, rest = divmod(size, ROW)
+    return np.array([ROW] * whole + [rest] * (rest > 0), np.int32)
+
+
+def _wide(value: Any) -> Any:
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        value = jnp.abs(value)
+    return value.astype(
+        jnp.promote_types(jnp.float32, value.dtype) if _is64(value) else jnp.float32
+    )
+
+
+def _is64(value: Any) -> bool:
+    return value.dtype == jnp.float64
+
+
+def merge_statistics(partial: np.ndarray, size: int) -> np.ndarray:
+    """Statistics of a tensor of `size` values, from its rows: [..., rows, 8] to [...]."""
+    part = partial.astype(np.float64)
+    total, squares, low, high, nan, inf, zero, shift = np.moveaxis(part, -1, 0)
+    lengths = row_lengths(size).astype(np.float64)
+    count = lengths - nan - inf
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        mean = shift + np.where(count > 0, total / count, 0)
+        spread = np.maximum(squares - np.where(count > 0, total**2 / count, 0), 0)
+        whole = count.sum(-1)
+        overall = (mean * count).sum(-1) / whole
+        between = (count * (mean - overall[..., None]) ** 2).sum(-1)
+        variance = (spread.sum(-1) + between) / whole
+        out = np.empty(overall.shape, STATS)
+        out["mean"], out["std"] = overall, np.sqrt(variance)
+        out["min"] = np.where(whole > 0, low.min(-1), np.nan)
+        out["max"] = np.where(whole > 0, high.max(-1), np.nan)
+        out["nan"], out["inf"] = nan.sum(-1), inf.sum(-1)
+        out["zero"] = zero.sum(-1) / size
+    return out
+
+
+class StatsKey(tuple):
+    """The key of packed statistics: (key, size) of each tensor in the pack."""
+
+    __slots__ = ()
+
+    def parts(self) -> list[tuple[Hashable, int, slice]]:
+        """Each tensor in the pack: key, size, rows."""
+        found, start = [], 0
+        for key, size in self:
+            rows = len(row_lengths(size))
+            found.append((key, size, slice(start, start + rows)))
+            start += rows
+        return found
