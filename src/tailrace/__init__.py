@@ -15,6 +15,7 @@ from tailrace.feeds.outfeed import OutfeedMode as OutfeedMode
 from tailrace.feeds.outfeed import OutfeedQueue as OutfeedQueue
 from tailrace.program.accumulation import Accumulation as Accumulation
 from tailrace.program.accumulation import Reduction as Reduction
+from tailrace.program import optimizers as optimizers
 from tailrace.program.inside import cross_replica_mean as cross_replica_mean
 from tailrace.program.inside import cross_replica_sum as cross_replica_sum
 from tailrace.program.inside import key as key
@@ -28,8 +29,13 @@ from tailrace.program.program import compile as compile
 from tailrace.training.callbacks import Callback as Callback
 from tailrace.training.history import History as History
 from tailrace.training.trainer import Trainer as Trainer
+from tailrace.program.observed import observe as observe
+from tailrace.observe.records import Records as Records
+from tailrace.observe.prints import print_tensor as print_tensor
+from tailrace.observe.filters import MaybeOutfeedQueue as MaybeOutfeedQueue
 from tailrace.tensors.taps import Tap as Tap
 from tailrace.tensors.taps import every as every
+from tailrace.tensors.taps import stop_on_nonfinite as stop_on_nonfinite
 from tailrace.pipeline import PipelineSchedule as PipelineSchedule
 from tailrace.pipeline import plan as plan
 from tailrace.pipeline import what_if as what_if

@@ -12,7 +12,16 @@ from typing import Any
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, primitives
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    get_opaque_trace_state,
+    primitives,
+)
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -36,6 +45,7 @@ __all__ = [
     "primitives",
     "scan_sizes",
     "scopes_of",
+    "trace_level",
     "user_frame",
     "version",
 ]
@@ -94,7 +104,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]
 
 
 def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
-    """The one program that an equation such as `jit` or `remat` merely calls; None if there is none.
+    """The one program that an equation such as `jit` or `remat` merely calls, or None.
 
     With its index among `inner_jaxprs`.
     """
@@ -146,6 +156,11 @@ def user_frame(eqn: JaxprEqn) -> str:
         if not (library and any(part in path for part in _LIBRARY_PARTS)) and path[:1] != "<":
             return f"{path}:{frame.line_num}"
     return ""
+
+
+def trace_level() -> Any:
+    """Which function is being traced: equal for calls in the same one, unequal inside another."""
+    return get_opaque_trace_state()
 
 
 def version() -> tuple[int, ...]:

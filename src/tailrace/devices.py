@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,9 +35,7 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[j
     1
     """
     global _chosen
-    if devices is not None and (
-        isinstance(devices, bool) or int(devices) != devices or devices < 1
-    ):
+    if devices is not None and not _is_count(devices):
         raise DeviceError(
             f"A process needs at least one device. Received: devices={devices!r}. "
             f"Give a positive integer, or leave it out for all devices."
@@ -103,6 +102,10 @@ def resolve_replicas(replicas: int | None, per_copy: int = 1) -> int:
             f"Received: replicas={replicas!r}. Use None for as many as the devices allow."
         )
     return replicas
+
+
+def _is_count(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool) and value.__index__() >= 1
 
 
 def _ask_for_cpu_devices(devices: int | None) -> bool:

@@ -69,7 +69,15 @@ class PlanError(TailraceError, ValueError):
 
 
 class NonFiniteError(TailraceError, ArithmeticError):
-    """A watched tensor became NaN or infinite; the text says where and when."""
+    """A watched tensor became NaN or infinite; the text says where and when.
+
+    Attributes:
+        step: the number of the first bad step.
+        culprit: what made the first bad value, with operation, scope, source and row; or None.
+    """
+
+    step: int = -1
+    culprit: object = None
 
 
 class MissingDependency(TailraceError, ImportError):

@@ -64,13 +64,15 @@ def mark(values: Any, tag: Tag) -> Any:
     return jax.tree.unflatten(structure, mark_p.bind(*map(jnp.asarray, leaves), tag=tag))
 
 
-def name_values(kind: str, tree: Any, root: str = "") -> Any:
-    """Mark every leaf of `tree` as `kind/path`, so that observers find it by that name."""
+def name_values(kind: str, tree: Any, alone: str = "0") -> Any:
+    """Mark every leaf of `tree` as `kind/path`, so that observers find it by that name.
+
+    A tree that is one single array has no path; it is called `kind/alone`.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    named = []
-    for path, leaf in leaves:
-        name = "/".join(part for part in (kind, root, path_name(path)) if part)
-        named.append(mark(leaf, Tag("value", name)))
+    named = [
+        mark(leaf, Tag("value", f"{kind}/{path_name(path) or alone}")) for path, leaf in leaves
+    ]
     return jax.tree.unflatten(structure, named)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -75,6 +75,7 @@ class InfeedQueue:
         self._epoch: int | None = None
         self._staged: deque[tuple[tuple[int, Any], Future[Staged]]] = deque()
         self._running: deque[Any] = deque()
+        self._handed = 0  # blocks taken, of which nobody has said yet that they run
         self._following: tuple[int, Any] = (0, None)
         self._taken = 0
         self._thread: ThreadPoolExecutor | None = None
@@ -118,8 +119,11 @@ class InfeedQueue:
             if not self._staged or self._staged[0][0] != key:
                 self._settle()
                 self._stage(count, sharding)
-            future = self._staged.popleft()[1]
+            future = self._staged[0][1]
+            wait([future])  # an interrupt here leaves the block where it is
+            self._staged.popleft()
             staged = future.result()
+            self._handed = 1
             self._following = (count if then is None else then, sharding)
             self._taken += count * staged.replicas
             return staged
@@ -133,6 +137,7 @@ class InfeedQueue:
             if self._closed:
                 return
             self._running.append(ticket)
+            self._handed = 0
             count, sharding = self._following
             if count:
                 for _ in range(self.prefetch - len(self._staged)):
@@ -142,9 +147,15 @@ class InfeedQueue:
         """Return what a program did not read; `used` counts elements over all replicas."""
         with self._lock:
             self._settle()
+            self._handed = 0
             unused = staged.unused(used)
             self._open().put_back(unused)
             self._taken -= len(unused[0])
+
+    def elements_of(self, block: Block) -> Block:
+        """The elements that rows of a staged block on the host stand for, on the host."""
+        with self._lock:
+            return self._open().elements_of(block)
 
     def remaining(self, at_most: int) -> int:
         """How many of the next `at_most` elements there are (they are read, and kept)."""
@@ -233,16 +244,25 @@ class InfeedQueue:
 
     def _stage_now(self, reader: Reader | ResidentReader, count: int, sharding: Any) -> Staged:
         """In the thread: wait for room, read a block, move it."""
-        while len(self._running) > self.prefetch:
+        while self._running and self._blocks_alive() > self.prefetch:
             _wait(self._running.popleft())
         replicas = self.replicas or 1
         host = reader.read(count * replicas)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            shaped = [leaf.reshape(count, replicas, *leaf.shape[1:]) for leaf in host]
-        else:
-            shaped = host
-        device = reader.to_device(shaped, sharding)
+        try:
+            if isinstance(sharding, jax.sharding.NamedSharding):
+                shaped = [leaf.reshape(count, replicas, *leaf.shape[1:]) for leaf in host]
+            else:
+                shaped = host
+            device = reader.to_device(shaped, sharding)
+        except BaseException:
+            reader.put_back(host)
+            raise
         return Staged(host, device, count, replicas)
+
+    def _blocks_alive(self) -> int:
+        """How many blocks take memory: in executions, handed over, and staged."""
+        staged = sum(future.done() for _, future in list(self._staged))
+        return len(self._running) + self._handed + staged
 
     def _settle(self) -> None:
         """Bring the reader to where programs are: everything staged and not taken goes back."""

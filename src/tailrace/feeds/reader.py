@@ -110,6 +110,10 @@ class Reader:
         """Move a block; on a CPU this aliases the block, which is why blocks are never reused."""
         return tuple(jax.device_put(leaf, sharding) for leaf in block)
 
+    def elements_of(self, block: Block) -> Block:
+        """The elements that a block on the host stands for: itself."""
+        return block
+
     # -- from the dataset itself ----------------------------------------------------------------
 
     def _read_on(self, count: int) -> tuple[Block, BaseException | None]:

@@ -73,6 +73,10 @@ class ResidentReader(Reader):
             self._on_device[sharding] = arrays
         return _gather(sharding)(arrays, jax.device_put(indices, sharding))
 
+    def elements_of(self, block: Block) -> Block:
+        """The elements that indices stand for."""
+        return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
+
     def _read_on(self, count: int) -> tuple[Block, BaseException | None]:
         return [self._source.indices(count)], None  # pyright: ignore[reportAttributeAccessIssue]
 

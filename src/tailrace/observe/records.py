@@ -1,4 +1,4 @@
-"""Records: what taps deliver, each value tagged with the step, microbatch and replica it is from."""
+"""Records: what taps deliver, each value tagged with its step, microbatch and replica."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from tailrace.errors import SelectionError
 from tailrace.tensors.frame import Emission
 from tailrace.tensors.reductions import StatsKey, merge_statistics
 from tailrace.tensors.taps import Chosen, Mode
+
+PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")
+"""Kinds of tensors that each microbatch has its own of, also where a step has only one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +200,7 @@ def _record(
         one.tap.kind,
         jax.tree.map(lambda v: v[keep], flat),
         tags[keep, 0],
-        tags[keep, 1] if loops > 1 else absent,
+        tags[keep, 1] if loops > 1 or one.entry.kind in PER_MICROBATCH else absent,
         tags[keep, 2] if several else absent,
         np.full(len(absent), one.entry.stage),
     )

@@ -13,7 +13,7 @@ from typing import Any
 from tailrace import _jax
 from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
 from tailrace.errors import ReplicaError
-from tailrace.marks import ambient_p, cross_replica_p, dequeue_p
+from tailrace.marks import ambient_p, cross_replica_p, dequeue_p, mark_p
 from tailrace.program.traced import Traced
 from tailrace.tensors.walk import Position, tag_of, walk
 
@@ -60,6 +60,8 @@ class Differing:
             return [eqn.params["what"] in ("key", "replica")]
         if eqn.primitive is cross_replica_p:
             return [False]
+        if eqn.primitive is mark_p and eqn.params["tag"].role == "equal at the end":
+            return [False] * len(eqn.outvars)
         if eqn.primitive is primitives.scan_p:
             return self._scan(eqn, given, here)
         if eqn.primitive is primitives.while_p:

@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tailrace import devices
-from tailrace._jax import JaxprEqn, scan_sizes
+from tailrace._jax import JaxprEqn, Literal, scan_sizes
 from tailrace.errors import FeedError
 from tailrace.feeds.infeed import InfeedQueue, Staged
-from tailrace.marks import FORWARD, Tag
+from tailrace.marks import FORWARD, TANGENT, Tag
 from tailrace.program.segments import Segment
 from tailrace.program.traced import Traced
 from tailrace.tensors.frame import Ambient, Block, Emission, Frame
@@ -117,6 +118,9 @@ class Executable:
         # What a loop carries is overwritten from piece to piece; nothing else is.
         self._carried = [var for var, _ in segment.start] if segment.is_loop else []
         self.compile_s = 0.0
+        self.taken: dict[InfeedQueue, Staged] = {}
+        """The elements of the last dispatch, kept on the host while `keep_elements` is set."""
+        self.keep_elements = False
 
     # -- compiling ------------------------------------------------------------------------------
 
@@ -222,10 +226,16 @@ class Executable:
             raise
         for queue in taken:
             queue.started(ticket)
+        self.taken = taken if self.keep_elements else {}
         known.update(zip(self.segment.writes, results, strict=True))
         emissions = dict(zip(self._keys, emitted, strict=True))
         self._return_unread(emissions, taken)
         return emissions, ticket
+
+    @staticmethod
+    def value(known: dict[Any, Any], var: Any) -> Any:
+        """The value of a variable or of a literal."""
+        return jnp.asarray(var.val) if isinstance(var, Literal) else known[var]
 
     def _take(self, following: int | None) -> dict[InfeedQueue, Staged]:
         taken: dict[InfeedQueue, Staged] = {}
@@ -269,7 +279,19 @@ class _OnMark:
                 self._send_now(queue, tag.payload.structure, inputs)
             else:
                 frame.emit(queue, list(inputs))
+        elif tag.role == "print" and tag.direction != TANGENT:
+            self._print(tag, inputs[0], frame)
         return inputs
+
+    def _print(self, tag: Tag, value: Any, frame: Frame) -> None:
+        title = tag.name if tag.direction == FORWARD else f"{tag.name}_gradient"
+        show, several = tag.payload, self.replicas > 1
+
+        def arrive(value: Any, replica: Any) -> None:
+            show(value, f"{title} (replica {int(replica)})" if several else title)
+
+        # Ordered effects exist on one device only; replicas print as they come, and say who it is.
+        io_callback(arrive, None, value, frame.ambient.replica, ordered=not several)
 
     def _send_now(self, queue: Any, structure: Any, inputs: list[Any]) -> None:
         if self.replicas > 1:
@@ -282,4 +304,4 @@ class _OnMark:
         def arrive(*values: Any) -> None:
             queue.deliver(structure, [value[None] for value in values], None, 1, 1)
 
-        jax.experimental.io_callback(arrive, None, *inputs, ordered=True)
+        io_callback(arrive, None, *inputs, ordered=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -11,18 +11,24 @@ import jax.numpy as jnp
 
 from tailrace._jax import Literal
 from tailrace.devices import resolve_replicas
-from tailrace.errors import ProgramError
+from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.observe.records import Records, take_records
 from tailrace.program.drift import check_in_step
 from tailrace.program.executable import STEPS, Executable, Numbers, Placement
-from tailrace.program.pieces import LIVE_S, good_piece, piece_within
+from tailrace.program.pieces import LIVE_S, good_piece, next_piece, piece_within
 from tailrace.program.segments import Segment, cut
+from tailrace.program.sight import look
 from tailrace.program.traced import Traced, top_loops, trace_program
 from tailrace.tensors.frame import Emission
+from tailrace.tensors.naming import Namer
+from tailrace.tensors.taps import StopOnNonfinite, Tap, parse_taps
 from tailrace.tensors.walk import LOOP, walk
 
 
-def compile(function: Callable[..., Any], *, replicas: int | None = 1, seed: int = 0) -> Program:
+def compile(
+    function: Callable[..., Any], *, replicas: int | None = 1, seed: int = 0, observe: Any = ()
+) -> Program:
     """Make a device program of `function`.
 
     The program is compiled when it is first called, for the shapes of the arguments it then gets. A
@@ -36,6 +42,8 @@ def compile(function: Callable[..., Any], *, replicas: int | None = 1, seed: int
         replicas: how many copies of the program run side by side, each on its own elements. None:
             as many as there are devices.
         seed: where the keys of `tr.key()` come from.
+        observe: taps (`tr.Tap`), or selections whose statistics are wanted; `program.records` has
+            what they saw in the latest call. A pass of an outermost loop counts as a step.
 
     Example:
         >>> import tailrace as tr
@@ -47,7 +55,13 @@ def compile(function: Callable[..., Any], *, replicas: int | None = 1, seed: int
         >>> print(program(0.0), outfeed.dequeue()["total"])
         10.0 [ 1.  3.  6. 10.]
     """
-    return Program(function, replicas=resolve_replicas(replicas), seed=seed)
+    taps = parse_taps(observe)
+    if any(isinstance(tap, StopOnNonfinite) for tap in taps):
+        raise OptionError(
+            "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
+            "apart. In a program of your own, tap the tensors and look at their NaN counts."
+        )
+    return Program(function, replicas=resolve_replicas(replicas), seed=seed, taps=taps)
 
 
 class Program:
@@ -58,12 +72,15 @@ class Program:
         steps: how many passes of outermost loops were run; a call without loops is one step.
     """
 
-    def __init__(self, function: Callable[..., Any], *, replicas: int, seed: int) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, replicas: int, seed: int, taps: Sequence[Tap] = ()
+    ) -> None:
         if not callable(function):
             raise ProgramError(
                 f"tr.compile takes a function of arrays. Received: {type(function).__name__}."
             )
-        self._function, self._seed = function, seed
+        self._function, self._seed, self.taps = function, seed, list(taps)
+        self.records = Records()
         self.placement = Placement(replicas)
         self.executions = 0
         self.steps = 0
@@ -76,6 +93,7 @@ class Program:
         known = dict(zip(traced.jaxpr.constvars, version.consts, strict=True))
         leaves = self.placement.put(jax.tree.leaves(args))
         known.update(zip(traced.jaxpr.invars, leaves, strict=True))
+        self.records.clear()
         for queue in traced.outfeeds:
             queue.begin()
         try:
@@ -110,16 +128,19 @@ class Program:
         live = any(queue.live for queue in version.traced.outfeeds)
         done, length = 0, segment.length
         piece = 1 if live else version.piece(segment)
+        first, every = self.steps, version.sight.period
         while done < length:
-            now = min(piece, length - done)
-            following = min(piece, length - done - now) if not live else None
-            executable = version.executable(segment, now)
+            now, period = next_piece(piece, length - done, first + done, every)
+            rest = length - done - now
+            following = None if live else 0
+            if rest and not live:
+                following = next_piece(piece, rest, first + done + now, every)[0]
+            executable = version.executable(segment, now, period)
             started = time.perf_counter()
-            emitted, ticket = executable.run(
-                known, Numbers(self._seed, self.steps, done), following
-            )
+            numbers = Numbers(self._seed, first, done)
+            emitted, ticket = executable.run(known, numbers, following)
             self.executions += 1
-            self._deliver(version.traced, emitted)
+            self._deliver(version, emitted, first + done, now, period)
             done += now
             if live and done == now:
                 jax.block_until_ready(ticket)
@@ -128,7 +149,25 @@ class Program:
                 piece = good_piece(max(1, length - done), most)
         self.steps += length
 
-    def _deliver(self, traced: Traced, emitted: dict[Hashable, Emission]) -> None:
+    def _deliver(
+        self,
+        version: _Version,
+        emitted: dict[Hashable, Emission],
+        first_step: int,
+        steps: int,
+        period: int,
+    ) -> None:
+        traced = version.traced
+        replicas = self.placement.replicas
+        for record in take_records(
+            emitted,
+            version.sight.chosen,
+            first_step=first_step,
+            steps=steps,
+            replicas=replicas,
+            period=period,
+        ):
+            self.records.add(record)
         for queue, emission in emitted.items():
             if isinstance(queue, OutfeedQueue):
                 out = traced.outfeeds[queue]
@@ -152,15 +191,17 @@ class Program:
             traced = trace_program(self._function, args, self.placement.replicas)
             if self.placement.replicas > 1:
                 check_in_step(traced)
-            self._versions[key] = _Version(traced, self.placement)
+            self._versions[key] = _Version(traced, self.placement, self.taps)
         return self._versions[key]
 
 
 class _Version:
     """A program for arguments of one form: how it is cut, and what is compiled of it."""
 
-    def __init__(self, traced: Traced, placement: Placement) -> None:
+    def __init__(self, traced: Traced, placement: Placement, taps: Sequence[Tap]) -> None:
         self.traced, self._placement = traced, placement
+        named = Namer(enter_custom=True).entries(traced.jaxpr) if taps else ()
+        self.sight = look(traced, taps, named)
         self.consts = placement.put(traced.consts)
         loops = top_loops(traced)
         self.has_loops = any(
@@ -173,12 +214,19 @@ class _Version:
         self.segments = cut(traced.jaxpr, alone)
         self._executables: dict[Hashable, Executable] = {}
 
-    def executable(self, segment: Segment, length: int | None = None) -> Executable:
+    def executable(
+        self, segment: Segment, length: int | None = None, period: int = 1
+    ) -> Executable:
         """The executable of a segment; a loop has one for each length of piece."""
-        key = (segment.first, length)
+        key = (segment.first, length, period)
         if key not in self._executables:
             self._executables[key] = Executable(
-                self.traced, segment, self._placement, length=length
+                self.traced,
+                segment,
+                self._placement,
+                length=length,
+                wanted=self.sight.wanted,
+                period=period,
             )
         return self._executables[key]
 
@@ -197,7 +245,9 @@ class _Version:
 
     def _wants_pieces(self, segment: Segment) -> bool:
         live = any(out.queue.live and out.at_top for out in self.traced.outfeeds.values())
-        return segment.length > 0 and (live or self.piece(segment) < segment.length)
+        # Records are tagged with the steps of one loop, so with taps each loop is dispatched alone.
+        observed = bool(self.sight.chosen)
+        return segment.length > 0 and (live or observed or self.piece(segment) < segment.length)
 
 
 def _not_an_array(args: tuple[Any, ...]) -> str:

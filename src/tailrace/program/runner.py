@@ -49,6 +49,8 @@ class LoopRunner:
         self.wanted: dict[Position, list[Wanted]] = {}
         self.executions = 0
         self.compile_s = 0.0
+        self.keep_elements = False
+        self.taken: dict[InfeedQueue, Any] = {}
         self._segments = cut(self.traced.jaxpr, loops)
         (self._loop,) = (s for s in self._segments if s.is_loop)
         self._before = [s for s in self._segments if s.first < self._loop.first]
@@ -106,9 +108,11 @@ class LoopRunner:
     ) -> tuple[dict[Hashable, Emission], Any]:
         """Run `length` passes; returns what they emitted and an array that is ready afterwards."""
         executable = self._executable(self._loop, length, period)
+        executable.keep_elements = self.keep_elements
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(known, numbers, following)
         self.executions += 1
+        self.taken = executable.taken
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
 

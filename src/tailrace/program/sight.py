@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tailrace import _jax
-from tailrace.marks import COTANGENT
+from tailrace.marks import COTANGENT, Tag
 from tailrace.program.drift import Differing
 from tailrace.program.traced import Traced
 from tailrace.tensors.catalogue import Catalogue, Entry
@@ -67,13 +67,17 @@ def look(traced: Traced, taps: Sequence[Tap], named: Sequence[Entry] = ()) -> Si
     return Sight(catalogue, chosen, common_period(taps))
 
 
+def full_name(tag: Tag) -> str:
+    """The name of a marked value: the gradient that flows back through a mark has its own."""
+    back = tag.direction == COTANGENT
+    return tag.name.replace(*COTANGENT_OF, 1) if back else tag.name
+
+
 def _entry(place: Place) -> Entry | None:
     tag = tag_of(place)
     if tag is None or tag.role != "value":
         return None
-    name = tag.name
-    if tag.direction == COTANGENT:
-        name = name.replace(*COTANGENT_OF, 1)
+    name = full_name(tag)
     aval = place.equation.outvars[0].aval
     layers = tuple(a.length or 0 for a in place.inside if a.kind == SCAN)
     return Entry(

@@ -33,6 +33,10 @@ from tailrace.tensors.probe import probed
 from tailrace.tensors.taps import Tap
 
 
+_ALONE = "params"
+"""What parameters are called that are one single array: `grad/params`."""
+
+
 class TrainState(NamedTuple):
     """What training carries from step to step."""
 
@@ -129,7 +133,7 @@ class Step:
             forward = probed(forward, self._is_tapped, self.activations)
         value_and_grad = jax.value_and_grad(forward, has_aux=True)
         (loss, (after, aux)), grads = value_and_grad(state.params)
-        grads = name_values("grad", grads)
+        grads = name_values("grad", grads, _ALONE)
         loss = mark(loss, Tag("value", "loss"))
         aux = name_values("aux", aux)
         return grads, after, Yield(loss, aux, self._weight(batch))
@@ -162,17 +166,17 @@ class Step:
         self, state: TrainState, grads: Any, model_state: Any, weight: Any = None
     ) -> TrainState:
         """Reduce over replicas, then update: once a step."""
-        grads = name_values("accumulated", grads)
+        grads = name_values("accumulated", grads, _ALONE)
         if weight is None:
             grads = cross_replica_mean(grads)
         else:
             total = cross_replica_sum(weight)
             grads = jax.tree.map(lambda g: cross_replica_sum(g) / total.astype(g.dtype), grads)
-        grads = name_values("reduced", grads)
+        grads = name_values("reduced", grads, _ALONE)
         with jax.named_scope("optimizer"):
             updates, after = self.optimizer.update(grads, state.optimizer_state, state.params)
-        updates = name_values("update", updates)
-        params = name_values("updated", optax.apply_updates(state.params, updates))
+        updates = name_values("update", updates, _ALONE)
+        params = name_values("updated", optax.apply_updates(state.params, updates), _ALONE)
         after = jax.tree.map(_keep_dtype, state.optimizer_state, after)
         after = name_values("optimizer", after)
         model_state = jax.tree.map(
@@ -185,7 +189,7 @@ class Step:
         return any(matches(tap.select, entry) for tap in self.taps)
 
     def _named(self, state: TrainState) -> TrainState:
-        return state._replace(params=name_values("param", state.params))
+        return state._replace(params=name_values("param", state.params, _ALONE))
 
     def _weight(self, batch: Any) -> Any:
         if self.accumulation.weight is None:

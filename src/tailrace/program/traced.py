@@ -79,6 +79,7 @@ def trace_program(
     _check_keys(places)
     traced.infeeds = tuple(elements_read(jaxpr.eqns))
     _check_reads(places)
+    _check_accumulation(places)
     traced.outfeeds = _outgoing(places, context)
     return traced
 
@@ -143,6 +144,28 @@ def _check_reads(places: list[Place]) -> None:
                 "A loop with an infeed may not stand inside lax.cond or lax.switch: how many "
                 "elements an execution reads must be known before it starts. Move the loop out of "
                 "the branch, and branch inside its body."
+            )
+
+
+def _check_accumulation(places: list[Place]) -> None:
+    for place in places:
+        tag = tag_of(place)
+        if tag is None or tag.role != "accumulates":
+            continue
+        count = tag.payload
+        loops = [around for around in place.inside if around.kind == LOOP]
+        if not loops or loops[-1].length is None:
+            raise ProgramError(
+                f"Detected a gradient accumulation over {count} microbatches which is not inside a "
+                f"training loop. Put it in the body of tr.repeat, with an integer length that is a "
+                f"multiple of {count}."
+            )
+        length = loops[-1].length
+        if length % count:
+            raise ProgramError(
+                f"Detected a gradient accumulation over {count} microbatches inside a loop of "
+                f"{length} passes. The length must be a multiple of the count: use "
+                f"{length - length % count or count}."
             )
 
 

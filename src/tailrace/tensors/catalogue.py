@@ -146,7 +146,7 @@ class Catalogue(Sequence[Entry]):
 
     def _unmatched(self, select: Select) -> str:
         text = select if isinstance(select, str) else getattr(select, "pattern", None)
-        near = difflib.get_closematches(text or "", self.names, n=5, cutoff=0.3)
+        near = difflib.get_close_matches(text or "", self.names, n=5, cutoff=0.3)
         if not near:
             near = self.names[:5]
         shown = ", ".join(map(repr, near)) if near else "(no tensors at all)"

@@ -42,6 +42,8 @@ class Wanted:
             which are computed for all tensors of a loop body together.
         periodic: whether it is made only in the last of every `period` steps.
         collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
+        guard: only whether it is finite is of interest; the outermost loop stops changing what it
+            carries when it is not.
     """
 
     key: Hashable
@@ -49,6 +51,13 @@ class Wanted:
     reduce: Callable[[Any], Any] | None = lambda value: value
     periodic: bool = False
     collect: str = "stack"
+    guard: bool = False
+
+
+class FiniteKey(tuple):
+    """The key of a flag that says whether some tensors are finite: their names."""
+
+    __slots__ = ()
 
 
 class _Raw(tuple):
@@ -121,15 +130,23 @@ class Rewriter:
         What is summed or kept over the loop stays whole until the end.
         """
         packs: list[tuple[Hashable, Emission]] = []
+        guarded: list[tuple[Hashable, Emission]] = []
         for raw in [key for key in frame.emitted if isinstance(key, _Raw)]:
             (want,) = raw
             if want.collect != "stack" and not at_end:
                 continue
             emission = frame.emitted.pop(raw)
-            if want.reduce is None:
+            if want.guard:
+                guarded.append((want.key, emission))
+            elif want.reduce is None:
                 packs.append((want.key, emission))
             else:
                 frame.emit(want.key, want.reduce(emission.value), emission.valid)
+        if guarded:
+            # The largest magnitude is NaN or Inf if any value is: one fast reduction a tensor.
+            largest = [jnp.abs(e.value).max().astype(jnp.float32) for _, e in guarded]
+            key = FiniteKey(key for key, _ in guarded)
+            frame.emit(key, jnp.isfinite(jnp.stack(largest)).all())
         for valid in (False, True):  # A pack has one flag, so what has flags goes alone.
             group = [(k, e) for k, e in packs if (e.valid is not None) == valid]
             for members in [[g] for g in group] if valid else [group] if group else []:
@@ -221,8 +238,15 @@ class Rewriter:
             inner_inputs = [*consts, *carry, *values]
             outputs = self.run(body.jaxpr, body.consts, inner_inputs, inside, (*here, 0))
             self.condense(inside)
-            carry, ys = _split(outputs, len(init))
-            return carry, (ys, inside.emitted)
+            after, ys = _split(outputs, len(init))
+            return after, (ys, inside.emitted)
+
+        guarding = outermost and any(
+            want.guard
+            for position, wants in self.wanted.items()
+            if position[: len(here)] == here
+            for want in wants
+        )
 
         collected = {
             _Raw((want,)): want.collect
@@ -231,15 +255,36 @@ class Rewriter:
             for want in wants
             if want.collect != "stack"
         }
+        start: Any = list(init)
+        if guarding:
+            one_pass, start = self._guarded(one_pass), (start, jnp.array(False))
         over = _Passes(one_pass, params["reverse"], params["unroll"], length)
         period = self.period if outermost else 1
         if collected and loop_tag(body.jaxpr) is not None:
             over = over.collecting(collected)
-        carry, (ys, emitted) = over.run(list(init), (list(xs), elements), period, frame.observing)
+        carry, (ys, emitted) = over.run(start, (list(xs), elements), period, frame.observing)
+        if guarding:
+            carry, _ = carry
         frame.emitted.update(emitted)
         if outermost:
             frame.steps_before = frame.steps_before + length
         return [*carry, *ys]
+
+    def _guarded(self, one_pass: Callable[..., Any]) -> Callable[..., Any]:
+        """A pass that keeps what it carries from the first pass on in which a flag is down."""
+
+        def guarded(carry: Any, x: Any, observing: bool) -> Any:
+            before, stopped = carry
+            after, (ys, emitted) = one_pass(before, x, observing)
+            flags = [e.value.all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
+            fine = jnp.stack(flags).all()
+            if self.replica_axis is not None:
+                fine = lax.pmin(fine.astype(jnp.int32), self.replica_axis) > 0
+            stopped = stopped | ~fine
+            kept = [jnp.where(stopped, old, new) for old, new in zip(before, after, strict=True)]
+            return (kept, stopped), (ys, emitted)
+
+        return guarded
 
     def _while(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         params = eqn.params

@@ -128,6 +128,38 @@ class Tap:
 
 
 @dataclasses.dataclass(frozen=True)
+class StopOnNonfinite:
+    """A guard: training stops at the first NaN or Inf; made by `tr.stop_on_nonfinite`."""
+
+    select: Select
+
+    period = 1
+    mode = Mode.ALL
+    kind = "finite"
+
+    def wanted(self, key: Hashable, output: int) -> Wanted:
+        """What the program must watch."""
+        return Wanted(key, output, guard=True)
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of one flag."""
+        return 1
+
+
+def stop_on_nonfinite(select: Select = ("loss", "grad/*")) -> StopOnNonfinite:
+    """Stop training at the first NaN or Inf in the selected tensors; goes into `observe=`.
+
+    The first bad step is noticed on the device. From there on the rest of the execution changes
+    nothing, so the parameters stay those before that step, and `tr.errors.NonFiniteError` says
+    which step, microbatch, tensor, operation and line it was.
+
+    >>> stop_on_nonfinite("grad/*")
+    StopOnNonfinite(select='grad/*')
+    """
+    return StopOnNonfinite(list(select) if isinstance(select, tuple) else select)
+
+
+@dataclasses.dataclass(frozen=True)
 class Chosen:
     """A tap, applied to one tensor of a program.
 
@@ -138,7 +170,7 @@ class Chosen:
         differs: whether it differs between replicas.
     """
 
-    tap: Tap
+    tap: Any
     entry: Entry
     loops: int
     differs: bool
@@ -149,23 +181,23 @@ class Chosen:
         return (self.entry.name, self.tap.kind)
 
 
-def parse_taps(observe: Iterable[Tap | str] | Tap | str | None) -> list[Tap]:
+def parse_taps(observe: Any) -> list[Any]:
     """What `observe=` was given, as taps; a bare selection means its statistics."""
     if observe is None:
         return []
-    if isinstance(observe, str | Tap) or not isinstance(observe, Iterable):
-        observe = [observe]  # type: ignore[list-item]
-    return [tap if isinstance(tap, Tap) else Tap(tap) for tap in observe]
+    if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
+        observe = [observe]
+    return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in observe]
 
 
-def common_period(taps: Sequence[Tap]) -> int:
+def common_period(taps: Sequence[Any]) -> int:
     """The step width that serves all periodic taps: their greatest common divisor."""
     periods = [tap.period for tap in taps if tap.period > 1]
     return math.gcd(*periods) if periods else 1
 
 
 def choose(
-    taps: Sequence[Tap], catalogue: Catalogue, describe: Callable[[Entry], tuple[int, bool]]
+    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[int, bool]]
 ) -> list[Chosen]:
     """Apply taps to a catalogue; `describe` tells (loops, differs) of an entry."""
     chosen: dict[tuple[str, str], Chosen] = {}

@@ -16,7 +16,13 @@ TARGET_S = 0.25
 """How long one execution should take, in seconds."""
 
 FIRST = 10
-"""Steps of the first execution, whose time is measured."""
+"""Steps of the first executions, whose time is measured."""
+
+TRIALS = 3
+"""How many of them: the first ones after a compilation take several times as long."""
+
+LONG_S = 0.05
+"""An execution that takes so long needs no second trial: what it costs besides steps is small."""
 
 
 @dataclasses.dataclass
@@ -31,6 +37,7 @@ class Pace:
         most_steps: a limit that something else sets (what taps return); None for none.
         chosen: what was found, once it is.
         reason: why, in words.
+        trials: seconds a step, as measured until it is chosen.
     """
 
     steps: int | None
@@ -40,6 +47,7 @@ class Pace:
     most_steps: int | None = None
     chosen: int | None = None
     reason: str = ""
+    trials: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.steps is not None:
@@ -60,10 +68,14 @@ class Pace:
         return piece if remaining is None else min(piece, remaining)
 
     def measured(self, steps: int, seconds: float, remaining: int | None) -> None:
-        """Learn from an execution without compilation: choose the length of those that follow."""
+        """Learn from an execution, without its compilation; after some, choose the length."""
         if self.chosen is not None:
             return
-        per_step = max(seconds / steps, 1e-7)
+        self.trials.append(max(seconds / steps, 1e-7))
+        if seconds < LONG_S and len(self.trials) < TRIALS:
+            self.reason = f"{steps} steps an execution while the time of a step is measured"
+            return
+        per_step = min(self.trials)
         ideal = min(self.most, max(1, int(TARGET_S / per_step)))
         rest_s = per_step * remaining if remaining is not None else float("inf")
         if ideal <= 2 * steps or rest_s < 2 * TARGET_S:

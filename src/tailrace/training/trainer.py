@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from tailrace.data.adapters import as_dataset
 from tailrace.devices import resolve_replicas
@@ -24,15 +25,24 @@ from tailrace.observe.records import Records, take_records
 from tailrace.program.accumulation import Accumulation
 from tailrace.program.executable import Numbers, Placement
 from tailrace.program.explain import Explanation, explain
+from tailrace.program.optimizers import AccumulationState
+from tailrace.program.pieces import next_piece
 from tailrace.program.runner import LoopRunner
 from tailrace.program.sight import Sight, look
 from tailrace.program.step import Step, TrainState
 from tailrace.program.traced import trace_program
 from tailrace.tensors.catalogue import Catalogue, Entry
 from tailrace.tensors.frame import Emission
-from tailrace.tensors.taps import MOST_BYTES, bytes_per_step, check_bytes, parse_taps
+from tailrace.tensors.taps import (
+    MOST_BYTES,
+    StopOnNonfinite,
+    bytes_per_step,
+    check_bytes,
+    parse_taps,
+)
 from tailrace.training.callbacks import Callback, Execution, tell
 from tailrace.training.evaluation import Evaluator
+from tailrace.training.guard import diagnose, first_bad_step
 from tailrace.training.history import History, split_emission
 from tailrace.training.pace import Pace, parse_steps
 from tailrace.training.progress import ProgressBar
@@ -89,6 +99,7 @@ class Trainer:
                 f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}."
             )
         _check_optimizer(optimizer)
+        _check_accumulates_once(optimizer, params)
         if offload_optimizer_state:
             raise OptionError(
                 "offload_optimizer_state=True is not available in this version. Leave it out."
@@ -396,6 +407,8 @@ class _Fit:
         self.trainer, self.runner, self.infeed, self.known = trainer, runner, infeed, known
         self.sight, self.callbacks, self.bar = sight, callbacks, bar
         self.pending: deque[tuple[int, int, int, dict[Hashable, Emission]]] = deque()
+        self.guarded = any(isinstance(one.tap, StopOnNonfinite) for one in sight.chosen)
+        runner.keep_elements = self.guarded
 
     def steps(self, count: int) -> None:
         """Exactly so many steps."""
@@ -454,29 +467,16 @@ class _Fit:
             logger.info(pace.reason)
         self.pending.append((trainer.step, length, period, emitted))
         trainer.step += length
-        if len(self.pending) > 1:
+        # A guard must have spoken before the next execution may start from what this one left.
+        if len(self.pending) > (0 if self.guarded else 1):
             self.take_in()
         return length
 
     def next_length(self, remaining: int | None, step: int) -> tuple[int, int]:
-        """How many steps the next execution has, and the period that taps observe in it.
-
-        Executions are cut where periodic taps look, so that looking needs no branch: up to the next
-        step that is observed, then whole periods, then what is left, in which nothing is.
-        """
+        """How many steps the next execution has, and the period in which it is observed."""
         assert self.trainer.pace is not None
-        length, period = self.trainer.pace.next(remaining), self.sight.period
-        if period == 1:
-            return length, 1
-        ahead = period - step % period
-        if ahead < period:
-            if remaining is None or ahead <= remaining:
-                return ahead, ahead
-            return remaining, 0
-        whole = length - length % period or period
-        if remaining is not None and remaining < whole:
-            whole = remaining - remaining % period
-        return (whole, period) if whole else (length if remaining is None else remaining, 0)
+        piece = self.trainer.pace.next(remaining)
+        return next_piece(piece, remaining, step, self.sight.period)
 
     def finish(self) -> None:
         """Take in everything that is still on its way."""
@@ -505,7 +505,22 @@ class _Fit:
         weights = scalars["weight"]
         if weights is not None:
             weights = split_emission(weights, count, replicas).astype(np.float64)
+        bad = first_bad_step(emitted, replicas) if self.guarded else None
+        if bad is not None:
+            arrays = {name: values[: bad[0]] for name, values in arrays.items()}
+            weights = weights[: bad[0]] if weights is not None else None
         trainer.history.add(arrays, weights)
+        if bad is not None:
+            trainer.step = first_step + bad[0]
+            raise diagnose(
+                self.runner,
+                self.known,
+                self.runner.taken[self.infeed],
+                bad,
+                first_step=first_step,
+                seed=trainer.seed,
+                microbatches=count,
+            )
         if self.callbacks:
             one = History(first_step, count, replicas)
             one.add(arrays, weights)
@@ -521,6 +536,22 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer is an optax transformation, with init and update. Received: {optimizer!r}. "
             f"For example optax.sgd(0.01)."
         )
+
+
+def _check_accumulates_once(optimizer: Any, params: Any) -> None:
+    """Accumulation belongs to the trainer; an optimizer that accumulates too would do it twice."""
+    state = jax.eval_shape(optimizer.init, params)
+    parts = jax.tree.leaves(state, is_leaf=_accumulates)
+    if isinstance(optimizer, optax.MultiSteps) or any(map(_accumulates, parts)):
+        raise OptionError(
+            "Gradients are accumulated once, by the trainer: its optimizer accumulates them too. "
+            "Give the bare optimizer and Trainer(accumulation=...). optax.MultiSteps and "
+            "tr.optimizers.gradient_accumulation are for hand-written loops."
+        )
+
+
+def _accumulates(state: Any) -> bool:
+    return isinstance(state, AccumulationState | optax.MultiStepsState)
 
 
 def _check_params(params: Any) -> None:
