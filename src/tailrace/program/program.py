@@ -118,8 +118,8 @@ class Program:
         emitted, _ = executable.run(known, Numbers(self._seed, self.steps))
         self.executions += 1
         passes = emitted.pop(STEPS, None)
+        self._deliver(version, emitted, self.steps, 1, 1)
         self.steps += version.steps_of(segment) if passes is None else int(jnp.max(passes.value))
-        self._deliver(version.traced, emitted)
 
     def _run_in_pieces(self, version: _Version, segment: Segment, known: dict[Any, Any]) -> None:
         # The first piece would overwrite what the caller, or a later segment, still holds.

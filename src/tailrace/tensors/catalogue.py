@@ -65,7 +65,7 @@ class Catalogue(Sequence[Entry]):
         self._by_name = {entry.name: entry for entry in self._entries}
 
     def select(self, select: Select) -> Catalogue:
-        """The entries that a selection matches; an error with the nearest names if there are none."""
+        """The entries that a selection matches; an error with the nearest names if none do."""
         chosen = [entry for entry in self._entries if matches(select, entry)]
         if not chosen:
             raise SelectionError(self._unmatched(select))
@@ -151,8 +151,8 @@ class Catalogue(Sequence[Entry]):
             near = self.names[:5]
         shown = ", ".join(map(repr, near)) if near else "(no tensors at all)"
         return (
-            f"A selection must match at least one tensor. Received: {_described(select)}. The nearest "
-            f"names are: {shown}. All names: trainer.tensors(example)."
+            f"A selection must match at least one tensor. Received: {_described(select)}. The "
+            f"nearest names are: {shown}. All names: trainer.tensors(example)."
         )
 
 

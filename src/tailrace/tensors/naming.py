@@ -1,8 +1,8 @@
 """Names for the values of a traced function, from the scopes that they were computed in.
 
 `jax.named_scope`, and every library that opens scopes for its layers, leaves its mark on equations.
-Each entry of a scope is an object of its own, so a second call of the same layer can be told from the
-first (`dense` and `dense#1`), and a gradient from the value that it belongs to.
+Each entry of a scope is an object of its own, so a second call of the same layer can be told from
+the first (`dense` and `dense#1`), and a gradient from the value that it belongs to.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def with_cotangents(entries: Sequence[Entry]) -> list[Entry]:
 def probed(
     function: Callable[..., Any], wants: Callable[[Entry], bool], found: list[Entry]
 ) -> Callable[..., Any]:
-    """`function`, with the values marked that `wants` asks for; all entries are added to `found`."""
+    """`function`, with the values marked that `wants` asks for; all entries go into `found`."""
 
     def call(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -60,9 +60,7 @@ def probed(
             if wants(entry) or gradient:
                 tag = Tag("value", entry.name, follow_gradient=gradient)
                 marks.setdefault(entry.position, []).append((entry.output, tag))
-        if not marks:
-            # Nothing to see: the function as it was, not a copy of it.
-            return jax.tree.unflatten(form[0], flat(*leaves))
+        # Never the function once more: its random keys and enqueues are numbered as it is traced.
         out = _Marker(marks).run(closed.jaxpr, closed.consts, leaves)
         return jax.tree.unflatten(form[0], out)
 

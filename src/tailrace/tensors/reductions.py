@@ -2,7 +2,7 @@
 
 How the statistics are written decides their price. All tensors of a loop body are cut into rows of
 one width and packed into one array; one reduction over it yields a few numbers a row, and the host
-merges the rows of a tensor. So a step pays for one or two kernels, however many tensors are observed.
+merges the rows of a tensor. So a step pays for one or two kernels, however many tensors it shows.
 """
 
 from __future__ import annotations

@@ -240,8 +240,8 @@ def check_bytes(
     if per_step * steps > most:
         largest = max(chosen, key=lambda one: one.tap.nbytes(one.entry) / one.tap.period)
         raise OptionError(
-            f"Taps would return {per_step * steps / 1e9:.2f} GB from one execution of {steps} steps "
-            f"with {microbatches} microbatches, more than the limit of {most / 1e9:.2f} GB. The "
+            f"Taps would return {per_step * steps / 1e9:.2f} GB from one execution of {steps} "
+            f"steps with {microbatches} microbatches, more than the limit of {most / 1e9:.2f} GB. The "
             f"largest is {largest.entry.name!r} ({largest.tap.kind}, "
             f"{largest.tap.nbytes(largest.entry):,} bytes a record). Look less often "
             f"(mode=tr.every(n), 'sum' or 'final'), keep less (reduce='stats'), use fewer "
