@@ -1,10 +1,11 @@
-"""The seed's workload, 10,000 host-fed steps: Tailrace, what limits it, and what one would use else.
+"""The seed's workload, 10,000 host-fed steps: Tailrace, its limit, and what one would use instead.
 
     python -m benchmarks.feeds [--steps N] [--repeats N] [--only PART,...] [--no-peers]
 
-Everybody reads the same batches in the same order and has all losses on the host at the end; runs
-are interleaved, compiled before they are timed, and compared by the ratio of neighbouring runs. Then
-the growth of memory with the number of steps, and the time of `import tailrace`, in fresh processes.
+Everybody reads the same batches in the same order and has all losses on the host at the end. Runs
+are interleaved, compiled before they are timed, and compared by the ratio of neighbouring runs.
+Then the growth of memory with the number of steps, and the time of `import tailrace`, each in
+fresh processes.
 """
 
 import json
@@ -12,6 +13,8 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +64,9 @@ def assemble(batches: HostBatches, *, peers: bool) -> tuple[list[Contender], lis
         Contender(LIMIT, hand_written(batches), f"{CHUNK} steps a dispatch, one chunk ahead"),
         Contender("tr.compile + feeds", compiled_with_feeds(batches)),
         Contender("tr.Trainer", trainer(batches)),
-        Contender("tr.Trainer, tr.batches", trainer(batches, whole=True), "the same data as arrays"),
+        Contender(
+            "tr.Trainer, tr.batches", trainer(batches, whole=True), "the same data as arrays"
+        ),
         Contender("one jit call a step", one_call_a_step(batches)),
     ]
     skipped = []
@@ -233,8 +238,6 @@ def probe_memory(name: str, steps: int) -> dict[str, float]:
     run = make[name](batches)
     process, peak = psutil.Process(), 0
     before = process.memory_info().rss
-    import threading
-
     done = threading.Event()
 
     def watch() -> None:
@@ -276,9 +279,15 @@ def import_table(repeats: int = 9) -> str:
     """Import times in new processes, taken in turn."""
     code = "import time; t = time.perf_counter(); import {0}; print(time.perf_counter() - t)"
     found: dict[str, list[float]] = {"jax": [], "tailrace": []}
-    for _ in range(repeats):
-        for module, seconds in found.items():
-            seconds.append(float(_python("-c", code.format(module))))
+    with tempfile.TemporaryDirectory() as bytecode:
+        # As after an installation: all bytecode is there, for both.
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for number in range(repeats + 1):
+            for module, seconds in found.items():
+                took = float(_python("-c", code.format(module), environment=environment))
+                if number:
+                    seconds.append(took)
     jax_s, ours_s = (statistics.median(found[module]) for module in ("jax", "tailrace"))
     pairs = zip(found["tailrace"], found["jax"], strict=True)
     ratio = statistics.median(ours / theirs for ours, theirs in pairs)
@@ -288,9 +297,9 @@ def import_table(repeats: int = 9) -> str:
     )
 
 
-def _python(*arguments: str) -> str:
+def _python(*arguments: str, environment: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stderr}")

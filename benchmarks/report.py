@@ -76,11 +76,14 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
         )
         return f"| {' | '.join([first, *rest])} |"
 
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    dashes = ["-" * (width + 2) for width in widths]
+    rule = f"|{'|'.join([dashes[0], *(f'{each[:-1]}:' for each in dashes[1:])])}|"
     return "\n".join([line(headings), rule, *map(line, rows)])
 
 
-def timing_table(contenders: Sequence[Contender], baseline: Contender, count: int, unit: str) -> str:
+def timing_table(
+    contenders: Sequence[Contender], baseline: Contender, count: int, unit: str
+) -> str:
     """Seconds, microseconds a unit, and the ratio to `baseline`, in the order given."""
     rows = [
         (

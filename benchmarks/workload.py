@@ -1,5 +1,6 @@
 """The seed's workload in plain JAX: a classifier 784-128-10, batches of 32, SGD."""
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def init_params(hidden: int = 128) -> list[tuple[Any, Any]]:
             jnp.asarray(random.normal(0, (2 / n) ** 0.5, (n, m)), jnp.float32),
             jnp.zeros(m, jnp.float32),
         )
-        for n, m in zip(sizes, sizes[1:], strict=False)
+        for n, m in itertools.pairwise(sizes)
     ]
 
 
@@ -101,13 +102,22 @@ def chunks(batches: Any, size: int) -> Iterator[tuple[Any, ...]]:
         yield chunk
 
 
-def scan_loop(step: Any, chunk: int) -> Any:
-    """`run(state, batches) -> losses`: one donated `lax.scan` for each chunk."""
+def scan(step: Any) -> Any:
+    """`scanned(state, elements) -> (state, losses)`: one `lax.scan`, which overwrites the state."""
 
-    def scan(state: Any, elements: Any) -> Any:
+    def scanned(state: Any, elements: Any) -> Any:
         return jax.lax.scan(lambda s, element: step(s, *element), state, elements)
 
-    compiled = jax.jit(scan, donate_argnums=0)
+    return jax.jit(scanned, donate_argnums=0)
+
+
+def scan_loop(step: Any, chunk: int) -> Any:
+    """`run(state, batches) -> losses`: one dispatch for each chunk."""
+    return chunked(scan(step), chunk)
+
+
+def chunked(compiled: Any, chunk: int) -> Any:
+    """`run(state, batches) -> losses`, with `compiled` called on each chunk of batches."""
 
     def run(state: Any, batches: Any) -> np.ndarray:
         losses = []

@@ -39,6 +39,7 @@ __all__ = [
     "define_marker",
     "is_backward",
     "equation_context",
+    "function_name",
     "inner_jaxprs",
     "keeps_apart",
     "name_stack_of",
@@ -112,6 +113,13 @@ def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
         if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
             return number, inner, consts
     return None
+
+
+def function_name(eqn: JaxprEqn) -> str:
+    """The name of the Python function that an equation's program was traced from, if known."""
+    for _, _, inner, _ in inner_jaxprs(eqn):
+        return str(getattr(getattr(inner, "debug_info", None), "func_name", ""))
+    return ""
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:

@@ -45,12 +45,8 @@ def test_equal_to_the_plain_loop(name):
     history = trainer.fit(ELEMENTS, steps=18)
     params, losses = plain_training(mlp_loss, OPTIMIZERS[name](), mlp(), ELEMENTS[:18])
     assert len(history.loss) == 18
-    if True:
-        assert_bits_equal(trainer.params, params)
-        assert_bits_equal(history.loss, losses)
-    else:  # XLA contracts a multiplication and an addition in one program and not in the other
-        assert_close(trainer.params, params)
-        assert_close(history.loss, losses)
+    assert_bits_equal(trainer.params, params)
+    assert_bits_equal(history.loss, losses)
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 5, 18, 100, "auto"])

@@ -63,14 +63,15 @@ class MaybeOutfeedQueue:
     def maybe_outfeed(self, key: str, value: Any) -> Any:
         """Collect `value` (a tree) under `key` if the filters choose it; returns `value`."""
         trace = current_trace("MaybeOutfeedQueue.maybe_outfeed")
+        if not self.selects(key):
+            return value
         level = _jax.trace_level()
         if trace is not self._trace:
-            self._collected.clear()
+            self._forget()
         if self._collected and level != self._level:
             raise self._elsewhere(f"maybe_outfeed({key!r}, ...)")
-        if self.selects(key):
-            self._trace, self._level = trace, level
-            self._collected[key] = value
+        self._trace, self._level = trace, level
+        self._collected[key] = value
         return value
 
     def maybe_enqueue(self) -> dict[str, Any] | None:

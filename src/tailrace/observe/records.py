@@ -85,8 +85,8 @@ class Records(Mapping[Any, Record]):
         name = key[0] if isinstance(key, tuple) else key
         near = difflib.get_close_matches(name, self.names, n=5, cutoff=0.3) or self.names[:5]
         raise SelectionError(
-            f"There are no records of {key!r}. The nearest are: {near}. "
-            f"Only what observe= selects is recorded."
+            f"There are no records of {key!r}. The nearest are: {near}. Only what observe= "
+            f"selects is recorded, and with mode=tr.every(n) first in step n-1."
         )
 
     def __contains__(self, key: object) -> bool:
@@ -194,13 +194,16 @@ def _record(
         keep &= (tags[:, 0] + 1) % one.tap.period == 0
     if not keep.any():
         return None
+    if one.tap.mode is Mode.FINAL:
+        tags[:, 1] = one.microbatches - 1
+    microbatch = one.tap.mode is not Mode.SUM and (loops > 1 or one.entry.kind in PER_MICROBATCH)
     absent = np.full(int(keep.sum()), -1)
     return Record(
         one.entry.name,
         one.tap.kind,
         jax.tree.map(lambda v: v[keep], flat),
         tags[keep, 0],
-        tags[keep, 1] if loops > 1 or one.entry.kind in PER_MICROBATCH else absent,
+        tags[keep, 1] if microbatch else absent,
         tags[keep, 2] if several else absent,
         np.full(len(absent), one.entry.stage),
     )

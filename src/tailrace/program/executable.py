@@ -23,7 +23,6 @@ from tailrace.tensors.frame import Ambient, Block, Emission, Frame
 from tailrace.tensors.rewrite import Rewriter, Wanted
 from tailrace.tensors.walk import Position
 
-
 STEPS = ("steps",)
 """The key under which a program emits how many steps it ran, where only running it shows that."""
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from tailrace._jax import Literal
 from tailrace.devices import resolve_replicas
 from tailrace.errors import OptionError, ProgramError
-from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.observe.records import Records, take_records
 from tailrace.program.drift import check_in_step
 from tailrace.program.executable import STEPS, Executable, Numbers, Placement
@@ -157,7 +156,6 @@ class Program:
         steps: int,
         period: int,
     ) -> None:
-        traced = version.traced
         replicas = self.placement.replicas
         for record in take_records(
             emitted,
@@ -168,16 +166,7 @@ class Program:
             period=period,
         ):
             self.records.add(record)
-        for queue, emission in emitted.items():
-            if isinstance(queue, OutfeedQueue):
-                out = traced.outfeeds[queue]
-                queue.deliver(
-                    out.structure,
-                    list(emission.value),
-                    emission.valid,
-                    out.loops,
-                    self.placement.replicas,
-                )
+        version.traced.deliver(emitted)
 
     # -- versions for different arguments -------------------------------------------------------
 

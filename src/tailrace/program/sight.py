@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from tailrace import _jax
+from tailrace.errors import SelectionError
 from tailrace.marks import COTANGENT, Tag
 from tailrace.program.drift import Differing
 from tailrace.program.traced import Traced
-from tailrace.tensors.catalogue import Catalogue, Entry
+from tailrace.tensors.catalogue import Catalogue, Entry, matches
 from tailrace.tensors.probe import COTANGENT_OF
 from tailrace.tensors.taps import Chosen, Tap, choose, common_period, wanted_of
 from tailrace.tensors.walk import LOOP, SCAN, Place, tag_of, walk
@@ -51,17 +53,30 @@ def look(traced: Traced, taps: Sequence[Tap], named: Sequence[Entry] = ()) -> Si
         entry = _entry(place)
         if entry is not None:
             entries.setdefault(entry.name, entry)
-    listed = [entries.pop(e.name, e) for e in named]
-    catalogue = Catalogue([*entries.values(), *_once(listed)])
+    listed = _once([entries.pop(e.name, e) for e in named])
+    # What a tap asked for and yet is not marked does not exist: a gradient that never flows.
+    absent = Catalogue(
+        e for e in listed if not e.position and any(matches(tap.select, e) for tap in taps)
+    )
+    catalogue = Catalogue([*entries.values(), *(e for e in listed if e.name not in absent)])
+    for tap in taps:
+        missing = absent.filter(tap.select)
+        if missing and not catalogue.filter(tap.select):
+            raise SelectionError(
+                f"{missing[0].name!r} does not exist: no gradient of the loss flows back to that "
+                f"value, because the loss does not depend on it in a differentiable way. "
+                f"Received: {tap.select!r}. Observe the activation itself."
+            )
     differing = Differing()
     if traced.replicas > 1:
         differing.of(traced.jaxpr, [False] * len(traced.jaxpr.invars))
 
-    def describe(entry: Entry) -> tuple[int, bool]:
+    def describe(entry: Entry) -> tuple[int, bool, int]:
         place = places[entry.position]
-        loops = sum(around.kind == LOOP for around in place.inside)
+        loops = [around.length or 1 for around in place.inside if around.kind == LOOP]
         results = differing.at.get(entry.position)
-        return loops, results is not None and results[entry.output]
+        differs = results is not None and results[entry.output]
+        return len(loops), differs, math.prod(loops[1:])
 
     chosen = choose(taps, catalogue, describe) if taps else []
     return Sight(catalogue, chosen, common_period(taps))

@@ -32,7 +32,6 @@ from tailrace.tensors.catalogue import Entry, matches
 from tailrace.tensors.probe import probed
 from tailrace.tensors.taps import Tap
 
-
 _ALONE = "params"
 """What parameters are called that are one single array: `grad/params`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue, OutfeedTarget
 from tailrace.marks import FORWARD, ProgramTrace, ambient_p, dequeue_p, mark_p, path_name, tracing
+from tailrace.tensors.frame import Emission
 from tailrace.tensors.walk import BRANCH, LOOP, Place, elements_read, loop_tag, tag_of, walk
 
 
@@ -41,10 +42,12 @@ class Traced:
     infeeds: tuple[InfeedQueue, ...] = ()
     outfeeds: dict[OutfeedQueue, Outgoing] = dataclasses.field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """A short description for messages."""
-        return f"program of {len(self.jaxpr.eqns)} operations"
+    def deliver(self, emitted: Mapping[Hashable, Emission]) -> None:
+        """Hand what one dispatch emitted to the outfeeds it is for."""
+        for queue, out in self.outfeeds.items():
+            if queue in emitted:
+                value, valid = emitted[queue]
+                queue.deliver(out.structure, list(value), valid, out.loops, self.replicas)
 
 
 def trace_program(

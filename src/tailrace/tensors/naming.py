@@ -21,6 +21,7 @@ from tailrace.tensors.catalogue import Entry
 from tailrace.tensors.walk import Position
 
 _NOT_VALUES = {mark_p, dequeue_p, ambient_p}
+_CUSTOM = {primitives.custom_jvp_call_p, primitives.custom_vjp_call_p}
 
 # JAX's own scopes, which say how a value is computed, not what it is.
 _NOT_SCOPES = {"rematted_computation", "checkpoint"}
@@ -101,8 +102,7 @@ class Namer:
         }
 
     def _inside(self, eqn: JaxprEqn) -> Iterator[tuple[int, Jaxpr, int | None]]:
-        custom = eqn.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
-        if custom and not self.enter_custom:
+        if eqn.primitive in _CUSTOM and not self.enter_custom:
             return
         length = eqn.params["length"] if eqn.primitive is primitives.scan_p else None
         for number, (_, _, inner, _) in enumerate(_jax.inner_jaxprs(eqn)):
@@ -213,8 +213,11 @@ def _operation_name(eqn: JaxprEqn) -> str:
 
 
 def _call_name(eqn: JaxprEqn) -> str:
+    """The name of the function that an equation calls; empty if it calls none by name."""
     name = eqn.params.get("name") if eqn.primitive is primitives.jit_p else None
-    return str(name).strip("_") if name else ""
+    if eqn.primitive in _CUSTOM:
+        name = _jax.function_name(eqn)
+    return "" if not name or "<" in str(name) else str(name).strip("_")
 
 
 def _is_number(var: Any) -> bool:

@@ -50,7 +50,8 @@ def probed(
 
         closed = jax.make_jaxpr(flat)(*leaves)
         entries = Namer().entries(closed.jaxpr)
-        found.extend(with_cotangents(entries))
+        # Where they will stand in the program that this becomes part of is not known here.
+        found.extend(dataclasses.replace(e, position=()) for e in with_cotangents(entries))
         marks: dict[Position, list[tuple[int, Tag]]] = {}
         for entry in entries:
             back = dataclasses.replace(

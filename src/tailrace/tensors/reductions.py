@@ -59,6 +59,9 @@ def pack_statistics(values: Sequence[Any]) -> Any:
     """Partial statistics of several tensors: [rows, 8], the rows of each tensor in turn."""
     rows = jnp.concatenate([_rows(value) for value in values])
     lengths = jnp.asarray(np.concatenate([row_lengths(value.size) for value in values]))
+    if jax.default_backend() == "cpu":
+        # Packed once, not again inside each reduction: half the time.
+        rows = lax.optimization_barrier(rows)
     first = rows[:, :1]
     shift = jnp.where(jnp.isfinite(first), first, 0)
     if jax.default_backend() != "cpu":
@@ -82,7 +85,7 @@ def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
             jnp.zeros(len(rows), rows.dtype),
             jnp.zeros(len(rows), rows.dtype),
             (rows == 0).sum(axis=1, dtype=rows.dtype)
-            - jnp.where(rows[:, 0] == 0, rows.shape[1] - lengths, 0),
+            - jnp.where(rows[:, 0] == 0, rows.shape[1] - lengths, 0).astype(rows.dtype),
             shift[:, 0],
         ],
         axis=1,

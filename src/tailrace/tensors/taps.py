@@ -168,12 +168,14 @@ class Chosen:
         entry: the tensor.
         loops: how many of the loops around it Tailrace made (the step's, the microbatches').
         differs: whether it differs between replicas.
+        microbatches: how many values of it a step makes.
     """
 
     tap: Any
     entry: Entry
     loops: int
     differs: bool
+    microbatches: int = 1
 
     @property
     def key(self) -> tuple[str, str]:
@@ -197,9 +199,9 @@ def common_period(taps: Sequence[Any]) -> int:
 
 
 def choose(
-    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[int, bool]]
+    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[int, bool, int]]
 ) -> list[Chosen]:
-    """Apply taps to a catalogue; `describe` tells (loops, differs) of an entry."""
+    """Apply taps to a catalogue; `describe` tells (loops, differs, microbatches) of an entry."""
     chosen: dict[tuple[str, str], Chosen] = {}
     for tap in taps:
         for entry in catalogue.select(tap.select):

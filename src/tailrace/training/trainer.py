@@ -36,6 +36,7 @@ from tailrace.tensors.frame import Emission
 from tailrace.tensors.taps import (
     MOST_BYTES,
     StopOnNonfinite,
+    Tap,
     bytes_per_step,
     check_bytes,
     parse_taps,
@@ -187,14 +188,15 @@ class Trainer:
         else:
             spec = InfeedQueue([example]).spec()
         found: list[Entry] = []
-        step = dataclasses.replace(self._step, activations=found)
+        # All of them marked, so that only those are listed that a tap would find.
+        step = dataclasses.replace(self._step, activations=found, taps=(Tap("*"),))
         infeed = InfeedQueue([example]) if example is not None else self._runners[spec].infeeds[0]
 
         def train(state: TrainState, _: Any) -> TrainState:
             return step.loop(state, infeed)
 
         traced = trace_program(train, (self._current(), ()), self.replicas)
-        return look(traced, (), found).catalogue
+        return look(traced, step.taps, found).catalogue
 
     # -- training -------------------------------------------------------------------------------
 
@@ -223,6 +225,11 @@ class Trainer:
         """
         _check_duration(steps, epochs)
         source = as_dataset(dataset)
+        if steps is None and source.endless:
+            raise DataError(
+                f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
+                f"end. Use fit(steps=...), or a dataset that does not repeat."
+            )
         runner, infeed = self._runner_for(dataset)
         known = self._activate(runner)
         self.history = History(self.step, self.accumulation.microbatches, self.replicas)
@@ -234,6 +241,8 @@ class Trainer:
         callbacks = list(callbacks)
         for callback in callbacks:
             callback.on_fit_begin(self)
+        for queue in runner.traced.outfeeds:
+            queue.begin()
         try:
             with ProgressBar(total, self.effective_batch_size(infeed.spec()), progress) as bar:
                 fit = _Fit(self, runner, infeed, known, sight, callbacks, bar)
@@ -256,6 +265,8 @@ class Trainer:
                 fit.finish()
         finally:
             infeed.rest()
+            for queue in runner.traced.outfeeds:
+                queue.end()
             for callback in callbacks:
                 callback.on_fit_end(self, self.history)
         return self.history
@@ -498,7 +509,8 @@ class _Fit:
             trainer.records.add(record)
         out = trainer._scalars
         structure = self.runner.traced.outfeeds[out].structure
-        scalars = jax.tree.unflatten(structure, emitted[out].value)
+        scalars = jax.tree.unflatten(structure, emitted.pop(out).value)
+        self.runner.traced.deliver(emitted)
         count, replicas = trainer.accumulation.microbatches, trainer.replicas
         values = {"loss": scalars["loss"], **scalars["aux"]}
         arrays = {name: split_emission(v, count, replicas) for name, v in values.items()}
