@@ -215,7 +215,9 @@ def check_losses(contenders: list[Contender]) -> str:
         far = float(np.max(np.abs(found - wanted)))
         lines.append(f"- {contender.name}: {equal or f'differ by {far:.1e} at most'}")
         ours = contender.name.startswith("tr.")
-        if far > 1e-3 or (ours and not equal and _on_cpu()):
+        # An accelerator multiplies with fewer bits, each library in its own way.
+        tolerated = 1e-3 if _on_cpu() else 5e-2
+        if far > tolerated or (ours and not equal and _on_cpu()):
             raise SystemExit(f"{contender.name} computes something else: {lines[-1]}")
     return "\n".join(lines)
 

@@ -14,29 +14,23 @@ from oracles import assert_bits_equal, assert_close
 from tailrace.errors import OptionError, SelectionError
 
 OPTIMIZER = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -0.05))
-STEPS, PER_EXECUTION = 11, 4
+STEPS, PER_EXECUTION = 8, 4
 
-PER_MICROBATCH = (
+NAMES = [
     "input/0",
     "loss",
     "aux/mae",
-    "grad/hidden/kernel",
-    "grad/out/kernel",
     "activation/hidden",
-    "activation/out",
     "cotangent/hidden",
-    "cotangent/out",
-)
-PER_STEP = (
     "param/hidden/bias",
-    "accumulated/out/kernel",
     "reduced/hidden/kernel",
     "update/out/kernel",
     "updated/hidden/bias",
     "optimizer/0/trace/out/kernel",
     "optimizer/1/count",
-)
-NAMES = [*PER_MICROBATCH, *PER_STEP]
+]
+IN_EVERY_WAY = ["grad/hidden/kernel", "accumulated/out/kernel"]
+"""One tensor of each microbatch and one of each step, reduced in every way."""
 
 
 def spread(value):
@@ -72,7 +66,7 @@ def executions():
     return [range(i, min(i + PER_EXECUTION, STEPS)) for i in range(0, STEPS, PER_EXECUTION)]
 
 
-def expected_values(values, mode, microbatches):
+def expected_values(values, mode):
     """What a mode keeps of the values of one tensor: [(where, value)] in order."""
     ordered = sorted(values.items())
     if mode == "all":
@@ -116,7 +110,7 @@ def assert_record(record, expected, reduce):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("mode", ["all", "sum", "final", 2, 5])
+@pytest.mark.parametrize("mode", ["all", "sum", "final", 3])
 def test_every_mode_and_reduction(mode, microbatches, replicas):
     data, params, table = oracle(microbatches, replicas)
     tap_mode = tr.every(mode) if isinstance(mode, int) else mode
@@ -127,18 +121,21 @@ def test_every_mode_and_reduction(mode, microbatches, replicas):
         accumulation=microbatches,
         replicas=replicas,
         steps_per_execution=PER_EXECUTION,
-        observe=[tr.Tap(NAMES, mode=tap_mode, reduce=reduce) for reduce in REDUCE],
+        observe=[
+            tr.Tap(NAMES, mode=tap_mode, reduce="tensor"),
+            *(tr.Tap(IN_EVERY_WAY, mode=tap_mode, reduce=reduce) for reduce in REDUCE),
+        ],
     )
     trainer.fit(data, steps=STEPS)
     assert_close(trainer.params, params)
-    assert len(trainer.records) == len(NAMES) * len(REDUCE)
-    for name in NAMES:
-        expected = expected_values(table[name], mode, microbatches)
-        for reduce in REDUCE:
+    assert len(trainer.records) == len(NAMES) + len(IN_EVERY_WAY) * len(REDUCE)
+    for name in [*NAMES, *IN_EVERY_WAY]:
+        expected = expected_values(table[name], mode)
+        for reduce in REDUCE if name in IN_EVERY_WAY else ["tensor"]:
             assert_record(trainer.records[name, kind_of(reduce)], expected, reduce)
 
 
-@pytest.mark.parametrize("per_execution", [1, 3, 7, "auto"])
+@pytest.mark.parametrize("per_execution", [1, 3, "auto"])
 def test_several_periods_beside_each_other_and_beside_all(per_execution):
     data, _, table = oracle(1, 1)
     trainer = tr.Trainer(
@@ -151,7 +148,7 @@ def test_several_periods_beside_each_other_and_beside_all(per_execution):
             tr.Tap("activation/out", mode=tr.every(6), reduce="tensor"),
             tr.Tap("loss", mode="all", reduce="tensor"),
             tr.Tap("aux/mae", mode=tr.every(1), reduce="tensor"),
-            tr.Tap("cotangent/out", mode=tr.every(11), reduce="tensor"),
+            tr.Tap("cotangent/out", mode=tr.every(8), reduce="tensor"),
         ],
     )
     trainer.fit(data, steps=STEPS)
@@ -161,7 +158,7 @@ def test_several_periods_beside_each_other_and_beside_all(per_execution):
         "activation/out": [5],
         "loss": list(range(STEPS)),
         "aux/mae": list(range(STEPS)),
-        "cotangent/out": [10],
+        "cotangent/out": [7],
     }
     for name in trainer.records.names:
         record = trainer.records[name]
@@ -176,13 +173,15 @@ def test_a_second_fit_starts_in_the_middle_of_a_period():
     trainer.fit(data[:2], steps=2)
     with pytest.raises(SelectionError, match=r"with mode=tr\.every\(n\) first in step n-1"):
         trainer.records["grad/out/kernel"]
-    trainer.fit(data[2:9], steps=7)
+    trainer.fit(data[2:7], steps=5)
     record = trainer.records["grad/out/kernel"]
-    assert record.steps.tolist() == [3, 7]
+    assert record.steps.tolist() == [3]
     for step, value in zip(record.steps, record.values, strict=True):
         assert_close(value, table["grad/out/kernel"][step, 0, -1])
-    trainer.fit(data[9:], steps=2)
-    assert not len(trainer.records)
+    trainer.fit(data[7:], steps=1)
+    record = trainer.records["grad/out/kernel"]
+    assert record.steps.tolist() == [7]
+    assert_close(record.values[0], table["grad/out/kernel"][7, 0, -1])
 
 
 def test_records_are_those_of_the_latest_fit():
@@ -191,11 +190,11 @@ def test_records_are_those_of_the_latest_fit():
     trainer = tr.Trainer(loss_fn, OPTIMIZER, network(), steps_per_execution=2, observe=tap)
     trainer.fit(data[:3], steps=3)
     assert trainer.records["loss"].steps.tolist() == [0, 1, 2]
-    history = trainer.fit(data[3:], steps=8)
+    history = trainer.fit(data[3:], steps=5)
     record = trainer.records["loss"]
-    assert record.steps.tolist() == list(range(3, 11))
+    assert record.steps.tolist() == list(range(3, 8))
     assert_bits_equal(record.values, np.asarray(history.loss, np.float32))
-    assert_close(record.values, np.stack([table["loss"][t, 0, -1] for t in range(3, 11)]))
+    assert_close(record.values, np.stack([table["loss"][t, 0, -1] for t in range(3, 8)]))
 
 
 def test_one_tensor_may_have_several_taps_if_they_keep_something_else():

@@ -112,6 +112,15 @@ def test_epochs(known, steps_per_execution):
     assert_bits_equal(trainer.params, params)
 
 
+def test_periodic_taps_lose_no_step_at_the_end():
+    """Executions are cut where taps look; what is left behind the last cut is trained too."""
+    tap = tr.Tap("loss", mode=tr.every(3), reduce="tensor")
+    trainer = trainer_of(steps_per_execution=100, observe=[tap])
+    history = trainer.fit(lambda: iter(ELEMENTS[:8]), epochs=2)
+    _, losses = plain_training(mlp_loss, optax.sgd(0.1), mlp(), ELEMENTS[:8] * 2)
+    assert_bits_equal(history.loss, losses)
+
+
 def test_one_epoch_is_the_default_and_none_is_none():
     trainer = trainer_of()
     assert len(trainer.fit(ELEMENTS).loss) == 24
@@ -238,7 +247,7 @@ def test_an_exception_in_a_callback_or_producer_ends_the_fit_cleanly():
 
 def test_copies_of_the_parameters_survive_training():
     start = jax.tree.map(jnp.asarray, mlp())
-    trainer = tr.Trainer(mlp_loss, optax.adam(0.1), start, steps_per_execution=2)
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1, 0.9), start, steps_per_execution=2)
     copies = [trainer.params, trainer.state]
     trainer.fit(ELEMENTS, steps=3)
     copies += [trainer.params, trainer.state]
@@ -351,7 +360,7 @@ def test_accumulations_that_fail_for_a_parameter():
     [
         (lambda p, x, y: x * p, None, r"returns one loss, a float scalar.*float32\[4, 3\]. Take its"),
         (lambda p, x, y: jnp.int32(3), None, r"Received a loss of int32\[\]"),
-        (lambda p, x: p, None, "does not fit"),
+        (lambda p: p, None, "does not fit"),
         (lambda p, s, x, y: p, {"s": 1.0}, r"returns \(loss, \(new_state, aux\)\). Received"),
         (
             lambda p, s, x, y: (p, ({"other": 1.0}, {})),

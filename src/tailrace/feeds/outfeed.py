@@ -7,8 +7,6 @@ execution runs and is taken apart only when somebody reads it.
 from __future__ import annotations
 
 import enum
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +17,7 @@ import numpy as np
 
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
+from tailrace.feeds.runs import Runs
 from tailrace.marks import Tag, current_trace, mark
 
 
@@ -58,9 +57,8 @@ class OutfeedQueue:
         self._blocks: deque[_Block] = deque()
         self._structure: Any = None
         self._shapes: Any = None
-        self._running = 0
-        self._ran = 0
-        self._changed = threading.Condition()
+        self._runs = Runs()
+        self._changed = self._runs.changed
 
     # -- in a program ---------------------------------------------------------------------------
 
@@ -117,24 +115,11 @@ class OutfeedQueue:
         has delivered anything, it waits for one to start, `timeout_s` seconds at most.
         """
         self._check_all("Streaming an outfeed")
-        seen = self._ran if not self._blocks and not self._running else self._ran - 1
-        give_up = time.monotonic() + timeout_s
-        while True:
-            block = self._next_block()
-            if block is not None:
-                yield from block.elements()
-                continue
-            with self._changed:
-                if self._blocks:
-                    continue
-                if not self._running and self._ran > seen:
-                    return
-                if not self._running and time.monotonic() > give_up:
-                    raise FeedError(
-                        f"No program that sends to this outfeed was started within {timeout_s:g} "
-                        f"seconds. Start one in another thread, or raise timeout_s."
-                    )
-                self._changed.wait(timeout=0.5)
+        blocks = self._runs.stream(
+            self._next_block, lambda: bool(self._blocks), timeout_s, "this outfeed"
+        )
+        for block in blocks:
+            yield from block.elements()
 
     def __len__(self) -> int:
         """How many elements wait."""
@@ -150,16 +135,11 @@ class OutfeedQueue:
 
     def begin(self) -> None:
         """A program that sends to this queue starts."""
-        with self._changed:
-            self._running += 1
-            self._changed.notify_all()
+        self._runs.begin()
 
     def end(self) -> None:
         """That program has ended, one way or the other."""
-        with self._changed:
-            self._running -= 1
-            self._ran += 1
-            self._changed.notify_all()
+        self._runs.end()
 
     def deliver(
         self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int

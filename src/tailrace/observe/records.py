@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from tailrace.errors import SelectionError
+from tailrace.feeds.runs import Runs
 from tailrace.tensors.frame import Emission
 from tailrace.tensors.reductions import StatsKey, merge_statistics
 from tailrace.tensors.taps import Chosen, Mode
@@ -52,15 +54,36 @@ class Records(Mapping[Any, Record]):
     """The records of a fit, by name: `records["grad/w"]`, or `records["grad/w", "histogram"]`."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[str, str], list[Record]] = {}
+        self._parts: dict[tuple[str, str], list[Record | Part]] = {}
+        self._live: deque[Part] = deque()
+        self.runs = Runs()
 
-    def add(self, record: Record) -> None:
-        """Append the records of one execution."""
-        self._parts.setdefault((record.name, record.kind), []).append(record)
+    def add(self, record: Record | Part) -> None:
+        """Append the records of one execution; they are made ready when somebody asks for them."""
+        with self.runs.changed:
+            self._parts.setdefault((record.name, record.kind), []).append(record)
+            if isinstance(record, Part) and getattr(record.one.tap, "live", False):
+                self._live.append(record)
+            self.runs.changed.notify_all()
+
+    def stream(self, timeout_s: float = 60.0) -> Iterator[Record]:
+        """Records of taps with `live=True` as they arrive, until the fit that makes them ends.
+
+        Meant for a thread beside the one that trains. Each is a `Record` with the values of one
+        short execution; they arrive in order and are in the records as well.
+        """
+
+        def take() -> Part | None:
+            with self.runs.changed:
+                return self._live.popleft() if self._live else None
+
+        for part in self.runs.stream(take, lambda: bool(self._live), timeout_s, "these records"):
+            yield part.record()
 
     def clear(self) -> None:
         """Forget everything."""
         self._parts.clear()
+        self._live.clear()
 
     @property
     def names(self) -> list[str]:
@@ -103,15 +126,99 @@ class Records(Mapping[Any, Record]):
         return "\n".join([f"Records({len(rows)} tensors)", *rows])
 
     def _joined(self, pair: tuple[str, str]) -> Record:
-        parts = self._parts[pair]
+        parts = [part.record() if isinstance(part, Part) else part for part in self._parts[pair]]
         if len(parts) > 1:
             fields = {
                 name: np.concatenate([getattr(part, name) for part in parts])
                 for name in ("steps", "microbatches", "replicas", "stages")
             }
             values = jax.tree.map(lambda *v: np.concatenate(v), *(part.values for part in parts))
-            parts[:] = [Record(*pair, values, **fields)]
+            parts = [Record(*pair, values, **fields)]
+        self._parts[pair] = list(parts)
         return parts[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """What one execution emitted for one tap, as it came: the training loop has no time for more.
+
+    Attributes:
+        one: the tap and the tensor.
+        value: [replica,] step [, microbatch], then layers of scans, then the value.
+        valid: which entries were really made; None for all.
+        size: how many values the tensor has, if `value` is partial statistics; -1 otherwise.
+        first_step: the number of the first step of the execution.
+        steps: how many it had.
+        replicas: how many replicas ran.
+        period: periodic values are there for the last of every `period` steps.
+    """
+
+    one: Chosen
+    value: Any
+    valid: Any
+    size: int
+    first_step: int
+    steps: int
+    replicas: int
+    period: int
+
+    @property
+    def name(self) -> str:
+        """The tensor."""
+        return self.one.entry.name
+
+    @property
+    def kind(self) -> str:
+        """What was kept of it."""
+        return self.one.tap.kind
+
+    def record(self) -> Record:
+        """The finished records: flat, tagged, statistics merged."""
+        one, value, valid, replicas = self.one, self.value, self.valid, self.replicas
+        collected = one.tap.mode in (Mode.SUM, Mode.FINAL)
+        several = replicas > 1
+        loops = 0 if collected else one.loops
+        if several and not one.differs:
+            value = jax.tree.map(lambda v: v[0], value)
+            valid = valid[0] if valid is not None else None
+            several = False
+        if several:
+            value = jax.tree.map(lambda v: np.moveaxis(v, 0, loops), value)
+            valid = np.moveaxis(np.asarray(valid), 0, loops) if valid is not None else None
+        tags = self._tags(np.shape(jax.tree.leaves(value)[0])[:loops], replicas if several else 1)
+        flat = jax.tree.map(lambda v: v.reshape(len(tags), *v.shape[loops + several :]), value)
+        keep = np.ones(len(tags), bool)
+        if valid is not None:
+            keep &= np.asarray(valid).reshape(len(tags), -1).all(axis=1)
+        if one.tap.period > 1:
+            keep &= (tags[:, 0] + 1) % one.tap.period == 0
+        flat = jax.tree.map(lambda v: v[keep], flat)
+        if self.size >= 0:
+            flat = merge_statistics(flat, self.size)
+        absent = np.full(int(keep.sum()), -1)
+        own = loops > 1 or one.entry.kind in PER_MICROBATCH
+        return Record(
+            self.name,
+            self.kind,
+            flat,
+            tags[keep, 0],
+            tags[keep, 1] if own else absent,
+            tags[keep, 2] if several else absent,
+            np.full(len(absent), one.entry.stage),
+        )
+
+    def _tags(self, counts: tuple[int, ...], replicas: int) -> np.ndarray:
+        """(step, microbatch, replica) of each value, in order."""
+        made = counts[0] if counts else 1
+        if not counts and self.one.tap.mode in (Mode.SUM, Mode.FINAL):
+            at = np.array([self.first_step + self.steps - 1])
+        elif self.one.tap.period > 1 and self.period > 1:
+            at = self.first_step + self.period * (1 + np.arange(made)) - 1
+        else:
+            at = self.first_step + np.arange(made)
+        micro = np.arange(int(np.prod(counts[1:])))
+        grid = np.meshgrid(at, micro, np.arange(replicas), indexing="ij")
+        return np.stack(grid, axis=-1).reshape(-1, 3)
 
 
 def take_records(
@@ -122,17 +229,8 @@ def take_records(
     steps: int,
     replicas: int,
     period: int = 1,
-) -> list[Record]:
-    """Make records of what one execution emitted.
-
-    Args:
-        emitted: by key; statistics are packed.
-        chosen: what was asked for.
-        first_step: the number of the first step of the execution.
-        steps: how many it had.
-        replicas: how many replicas ran.
-        period: periodic values are there for the last of every `period` steps.
-    """
+) -> list[Part]:
+    """What one execution emitted, brought to the host: one part for each tap that saw something."""
     arrays: dict[Hashable, tuple[Any, Any, int]] = {}
     for key, emission in emitted.items():
         if isinstance(key, StatsKey):
@@ -141,69 +239,8 @@ def take_records(
                 arrays[name] = (packed[..., rows, :], emission.valid, size)
         elif isinstance(key, tuple):
             arrays[key] = (jax.tree.map(np.asarray, emission.value), emission.valid, -1)
-    found = []
-    for one in chosen:
-        if one.key in arrays:
-            value, valid, size = arrays[one.key]
-            found.append(_record(one, value, valid, size, first_step, steps, replicas, period))
-    return [record for record in found if record is not None]
-
-
-def _record(
-    one: Chosen,
-    value: Any,
-    valid: Any,
-    size: int,
-    first_step: int,
-    steps: int,
-    replicas: int,
-    period: int,
-) -> Record | None:
-    collected = one.tap.mode in (Mode.SUM, Mode.FINAL)
-    several = replicas > 1
-    # Dims in front: [replica,] step [, microbatch]; then the layers of scans, then the value.
-    loops = 0 if collected else one.loops
-    if several and not one.differs:
-        value = jax.tree.map(lambda v: v[0], value)
-        valid = valid[0] if valid is not None else None
-        several = False
-    if several:
-        value = jax.tree.map(lambda v: np.moveaxis(v, 0, loops), value)
-        valid = np.moveaxis(np.asarray(valid), 0, loops) if valid is not None else None
-    shape = np.shape(jax.tree.leaves(value)[0])
-    counts = list(shape[:loops])
-    made = counts[0] if loops else 1
-    if collected:
-        at = np.array([first_step + steps - 1])
-    elif one.tap.period > 1 and period > 1:
-        at = first_step + period * (1 + np.arange(made)) - 1
-    else:
-        at = first_step + np.arange(made)
-    micro = int(np.prod(counts[1:])) if loops > 1 else 1
-    each = replicas if several else 1
-    tags = np.stack(
-        np.meshgrid(at, np.arange(micro), np.arange(each), indexing="ij"), axis=-1
-    ).reshape(-1, 3)
-    flat = jax.tree.map(lambda v: v.reshape(len(tags), *v.shape[loops + several :]), value)
-    if size >= 0:
-        flat = merge_statistics(flat, size)
-    keep = np.ones(len(tags), bool)
-    if valid is not None:
-        keep &= np.asarray(valid).reshape(len(tags), -1).all(axis=1)
-    if one.tap.period > 1:
-        keep &= (tags[:, 0] + 1) % one.tap.period == 0
-    if not keep.any():
-        return None
-    if one.tap.mode is Mode.FINAL:
-        tags[:, 1] = one.microbatches - 1
-    microbatch = one.tap.mode is not Mode.SUM and (loops > 1 or one.entry.kind in PER_MICROBATCH)
-    absent = np.full(int(keep.sum()), -1)
-    return Record(
-        one.entry.name,
-        one.tap.kind,
-        jax.tree.map(lambda v: v[keep], flat),
-        tags[keep, 0],
-        tags[keep, 1] if microbatch else absent,
-        tags[keep, 2] if several else absent,
-        np.full(len(absent), one.entry.stage),
-    )
+    return [
+        Part(one, *arrays[one.key], first_step, steps, replicas, period)
+        for one in chosen
+        if one.key in arrays
+    ]

@@ -27,6 +27,10 @@ STEPS = ("steps",)
 """The key under which a program emits how many steps it ran, where only running it shows that."""
 
 
+STOPPED = "stopped"
+"""Under this key, what was run keeps whether a guard has stopped it, for what is run next."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where a program runs: one device, or the replicas of a mesh."""
@@ -140,11 +144,12 @@ class Executable:
     def _arguments(
         self, known: dict[Any, Any], staged: dict[InfeedQueue, Any], numbers: Numbers
     ) -> tuple[Any, ...]:
+        stopped = known.get(STOPPED)
         return (
             [known[var] for var in self._carried],
             [known[var] for var in self.segment.reads],
             [tuple(staged[queue]) for queue, count in self.elements.items() if count],
-            numbers.as_arrays(),
+            (*numbers.as_arrays(), jnp.array(False) if stopped is None else stopped),
         )
 
     def _jitted(self) -> Any:
@@ -156,13 +161,13 @@ class Executable:
                 function,
                 mesh=self.placement.mesh,  # pyright: ignore[reportAttributeAccessIssue]
                 in_specs=(same, same, elements, same),
-                out_specs=(same, each, same),
+                out_specs=(same, each, same, same),
                 check_vma=False,
             )
         return jax.jit(function, donate_argnums=(0,))
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
-        seed, first_step, offset = numbers
+        seed, first_step, offset, stopped = numbers
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
         blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
@@ -170,7 +175,7 @@ class Executable:
         for queue, leaves in zip(read_from, elements, strict=True):
             blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
         ambient = Ambient(jax.random.key(seed), first_step, replica)
-        frame = Frame(ambient, blocks, observing=self._observing)
+        frame = Frame(ambient, blocks, observing=self._observing, stopped=stopped)
         known = dict(zip([*self._carried, *self.segment.reads], [*carried, *read], strict=True))
         equations = list(self.segment.equations)
         if self.segment.is_loop:
@@ -189,7 +194,8 @@ class Executable:
             emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
         # Ready when the execution is over, and donated by nobody.
         ticket = first_step + 0
-        return [known[var] for var in self.segment.writes], emitted, ticket
+        results = [known[var] for var in self.segment.writes]
+        return results, emitted, ticket, jnp.asarray(frame.stopped)
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
         """The loop, cut to the length of this piece, starting from where the last piece ended."""
@@ -218,7 +224,9 @@ class Executable:
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(known, blocks)
-            results, emitted, ticket = compiled(*self._arguments(known, blocks, numbers))
+            results, emitted, ticket, stopped = compiled(
+                *self._arguments(known, blocks, numbers)
+            )
         except BaseException:
             for queue, staged in taken.items():
                 queue.put_back(staged, used=0)
@@ -227,6 +235,7 @@ class Executable:
             queue.started(ticket)
         self.taken = taken if self.keep_elements else {}
         known.update(zip(self.segment.writes, results, strict=True))
+        known[STOPPED] = stopped
         emissions = dict(zip(self._keys, emitted, strict=True))
         self._return_unread(emissions, taken)
         return emissions, ticket

@@ -71,12 +71,24 @@ class Block:
 
 @dataclasses.dataclass
 class Frame:
-    """The surroundings of one stretch of program: a loop body, a branch, the whole."""
+    """The surroundings of one stretch of program: a loop body, a branch, the whole.
+
+    Attributes:
+        ambient: what the running program alone knows.
+        blocks: the elements to take from, by infeed.
+        counters: the Tailrace loops around, outermost first.
+        steps_before: passes of outermost loops that this execution ran before.
+        stopped: whether a guard has stopped the training, in this execution or an earlier one.
+        replaying: whether a forward pass is only repeated for the backward pass.
+        observing: whether periodic values are wanted in this pass.
+        emitted: what leaves, by key.
+    """
 
     ambient: Ambient
     blocks: dict[Any, Block] = dataclasses.field(default_factory=dict)
     counters: tuple[Counter, ...] = ()
     steps_before: Any = 0
+    stopped: Any = False
     replaying: bool = False
     observing: bool = True
     emitted: Emissions[Hashable, Emission] = dataclasses.field(default_factory=Emissions)

@@ -167,6 +167,59 @@ class Namer:
                 here = (*position, made[var])
                 output = list(eqn.outvars).index(var)
                 yield self._entry(self._unique(shown), eqn, here, output, var, layers)
+                if self.forward_only:
+                    yield from self._gradient(
+                        jaxpr, position, key, chains, made, leaving, var, shown, layers
+                    )
+
+    def _gradient(
+        self,
+        jaxpr: Jaxpr,
+        position: Position,
+        scope: tuple[int, ...],
+        chains: list[tuple[Scope, ...]],
+        made: dict[Any, int],
+        leaving: list[Any],
+        value: Any,
+        name: str,
+        layers: tuple[int, ...],
+    ) -> Iterator[Entry]:
+        """The gradient of a value that leaves a scope, read off the backward pass.
+
+        It is what enters the backward equations of that scope from outside. Where two values could
+        be meant, none is listed: better no gradient than the wrong one.
+        """
+        alike = [v for v in leaving if v.aval.shape == value.aval.shape]
+        back = [
+            index
+            for index, eqn in enumerate(jaxpr.eqns)
+            if _jax.is_backward(eqn) and _identities(chains[index][: len(scope)]) == scope
+        ]
+        inside = set(back)
+        entering = {
+            var
+            for index in back
+            for var in jaxpr.eqns[index].invars
+            if isinstance(var, Var)
+            and made.get(var, -1) not in inside
+            and var in made
+            and _jax.is_backward(jaxpr.eqns[made[var]])
+            and var.aval.shape == value.aval.shape
+            and var.aval.dtype == value.aval.dtype
+        }
+        if len(alike) != 1 or len(entering) != 1:
+            return
+        (var,) = entering
+        eqn = jaxpr.eqns[made[var]]
+        entry = self._entry(
+            name.replace("activation/", "cotangent/", 1),
+            eqn,
+            (*position, made[var]),
+            list(eqn.outvars).index(var),
+            var,
+            layers,
+        )
+        yield dataclasses.replace(entry, kind="cotangent")
 
     def _entry(
         self,
@@ -200,6 +253,10 @@ class Namer:
         number = self._seen[name]
         self._seen[name] += 1
         return f"{name}.{number}" if number else name
+
+
+def _identities(chain: Sequence[Scope]) -> tuple[int, ...]:
+    return tuple(scope.identity for scope in chain)
 
 
 def _chain(eqn: JaxprEqn) -> tuple[Scope, ...]:

@@ -257,14 +257,14 @@ class Rewriter:
         }
         start: Any = list(init)
         if guarding:
-            one_pass, start = self._guarded(one_pass), (start, jnp.array(False))
+            one_pass, start = self._guarded(one_pass), (start, jnp.asarray(frame.stopped))
         over = _Passes(one_pass, params["reverse"], params["unroll"], length)
         period = self.period if outermost else 1
         if collected and loop_tag(body.jaxpr) is not None:
             over = over.collecting(collected)
         carry, (ys, emitted) = over.run(start, (list(xs), elements), period, frame.observing)
         if guarding:
-            carry, _ = carry
+            carry, frame.stopped = carry
         frame.emitted.update(emitted)
         if outermost:
             frame.steps_before = frame.steps_before + length

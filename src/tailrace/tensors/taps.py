@@ -69,6 +69,8 @@ class Tap:
             `tr.every(n)` steps. Sum and final keep one record an execution.
         reduce: what is kept of each: the "tensor", its "stats" (mean, std, min, max, NaN, Inf,
             share of zeros), a "histogram" of binary exponents, its "norm", or a JAX function.
+        live: whether records are wanted while training runs, through `trainer.records.stream()`.
+            Executions found by "auto" are then short; results are the same to the last bit.
 
     >>> Tap("grad/*", mode=every(10)).reduce
     <Reduce.STATS: 'stats'>
@@ -77,6 +79,7 @@ class Tap:
     select: Select
     mode: Mode | Every | str = Mode.ALL
     reduce: Reduce | str | Callable[[Any], Any] = Reduce.STATS
+    live: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, Every):

@@ -35,6 +35,7 @@ class Pace:
         multiple_of: executions are a multiple of this (taps that look at every n-th step).
         most_bytes: what the elements of one execution may take.
         most_steps: a limit that something else sets (what taps return); None for none.
+        target_s: how long an execution should take.
         chosen: what was found, once it is.
         reason: why, in words.
         trials: seconds a step, as measured until it is chosen.
@@ -45,6 +46,7 @@ class Pace:
     multiple_of: int = 1
     most_bytes: int = MOST_BYTES
     most_steps: int | None = None
+    target_s: float = TARGET_S
     chosen: int | None = None
     reason: str = ""
     trials: list[float] = dataclasses.field(default_factory=list)
@@ -76,10 +78,14 @@ class Pace:
             self.reason = f"{steps} steps an execution while the time of a step is measured"
             return
         per_step = min(self.trials)
-        ideal = min(self.most, max(1, int(TARGET_S / per_step)))
+        ideal = min(self.most, max(1, int(self.target_s / per_step)))
         rest_s = per_step * remaining if remaining is not None else float("inf")
-        if ideal <= 2 * steps or rest_s < 2 * TARGET_S:
-            # Another length would have to be compiled, and there is too little to gain.
+        if ideal > 2 * steps and rest_s < 2 * self.target_s:
+            # Another length would have to be compiled, and there is too little to gain. A later,
+            # longer fit may decide otherwise.
+            self.reason = f"{steps} steps an execution: too few are left for more to pay"
+            return
+        if ideal <= 2 * steps:
             ideal = steps
         else:
             ideal = good_piece(remaining or ideal, ideal, self.multiple_of)

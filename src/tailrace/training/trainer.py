@@ -15,7 +15,7 @@ import optax
 
 from tailrace.data.adapters import as_dataset
 from tailrace.devices import resolve_replicas
-from tailrace.errors import DataError, DataExhausted, OptionError, ProgramError
+from tailrace.errors import DataError, DataExhausted, OptionError, ProgramError, TailraceError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -23,10 +23,10 @@ from tailrace.marks import path_name
 from tailrace.notes import logger, note_once
 from tailrace.observe.records import Records, take_records
 from tailrace.program.accumulation import Accumulation
-from tailrace.program.executable import Numbers, Placement
+from tailrace.program.executable import STOPPED, Numbers, Placement
 from tailrace.program.explain import Explanation, explain
 from tailrace.program.optimizers import AccumulationState
-from tailrace.program.pieces import next_piece
+from tailrace.program.pieces import LIVE_S, next_piece
 from tailrace.program.runner import LoopRunner
 from tailrace.program.sight import Sight, look
 from tailrace.program.step import Step, TrainState
@@ -45,7 +45,7 @@ from tailrace.training.callbacks import Callback, Execution, tell
 from tailrace.training.evaluation import Evaluator
 from tailrace.training.guard import diagnose, first_bad_step
 from tailrace.training.history import History, split_emission
-from tailrace.training.pace import Pace, parse_steps
+from tailrace.training.pace import TARGET_S, Pace, parse_steps
 from tailrace.training.progress import ProgressBar
 
 
@@ -134,6 +134,7 @@ class Trainer:
         self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
         self._evaluator = Evaluator(self._step, self.placement, seed)
         self._stopping = False
+        self._left: tuple[Any, InfeedQueue] | None = None
         self.pace: Pace | None = None
 
     # -- what there is --------------------------------------------------------------------------
@@ -241,8 +242,8 @@ class Trainer:
         callbacks = list(callbacks)
         for callback in callbacks:
             callback.on_fit_begin(self)
-        for queue in runner.traced.outfeeds:
-            queue.begin()
+        for place in (self.records.runs, *runner.traced.outfeeds):
+            place.begin()
         try:
             with ProgressBar(total, self.effective_batch_size(infeed.spec()), progress) as bar:
                 fit = _Fit(self, runner, infeed, known, sight, callbacks, bar)
@@ -263,10 +264,14 @@ class Trainer:
                             infeed.restart(dataset, epoch)
                         fit.epoch(total // epochs if total is not None else None)
                 fit.finish()
+        except TailraceError:
+            fit.finish()  # what was computed before the failure is part of the history
+            raise
         finally:
             infeed.rest()
-            for queue in runner.traced.outfeeds:
-                queue.end()
+            self._left = (dataset, infeed) if not source.restartable else None
+            for place in (self.records.runs, *runner.traced.outfeeds):
+                place.end()
             for callback in callbacks:
                 callback.on_fit_end(self, self.history)
         return self.history
@@ -344,6 +349,8 @@ class Trainer:
         """The program for elements of the dataset's form, and its infeed set to that dataset."""
         fresh = InfeedQueue(dataset)
         fresh.bind_replicas(self.replicas)
+        if self._left is not None and self._left[0] is dataset:
+            fresh.adopt(self._left[1])  # a one-shot iterator: what was read ahead comes first
         spec = fresh.spec()
         if spec in self._runners:
             runner = self._runners[spec]
@@ -376,9 +383,16 @@ class Trainer:
         most = int(self._observe_bytes / recorded) if recorded else None
         if most is not None and most < sight.period:
             check_bytes(sight.chosen, sight.period, count, self.replicas, self._observe_bytes)
-        fits = runner.bytes_per_pass if most is None else max(runner.bytes_per_pass, 1)
-        if self.pace is None or self.pace.bytes_per_step != fits:
-            self.pace = Pace(self._steps_per_execution, fits, sight.period, most_steps=most)
+        live = any(getattr(tap, "live", False) for tap in self.taps)
+        size = runner.bytes_per_pass
+        if self.pace is None or self.pace.bytes_per_step != size:
+            self.pace = Pace(
+                self._steps_per_execution,
+                size,
+                sight.period,
+                most_steps=most,
+                target_s=LIVE_S if live else TARGET_S,
+            )
 
     def _total_steps(self, length: int | None, steps: int | None, epochs: int | None) -> int | None:
         if length is None:
@@ -390,6 +404,7 @@ class Trainer:
             return steps
         if not per_epoch:
             raise DataExhausted(self._too_short(1, length, 0))
+        _note_left_out(length, self.elements_per_step)
         return per_epoch * (1 if epochs is None else epochs)
 
     def _too_short(self, steps: int, length: int | str, done: int) -> str:
@@ -417,8 +432,9 @@ class _Fit:
     ) -> None:
         self.trainer, self.runner, self.infeed, self.known = trainer, runner, infeed, known
         self.sight, self.callbacks, self.bar = sight, callbacks, bar
-        self.pending: deque[tuple[int, int, int, dict[Hashable, Emission]]] = deque()
+        self.pending: deque[tuple[int, int, int, dict[Hashable, Emission], Any]] = deque()
         self.guarded = any(isinstance(one.tap, StopOnNonfinite) for one in sight.chosen)
+        self.live = any(getattr(one.tap, "live", False) for one in sight.chosen)
         runner.keep_elements = self.guarded
 
     def steps(self, count: int) -> None:
@@ -444,17 +460,13 @@ class _Fit:
                 self.execute(None)
             except DataExhausted:
                 break
+        if self.trainer._stopping:
+            return
         per_step = self.runner.elements_per_pass
         assert self.trainer.pace is not None
         left = self.infeed.remaining(self.trainer.pace.next(None) * per_step)
-        if left >= per_step and not self.trainer._stopping:
-            self.execute(left // per_step)
-        if left % per_step:
-            note_once(
-                f"The last {left % per_step} elements of the dataset do not fill a step of "
-                f"{per_step} and are left out.",
-                key="incomplete step",
-            )
+        self.steps(left // per_step)
+        _note_left_out(left, per_step)
 
     def execute(self, remaining: int | None) -> int:
         """Dispatch one execution; returns how many steps it has."""
@@ -476,10 +488,9 @@ class _Fit:
             seconds = time.perf_counter() - started - (self.runner.compile_s - compiled_before)
             pace.measured(length, seconds, rest)
             logger.info(pace.reason)
-        self.pending.append((trainer.step, length, period, emitted))
+        self.pending.append((trainer.step, length, period, emitted, self.runner.taken))
         trainer.step += length
-        # A guard must have spoken before the next execution may start from what this one left.
-        if len(self.pending) > (0 if self.guarded else 1):
+        if len(self.pending) > (0 if self.live else 1):
             self.take_in()
         return length
 
@@ -496,7 +507,7 @@ class _Fit:
 
     def take_in(self) -> None:
         """The results of the oldest execution: history, callbacks, progress."""
-        first_step, steps, period, emitted = self.pending.popleft()
+        first_step, steps, period, emitted, taken = self.pending.popleft()
         trainer = self.trainer
         for record in take_records(
             emitted,
@@ -523,11 +534,14 @@ class _Fit:
             weights = weights[: bad[0]] if weights is not None else None
         trainer.history.add(arrays, weights)
         if bad is not None:
+            # What was dispatched after the bad step changed nothing: the guard stays down until here.
             trainer.step = first_step + bad[0]
+            self.known.pop(STOPPED)
+            self.pending.clear()
             raise diagnose(
                 self.runner,
                 self.known,
-                self.runner.taken[self.infeed],
+                taken[self.infeed],
                 bad,
                 first_step=first_step,
                 seed=trainer.seed,
@@ -538,6 +552,15 @@ class _Fit:
             one.add(arrays, weights)
             tell(self.callbacks, trainer, Execution(first_step, steps, {n: one[n] for n in one}))
         self.bar.advance(steps, float(np.mean(arrays["loss"][-1])))
+
+
+def _note_left_out(elements: int, per_step: int) -> None:
+    if left := elements % per_step:
+        note_once(
+            f"The last {left} elements of the dataset do not fill a step of {per_step} and are "
+            f"left out.",
+            key="incomplete step",
+        )
 
 
 def _check_optimizer(optimizer: Any) -> None:

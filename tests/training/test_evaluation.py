@@ -1,0 +1,247 @@
+"""`evaluate`, `predict` and `explain`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import infeed_threads
+from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
+
+import tailrace as tr
+from tailrace.errors import DataExhausted, ElementError, OptionError, ProgramError
+from tailrace.training import evaluation
+
+ELEMENTS = regression(7)
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda r: f"{r} replicas")
+def trainer(request):
+    return tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), replicas=request.param)
+
+
+@pytest.fixture
+def three_at_a_time(monkeypatch):
+    """Executions of three passes, so that small datasets take several."""
+    monkeypatch.setattr(evaluation, "piece_within", lambda length, bytes_per_pass: 3)
+
+
+def outputs(params, x, y):
+    return {"y": mlp_apply(params, x), "sum": y.sum(), "pair": jnp.stack([y[0], y[1]])}
+
+
+@pytest.mark.usefixtures("three_at_a_time")
+@pytest.mark.parametrize("count", [1, 3, 5, 6, 7])
+def test_evaluate_is_the_mean_over_all_elements(trainer, count):
+    found = trainer.evaluate(ELEMENTS[:count])
+    each = [mlp_loss(mlp(), *e) for e in ELEMENTS[:count]]
+    assert found.keys() == {"loss", "mae"}
+    assert_close(np.float32(found["loss"]), np.float32(np.mean([loss for loss, _ in each])))
+    assert_close(np.float32(found["mae"]), np.float32(np.mean([aux["mae"] for _, aux in each])))
+    assert not infeed_threads()
+
+
+@pytest.mark.usefixtures("three_at_a_time")
+@pytest.mark.parametrize("count", [1, 5, 7])
+def test_predict_keeps_the_order_and_drops_nothing(trainer, count):
+    found = trainer.predict(iter(ELEMENTS[:count]), outputs)
+    each = [outputs(mlp(), *e) for e in ELEMENTS[:count]]
+    # Results with the batch's leading dim are joined along it, all others are stacked.
+    assert_close(found["y"], np.concatenate([e["y"] for e in each]))
+    assert_close(found["sum"], np.stack([e["sum"] for e in each]))
+    assert_close(found["pair"], np.stack([e["pair"] for e in each]))
+    assert not infeed_threads()
+
+
+@pytest.mark.usefixtures("three_at_a_time")
+def test_predict_live_streams_the_same(trainer):
+    stream = trainer.predict(iter(ELEMENTS), outputs, live=True)
+    found = list(stream)
+    assert len(found) == 7
+    for element, expected in zip(found, ELEMENTS, strict=True):
+        assert_close(element, jax.tree.map(np.asarray, outputs(mlp(), *expected)))
+    assert not infeed_threads()
+
+
+def test_live_results_come_before_the_dataset_ends():
+    """The dataset waits for the first result: it must arrive while the rest is not there yet."""
+    arrived = []
+
+    def elements():
+        yield ELEMENTS[0]
+        yield ELEMENTS[1]
+        for element in ELEMENTS[2:]:
+            assert arrived, "no result came before the third element was asked for"
+            yield element
+
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
+    for result in trainer.predict(elements(), outputs, live=True):
+        arrived.append(result)
+    assert len(arrived) == 7
+
+
+def test_a_stream_that_is_left_ends_its_thread():
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
+    stream = trainer.predict(ELEMENTS, outputs, live=True)
+    next(stream)
+    stream.close()
+    assert not infeed_threads()
+
+
+def test_a_stream_uses_the_parameters_of_its_start():
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.5), mlp(), steps_per_execution=2)
+    stream = trainer.predict(ELEMENTS, outputs, live=True)
+    first = next(stream)
+    trainer.fit(ELEMENTS, steps=4)
+    rest = list(stream)
+    expected = [outputs(mlp(), *e)["y"] for e in ELEMENTS]
+    assert_close(np.stack([r["y"] for r in [first, *rest]]), np.stack(expected))
+
+
+def test_evaluating_does_not_disturb_training():
+    elements = regression(8)
+
+    def train(evaluate):
+        trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), steps_per_execution=2)
+        history = []
+        for start in (0, 4):
+            history.append(trainer.fit(elements[start : start + 4], steps=4).loss)
+            if evaluate:
+                trainer.evaluate(ELEMENTS)
+                trainer.predict(ELEMENTS, outputs)
+        return trainer.params, np.concatenate(history)
+
+    assert_bits_equal(train(True), train(False))
+
+
+def test_evaluate_sees_what_was_trained():
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
+    before = trainer.evaluate(ELEMENTS)["loss"]
+    trainer.fit(ELEMENTS, epochs=5)
+    after = trainer.evaluate(ELEMENTS)["loss"]
+    mean = np.mean([mlp_loss(trainer.params, *e)[0] for e in ELEMENTS])
+    assert after < before
+    assert_close(np.float32(after), np.float32(mean))
+
+
+@pytest.mark.parametrize(
+    ("fn", "names"),
+    [
+        (lambda p, x, y: y.mean(), {"loss"}),
+        (lambda p, x, y: {"a": y.mean(), "b": {"c": y.max(), "vector": y}}, {"a", "b/c"}),
+        (lambda p, x, y: (y.mean(), y.max()), {"loss", "aux"}),
+        (lambda p, x, y: (y.mean(), {"m": y.max()}), {"loss", "m"}),
+        (lambda p, x, y: {"count": (y > 0).sum()}, {"count"}),
+    ],
+)
+def test_functions_that_evaluate_takes(fn, names):
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
+    found = trainer.evaluate(ELEMENTS, fn)
+    assert found.keys() == names
+    assert all(isinstance(value, float) for value in found.values())
+    if names == {"count"}:
+        assert found["count"] == np.mean([(y > 0).sum() for _, y in ELEMENTS])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_model_state_is_read_and_left_alone(replicas):
+    def loss_fn(params, state, x, y):
+        error = mlp_apply(params, x) - y + state["shift"]
+        return (error**2).mean(), ({"shift": state["shift"] + 1}, {"shift": state["shift"]})
+
+    trainer = tr.Trainer(
+        loss_fn, optax.sgd(0.0), mlp(), model_state={"shift": jnp.float32(2)}, replicas=replicas
+    )
+    expected = np.mean([loss_fn(mlp(), {"shift": 2.0}, *e)[0] for e in ELEMENTS])
+    found = trainer.evaluate(ELEMENTS)
+    assert_close(np.float32(found["loss"]), np.float32(expected))
+    assert found["shift"] == 2
+    assert trainer.evaluate(ELEMENTS, loss_fn) == found
+    assert trainer.model_state["shift"] == 2
+    predicted = trainer.predict(ELEMENTS, lambda params, state, x, y: state["shift"] + y)
+    assert_close(predicted, np.concatenate([2 + y for _, y in ELEMENTS]))
+
+
+def test_keys_differ_from_element_to_element():
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), replicas=2)
+    draw = lambda params, x, y: jax.random.bits(tr.key(), (), jnp.uint32)  # noqa: E731
+    found = trainer.predict(regression(10), draw)
+    assert len(np.unique(found)) == 10
+    assert_bits_equal(trainer.predict(regression(10), draw), found)
+
+
+def test_a_last_batch_that_is_smaller_is_named(trainer):
+    x, y = (np.concatenate(leaf) for leaf in zip(*ELEMENTS, strict=True))
+    data = tr.batches((x, y), 6, drop_remainder=False)
+    with pytest.raises(ElementError, match="It looks like a smaller last batch: drop it"):
+        trainer.evaluate(data)
+
+
+def test_sentences():
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
+    with pytest.raises(ProgramError, match=r"the function returned none. Received: .*\(4,\)"):
+        trainer.evaluate(ELEMENTS, lambda p, x, y: {"v": y})
+    with pytest.raises(DataExhausted, match="at least one element"):
+        trainer.evaluate([])
+    with pytest.raises(ProgramError, match="does not fit"):
+        trainer.predict(ELEMENTS, lambda p: p)
+    endless = tr.batches((np.zeros((8, 3), np.float32), np.zeros(8, np.float32)), 4, repeat=True)
+    for use in (
+        lambda: trainer.evaluate(endless),
+        lambda: trainer.predict(endless, outputs),
+    ):
+        with pytest.raises(tr.TailraceError, match="repeats without end"):
+            use()
+    # A stream may go on for as long as somebody reads it.
+    stream = trainer.predict(endless, outputs, live=True)
+    assert next(stream)["y"].shape == (4,)
+    stream.close()
+
+
+# -- explain ------------------------------------------------------------------------------------
+
+
+def test_explain_before_and_after_training():
+    trainer = tr.Trainer(mlp_loss, optax.adam(0.1), mlp(), accumulation=3, replicas=2)
+    with jax.numpy_dtype_promotion("standard"):
+        found = trainer.explain(ELEMENTS[0], steps=5)
+    assert found.steps_per_execution == 5
+    assert found.effective_batch_size == 4 * 3 * 2
+    params = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp()))
+    assert found.parts["parameters"] == params
+    assert found.parts["optimizer state"] >= 2 * params
+    assert found.parts["elements"] == 5 * 3 * (4 * 3 * 4 + 4 * 4)
+    assert "model state" not in found.parts
+    assert found.peak_bytes > found.parts["parameters"]
+    assert found.flops_per_step > 0
+    assert found.compile_s > 0
+    text = str(found)
+    assert "5 steps an execution" in text
+    assert "effective batch size: 24" in text
+    assert "parameters" in text
+
+
+def test_explaining_does_not_disturb_training():
+    def train(explain):
+        trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), steps_per_execution=2)
+        history = trainer.fit(iter(regression(8)), steps=2)
+        if explain:
+            trainer.explain(ELEMENTS[0])
+        rest = trainer.fit(regression(8)[2:], steps=4)
+        return np.concatenate([history.loss, rest.loss]), trainer.params
+
+    assert_bits_equal(train(True), train(False))
+
+
+def test_explain_without_a_leading_dim():
+    trainer = tr.Trainer(lambda w, x: w * x, optax.sgd(0.1), jnp.float32(1))
+    found = trainer.explain((np.float32(1),), steps=1)
+    assert found.effective_batch_size is None
+    assert "effective batch size: unknown" in str(found)
+
+
+def test_explain_needs_steps():
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
+    for steps in (0, -1, 2.5):
+        with pytest.raises(OptionError, match=f"at least 1. Received: .*{steps}"):
+            trainer.explain(ELEMENTS[0], steps=steps)
