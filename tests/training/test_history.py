@@ -1,7 +1,7 @@
 """The history, the progress bar and callbacks, without a device."""
 
+import contextlib
 import io
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -100,11 +100,13 @@ def test_a_metric_that_is_called_loss_does_not_replace_the_loss():
     )
     history = trainer.fit(regression(2), steps=2)
     assert_close(history.loss, np.float32([x.sum() for x, _ in regression(2)]))
+    assert_close(history["aux/loss"], np.float32([y.sum() for _, y in regression(2)]))
+    assert trainer.evaluate(regression(2)).keys() == {"loss", "aux/loss"}
 
 
 def test_weighted_losses():
-    weight = lambda x, y: 1.0 + (y > 0).sum()  # noqa: E731
-    accumulation = tr.Accumulation(3, weight=lambda x, y: weight(x, y).astype(jnp.float32))
+    weight = lambda x, y: 1 + (y > 0).sum()  # noqa: E731
+    accumulation = tr.Accumulation(3, weight=weight)
     trainer = tr.Trainer(mlp_loss, optax.sgd(0.0), mlp(), accumulation=accumulation)
     history = trainer.fit(regression(6), steps=2)
     weights = np.array([weight(x, y) for x, y in regression(6)]).reshape(2, 3)
@@ -139,12 +141,17 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
+def watched(monkeypatch):
+    """Calls a function while standard error is a terminal; returns what that shows."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
-    return stream
+
+    def watch(function, **options):
+        with contextlib.redirect_stderr(Terminal()) as stream:
+            function(**options)
+        return stream.getvalue()
+
+    return watch
 
 
 def advance(**options):
@@ -159,22 +166,21 @@ def test_quiet_when_nobody_watches(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_sees_steps_loss_and_effective_batch(terminal):
-    advance()
-    text = terminal.getvalue()
+def test_a_terminal_sees_steps_loss_and_effective_batch(watched):
+    text = watched(advance)
     assert "10/10" in text
     assert "loss 0.0625" in text
     assert "effective batch 4,096" in text
 
 
-def test_it_can_be_silenced_and_asked_for(terminal, capsys):
-    advance(shown=False)
-    assert terminal.getvalue() == ""
+def test_it_can_be_silenced_and_asked_for(watched, capsys):
+    assert watched(advance, shown=False) == ""
     advance(shown=True)
-    assert terminal.getvalue() != ""
+    assert "10/10" in capsys.readouterr().err
 
 
-def test_a_fit_in_a_terminal(terminal):
+def test_a_fit_in_a_terminal(watched):
     trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), accumulation=2, replicas=2)
-    trainer.fit(regression(8), steps=2)
-    assert "effective batch 16" in terminal.getvalue()
+    text = watched(lambda: trainer.fit(regression(8), steps=2))
+    assert "effective batch 16" in text
+    assert "2/2" in text

@@ -18,11 +18,17 @@ from tailrace.program.traced import Traced
 from tailrace.tensors.walk import Position, tag_of, walk
 
 
-def check_in_step(traced: Traced) -> None:
-    """Refuse a program that would return different values on different replicas."""
+def check_in_step(traced: Traced, may_differ: Sequence[bool] | None = None) -> None:
+    """Refuse a program that would return different values on different replicas.
+
+    Args:
+        traced: the program.
+        may_differ: which of its results each replica has its own of.
+    """
+    may_differ = may_differ or [False] * len(traced.out_names)
     differs = Differing().of(traced.jaxpr, [False] * len(traced.jaxpr.invars))
-    for name, varies in zip(traced.out_names, differs, strict=True):
-        if varies:
+    for name, varies, may in zip(traced.out_names, differs, may_differ, strict=True):
+        if varies and not may:
             raise ReplicaError(
                 f"What a replicated program returns must be equal on all replicas, but "
                 f"{name or 'its result'!r} is computed from each replica's own elements and would "

@@ -63,6 +63,11 @@ class Placement:
         """A copy of a value, on the devices, that a loop may overwrite."""
         return jnp.copy(jax.device_put(value, self.everywhere))
 
+    def own_each(self, value: Any) -> Any:
+        """The same for a value of which each replica has its own: dim 0 is that of the replicas."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(devices.REPLICA))  # type: ignore[attr-defined]
+        return jnp.copy(jax.device_put(value, sharding))
+
 
 @dataclasses.dataclass
 class Numbers:
@@ -91,6 +96,7 @@ class Executable:
         length: the number of passes, if the segment is a loop.
         wanted: values to send out besides, by position.
         period: periodic values leave in every so many passes; 0 for never.
+        each: what a loop carries that every replica has its own of: outside, replicas are dim 0.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Executable:
         length: int | None = None,
         wanted: dict[Position, list[Wanted]] | None = None,
         period: int = 1,
+        each: frozenset[Any] = frozenset(),
     ) -> None:
         self.segment, self.placement, self.length = segment, placement, length
         self.elements = {
@@ -116,6 +123,7 @@ class Executable:
             period=max(period, 1),
         )
         self._observing = period > 0
+        self._each = each
         self._keys: list[Hashable] = []
         self._compiled: Any = None
         # What a loop carries is overwritten from piece to piece; nothing else is.
@@ -157,11 +165,15 @@ class Executable:
         if self.placement.replicas > 1:
             each, same = PartitionSpec(devices.REPLICA), PartitionSpec()
             elements = PartitionSpec(None, devices.REPLICA)
+
+            def spec(var: Any) -> PartitionSpec:
+                return each if var in self._each else same
+
             function = jax.shard_map(
                 function,
                 mesh=self.placement.mesh,  # pyright: ignore[reportAttributeAccessIssue]
-                in_specs=(same, same, elements, same),
-                out_specs=(same, each, same, same),
+                in_specs=([spec(var) for var in self._carried], same, elements, same),
+                out_specs=([spec(var) for var in self.segment.writes], each, same, same),
                 check_vma=False,
             )
         return jax.jit(function, donate_argnums=(0,))
@@ -176,6 +188,9 @@ class Executable:
             blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
         ambient = Ambient(jax.random.key(seed), first_step, replica)
         frame = Frame(ambient, blocks, observing=self._observing, stopped=stopped)
+        if several:
+            pairs = zip(self._carried, carried, strict=True)
+            carried = [value[0] if var in self._each else value for var, value in pairs]
         known = dict(zip([*self._carried, *self.segment.reads], [*carried, *read], strict=True))
         equations = list(self.segment.equations)
         if self.segment.is_loop:
@@ -194,7 +209,8 @@ class Executable:
             emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
         # Ready when the execution is over, and donated by nobody.
         ticket = first_step + 0
-        results = [known[var] for var in self.segment.writes]
+        writes = self.segment.writes
+        results = [known[v][None] if several and v in self._each else known[v] for v in writes]
         return results, emitted, ticket, jnp.asarray(frame.stopped)
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:

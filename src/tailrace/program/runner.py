@@ -6,10 +6,11 @@ given one dataset after another, as long as their elements look alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tailrace._jax import Literal
 from tailrace.errors import ProgramError
@@ -32,15 +33,22 @@ class LoopRunner:
         carried: a tree of arrays, or shapes, that the loop carries.
         read: a tree of arrays, or shapes, that it only reads.
         placement: where it runs.
+        each: for each leaf of `carried`, whether every replica has its own; such a leaf has the
+            replicas as dim 0 in what `carried` returns.
     """
 
     def __init__(
-        self, function: Callable[[Any, Any], Any], carried: Any, read: Any, placement: Placement
+        self,
+        function: Callable[[Any, Any], Any],
+        carried: Any,
+        read: Any,
+        placement: Placement,
+        each: Sequence[bool] | None = None,
     ) -> None:
         self.placement = placement
         self.traced = trace_program(function, (carried, read), placement.replicas)
         if placement.replicas > 1:
-            check_in_step(self.traced)
+            check_in_step(self.traced, each)
         loops = top_loops(self.traced)
         if len(loops) != 1:
             raise ProgramError(
@@ -53,6 +61,12 @@ class LoopRunner:
         self.taken: dict[InfeedQueue, Any] = {}
         self._segments = cut(self.traced.jaxpr, loops)
         (self._loop,) = (s for s in self._segments if s.is_loop)
+        own = set(self._loop.writes) if each and placement.replicas > 1 else set()
+        self._each = frozenset(
+            var
+            for var, flag in zip(self.traced.jaxpr.outvars, each or (), strict=False)
+            if flag and var in own
+        )
         self._before = [s for s in self._segments if s.first < self._loop.first]
         self._executables: dict[Hashable, Executable] = {}
         self._num_carried = len(jax.tree.leaves(carried))
@@ -84,7 +98,12 @@ class LoopRunner:
             self._executable(segment, None).run(known, Numbers(0, 0))
         for result, start in self._loop.start:
             value = start.val if isinstance(start, Literal) else known[start]
-            known[result] = self.placement.own(value)
+            if result not in self._each:
+                known[result] = self.placement.own(value)
+                continue
+            if jnp.ndim(value) == len(result.aval.shape):  # one for all, to begin with
+                value = jnp.broadcast_to(value, (self.placement.replicas, *jnp.shape(value)))
+            known[result] = self.placement.own_each(value)
         # Nothing else may hold on to what the loop overwrites: the caller's arrays are let go of.
         for var in jaxpr.invars[: self._num_carried]:
             if var not in self._loop.reads:
@@ -148,5 +167,6 @@ class LoopRunner:
                 length=length,
                 wanted=self.wanted,
                 period=period,
+                each=self._each if segment.is_loop else frozenset(),
             )
         return self._executables[key]

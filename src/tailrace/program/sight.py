@@ -71,12 +71,13 @@ def look(traced: Traced, taps: Sequence[Tap], named: Sequence[Entry] = ()) -> Si
     if traced.replicas > 1:
         differing.of(traced.jaxpr, [False] * len(traced.jaxpr.invars))
 
-    def describe(entry: Entry) -> tuple[int, bool, int]:
+    def describe(entry: Entry) -> tuple[Any, ...]:
         place = places[entry.position]
         loops = [around.length or 1 for around in place.inside if around.kind == LOOP]
         results = differing.at.get(entry.position)
         differs = results is not None and results[entry.output]
-        return len(loops), differs, math.prod(loops[1:])
+        layers = sum(around.kind == SCAN for around in place.inside)
+        return len(loops), differs, math.prod(loops[1:]), layers
 
     chosen = choose(taps, catalogue, describe) if taps else []
     return Sight(catalogue, chosen, common_period(taps))

@@ -62,6 +62,7 @@ class Step:
         accumulation: how many microbatches make a step, and how.
         has_model_state: which of the two forms `loss_fn` has.
         scalars: where the loss, the scalar aux values and the weight of each microbatch go.
+        share_state: whether the model state is averaged over replicas once a step.
         taps: what is observed; activations among it are marked before differentiation.
         activations: the activations and their gradients, by name, found while tracing.
     """
@@ -71,6 +72,7 @@ class Step:
     accumulation: Accumulation
     has_model_state: bool
     scalars: OutfeedQueue
+    share_state: bool = True
     taps: tuple[Tap, ...] = ()
     activations: list[Entry] | None = None
 
@@ -178,10 +180,11 @@ class Step:
         params = name_values("updated", optax.apply_updates(state.params, updates), _ALONE)
         after = jax.tree.map(_keep_dtype, state.optimizer_state, after)
         after = name_values("optimizer", after)
-        model_state = jax.tree.map(
-            lambda x: cross_replica_mean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
-            model_state,
-        )
+        if self.share_state:
+            model_state = jax.tree.map(
+                lambda x: cross_replica_mean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
+                model_state,
+            )
         return TrainState(params, after, model_state)
 
     def _is_tapped(self, entry: Entry) -> bool:
@@ -208,7 +211,12 @@ class Step:
 def _scalars(aux: Any) -> dict[str, Any]:
     """The scalar values of `aux` by name; these make up the history."""
     found = jax.tree_util.tree_flatten_with_path(aux)[0]
-    return {path_name(path) or "aux": value for path, value in found if jnp.ndim(value) == 0}
+    names = [path_name(path) or "aux" for path, _ in found]
+    return {
+        "aux/loss" if name == "loss" else name: value
+        for name, (_, value) in zip(names, found, strict=True)
+        if jnp.ndim(value) == 0
+    }
 
 
 def _keep_dtype(before: Any, after: Any) -> Any:

@@ -29,10 +29,10 @@ _NOT_SCOPES = {"rematted_computation", "checkpoint"}
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """One entry of a named scope: its name, and which entry it was."""
+    """One entry of a named scope: its name, and which entry of it in which call of a program."""
 
     name: str
-    identity: int
+    identity: tuple[Position, int]
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Namer:
 
     enter_custom: bool = False
     forward_only: bool = True
-    _calls: dict[str, list[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    _calls: dict[str, list[tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
     _seen: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def entries(self, jaxpr: Jaxpr) -> list[Entry]:
@@ -65,7 +65,7 @@ class Namer:
         layers: tuple[int, ...],
         results: set[Any],
     ) -> Iterator[Entry]:
-        chains = [_chain(eqn) for eqn in jaxpr.eqns]
+        chains = [_chain(eqn, position) for eqn in jaxpr.eqns]
         backward = [self.forward_only and _jax.is_backward(eqn) for eqn in jaxpr.eqns]
         for index, eqn in enumerate(jaxpr.eqns):
             if backward[index] or eqn.primitive in _NOT_VALUES:
@@ -141,7 +141,7 @@ class Namer:
                 for var in eqn.invars:
                     if isinstance(var, Var):
                         users.setdefault(var, []).append(index)
-        scopes: dict[tuple[int, ...], tuple[Scope, ...]] = {}
+        scopes: dict[tuple[Any, ...], tuple[Scope, ...]] = {}
         for index, chain in enumerate(chains):
             if not backward[index]:
                 for depth in range(1, len(chain) + 1):
@@ -259,9 +259,12 @@ def _identities(chain: Sequence[Scope]) -> tuple[int, ...]:
     return tuple(scope.identity for scope in chain)
 
 
-def _chain(eqn: JaxprEqn) -> tuple[Scope, ...]:
+def _chain(eqn: JaxprEqn, program: Position) -> tuple[Scope, ...]:
+    # JAX traces a jitted function once, however often it is called: the call tells its scopes apart.
     return tuple(
-        Scope(name, identity) for name, identity in _jax.scopes_of(eqn) if name not in _NOT_SCOPES
+        Scope(name, (program, identity))
+        for name, identity in _jax.scopes_of(eqn)
+        if name not in _NOT_SCOPES
     )
 
 

@@ -15,6 +15,7 @@ Programs inside equations that need none of this are emitted whole, untouched.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class Wanted:
         collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
         guard: only whether it is finite is of interest; the outermost loop stops changing what it
             carries when it is not.
+        layers: how many dims in front are passes of the user's own scans, when it is collected.
     """
 
     key: Hashable
@@ -52,6 +54,7 @@ class Wanted:
     periodic: bool = False
     collect: str = "stack"
     guard: bool = False
+    layers: int = 0
 
 
 class FiniteKey(tuple):
@@ -138,6 +141,8 @@ class Rewriter:
             emission = frame.emitted.pop(raw)
             if want.guard:
                 guarded.append((want.key, emission))
+            elif want.collect != "stack" and want.layers:
+                self._reduce_layers(want, emission, frame)
             elif want.reduce is None:
                 packs.append((want.key, emission))
             else:
@@ -153,6 +158,17 @@ class Rewriter:
                 key = StatsKey((k, int(e.value.size)) for k, e in members)
                 packed = pack_statistics([e.value for _, e in members])
                 frame.emit(key, packed, members[0][1].valid)
+
+    @staticmethod
+    def _reduce_layers(want: Wanted, emission: Emission, frame: Frame) -> None:
+        """Reduce each layer of what was collected whole, as is done inside the scan otherwise."""
+        key, reduce = want.key, want.reduce
+        if reduce is None:
+            size = math.prod(emission.value.shape[want.layers :])
+            key, reduce = StatsKey(((want.key, size),)), lambda value: pack_statistics([value])
+        for _ in range(want.layers):
+            reduce = jax.vmap(reduce)
+        frame.emit(key, reduce(emission.value), emission.valid)
 
     def _emit(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         primitive = eqn.primitive
@@ -311,21 +327,26 @@ class Rewriter:
             }
             inside = frame.inner(blocks)
             outputs = self.run(body.jaxpr, body.consts, [*body_consts, *carry], inside, (*here, 1))
+            self.condense(inside)
             return outputs, inside.emitted
 
+        def once(key: Hashable) -> bool:
+            # Nobody knows how many passes the user's own loop will have: the last one is kept.
+            return maximum is None or (isinstance(key, _Raw) and key[0].collect != "stack")
+
         def keep(passes: Any, kept: Any, emitted: dict[Hashable, Emission]) -> Any:
-            if maximum is None:  # Nobody knows how many there will be: the last one is kept.
-                return emitted
-            return jax.tree.map(
-                lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, passes, 0),
-                kept,
-                emitted,
+            put = lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, passes, 0)  # noqa: E731
+            return Emissions(
+                (key, _collected(key, old, emitted[key], maximum is not None))
+                if once(key)
+                else (key, jax.tree.map(put, old, emitted[key]))
+                for key, old in kept.items()
             )
 
         shapes = jax.eval_shape(lambda carry: one_pass(jnp.int32(0), carry)[1], list(init))
-        kept = jax.tree.map(
-            lambda s: jnp.zeros(s.shape if maximum is None else (maximum, *s.shape), s.dtype),
-            shapes,
+        kept = Emissions(
+            (key, jax.tree.map(lambda s, k=key: _zeros(s, () if once(k) else (maximum,)), shape))
+            for key, shape in shapes.items()
         )
 
         def go_on(state: Any) -> Any:
@@ -339,8 +360,8 @@ class Rewriter:
             return passes + 1, carry, keep(passes, kept, emitted)
 
         passes, carry, kept = lax.while_loop(go_on, advance, (jnp.int32(0), list(init), kept))
-        made = passes > 0 if maximum is None else jnp.arange(maximum) < passes
         for key, emission in kept.items():
+            made = passes > 0 if once(key) else jnp.arange(maximum) < passes
             valid = made if emission.valid is None else _and(made, emission.valid)
             frame.emit(key, emission.value, valid)
         for queue, count in counts.items():
@@ -412,9 +433,7 @@ class _Passes:
             carry, (ys, emitted) = self.one_pass(carry, x, observing)
             after = Emissions()
             for key, old in kept.items():
-                new = emitted.pop(key, old)
-                add = self.collect is not None and self.collect[key] == "sum" and new is not old
-                after[key] = jax.tree.map(jnp.add, old, new) if add else new
+                after[key] = _collected(key, old, emitted.pop(key)) if key in emitted else old
             return (carry, after), (ys, emitted)
 
         carry, (ys, emitted) = self._all(one_pass, (init, kept), xs, period, observing)
@@ -457,12 +476,29 @@ def _first(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def _zeros(shape: Any) -> Any:
-    return jnp.zeros(shape.shape, shape.dtype)
+def _zeros(shape: Any, lead: tuple[Any, ...] = ()) -> Any:
+    return jnp.zeros((*lead, *shape.shape), shape.dtype)
+
+
+def _collected(key: Any, old: Emission, new: Emission, ours: bool = True) -> Emission:
+    """What is kept of two passes: their sum, or the later one in which the value was made."""
+    if ours and key[0].collect == "sum":
+        return jax.tree.map(jnp.add, old, new)
+    if new.valid is None:
+        return new
+    return Emission(
+        jax.tree.map(lambda o, n: jnp.where(_like(new.valid, n), n, o), old.value, new.value),
+        jnp.logical_or(old.valid, new.valid),
+    )
+
+
+def _like(made: Any, value: Any) -> Any:
+    """Flags over the leading dims of a value, fit to be broadcast over the others."""
+    return made.reshape(made.shape + (1,) * (value.ndim - made.ndim))
 
 
 def _and(made: Any, valid: Any) -> Any:
-    return jnp.logical_and(made.reshape(made.shape + (1,) * (valid.ndim - made.ndim)), valid)
+    return jnp.logical_and(_like(made, valid), valid)
 
 
 def _ambient(eqn: JaxprEqn, frame: Frame) -> Any:

@@ -100,12 +100,12 @@ class Tap:
         """Every how many steps it looks."""
         return self.mode.n if isinstance(self.mode, Every) else 1
 
-    def wanted(self, key: Hashable, output: int) -> Wanted:
-        """What the program must send out for one tensor."""
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
+        """What the program must send out for one tensor, which `layers` scans stand around."""
         collect = "stack"
         if self.mode in (Mode.SUM, Mode.FINAL):
             collect = "sum" if self.mode is Mode.SUM else "final"
-        return Wanted(key, output, self._function(), self.period > 1, collect)
+        return Wanted(key, output, self._function(), self.period > 1, collect, layers=layers)
 
     def _function(self) -> Callable[[Any], Any] | None:
         if self.reduce is Reduce.STATS:
@@ -140,7 +140,7 @@ class StopOnNonfinite:
     mode = Mode.ALL
     kind = "finite"
 
-    def wanted(self, key: Hashable, output: int) -> Wanted:
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
         """What the program must watch."""
         return Wanted(key, output, guard=True)
 
@@ -172,6 +172,7 @@ class Chosen:
         loops: how many of the loops around it Tailrace made (the step's, the microbatches').
         differs: whether it differs between replicas.
         microbatches: how many values of it a step makes.
+        layers: how many scans of the user's own stand around it.
     """
 
     tap: Any
@@ -179,6 +180,7 @@ class Chosen:
     loops: int
     differs: bool
     microbatches: int = 1
+    layers: int = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -202,9 +204,9 @@ def common_period(taps: Sequence[Any]) -> int:
 
 
 def choose(
-    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[int, bool, int]]
+    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[Any, ...]]
 ) -> list[Chosen]:
-    """Apply taps to a catalogue; `describe` tells (loops, differs, microbatches) of an entry."""
+    """Apply taps to a catalogue; `describe` tells what `Chosen` has besides tap and entry."""
     chosen: dict[tuple[str, str], Chosen] = {}
     for tap in taps:
         for entry in catalogue.select(tap.select):
@@ -222,7 +224,8 @@ def wanted_of(chosen: Sequence[Chosen]) -> dict[Position, list[Wanted]]:
     """What a rewriter must send out, by position."""
     found: dict[Position, list[Wanted]] = {}
     for one in chosen:
-        found.setdefault(one.entry.position, []).append(one.tap.wanted(one.key, one.entry.output))
+        want = one.tap.wanted(one.key, one.entry.output, one.layers)
+        found.setdefault(one.entry.position, []).append(want)
     return found
 
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.errors import DataExhausted, ProgramError
+from tailrace.data.adapters import as_dataset
+from tailrace.errors import DataError, DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec, call_with_element
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -77,7 +78,7 @@ class Evaluator:
         shape: Callable[[Any], Any] | None,
         live: bool = False,
     ) -> Iterator[tuple[Any, ElementSpec]]:
-        runner, out, infeed = self._runner_for(dataset, fn, read, shape)
+        runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
         known = runner.begin((), read)
         replicas = self._placement.replicas
         spec = infeed.spec()
@@ -123,7 +124,14 @@ class Evaluator:
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
+        live: bool,
     ) -> tuple[LoopRunner, OutfeedQueue, InfeedQueue]:
+        source = as_dataset(dataset)
+        if source.endless and not live:
+            raise DataError(
+                f"All elements of a dataset are read, but {source.name} repeats without end. Use a "
+                f"dataset that does not repeat, or predict(..., live=True)."
+            )
         infeed = InfeedQueue(dataset)
         infeed.bind_replicas(self._placement.replicas)
         key = (infeed.spec(), fn, shape)
@@ -157,7 +165,10 @@ def _means_of(result: Any) -> dict[str, Any]:
         loss, aux = result
         if isinstance(aux, tuple) and len(aux) == 2:  # (loss, (new_state, aux))
             aux = aux[1]
-        result = {"loss": loss, **({"aux": aux} if not isinstance(aux, dict) else aux)}
+        others = dict(aux) if isinstance(aux, dict) else {"aux": aux}
+        if "loss" in others:
+            others["aux/loss"] = others.pop("loss")
+        result = {"loss": loss, **others}
     elif not isinstance(result, dict):
         result = {"loss": result}
     found = {

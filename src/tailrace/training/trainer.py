@@ -63,7 +63,10 @@ class Trainer:
         replicas: how many copies train side by side. None: as many as there are devices.
         offload_optimizer_state: keep the optimizer's state off the device; not available yet.
         model_state: state that the model updates itself, such as that of BatchNorm. It advances
-            with each microbatch; over replicas its floats are averaged once a step.
+            with each microbatch.
+        replica_state: what becomes of the model state over replicas: "mean" averages its floats
+            once a step; with "each" every replica keeps its own, and `trainer.model_state` has the
+            replicas as dim 0 (`evaluate` and `predict` then use their mean).
         seed: where the keys of `tr.key()` come from.
         observe: taps (`tr.Tap`), or selections whose statistics are wanted. Their records are in
             `trainer.records`.
@@ -91,6 +94,7 @@ class Trainer:
         replicas: int | None = 1,
         offload_optimizer_state: bool = False,
         model_state: Any = None,
+        replica_state: str = "mean",
         seed: int = 0,
         observe: Any = (),
         observe_bytes: int = MOST_BYTES,
@@ -104,6 +108,10 @@ class Trainer:
         if offload_optimizer_state:
             raise OptionError(
                 "offload_optimizer_state=True is not available in this version. Leave it out."
+            )
+        if replica_state not in ("mean", "each"):
+            raise OptionError(
+                f"replica_state is 'mean' or 'each'. Received: replica_state={replica_state!r}."
             )
         self.accumulation = Accumulation.of(accumulation)
         self.placement = Placement(resolve_replicas(replicas))
@@ -121,6 +129,7 @@ class Trainer:
             self.accumulation,
             model_state is not None,
             self._scalars,
+            replica_state == "mean",
             tuple(self.taps),
             [] if self.taps else None,
         )
@@ -128,6 +137,7 @@ class Trainer:
         _check_params(params)
         model_state = jax.tree.map(jnp.asarray, model_state)
         state = TrainState(params, optimizer.init(params), model_state)
+        self._form = jax.eval_shape(lambda: state)
         self._state: TrainState | None = jax.tree.map(self.placement.own, state)
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
@@ -196,7 +206,7 @@ class Trainer:
         def train(state: TrainState, _: Any) -> TrainState:
             return step.loop(state, infeed)
 
-        traced = trace_program(train, (self._current(), ()), self.replicas)
+        traced = trace_program(train, (self._form, ()), self.replicas)
         return look(traced, step.taps, found).catalogue
 
     # -- training -------------------------------------------------------------------------------
@@ -291,8 +301,7 @@ class Trainer:
             fn: called like the loss function; returns a scalar, a dict of scalars, or what a loss
                 function returns. None: the loss function.
         """
-        state = self._current()
-        return self._evaluator.evaluate(dataset, fn, (state.params, state.model_state))
+        return self._evaluator.evaluate(dataset, fn, self._read())
 
     def predict(self, dataset: Any, fn: Callable[..., Any], live: bool = False) -> Any:
         """What `fn` returns for each element of a dataset, in order.
@@ -307,8 +316,7 @@ class Trainer:
             A tree of arrays. Results whose leading dim is that of the element's arrays are
             concatenated along it, all others are stacked.
         """
-        state = self._current()
-        read = (state.params, state.model_state)
+        read = self._read()
         if live:
             return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
         return self._evaluator.predict(dataset, fn, read)
@@ -320,10 +328,11 @@ class Trainer:
             example: one element of the dataset.
             steps: how many steps an execution is to have; None: as configured, or 10.
         """
+        length = self._steps_per_execution or 10 if steps is None else parse_steps(steps)
+        assert length is not None
         runner, infeed = self._runner_for([example])
         known = self._activate(runner)
         state = self._current()
-        length = steps or self._steps_per_execution or 10
         return explain(
             runner,
             known,
@@ -345,6 +354,15 @@ class Trainer:
         assert self._state is not None
         return self._state
 
+    def _read(self) -> tuple[Any, Any]:
+        """Parameters and model state, one for all replicas."""
+        state = self._current()
+        model_state = state.model_state
+        if not self._step.share_state and self._active is not None and self.replicas > 1:
+            forms = self._form.model_state
+            model_state = jax.tree.map(_merged, model_state, forms)
+        return state.params, model_state
+
     def _runner_for(self, dataset: Any) -> tuple[LoopRunner, InfeedQueue]:
         """The program for elements of the dataset's form, and its infeed set to that dataset."""
         fresh = InfeedQueue(dataset)
@@ -361,7 +379,11 @@ class Trainer:
         def train(state: TrainState, _: Any) -> TrainState:
             return self._step.loop(state, fresh)
 
-        runner = LoopRunner(train, self._current(), (), self.placement)
+        each = [
+            not self._step.share_state and path[0].name == "model_state"
+            for path, _ in jax.tree_util.tree_flatten_with_path(self._form)[0]
+        ]
+        runner = LoopRunner(train, self._form, (), self.placement, each)
         self._sights[spec] = look(runner.traced, self.taps, self._step.activations or ())
         runner.wanted = self._sights[spec].wanted
         self._runners[spec] = runner
@@ -587,6 +609,13 @@ def _check_accumulates_once(optimizer: Any, params: Any) -> None:
 
 def _accumulates(state: Any) -> bool:
     return isinstance(state, AccumulationState | optax.MultiStepsState)
+
+
+def _merged(value: Any, form: Any) -> Any:
+    """One value of those of all replicas: their mean, or the first where there is no mean."""
+    if value.ndim == len(form.shape):
+        return value
+    return value.mean(axis=0) if jnp.issubdtype(value.dtype, jnp.inexact) else value[0]
 
 
 def _check_params(params: Any) -> None:

@@ -1,0 +1,76 @@
+"""Every file in examples/ runs: as the script it is, in a process of its own, at a small size."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+CASES = {
+    "mnist_demo.py": (["--steps", "100"], r"with feeds +\S+ s +1 executions"),
+    "mnist_with_feeds.py": (
+        ["--steps", "60", "--steps-per-execution", "20"],
+        r"3 executions, 60 losses",
+    ),
+    "mnist_without_feeds.py": (["--steps", "60"], r"60 executions, 60 losses"),
+    "trivial_loop.py": ([], r"d1: shape \(10, 2, 2\), first entries \[2.0, 3.0, 4.0"),
+    "results_during_execution.py": (["--steps", "200"], r"200 losses, .*4,096 predictions"),
+    "dataset_benchmark.py": (
+        ["--epochs", "2", "--elements", "20"],
+        r"elements_per_second.*bottleneck",
+    ),
+    "accumulation_and_replicas.py": (
+        ["--steps", "20", "--devices", "2"],
+        r"by hand, 2 replicas: losses of shape \(20, 2\)",
+    ),
+}
+
+
+def run(name: str, *arguments: str) -> str:
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("TAILRACE_DEVICES", "XLA_FLAGS")
+    }
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_has_a_case():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_example_runs(name):
+    arguments, expected = CASES[name]
+    printed = run(name, *arguments)
+    assert re.search(expected, printed, re.DOTALL), printed
+
+
+def test_demo_finds_equal_losses_both_ways():
+    assert "losses equal to the last bit: True" in run("mnist_demo.py", "--steps", "50")
+
+
+def test_the_pair_computes_the_same(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import mnist_with_feeds
+    import mnist_without_feeds
+
+    fed = mnist_with_feeds.main(steps=40, steps_per_execution=20)
+    np.testing.assert_array_equal(fed, mnist_without_feeds.main(steps=40))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 100
