@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import assert_bits_equal
 
 import tailrace as tr
+from oracles import assert_bits_equal
 from tailrace.errors import DataExhausted, FeedError, OptionError
 
 WAIT_S = 30  # only ever waited for when something is broken

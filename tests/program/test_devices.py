@@ -38,7 +38,11 @@ def python(code, **environment):
             {},
             ["2", "4", "4"],
         ),
-        ("print(len(jax.devices()), len(devices.available()))", {"TAILRACE_DEVICES": "5"}, ["5"] * 2),
+        (
+            "print(len(jax.devices()), len(devices.available()))",
+            {"TAILRACE_DEVICES": "5"},
+            ["5"] * 2,
+        ),
         (
             "print(len(tr.configure(2)), devices.resolve_replicas(None))",
             {"TAILRACE_DEVICES": "5"},

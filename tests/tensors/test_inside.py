@@ -283,6 +283,27 @@ def test_sum_and_final_of_a_branch_are_over_the_steps_in_which_it_ran(mode):
     assert_close(trainer.records["activation/yes"].values, np.stack([expected]))
 
 
+@pytest.mark.parametrize("mode", ["all", "sum", "final"])
+def test_a_branch_inside_a_stack_tells_which_layers_took_it(mode):
+    def layer(h, w):
+        def yes(h):
+            with jax.named_scope("yes"):
+                return h * w
+
+        return jax.lax.cond(w > 0, yes, lambda h: h, h), None
+
+    def loss(stack, x):
+        return (jax.lax.scan(layer, x, stack)[0] ** 2).mean()
+
+    stack = np.float32([2, -1, 0.5])
+    tap = tr.Tap("activation/yes", mode=mode, reduce="tensor")
+    trainer = tr.Trainer(loss, optax.sgd(0.0), stack, steps_per_execution=1, observe=tap)
+    trainer.fit([(x,) for x in X[:2]], steps=2)
+    record = trainer.records["activation/yes"]
+    assert_close(record.values, np.stack([[x * 2, 0 * x, x] for x in X[:2]]))
+    assert record.ran.tolist() == [[True, False, True]] * 2
+
+
 def test_a_loop_of_unknown_length_shows_its_last_pass():
     def loss(w, x):
         def body(state):

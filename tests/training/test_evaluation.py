@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import infeed_threads
-from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
 
 import tailrace as tr
+from conftest import infeed_threads
+from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
 from tailrace.errors import DataExhausted, ElementError, OptionError, ProgramError
 from tailrace.training import evaluation
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import infeed_threads
-from oracles import assert_bits_equal, mlp, mlp_loss, plain_training, regression
 
 import tailrace as tr
+from conftest import infeed_threads
+from oracles import assert_bits_equal, mlp, mlp_loss, plain_training, regression
 from tailrace.errors import DataError, DataExhausted, OptionError, ProducerError, ProgramError
 
 ELEMENTS = regression(24)
@@ -78,7 +78,9 @@ def test_a_dataset_that_is_too_short(known):
     """It says the sum; what was trained until then stays, in the history too."""
     data = ELEMENTS[:7] if known else (lambda: iter(ELEMENTS[:7]))
     trainer = trainer_of()
-    with pytest.raises(DataExhausted, match=r"10 x 1 x 1 = 10, .*This one has 7; \d steps were done"):
+    with pytest.raises(
+        DataExhausted, match=r"10 x 1 x 1 = 10, .*This one has 7; \d steps were done"
+    ):
         trainer.fit(data, steps=10)
     done = 0 if known else 6
     assert trainer.step == done
@@ -281,7 +283,9 @@ def test_a_second_fit_compiles_nothing(caplog):
         trainer.fit(ELEMENTS, steps=6)
         trainer.evaluate(ELEMENTS)
         trainer.fit(iter(ELEMENTS), steps=4)
-    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    compiled = [
+        r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()
+    ]
     assert compiled == []
 
 
@@ -358,7 +362,11 @@ def test_accumulations_that_fail_for_a_parameter():
 @pytest.mark.parametrize(
     ("loss_fn", "state", "text"),
     [
-        (lambda p, x, y: x * p, None, r"returns one loss, a float scalar.*float32\[4, 3\]. Take its"),
+        (
+            lambda p, x, y: x * p,
+            None,
+            r"returns one loss, a float scalar.*float32\[4, 3\]. Take its",
+        ),
         (lambda p, x, y: jnp.int32(3), None, r"Received a loss of int32\[\]"),
         (lambda p: p, None, "does not fit"),
         (lambda p, s, x, y: p, {"s": 1.0}, r"returns \(loss, \(new_state, aux\)\). Received"),

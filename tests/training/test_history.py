@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracles import assert_bits_equal, assert_close, mlp, mlp_loss, regression
 
 import tailrace as tr
+from oracles import assert_bits_equal, assert_close, mlp, mlp_loss, regression
 from tailrace.training.callbacks import Execution, tell
 from tailrace.training.history import History, split_emission
 from tailrace.training.progress import ProgressBar

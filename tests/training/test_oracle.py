@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import tailrace as tr
 from oracles import (
     assert_bits_equal,
     assert_close,
@@ -17,8 +19,6 @@ from oracles import (
     plain_training,
     regression,
 )
-
-import tailrace as tr
 
 ELEMENTS = regression(36)
 
@@ -34,7 +34,9 @@ def _optax_mixes_dtypes():
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adamw on a schedule": lambda: optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1),
+    "adamw on a schedule": lambda: optax.adamw(
+        optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1
+    ),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01)),
 }
 

@@ -76,7 +76,6 @@ class InfeedQueue:
         self._staged: deque[tuple[tuple[int, Any], Future[Staged]]] = deque()
         self._running: deque[Any] = deque()
         self._handed = 0  # blocks taken, of which nobody has said yet that they run
-        self._following: tuple[int, Any] = (0, None)
         self._taken = 0
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
@@ -124,24 +123,21 @@ class InfeedQueue:
             self._staged.popleft()
             staged = future.result()
             self._handed = 1
-            self._following = (count if then is None else then, sharding)
             self._taken += count * staged.replicas
+            # Now, not once the block runs: on a GPU a dispatch returns when most of it is over.
+            following = count if then is None else then
+            if following:
+                for _ in range(self.prefetch - len(self._staged)):
+                    self._stage(following, sharding)
             return staged
 
     def started(self, ticket: Any) -> None:
-        """Say that the block was handed over, and which array will be ready when it is used up.
-
-        Only now is more staged: a block must be counted before the next one takes memory.
-        """
+        """Say that the block was handed over, and which array will be ready when it is used up."""
         with self._lock:
             if self._closed:
                 return
             self._running.append(ticket)
             self._handed = 0
-            count, sharding = self._following
-            if count:
-                for _ in range(self.prefetch - len(self._staged)):
-                    self._stage(count, sharding)
 
     def put_back(self, staged: Staged, used: int) -> None:
         """Return what a program did not read; `used` counts elements over all replicas."""

@@ -175,7 +175,7 @@ class OutfeedQueue:
             leaves = block.to_host()
             if len(leaves[0]):
                 return jax.tree.unflatten(block.structure, [leaf[-1] for leaf in leaves])
-        if self._ran and self._structure is not None:
+        if self._structure is not None:
             raise FeedError(
                 "An outfeed in mode 'last' gives its value once. There is no new one since the last "
                 "dequeue. Keep the value, or run a program that sends to it again."

@@ -38,7 +38,11 @@ class Runs:
             self.changed.notify_all()
 
     def stream(
-        self, take: Callable[[], Item | None], waits: Callable[[], bool], timeout_s: float, what: str
+        self,
+        take: Callable[[], Item | None],
+        waits: Callable[[], bool],
+        timeout_s: float,
+        what: str,
     ) -> Iterator[Item]:
         """Items as they arrive, until the program that sends them has ended.
 

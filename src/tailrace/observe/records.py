@@ -32,6 +32,9 @@ class Record:
         microbatches: the microbatch of each; -1 where there is one value for the whole step.
         replicas: the replica of each; -1 where the value is equal on all of them.
         stages: the pipeline stage of each; -1 without a pipeline.
+        ran: for a branch inside a scanned stack of layers, which layers took it, [records, layers];
+            the values of the others are zero. None for everything else: a branch that was not taken
+            has no record.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Record:
     microbatches: np.ndarray
     replicas: np.ndarray
     stages: np.ndarray
+    ran: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -128,11 +132,13 @@ class Records(Mapping[Any, Record]):
     def _joined(self, pair: tuple[str, str]) -> Record:
         parts = [part.record() if isinstance(part, Part) else part for part in self._parts[pair]]
         if len(parts) > 1:
-            fields = {
+            fields: dict[str, Any] = {
                 name: np.concatenate([getattr(part, name) for part in parts])
                 for name in ("steps", "microbatches", "replicas", "stages")
             }
             values = jax.tree.map(lambda *v: np.concatenate(v), *(part.values for part in parts))
+            ran = [part.ran for part in parts if part.ran is not None]
+            fields["ran"] = np.concatenate(ran) if ran else None
             parts = [Record(*pair, values, **fields)]
         self._parts[pair] = list(parts)
         return parts[0]
@@ -188,15 +194,19 @@ class Part:
         tags = self._tags(np.shape(jax.tree.leaves(value)[0])[:loops], replicas if several else 1)
         flat = jax.tree.map(lambda v: v.reshape(len(tags), *v.shape[loops + several :]), value)
         keep = np.ones(len(tags), bool)
+        ran = None
         if valid is not None:
-            keep &= np.asarray(valid).reshape(len(tags), -1).all(axis=1)
+            made = np.asarray(valid)
+            made = made.reshape(len(tags), *made.shape[loops + several :])
+            keep &= made.reshape(len(tags), -1).any(axis=1)
+            ran = made if made.ndim > 1 else None
         if one.tap.period > 1:
             keep &= (tags[:, 0] + 1) % one.tap.period == 0
         flat = jax.tree.map(lambda v: v[keep], flat)
         if self.size >= 0:
             flat = merge_statistics(flat, self.size)
         absent = np.full(int(keep.sum()), -1)
-        own = loops > 1 or one.entry.kind in PER_MICROBATCH
+        own = one.tap.mode is not Mode.SUM and (loops > 1 or one.entry.kind in PER_MICROBATCH)
         return Record(
             self.name,
             self.kind,
@@ -205,6 +215,7 @@ class Part:
             tags[keep, 1] if own else absent,
             tags[keep, 2] if several else absent,
             np.full(len(absent), one.entry.stage),
+            None if ran is None else ran[keep],
         )
 
     def _tags(self, counts: tuple[int, ...], replicas: int) -> np.ndarray:
@@ -217,6 +228,8 @@ class Part:
         else:
             at = self.first_step + np.arange(made)
         micro = np.arange(int(np.prod(counts[1:])))
+        if self.one.tap.mode is Mode.FINAL:
+            micro = np.array([self.one.microbatches - 1])
         grid = np.meshgrid(at, micro, np.arange(replicas), indexing="ij")
         return np.stack(grid, axis=-1).reshape(-1, 3)
 

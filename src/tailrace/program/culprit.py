@@ -21,6 +21,10 @@ from tailrace.tensors.rewrite import Rewriter
 from tailrace.tensors.walk import Position
 
 
+INFEED = "infeed"
+"""The operation of a culprit that no operation made: the data were bad."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Culprit:
     """Where the first bad value was made.
@@ -52,6 +56,8 @@ class Culprit:
         line = f" at {self.source}" if self.source else ""
         way = " of the backward pass" if self.backward else ""
         row = f", first in row {self.row}" if self.row >= 0 else ""
+        if self.operation == INFEED:
+            return f"The element from the dataset itself holds the first {self.made}{row}"
         return (
             f"The operation {self.operation!r}{way}{where}{line} made the first {self.made}{row}; "
             f"its operands ranged from {self.low:.6g} to {self.high:.6g}"
@@ -95,7 +101,7 @@ class Finder(Rewriter):
             finite = [v[np.isfinite(v)] for v in before if v is not None and np.isfinite(v).any()]
             together = np.concatenate([v.ravel() for v in finite]) if finite else np.array([np.nan])
             self.culprit = Culprit(
-                eqn.primitive.name if eqn.primitive is not dequeue_p else "infeed",
+                eqn.primitive.name if eqn.primitive is not dequeue_p else INFEED,
                 "/".join(name for name, _ in _jax.scopes_of(eqn)),
                 _jax.user_frame(eqn),
                 int(frame.microbatch()),

@@ -240,9 +240,7 @@ class Executable:
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(known, blocks)
-            results, emitted, ticket, stopped = compiled(
-                *self._arguments(known, blocks, numbers)
-            )
+            results, emitted, ticket, stopped = compiled(*self._arguments(known, blocks, numbers))
         except BaseException:
             for queue, staged in taken.items():
                 queue.put_back(staged, used=0)

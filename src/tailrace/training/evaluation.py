@@ -92,7 +92,7 @@ class Evaluator:
                 found = length * replicas
                 started, compiled = time.perf_counter(), runner.compile_s
                 try:
-                    emitted, ticket = runner.dispatch(known, length, Numbers(self._seed, position))
+                    emitted, _ = runner.dispatch(known, length, Numbers(self._seed, position))
                 except DataExhausted:
                     found = infeed.remaining(found)
                     if not found:
@@ -100,7 +100,7 @@ class Evaluator:
                     length = -(-found // replicas)
                     if found % replicas:
                         infeed.pad(found, length * replicas)
-                    emitted, ticket = runner.dispatch(
+                    emitted, _ = runner.dispatch(
                         known, length, Numbers(self._seed, position), 0
                     )
                 position += length

@@ -21,9 +21,6 @@ FIRST = 10
 TRIALS = 3
 """How many of them: the first ones after a compilation take several times as long."""
 
-LONG_S = 0.05
-"""An execution that takes so long needs no second trial: what it costs besides steps is small."""
-
 
 @dataclasses.dataclass
 class Pace:
@@ -74,7 +71,7 @@ class Pace:
         if self.chosen is not None:
             return
         self.trials.append(max(seconds / steps, 1e-7))
-        if seconds < LONG_S and len(self.trials) < TRIALS:
+        if len(self.trials) < TRIALS:
             self.reason = f"{steps} steps an execution while the time of a step is measured"
             return
         per_step = min(self.trials)
@@ -85,10 +82,8 @@ class Pace:
             # longer fit may decide otherwise.
             self.reason = f"{steps} steps an execution: too few are left for more to pay"
             return
-        if ideal <= 2 * steps:
-            ideal = steps
-        else:
-            ideal = good_piece(remaining or ideal, ideal, self.multiple_of)
+        worth_it = ideal > 2 * steps
+        ideal = good_piece(remaining or ideal, ideal, self.multiple_of) if worth_it else steps
         self.chosen = ideal
         limit = "memory" if ideal >= self.most else "time"
         self.reason = (
