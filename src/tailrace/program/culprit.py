@@ -20,7 +20,6 @@ from tailrace.tensors.frame import Block, Frame
 from tailrace.tensors.rewrite import Rewriter
 from tailrace.tensors.walk import Position
 
-
 INFEED = "infeed"
 """The operation of a culprit that no operation made: the data were bad."""
 

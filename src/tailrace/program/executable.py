@@ -20,8 +20,9 @@ from tailrace.marks import FORWARD, TANGENT, Tag
 from tailrace.program.segments import Segment
 from tailrace.program.traced import Traced
 from tailrace.tensors.frame import Ambient, Block, Emission, Frame
-from tailrace.tensors.rewrite import Rewriter, Wanted
+from tailrace.tensors.rewrite import Rewriter
 from tailrace.tensors.walk import Position
+from tailrace.tensors.wanted import Wanted, condense
 
 STEPS = ("steps",)
 """The key under which a program emits how many steps it ran, where only running it shows that."""
@@ -202,7 +203,7 @@ class Executable:
                 frame.emit(("read", queue), block.position)
         if not isinstance(frame.steps_before, int):
             frame.emit(STEPS, frame.steps_before)
-        self._rewriter.condense(frame, at_end=True)
+        condense(frame, at_end=True)
         self._keys = list(frame.emitted)
         emitted = [frame.emitted[key] for key in self._keys]
         if several:

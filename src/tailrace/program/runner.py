@@ -20,8 +20,8 @@ from tailrace.program.executable import Executable, Numbers, Placement
 from tailrace.program.segments import cut
 from tailrace.program.traced import top_loops, trace_program
 from tailrace.tensors.frame import Emission
-from tailrace.tensors.rewrite import Wanted
 from tailrace.tensors.walk import Position
+from tailrace.tensors.wanted import Wanted
 
 
 class LoopRunner:

@@ -1,7 +1,7 @@
 """Emitting a traced program once more, with its marks resolved and chosen values sent out.
 
-The rewriter runs a jaxpr as JAX would, equation by equation, under whatever trace is current (that of
-`jit`, usually), and so writes a new program. On the way
+The rewriter runs a jaxpr as JAX would, equation by equation, under whatever trace is current
+(that of `jit`, usually), and so writes a new program. On the way
 
 * a dequeue becomes a slice of the elements that were staged for this execution,
 * a key or a counter becomes arithmetic on the program's own numbers,
@@ -15,7 +15,6 @@ Programs inside equations that need none of this are emitted whole, untouched.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -28,45 +27,9 @@ from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
 from tailrace.errors import ProgramError
 from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p
 from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
-from tailrace.tensors.reductions import StatsKey, pack_statistics
+from tailrace.tensors.passes import Passes, both, collected, zeros
 from tailrace.tensors.walk import Position, concerns_us, elements_read, is_replay, loop_tag
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A value that is to leave the program.
-
-    Attributes:
-        key: what it is called outside.
-        output: which result of its equation it is.
-        reduce: what is computed from it, inside the loop, before it leaves; None for statistics,
-            which are computed for all tensors of a loop body together.
-        periodic: whether it is made only in the last of every `period` steps.
-        collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
-        guard: only whether it is finite is of interest; the outermost loop stops changing what it
-            carries when it is not.
-        layers: how many dims in front are passes of the user's own scans, when it is collected.
-    """
-
-    key: Hashable
-    output: int = 0
-    reduce: Callable[[Any], Any] | None = lambda value: value
-    periodic: bool = False
-    collect: str = "stack"
-    guard: bool = False
-    layers: int = 0
-
-
-class FiniteKey(tuple):
-    """The key of a flag that says whether some tensors are finite: their names."""
-
-    __slots__ = ()
-
-
-class _Raw(tuple):
-    """The key of a tensor that was emitted whole and has still to be reduced."""
-
-    __slots__ = ()
+from tailrace.tensors.wanted import FiniteKey, RawKey, Wanted, condense
 
 
 @dataclasses.dataclass
@@ -124,51 +87,8 @@ class Rewriter:
         outputs = self._emit(eqn, inputs, frame, here)
         for want in self.wanted.get(here, ()):
             if frame.observing or not want.periodic:
-                frame.emit(_Raw((want,)), outputs[want.output])
+                frame.emit(RawKey((want,)), outputs[want.output])
         return outputs
-
-    def condense(self, frame: Frame, at_end: bool = False) -> None:
-        """Replace the tensors that a stretch of program emits by what is wanted of them.
-
-        What is summed or kept over the loop stays whole until the end.
-        """
-        packs: list[tuple[Hashable, Emission]] = []
-        guarded: list[tuple[Hashable, Emission]] = []
-        for raw in [key for key in frame.emitted if isinstance(key, _Raw)]:
-            (want,) = raw
-            if want.collect != "stack" and not at_end:
-                continue
-            emission = frame.emitted.pop(raw)
-            if want.guard:
-                guarded.append((want.key, emission))
-            elif want.collect != "stack" and want.layers:
-                self._reduce_layers(want, emission, frame)
-            elif want.reduce is None:
-                packs.append((want.key, emission))
-            else:
-                frame.emit(want.key, want.reduce(emission.value), emission.valid)
-        if guarded:
-            # The largest magnitude is NaN or Inf if any value is: one fast reduction a tensor.
-            largest = [jnp.abs(e.value).max().astype(jnp.float32) for _, e in guarded]
-            key = FiniteKey(key for key, _ in guarded)
-            frame.emit(key, jnp.isfinite(jnp.stack(largest)).all())
-        for valid in (False, True):  # A pack has one flag, so what has flags goes alone.
-            group = [(k, e) for k, e in packs if (e.valid is not None) == valid]
-            for members in [[g] for g in group] if valid else [group] if group else []:
-                key = StatsKey((k, int(e.value.size)) for k, e in members)
-                packed = pack_statistics([e.value for _, e in members])
-                frame.emit(key, packed, members[0][1].valid)
-
-    @staticmethod
-    def _reduce_layers(want: Wanted, emission: Emission, frame: Frame) -> None:
-        """Reduce each layer of what was collected whole, as is done inside the scan otherwise."""
-        key, reduce = want.key, want.reduce
-        if reduce is None:
-            size = math.prod(emission.value.shape[want.layers :])
-            key, reduce = StatsKey(((want.key, size),)), lambda value: pack_statistics([value])
-        for _ in range(want.layers):
-            reduce = jax.vmap(reduce)
-        frame.emit(key, reduce(emission.value), emission.valid)
 
     def _emit(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         primitive = eqn.primitive
@@ -253,7 +173,7 @@ class Rewriter:
             inside = frame.inner(blocks, observing=observing)
             inner_inputs = [*consts, *carry, *values]
             outputs = self.run(body.jaxpr, body.consts, inner_inputs, inside, (*here, 0))
-            self.condense(inside)
+            condense(inside)
             after, ys = _split(outputs, len(init))
             return after, (ys, inside.emitted)
 
@@ -265,7 +185,7 @@ class Rewriter:
         )
 
         collected = {
-            _Raw((want,)): want.collect
+            RawKey((want,)): want.collect
             for position, wants in self.wanted.items()
             if position[: len(here)] == here
             for want in wants
@@ -274,7 +194,7 @@ class Rewriter:
         start: Any = list(init)
         if guarding:
             one_pass, start = self._guarded(one_pass), (start, jnp.asarray(frame.stopped))
-        over = _Passes(one_pass, params["reverse"], params["unroll"], length)
+        over = Passes(one_pass, params["reverse"], params["unroll"], length)
         period = self.period if outermost else 1
         if collected and loop_tag(body.jaxpr) is not None:
             over = over.collecting(collected)
@@ -327,17 +247,17 @@ class Rewriter:
             }
             inside = frame.inner(blocks)
             outputs = self.run(body.jaxpr, body.consts, [*body_consts, *carry], inside, (*here, 1))
-            self.condense(inside)
+            condense(inside)
             return outputs, inside.emitted
 
         def once(key: Hashable) -> bool:
             # Nobody knows how many passes the user's own loop will have: the last one is kept.
-            return maximum is None or (isinstance(key, _Raw) and key[0].collect != "stack")
+            return maximum is None or (isinstance(key, RawKey) and key[0].collect != "stack")
 
         def keep(passes: Any, kept: Any, emitted: dict[Hashable, Emission]) -> Any:
             put = lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, passes, 0)  # noqa: E731
             return Emissions(
-                (key, _collected(key, old, emitted[key], maximum is not None))
+                (key, collected(key, old, emitted[key], maximum is not None))
                 if once(key)
                 else (key, jax.tree.map(put, old, emitted[key]))
                 for key, old in kept.items()
@@ -345,7 +265,7 @@ class Rewriter:
 
         shapes = jax.eval_shape(lambda carry: one_pass(jnp.int32(0), carry)[1], list(init))
         kept = Emissions(
-            (key, jax.tree.map(lambda s, k=key: _zeros(s, () if once(k) else (maximum,)), shape))
+            (key, jax.tree.map(lambda s, k=key: zeros(s, () if once(k) else (maximum,)), shape))
             for key, shape in shapes.items()
         )
 
@@ -362,7 +282,7 @@ class Rewriter:
         passes, carry, kept = lax.while_loop(go_on, advance, (jnp.int32(0), list(init), kept))
         for key, emission in kept.items():
             made = passes > 0 if once(key) else jnp.arange(maximum) < passes
-            valid = made if emission.valid is None else _and(made, emission.valid)
+            valid = made if emission.valid is None else both(made, emission.valid)
             frame.emit(key, emission.value, valid)
         for queue, count in counts.items():
             # What was not read is next in turn.
@@ -379,7 +299,7 @@ class Rewriter:
             branch = branches[number]
             inside = frame.inner()
             outputs = self.run(branch.jaxpr, branch.consts, list(operands), inside, (*here, number))
-            self.condense(inside)
+            condense(inside)
             return outputs, Emissions(
                 (key, Emission(e.value, jnp.array(True) if e.valid is None else e.valid))
                 for key, e in inside.emitted.items()
@@ -392,7 +312,7 @@ class Rewriter:
         def complete(number: int) -> Callable[..., Any]:
             def branch(*operands: Any) -> Any:
                 outputs, emitted = run_branch(number, operands)
-                absent = {k: jax.tree.map(_zeros, s) for k, s in shapes.items() if k not in emitted}
+                absent = {k: jax.tree.map(zeros, s) for k, s in shapes.items() if k not in emitted}
                 return outputs, Emissions((k, {**emitted, **absent}[k]) for k in shapes)
 
             return branch
@@ -400,105 +320,6 @@ class Rewriter:
         outputs, emitted = lax.switch(index, [complete(n) for n in range(len(branches))], *operands)
         frame.emitted.update(emitted)
         return list(outputs)
-
-
-# -- passes of a scan ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Passes:
-    """The passes of one loop: how they are strung together and what is kept of each."""
-
-    one_pass: Callable[[Any, Any, bool], Any]
-    reverse: bool
-    unroll: int
-    length: int
-    collect: dict[Hashable, str] | None = None
-
-    def collecting(self, collect: dict[Hashable, str]) -> _Passes:
-        """Keep one entry in all, not one a pass, of the emissions named in `collect`."""
-        return dataclasses.replace(self, collect=collect)
-
-    def run(self, init: Any, xs: Any, period: int, observing: bool) -> Any:
-        """All passes; periodic values come from the last of every `period` of them."""
-        if self.collect is None:
-            return self._all(self.one_pass, init, xs, period, observing)
-        shapes = jax.eval_shape(
-            lambda c, x: self.one_pass(c, x, observing)[1][1], init, jax.tree.map(_first, xs)
-        )
-        kept = Emissions((k, jax.tree.map(_zeros, shapes[k])) for k in self.collect if k in shapes)
-
-        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
-            carry, kept = carry
-            carry, (ys, emitted) = self.one_pass(carry, x, observing)
-            after = Emissions()
-            for key, old in kept.items():
-                after[key] = _collected(key, old, emitted.pop(key)) if key in emitted else old
-            return (carry, after), (ys, emitted)
-
-        carry, (ys, emitted) = self._all(one_pass, (init, kept), xs, period, observing)
-        carry, kept = carry
-        return carry, (ys, emitted | kept)
-
-    def _all(self, one_pass: Any, init: Any, xs: Any, period: int, observing: bool) -> Any:
-        def scan(body: Any, carry: Any, xs: Any, length: int) -> Any:
-            return lax.scan(
-                body, carry, xs, length=length, reverse=self.reverse, unroll=self.unroll
-            )
-
-        if period == 1:
-            return scan(lambda c, x: one_pass(c, x, observing), init, xs, self.length)
-        # A branch inside the loop would cost more than the observation: the last of every `period`
-        # passes is written out instead, behind a loop over the others.
-        groups, rest = divmod(self.length, period)
-        assert not rest, "the caller cuts loops into multiples of the period"
-        grouped = jax.tree.map(lambda x: x.reshape(groups, period, *x.shape[1:]), xs)
-
-        def group(carry: Any, x: Any) -> Any:
-            silent = jax.tree.map(lambda x: x[:-1], x)
-            carry, (ys, emitted) = scan(
-                lambda c, x: one_pass(c, x, False), carry, silent, period - 1
-            )
-            carry, (last_ys, last) = one_pass(carry, jax.tree.map(lambda x: x[-1], x), observing)
-            every = Emissions((k, _append(e, last.pop(k))) for k, e in emitted.items())
-            return carry, (_append(ys, last_ys), every, last)
-
-        carry, (ys, every, last) = lax.scan(group, init, grouped, length=groups)
-        flat = lambda x: x.reshape(self.length, *x.shape[2:])  # noqa: E731
-        return carry, (jax.tree.map(flat, ys), jax.tree.map(flat, every) | last)
-
-
-def _append(many: Any, one: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), many, one)
-
-
-def _first(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-
-def _zeros(shape: Any, lead: tuple[Any, ...] = ()) -> Any:
-    return jnp.zeros((*lead, *shape.shape), shape.dtype)
-
-
-def _collected(key: Any, old: Emission, new: Emission, ours: bool = True) -> Emission:
-    """What is kept of two passes: their sum, or the later one in which the value was made."""
-    if ours and key[0].collect == "sum":
-        return jax.tree.map(jnp.add, old, new)
-    if new.valid is None:
-        return new
-    return Emission(
-        jax.tree.map(lambda o, n: jnp.where(_like(new.valid, n), n, o), old.value, new.value),
-        jnp.logical_or(old.valid, new.valid),
-    )
-
-
-def _like(made: Any, value: Any) -> Any:
-    """Flags over the leading dims of a value, fit to be broadcast over the others."""
-    return made.reshape(made.shape + (1,) * (value.ndim - made.ndim))
-
-
-def _and(made: Any, valid: Any) -> Any:
-    return jnp.logical_and(_like(made, valid), valid)
 
 
 def _ambient(eqn: JaxprEqn, frame: Frame) -> Any:

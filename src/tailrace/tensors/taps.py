@@ -14,8 +14,8 @@ import numpy as np
 from tailrace.errors import OptionError
 from tailrace.tensors.catalogue import Catalogue, Entry, Select
 from tailrace.tensors.reductions import NUM_BINS, histogram, norm, row_lengths
-from tailrace.tensors.rewrite import Wanted
 from tailrace.tensors.walk import Position
+from tailrace.tensors.wanted import Wanted
 
 MOST_BYTES = 1 << 30
 """What the taps of one execution may return, in bytes, unless the user allows more."""

@@ -100,9 +100,7 @@ class Evaluator:
                     length = -(-found // replicas)
                     if found % replicas:
                         infeed.pad(found, length * replicas)
-                    emitted, _ = runner.dispatch(
-                        known, length, Numbers(self._seed, position), 0
-                    )
+                    emitted, _ = runner.dispatch(known, length, Numbers(self._seed, position), 0)
                 position += length
                 if waiting is not None:
                     yield _taken(*waiting), spec

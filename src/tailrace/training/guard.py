@@ -14,7 +14,7 @@ from tailrace.feeds.infeed import Staged
 from tailrace.program.culprit import find_culprit, step_block
 from tailrace.program.runner import LoopRunner
 from tailrace.tensors.frame import Ambient, Emission, Frame
-from tailrace.tensors.rewrite import FiniteKey
+from tailrace.tensors.wanted import FiniteKey
 
 
 def first_bad_step(

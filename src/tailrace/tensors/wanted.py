@@ -1,0 +1,95 @@
+"""What is to leave a program, and what is made of it before it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.tensors.frame import Emission, Frame
+from tailrace.tensors.reductions import StatsKey, pack_statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A value that is to leave the program.
+
+    Attributes:
+        key: what it is called outside.
+        output: which result of its equation it is.
+        reduce: what is computed from it, inside the loop, before it leaves; None for statistics,
+            which are computed for all tensors of a loop body together.
+        periodic: whether it is made only in the last of every `period` steps.
+        collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
+        guard: only whether it is finite is of interest; the outermost loop stops changing what it
+            carries when it is not.
+        layers: how many dims in front are passes of the user's own scans, when it is collected.
+    """
+
+    key: Hashable
+    output: int = 0
+    reduce: Callable[[Any], Any] | None = lambda value: value
+    periodic: bool = False
+    collect: str = "stack"
+    guard: bool = False
+    layers: int = 0
+
+
+class FiniteKey(tuple):
+    """The key of a flag that says whether some tensors are finite: their names."""
+
+    __slots__ = ()
+
+
+class RawKey(tuple):
+    """The key of a tensor that was emitted whole and has still to be reduced."""
+
+    __slots__ = ()
+
+
+def condense(frame: Frame, at_end: bool = False) -> None:
+    """Replace the tensors that a stretch of program emits by what is wanted of them.
+
+    What is summed or kept over the loop stays whole until the end.
+    """
+    packs: list[tuple[Hashable, Emission]] = []
+    guarded: list[tuple[Hashable, Emission]] = []
+    for raw in [key for key in frame.emitted if isinstance(key, RawKey)]:
+        (want,) = raw
+        if want.collect != "stack" and not at_end:
+            continue
+        emission = frame.emitted.pop(raw)
+        if want.guard:
+            guarded.append((want.key, emission))
+        elif want.collect != "stack" and want.layers:
+            _reduce_layers(want, emission, frame)
+        elif want.reduce is None:
+            packs.append((want.key, emission))
+        else:
+            frame.emit(want.key, want.reduce(emission.value), emission.valid)
+    if guarded:
+        # The largest magnitude is NaN or Inf if any value is: one fast reduction a tensor.
+        largest = [jnp.abs(e.value).max().astype(jnp.float32) for _, e in guarded]
+        key = FiniteKey(key for key, _ in guarded)
+        frame.emit(key, jnp.isfinite(jnp.stack(largest)).all())
+    for valid in (False, True):  # A pack has one flag, so what has flags goes alone.
+        group = [(k, e) for k, e in packs if (e.valid is not None) == valid]
+        for members in [[g] for g in group] if valid else [group] if group else []:
+            key = StatsKey((k, int(e.value.size)) for k, e in members)
+            packed = pack_statistics([e.value for _, e in members])
+            frame.emit(key, packed, members[0][1].valid)
+
+
+def _reduce_layers(want: Wanted, emission: Emission, frame: Frame) -> None:
+    """Reduce each layer of what was collected whole, as is done inside the scan otherwise."""
+    key, reduce = want.key, want.reduce
+    if reduce is None:
+        size = math.prod(emission.value.shape[want.layers :])
+        key, reduce = StatsKey(((want.key, size),)), lambda value: pack_statistics([value])
+    for _ in range(want.layers):
+        reduce = jax.vmap(reduce)
+    frame.emit(key, reduce(emission.value), emission.valid)
