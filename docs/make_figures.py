@@ -67,6 +67,87 @@ def schedule_concurrent() -> str:
     return compare_plans(concurrent, concurrent.serialised(), titles=titles)
 
 
+@figure("dataflow")
+def dataflow() -> str:
+    """The way of the data: dataset, infeed, device program, outfeed; and the same over time."""
+    host, device, ink, line = "#eef3f8", "#fdf3e3", "#1d2b3a", "#5b6b7b"
+    parts: list[str] = []
+
+    def box(x: int, y: int, w: int, h: int, title: str, *lines: str, fill: str = "#fff") -> None:
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{fill}" stroke="{line}"/>'
+        )
+        top = y + h / 2 - 8 * len(lines) + 4
+        for number, text in enumerate([title, *lines]):
+            weight = ' font-weight="600"' if number == 0 else f' font-size="12" fill="{line}"'
+            at = top + 16 * number
+            parts.append(
+                f'<text x="{x + w / 2}" y="{at}" text-anchor="middle"{weight}>{text}</text>'
+            )
+
+    def text(x: int, y: int, words: str, anchor: str = "start") -> None:
+        parts.append(
+            f'<text x="{x}" y="{y}" font-size="12" fill="{line}" text-anchor="{anchor}">{words}</text>'
+        )
+
+    def arrow(path: str) -> None:
+        parts.append(
+            f'<path d="{path}" fill="none" stroke="{ink}" stroke-width="1.5" marker-end="url(#tip)"/>'
+        )
+
+    for x, w, fill, words in (
+        (10, 330, host, "host"),
+        (350, 380, device, "device: one program, many steps"),
+        (740, 250, host, "host"),
+    ):
+        parts.append(f'<rect x="{x}" y="10" width="{w}" height="250" rx="8" fill="{fill}"/>')
+        text(x + 12, 30, words)
+    box(25, 95, 110, 60, "dataset", "any iterable")
+    box(185, 95, 140, 60, "infeed", "a thread reads,", "stacks and moves")
+    box(365, 95, 90, 60, "block", "n elements")
+    box(500, 60, 215, 135, "", fill="#fff")
+    text(512, 80, "step, n times")
+    for number, words in enumerate(("forward, backward", "accumulate microbatches")):
+        box(512, 90 + 24 * number, 190, 20, "")
+        text(607, 104 + 24 * number, words, "middle")
+    for number, words in enumerate(("mean over replicas", "update")):
+        box(512, 138 + 24 * number, 190, 20, "")
+        text(607, 152 + 24 * number, words, "middle")
+    box(755, 95, 95, 60, "outfeed", "in order")
+    box(890, 80, 90, 90, "yours", "dequeue", "stream", "history")
+    for path in ("M135 125H183", "M325 125H363", "M455 125H498", "M715 125H753", "M850 125H888"):
+        arrow(path)
+    arrow("M607 195V228H480V170H498")
+    text(544, 244, "state stays on the device", "middle")
+    rows = (
+        ("thread", "read", 0, host),
+        ("device", "execution", 1, device),
+        ("host", "results", 2, host),
+    )
+    for row, (who, what, late, fill) in enumerate(rows):
+        y = 290 + 38 * row
+        text(25, y + 20, who)
+        for number in range(4):
+            width = {"read": 110, "execution": 196, "results": 60}[what]
+            x = 100 + 204 * (number + max(0, late - 1)) + (118 if late else 0)
+            x = 100 + 204 * number - (86 if number else 0) if what == "read" else x
+            if x + width < 985:
+                box(x, y, width, 30, f"{what} {number}", fill=fill)
+    text(
+        100,
+        420,
+        "While execution k runs, the elements of k + 1 are read and the results of k - 1 taken in.",
+    )
+    text(100, 438, "At most two blocks exist at a time, however many steps are asked for.")
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 450" font-family="sans-serif" '
+        f'font-size="14" fill="{ink}"><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
+        f'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{ink}"/>'
+        '</marker></defs><rect width="1000" height="450" fill="#fff"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Write (or check) the figures that are named, all without a name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -276,6 +276,24 @@ def test_live_inside_a_branch_and_gradient():
     assert outfeed.dequeue()["i"].tolist() == [16.0, 0.0]
 
 
+def test_live_inside_a_recomputation_is_sent_once():
+    outfeed = tr.OutfeedQueue(live=True)
+
+    @jax.checkpoint
+    def loss(w, i):
+        return jnp.sin(outfeed.enqueue({"i": w * i})["i"])
+
+    def body(s):
+        i, w = s
+        return i + 1, w + 0 * jax.grad(loss)(w, i.astype(jnp.float32))
+
+    # In a function of its own, so that it is not at the top of the program.
+    inner = lambda s: tr.repeat(3, body, s)  # noqa: E731
+    program = tr.compile(lambda w: tr.repeat(2, inner, (jnp.int32(0), w)))
+    assert program(jnp.float32(2))[1] == 2
+    assert outfeed.dequeue()["i"].tolist() == [0, 2, 4, 6, 8, 10]
+
+
 def test_live_deeper_inside_with_replicas_is_refused():
     outfeed = tr.OutfeedQueue(live=True)
 

@@ -116,7 +116,8 @@ def bind_element(
     """How an element is handed to a function that gets `given` other positional arguments first.
 
     A tuple or list becomes positional arguments; a dict keyword arguments, if they fit; a function
-    that takes exactly one more positional argument gets the element whole.
+    that takes exactly one more positional argument gets the element whole. A named tuple is handed
+    over whole where one argument is taken, and as positional arguments otherwise.
 
     >>> bind_element(lambda state, x, y: None, 1, (1, 2))
     ((1, 2), {})
@@ -130,12 +131,14 @@ def bind_element(
     except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
         return (tuple(element) if isinstance(element, tuple | list) else (element,)), {}
     before = (None,) * given
-    ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    if isinstance(element, tuple | list) and not hasattr(element, "_fields"):
-        ways.append((tuple(element), {}))
+    ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((element,), {})]
+    if isinstance(element, tuple | list):
+        # What has named fields is a thing of its own: whole, if it can be.
+        named = hasattr(element, "_fields")
+        ways.insert(1 if named else 0, (tuple(element), {}))
     if isinstance(element, dict) and all(isinstance(key, str) for key in element):
-        ways.append(((), dict(element)))
-    for args, kwargs in [*ways, ((element,), {})]:
+        ways.insert(0, ((), dict(element)))
+    for args, kwargs in ways:
         try:
             signature.bind(*before, *args, **kwargs)
         except TypeError:

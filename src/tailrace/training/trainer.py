@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from tailrace.data.adapters import as_dataset
 from tailrace.devices import resolve_replicas
@@ -19,32 +15,33 @@ from tailrace.errors import DataError, DataExhausted, OptionError, ProgramError,
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.marks import path_name
-from tailrace.notes import logger, note_once
-from tailrace.observe.records import Records, take_records
+from tailrace.observe.records import Records
 from tailrace.program.accumulation import Accumulation
-from tailrace.program.executable import STOPPED, Numbers, Placement
+from tailrace.program.executable import Placement
 from tailrace.program.explain import Explanation, explain
-from tailrace.program.optimizers import AccumulationState
-from tailrace.program.pieces import LIVE_S, next_piece
+from tailrace.program.pieces import LIVE_S
 from tailrace.program.runner import LoopRunner
 from tailrace.program.sight import Sight, look
 from tailrace.program.step import Step, TrainState
 from tailrace.program.traced import trace_program
 from tailrace.tensors.catalogue import Catalogue, Entry
-from tailrace.tensors.frame import Emission
 from tailrace.tensors.taps import (
     MOST_BYTES,
-    StopOnNonfinite,
     Tap,
     bytes_per_step,
     check_bytes,
     parse_taps,
 )
-from tailrace.training.callbacks import Callback, Execution, tell
+from tailrace.training.callbacks import Callback
+from tailrace.training.checks import (
+    check_accumulates_once,
+    check_duration,
+    check_optimizer,
+    check_params,
+)
 from tailrace.training.evaluation import Evaluator
-from tailrace.training.guard import diagnose, first_bad_step
-from tailrace.training.history import History, split_emission
+from tailrace.training.fitting import Fit, note_left_out
+from tailrace.training.history import History
 from tailrace.training.pace import TARGET_S, Pace, parse_steps
 from tailrace.training.progress import ProgressBar
 
@@ -103,8 +100,8 @@ class Trainer:
             raise OptionError(
                 f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}."
             )
-        _check_optimizer(optimizer)
-        _check_accumulates_once(optimizer, params)
+        check_optimizer(optimizer)
+        check_accumulates_once(optimizer, params)
         if offload_optimizer_state:
             raise OptionError(
                 "offload_optimizer_state=True is not available in this version. Leave it out."
@@ -119,7 +116,7 @@ class Trainer:
         self.history = History()
         self.step = 0
         self._steps_per_execution = parse_steps(steps_per_execution)
-        self._scalars = OutfeedQueue()
+        self.scalars = OutfeedQueue()
         self.taps = parse_taps(observe)
         self.records = Records()
         self._observe_bytes = observe_bytes
@@ -128,13 +125,13 @@ class Trainer:
             optimizer,
             self.accumulation,
             model_state is not None,
-            self._scalars,
+            self.scalars,
             replica_state == "mean",
             tuple(self.taps),
             [] if self.taps else None,
         )
         params = jax.tree.map(jnp.asarray, params)
-        _check_params(params)
+        check_params(params)
         model_state = jax.tree.map(jnp.asarray, model_state)
         state = TrainState(params, optimizer.init(params), model_state)
         self._form = jax.eval_shape(lambda: state)
@@ -143,7 +140,7 @@ class Trainer:
         self._sights: dict[ElementSpec, Sight] = {}
         self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
         self._evaluator = Evaluator(self._step, self.placement, seed)
-        self._stopping = False
+        self.stopping = False
         self._left: tuple[Any, InfeedQueue] | None = None
         self.pace: Pace | None = None
 
@@ -181,7 +178,7 @@ class Trainer:
 
     def stop(self) -> None:
         """End the current fit after the execution that runs now."""
-        self._stopping = True
+        self.stopping = True
 
     def tensors(self, example: Any = None) -> Catalogue:
         """Every tensor of the step by name, as `observe=` selects them.
@@ -234,7 +231,7 @@ class Trainer:
         Returns:
             The history of this fit, also kept as `trainer.history`.
         """
-        _check_duration(steps, epochs)
+        check_duration(steps, epochs)
         source = as_dataset(dataset)
         if steps is None and source.endless:
             raise DataError(
@@ -244,7 +241,7 @@ class Trainer:
         runner, infeed = self._runner_for(dataset)
         known = self._activate(runner)
         self.history = History(self.step, self.accumulation.microbatches, self.replicas)
-        self._stopping = False
+        self.stopping = False
         total = self._total_steps(source.length, steps, epochs)
         sight = self._sights[infeed.spec()]
         self.records.clear()
@@ -256,7 +253,7 @@ class Trainer:
             place.begin()
         try:
             with ProgressBar(total, self.effective_batch_size(infeed.spec()), progress) as bar:
-                fit = _Fit(self, runner, infeed, known, sight, callbacks, bar)
+                fit = Fit(self, runner, infeed, known, sight, callbacks, bar)
                 if steps is not None:
                     fit.steps(steps)
                 else:
@@ -268,7 +265,7 @@ class Trainer:
                             f"that makes an iterator, or use fit(steps=...)."
                         )
                     for epoch in range(epochs):
-                        if self._stopping:
+                        if self.stopping:
                             break
                         if epoch:
                             infeed.restart(dataset, epoch)
@@ -422,14 +419,15 @@ class Trainer:
         per_epoch = length // self.elements_per_step
         if steps is not None:
             if steps > per_epoch:
-                raise DataExhausted(self._too_short(steps, length, 0))
+                raise DataExhausted(self.too_short(steps, length, 0))
             return steps
         if not per_epoch:
-            raise DataExhausted(self._too_short(1, length, 0))
-        _note_left_out(length, self.elements_per_step)
+            raise DataExhausted(self.too_short(1, length, 0))
+        note_left_out(length, self.elements_per_step)
         return per_epoch * (1 if epochs is None else epochs)
 
-    def _too_short(self, steps: int, length: int | str, done: int) -> str:
+    def too_short(self, steps: int, length: int | str, done: int) -> str:
+        """What to say when a dataset ends before `steps` are done."""
         count, replicas = self.accumulation.microbatches, self.replicas
         return (
             f"fit takes steps x microbatches x replicas elements, {steps} x {count} x {replicas} = "
@@ -439,205 +437,8 @@ class Trainer:
         )
 
 
-class _Fit:
-    """One `fit` while it runs: dispatches ahead, and takes in results one execution behind."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        runner: LoopRunner,
-        infeed: InfeedQueue,
-        known: dict[Any, Any],
-        sight: Sight,
-        callbacks: list[Callback],
-        bar: ProgressBar,
-    ) -> None:
-        self.trainer, self.runner, self.infeed, self.known = trainer, runner, infeed, known
-        self.sight, self.callbacks, self.bar = sight, callbacks, bar
-        self.pending: deque[tuple[int, int, int, dict[Hashable, Emission], Any]] = deque()
-        self.guarded = any(isinstance(one.tap, StopOnNonfinite) for one in sight.chosen)
-        self.live = any(getattr(one.tap, "live", False) for one in sight.chosen)
-        runner.keep_elements = self.guarded
-
-    def steps(self, count: int) -> None:
-        """Exactly so many steps."""
-        remaining = count
-        while remaining and not self.trainer._stopping:
-            try:
-                remaining -= self.execute(remaining)
-            except DataExhausted as error:
-                done = count - remaining
-                found = self.infeed.position + self.infeed.remaining(
-                    remaining * self.runner.elements_per_pass
-                )
-                raise DataExhausted(self.trainer._too_short(count, found, done)) from error
-
-    def epoch(self, count: int | None) -> None:
-        """To the end of the dataset; `count` steps if that is known."""
-        if count is not None:
-            self.steps(count)
-            return
-        while not self.trainer._stopping:
-            try:
-                self.execute(None)
-            except DataExhausted:
-                break
-        if self.trainer._stopping:
-            return
-        per_step = self.runner.elements_per_pass
-        assert self.trainer.pace is not None
-        left = self.infeed.remaining(self.trainer.pace.next(None) * per_step)
-        self.steps(left // per_step)
-        _note_left_out(left, per_step)
-
-    def execute(self, remaining: int | None) -> int:
-        """Dispatch one execution; returns how many steps it has."""
-        trainer, pace = self.trainer, self.trainer.pace
-        assert pace is not None
-        length, period = self.next_length(remaining, trainer.step)
-        rest = None if remaining is None else remaining - length
-        measuring = pace.chosen is None
-        following: int | None = 0
-        if not measuring and rest != 0:
-            following = self.next_length(rest, trainer.step + length)[0]
-        compiled_before = self.runner.compile_s
-        started = time.perf_counter()
-        numbers = Numbers(trainer.seed, trainer.step)
-        # The counter of the loop starts at 0 in each execution; the step it belongs to is told.
-        emitted, ticket = self.runner.dispatch(self.known, length, numbers, following, period)
-        if measuring:
-            jax.block_until_ready(ticket)
-            seconds = time.perf_counter() - started - (self.runner.compile_s - compiled_before)
-            pace.measured(length, seconds, rest)
-            logger.info(pace.reason)
-        self.pending.append((trainer.step, length, period, emitted, self.runner.taken))
-        trainer.step += length
-        if len(self.pending) > (0 if self.live else 1):
-            self.take_in()
-        return length
-
-    def next_length(self, remaining: int | None, step: int) -> tuple[int, int]:
-        """How many steps the next execution has, and the period in which it is observed."""
-        assert self.trainer.pace is not None
-        piece = self.trainer.pace.next(remaining)
-        return next_piece(piece, remaining, step, self.sight.period)
-
-    def finish(self) -> None:
-        """Take in everything that is still on its way."""
-        while self.pending:
-            self.take_in()
-
-    def take_in(self) -> None:
-        """The results of the oldest execution: history, callbacks, progress."""
-        first_step, steps, period, emitted, taken = self.pending.popleft()
-        trainer = self.trainer
-        for record in take_records(
-            emitted,
-            self.sight.chosen,
-            first_step=first_step,
-            steps=steps,
-            replicas=trainer.replicas,
-            period=period,
-        ):
-            trainer.records.add(record)
-        out = trainer._scalars
-        structure = self.runner.traced.outfeeds[out].structure
-        scalars = jax.tree.unflatten(structure, emitted.pop(out).value)
-        self.runner.traced.deliver(emitted)
-        count, replicas = trainer.accumulation.microbatches, trainer.replicas
-        values = {"loss": scalars["loss"], **scalars["aux"]}
-        arrays = {name: split_emission(v, count, replicas) for name, v in values.items()}
-        weights = scalars["weight"]
-        if weights is not None:
-            weights = split_emission(weights, count, replicas).astype(np.float64)
-        bad = first_bad_step(emitted, replicas) if self.guarded else None
-        if bad is not None:
-            arrays = {name: values[: bad[0]] for name, values in arrays.items()}
-            weights = weights[: bad[0]] if weights is not None else None
-        trainer.history.add(arrays, weights)
-        if bad is not None:
-            # What was dispatched after the bad step changed nothing: the guard stays down until here.
-            trainer.step = first_step + bad[0]
-            self.known.pop(STOPPED)
-            self.pending.clear()
-            raise diagnose(
-                self.runner,
-                self.known,
-                taken[self.infeed],
-                bad,
-                first_step=first_step,
-                seed=trainer.seed,
-                microbatches=count,
-            )
-        if self.callbacks:
-            one = History(first_step, count, replicas)
-            one.add(arrays, weights)
-            tell(self.callbacks, trainer, Execution(first_step, steps, {n: one[n] for n in one}))
-        self.bar.advance(steps, float(np.mean(arrays["loss"][-1])))
-
-
-def _note_left_out(elements: int, per_step: int) -> None:
-    if left := elements % per_step:
-        note_once(
-            f"The last {left} elements of the dataset do not fill a step of {per_step} and are "
-            f"left out.",
-            key="incomplete step",
-        )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not (
-        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
-    ):
-        raise OptionError(
-            f"optimizer is an optax transformation, with init and update. Received: {optimizer!r}. "
-            f"For example optax.sgd(0.01)."
-        )
-
-
-def _check_accumulates_once(optimizer: Any, params: Any) -> None:
-    """Accumulation belongs to the trainer; an optimizer that accumulates too would do it twice."""
-    state = jax.eval_shape(optimizer.init, params)
-    parts = jax.tree.leaves(state, is_leaf=_accumulates)
-    if isinstance(optimizer, optax.MultiSteps) or any(map(_accumulates, parts)):
-        raise OptionError(
-            "Gradients are accumulated once, by the trainer: its optimizer accumulates them too. "
-            "Give the bare optimizer and Trainer(accumulation=...). optax.MultiSteps and "
-            "tr.optimizers.gradient_accumulation are for hand-written loops."
-        )
-
-
-def _accumulates(state: Any) -> bool:
-    return isinstance(state, AccumulationState | optax.MultiStepsState)
-
-
 def _merged(value: Any, form: Any) -> Any:
     """One value of those of all replicas: their mean, or the first where there is no mean."""
     if value.ndim == len(form.shape):
         return value
     return value.mean(axis=0) if jnp.issubdtype(value.dtype, jnp.inexact) else value[0]
-
-
-def _check_params(params: Any) -> None:
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    if not leaves:
-        raise ProgramError(f"There are no parameters to train. Received: params={params!r}.")
-    for path, leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ProgramError(
-                f"Parameters are floats, so that they have a gradient. Received: "
-                f"{path_name(path) or 'params'!r} of {leaf.dtype}{list(leaf.shape)}. Keep integers "
-                f"in model_state, or close over them."
-            )
-
-
-def _check_duration(steps: int | None, epochs: int | None) -> None:
-    if steps is not None and epochs is not None:
-        raise OptionError(
-            f"fit takes steps= or epochs=, not both. Received: steps={steps}, epochs={epochs}."
-        )
-    for name, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 0
-        ):
-            raise OptionError(f"{name} is a number of at least 0. Received: {name}={value!r}.")

@@ -1,0 +1,67 @@
+"""What a trainer is given, checked before anything is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.marks import path_name
+from tailrace.program.optimizers import AccumulationState
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """An optimizer has `init` and `update`."""
+    if not (
+        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+    ):
+        raise OptionError(
+            f"optimizer is an optax transformation, with init and update. Received: {optimizer!r}. "
+            f"For example optax.sgd(0.01)."
+        )
+
+
+def check_accumulates_once(optimizer: Any, params: Any) -> None:
+    """Accumulation belongs to the trainer; an optimizer that accumulates too would do it twice."""
+    state = jax.eval_shape(optimizer.init, params)
+    parts = jax.tree.leaves(state, is_leaf=_accumulates)
+    if isinstance(optimizer, optax.MultiSteps) or any(map(_accumulates, parts)):
+        raise OptionError(
+            "Gradients are accumulated once, by the trainer: its optimizer accumulates them too. "
+            "Give the bare optimizer and Trainer(accumulation=...). optax.MultiSteps and "
+            "tr.optimizers.gradient_accumulation are for hand-written loops."
+        )
+
+
+def _accumulates(state: Any) -> bool:
+    return isinstance(state, AccumulationState | optax.MultiStepsState)
+
+
+def check_params(params: Any) -> None:
+    """Parameters are floats, and there are some."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    if not leaves:
+        raise ProgramError(f"There are no parameters to train. Received: params={params!r}.")
+    for path, leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ProgramError(
+                f"Parameters are floats, so that they have a gradient. Received: "
+                f"{path_name(path) or 'params'!r} of {leaf.dtype}{list(leaf.shape)}. Keep integers "
+                f"in model_state, or close over them."
+            )
+
+
+def check_duration(steps: int | None, epochs: int | None) -> None:
+    """`steps` or `epochs`, not both, and neither negative."""
+    if steps is not None and epochs is not None:
+        raise OptionError(
+            f"fit takes steps= or epochs=, not both. Received: steps={steps}, epochs={epochs}."
+        )
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 0
+        ):
+            raise OptionError(f"{name} is a number of at least 0. Received: {name}={value!r}.")
