@@ -73,12 +73,12 @@ def dataflow() -> str:
     host, device, ink, line = "#eef3f8", "#fdf3e3", "#1d2b3a", "#5b6b7b"
     parts: list[str] = []
 
-    def box(x: int, y: int, w: int, h: int, title: str, *lines: str, fill: str = "#fff") -> None:
+    def box(x: int, y: int, w: int, h: int, *lines: str, fill: str = "#fff") -> None:
         parts.append(
             f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{fill}" stroke="{line}"/>'
         )
-        top = y + h / 2 - 8 * len(lines) + 4
-        for number, text in enumerate([title, *lines]):
+        top = y + h / 2 - 8 * (len(lines) - 1) + 4
+        for number, text in enumerate(lines):
             weight = ' font-weight="600"' if number == 0 else f' font-size="12" fill="{line}"'
             at = top + 16 * number
             parts.append(
@@ -105,34 +105,27 @@ def dataflow() -> str:
     box(25, 95, 110, 60, "dataset", "any iterable")
     box(185, 95, 140, 60, "infeed", "a thread reads,", "stacks and moves")
     box(365, 95, 90, 60, "block", "n elements")
-    box(500, 60, 215, 135, "", fill="#fff")
+    box(500, 60, 215, 135)
     text(512, 80, "step, n times")
-    for number, words in enumerate(("forward, backward", "accumulate microbatches")):
-        box(512, 90 + 24 * number, 190, 20, "")
+    inside = ("forward, backward", "accumulate microbatches", "mean over replicas", "update")
+    for number, words in enumerate(inside):
+        box(512, 90 + 24 * number, 190, 20)
         text(607, 104 + 24 * number, words, "middle")
-    for number, words in enumerate(("mean over replicas", "update")):
-        box(512, 138 + 24 * number, 190, 20, "")
-        text(607, 152 + 24 * number, words, "middle")
     box(755, 95, 95, 60, "outfeed", "in order")
     box(890, 80, 90, 90, "yours", "dequeue", "stream", "history")
     for path in ("M135 125H183", "M325 125H363", "M455 125H498", "M715 125H753", "M850 125H888"):
         arrow(path)
     arrow("M607 195V228H480V170H498")
     text(544, 244, "state stays on the device", "middle")
-    rows = (
-        ("thread", "read", 0, host),
-        ("device", "execution", 1, device),
-        ("host", "results", 2, host),
-    )
-    for row, (who, what, late, fill) in enumerate(rows):
-        y = 290 + 38 * row
-        text(25, y + 20, who)
-        for number in range(4):
-            width = {"read": 110, "execution": 196, "results": 60}[what]
-            x = 100 + 204 * (number + max(0, late - 1)) + (118 if late else 0)
-            x = 100 + 204 * number - (86 if number else 0) if what == "read" else x
-            if x + width < 985:
-                box(x, y, width, 30, f"{what} {number}", fill=fill)
+    lanes = {
+        "thread": ("read", host, 110, (100, 218, 422, 626)),
+        "device": ("execution", device, 196, (218, 422, 626)),
+        "host": ("results", host, 76, (422, 626, 830)),
+    }
+    for row, (who, (what, fill, width, starts)) in enumerate(lanes.items()):
+        text(25, 310 + 38 * row, who)
+        for number, x in enumerate(starts):
+            box(x, 290 + 38 * row, width, 30, f"{what} {number}", fill=fill)
     text(
         100,
         420,

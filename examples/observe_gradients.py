@@ -5,6 +5,7 @@ what arrives. The picture marks where float16, bfloat16 and the two float8 forma
 """
 
 import argparse
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def create_model(seed=0):
             "weight": random.normal(0, fan_in**-0.5, (fan_in, fan_out)).astype(np.float32),
             "bias": np.zeros(fan_out, np.float32),
         }
-        for number, (fan_in, fan_out) in enumerate(zip(SIZES, SIZES[1:], strict=False), start=1)
+        for number, (fan_in, fan_out) in enumerate(itertools.pairwise(SIZES), start=1)
     }
 
 
@@ -72,25 +73,17 @@ def draw(counts, picture):
     figure, axes = plt.subplots(figsize=(9, 5), tight_layout=True)
     axes.bar(exponents, counts[exponents + 127], width=1, align="edge", color="0.6")
     axes.bar(exponents.min() - 2, counts[ZERO_BIN], width=1, align="edge", color="0.2")
+    styles = {"smallest": ":", "smallest_normal": "--", "largest": "-"}
     for number, form in enumerate(FORMATS):
-        colour, height = f"C{number}", 0.97 - 0.05 * number
-        for limit, style in (
-            (form.smallest, ":"),
-            (form.smallest_normal, "--"),
-            (form.largest, "-"),
-        ):
-            if np.log2(limit) >= exponents.min() - 8:
-                axes.axvline(np.log2(limit), color=colour, linestyle=style, linewidth=1)
-        axes.text(0.99, height, form.name, color=colour, ha="right", transform=axes.transAxes)
+        axes.plot([], [], color=f"C{number}", label=form.name)
+        for limit, style in styles.items():
+            at = np.log2(getattr(form, limit))
+            axes.axvline(at, color=f"C{number}", linestyle=style, linewidth=1)
+    for limit, style in styles.items():
+        axes.plot([], [], color="0.3", linestyle=style, label=limit.replace("_", " "))
     axes.set_xlim(exponents.min() - 4, 20)
     axes.set(title="Gradient Histogram", xlabel="log2 |gradient| (dark: zero)", ylabel="Frequency")
-    axes.text(
-        0.99,
-        0.72,
-        "smallest :   smallest normal - -   largest -",
-        ha="right",
-        transform=axes.transAxes,
-    )
+    axes.legend(loc="center right")
     figure.savefig(picture)
     plt.close(figure)
     print(f"Saved histogram to {picture}")
@@ -103,7 +96,7 @@ def main(batch_size=1000, epochs=1, picture="GradientHistogram.png"):
         f"{counts.sum():,} gradients of {len(records)} tensors, {counts[ZERO_BIN]:,} of them zero"
     )
     for scale in (0, 10):
-        print(f"\nas they are, times 2^{scale}:")
+        print(f"\ntimes 2^{scale}:" if scale else "\nas they are:")
         for name, shares in format_shares(counts, scale).items():
             lost, part, beyond = (shares[k] for k in ("underflow", "subnormal", "overflow_most"))
             print(f"  {name:14} {lost:7.2%} vanish {part:7.2%} subnormal {beyond:7.2%} overflow")

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax.core import ShapedArray, Tracer
 from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
@@ -31,7 +32,9 @@ __all__ = [
     "JaxprEqn",
     "Literal",
     "Primitive",
+    "ShapedArray",
     "Var",
+    "Tracer",
     "ad",
     "batching",
     "bind_again",

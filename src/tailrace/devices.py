@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Device
 from jax.sharding import Mesh
 
 from tailrace.errors import DeviceError, ReplicaError
@@ -15,10 +14,10 @@ from tailrace.errors import DeviceError, ReplicaError
 REPLICA, STAGE = "replica", "stage"
 """The names of the mesh's axes."""
 
-_chosen: list[Device] | None = None
+_chosen: list[Any] | None = None
 
 
-def configure(devices: int | None = None, platform: str | None = None) -> list[Device]:
+def configure(devices: int | None = None, platform: str | None = None) -> list[Any]:
     """Choose the devices of this process; call it before anything else uses JAX.
 
     Virtual CPU devices are made only where there is no accelerator, or where `platform="cpu"` asks
@@ -64,7 +63,7 @@ def apply_environment() -> None:
     _ask_for_cpu_devices(int(text))
 
 
-def available() -> list[Device]:
+def available() -> list[Any]:
     """The devices chosen, or all there are."""
     if _chosen is not None:
         return list(_chosen)
@@ -120,7 +119,7 @@ def _ask_for_cpu_devices(devices: int | None) -> bool:
     return True
 
 
-def _devices_of(platform: str | None) -> list[Device]:
+def _devices_of(platform: str | None) -> list[Any]:
     try:
         return list(jax.devices(platform) if platform else jax.devices())
     except RuntimeError as error:
@@ -129,7 +128,7 @@ def _devices_of(platform: str | None) -> list[Device]:
         ) from error
 
 
-def _too_few(devices: int, found: list[Device], started: bool) -> str:
+def _too_few(devices: int, found: list[Any], started: bool) -> str:
     kind = found[0].platform if found else "cpu"
     if kind != "cpu":
         return (

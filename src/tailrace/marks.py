@@ -127,7 +127,7 @@ ad.primitive_jvps[dequeue_p] = lambda primals, tangents, **params: (
 def dequeue(counter: Any, queue: Any, spec: Any) -> Any:
     """The next element of `queue`, whose leaves look like `spec`."""
     leaves, structure = jax.tree.flatten(spec)
-    avals = tuple(jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
+    avals = tuple(_jax.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
     # The counter makes the equation vary with the loop: differentiation would move it out otherwise.
     return jax.tree.unflatten(structure, dequeue_p.bind(counter, queue=queue, avals=avals))
 
@@ -144,7 +144,7 @@ _AMBIENT = {
 
 def _ambient_aval(*, what: str, **_: Any) -> Any:
     shape = _AMBIENT[what]()
-    return jax.core.ShapedArray(shape.shape, shape.dtype)
+    return _jax.ShapedArray(shape.shape, shape.dtype)
 
 
 ambient_p.def_abstract_eval(_ambient_aval)
@@ -158,9 +158,7 @@ def ambient(what: str, call: int, depth: int) -> Any:
 # -- reductions over replicas -------------------------------------------------------------------
 # An own primitive, because the program is traced before it is spread over replicas: no axis exists.
 
-cross_replica_p.def_abstract_eval(
-    lambda value, *, mean: jax.core.ShapedArray(value.shape, value.dtype)
-)
+cross_replica_p.def_abstract_eval(lambda value, *, mean: _jax.ShapedArray(value.shape, value.dtype))
 ad.deflinear2(cross_replica_p, lambda ct, value, *, mean: [cross_replica_p.bind(ct, mean=mean)])
 _jax.batching.primitive_batchers[cross_replica_p] = lambda values, dims, *, mean: (
     cross_replica_p.bind(*values, mean=mean),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 
+from tailrace._jax import Tracer
 from tailrace.errors import ProgramError
 from tailrace.marks import Tag, current_trace, mark
 from tailrace.observe.printing import PrintOptions
@@ -67,7 +67,7 @@ def print_tensor(
         text = options.format(np.asarray(value), title)
         print(text, file=sys.stderr, flush=True)
 
-    if not isinstance(x, jax.core.Tracer):
+    if not isinstance(x, Tracer):
         show(x, title)
         return x
     trace = current_trace("tr.print_tensor")

@@ -137,7 +137,8 @@ class Finder(Rewriter):
             carry, kept[number] = out[:carry_count], out[carry_count:]
         ys = [jnp.stack(each) for each in zip(*(kept[n] for n in range(length)), strict=True)]
         if not ys:
-            ys = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[carry_count:]]
+            avals: list[Any] = [var.aval for var in eqn.outvars[carry_count:]]
+            ys = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         return [*carry, *ys]
 
     def _while(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:

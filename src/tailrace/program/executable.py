@@ -192,7 +192,9 @@ class Executable:
         if several:
             pairs = zip(self._carried, carried, strict=True)
             carried = [value[0] if var in self._each else value for var, value in pairs]
-        known = dict(zip([*self._carried, *self.segment.reads], [*carried, *read], strict=True))
+        known: dict[Any, Any] = dict(
+            zip([*self._carried, *self.segment.reads], [*carried, *read], strict=True)
+        )
         equations = list(self.segment.equations)
         if self.segment.is_loop:
             equations[0] = self._piece(equations[0])

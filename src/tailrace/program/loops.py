@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace._jax import Tracer
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.infeed import InfeedQueue
@@ -56,9 +57,9 @@ def repeat_with(
     trace = current_trace("tr.repeat")
     carries = inputs is not _NOTHING
     carry = jax.tree.map(jnp.asarray, inputs) if carries else None
-    if isinstance(n, jax.Array) and not isinstance(n, jax.core.Tracer):
+    if isinstance(n, jax.Array) and not isinstance(n, Tracer):
         n = int(n)
-    if isinstance(n, jax.core.Tracer):
+    if isinstance(n, Tracer):
         _need_static(n, infeed)
         return lax.fori_loop(0, n, _loop_body(trace, call, body, None, None, carries), carry)
     if not hasattr(n, "__index__") or isinstance(n, bool) or n.__index__() < 0:

@@ -10,7 +10,7 @@ Both wrap an optax transformation and are one themselves, so they go wherever on
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def cross_replica(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         reduced = name_values("reduced", cross_replica_mean(grads), "params")
         return optimizer.update(reduced, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, cast(Any, update))
 
 
 class AccumulationState(NamedTuple):
@@ -100,4 +100,4 @@ def gradient_accumulation(
         accumulated = mark(accumulated, Tag("equal at the end"))
         return updates, AccumulationState((count + 1) % microbatches, accumulated, inner)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))

@@ -101,7 +101,8 @@ class LoopRunner:
             if result not in self._each:
                 known[result] = self.placement.own(value)
                 continue
-            if jnp.ndim(value) == len(result.aval.shape):  # one for all, to begin with
+            form: Any = result.aval
+            if jnp.ndim(value) == len(form.shape):  # one for all, to begin with
                 value = jnp.broadcast_to(value, (self.placement.replicas, *jnp.shape(value)))
             known[result] = self.placement.own_each(value)
         # Nothing else may hold on to what the loop overwrites: the caller's arrays are let go of.

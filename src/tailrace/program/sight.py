@@ -94,7 +94,7 @@ def _entry(place: Place) -> Entry | None:
     if tag is None or tag.role != "value":
         return None
     name = full_name(tag)
-    aval = place.equation.outvars[0].aval
+    aval: Any = place.equation.outvars[0].aval
     layers = tuple(a.length or 0 for a in place.inside if a.kind == SCAN)
     return Entry(
         name,

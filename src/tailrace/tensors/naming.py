@@ -204,8 +204,7 @@ class Namer:
             and made.get(var, -1) not in inside
             and var in made
             and _jax.is_backward(jaxpr.eqns[made[var]])
-            and var.aval.shape == value.aval.shape
-            and var.aval.dtype == value.aval.dtype
+            and _form(var) == _form(value)
         }
         if len(alike) != 1 or len(entering) != 1:
             return
@@ -255,7 +254,11 @@ class Namer:
         return f"{name}.{number}" if number else name
 
 
-def _identities(chain: Sequence[Scope]) -> tuple[int, ...]:
+def _form(var: Any) -> tuple[Any, Any]:
+    return var.aval.shape, var.aval.dtype
+
+
+def _identities(chain: Sequence[Scope]) -> tuple[Any, ...]:
     return tuple(scope.identity for scope in chain)
 
 

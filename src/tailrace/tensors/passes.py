@@ -108,4 +108,4 @@ def like(made: Any, value: Any) -> Any:
 
 def both(made: Any, valid: Any) -> Any:
     """Flags over the leading dims, and flags over more of them: both must be up."""
-    return jnp.logicalboth(like(made, valid), valid)
+    return jnp.logical_and(like(made, valid), valid)

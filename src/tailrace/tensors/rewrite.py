@@ -229,7 +229,7 @@ class Rewriter:
             inputs, params["cond_nconsts"], params["body_nconsts"]
         )
         tag = loop_tag(body.jaxpr)
-        maximum = tag.payload if tag else None
+        maximum: Any = tag.payload if tag else None
         counts = elements_read(body.jaxpr.eqns)
         before = {queue: frame.blocks[queue].position for queue in counts}
         elements = {

@@ -126,7 +126,8 @@ class Tap:
             return 4
         if self.reduce is Reduce.TENSOR:
             return entry.nbytes
-        out = jax.eval_shape(self.reduce, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
+        reduce: Any = self.reduce
+        out = jax.eval_shape(reduce, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(out))
 
 

@@ -26,7 +26,7 @@ def first_bad_step(
         if isinstance(key, FiniteKey):
             flags = np.asarray(emission.value)
             flags = flags if replicas > 1 else flags[None]
-            down = ~flags.reshape(replicas, flags.shape[1], -1).all(axis=2)
+            down = np.logical_not(flags.reshape(replicas, flags.shape[1], -1).all(axis=2))
             if down.any():
                 step = int(np.argmax(down.any(axis=0)))
                 names = [name for name, _ in key]  # pyright: ignore[reportGeneralTypeIssues]

@@ -254,26 +254,12 @@ class Trainer:
         try:
             with ProgressBar(total, self.effective_batch_size(infeed.spec()), progress) as bar:
                 fit = Fit(self, runner, infeed, known, sight, callbacks, bar)
-                if steps is not None:
-                    fit.steps(steps)
-                else:
-                    epochs = 1 if epochs is None else epochs
-                    if epochs > 1 and not source.restartable:
-                        raise DataError(
-                            f"fit(epochs={epochs}) goes through the dataset again and again, but "
-                            f"{source.name} can be read once only. Give a re-iterable, a function "
-                            f"that makes an iterator, or use fit(steps=...)."
-                        )
-                    for epoch in range(epochs):
-                        if self.stopping:
-                            break
-                        if epoch:
-                            infeed.restart(dataset, epoch)
-                        fit.epoch(total // epochs if total is not None else None)
+                try:
+                    self._train(fit, dataset, steps, 1 if epochs is None else epochs, total)
+                except TailraceError:
+                    fit.finish()  # what was computed before the failure is part of the history
+                    raise
                 fit.finish()
-        except TailraceError:
-            fit.finish()  # what was computed before the failure is part of the history
-            raise
         finally:
             infeed.rest()
             self._left = (dataset, infeed) if not source.restartable else None
@@ -282,6 +268,27 @@ class Trainer:
             for callback in callbacks:
                 callback.on_fit_end(self, self.history)
         return self.history
+
+    def _train(
+        self, fit: Fit, dataset: Any, steps: int | None, epochs: int, total: int | None
+    ) -> None:
+        """So many steps, or so many times through the dataset."""
+        if steps is not None:
+            fit.steps(steps)
+            return
+        source = as_dataset(dataset)
+        if epochs > 1 and not source.restartable:
+            raise DataError(
+                f"fit(epochs={epochs}) goes through the dataset again and again, but {source.name} "
+                f"can be read once only. Give a re-iterable, a function that makes an iterator, or "
+                f"use fit(steps=...)."
+            )
+        for epoch in range(epochs):
+            if self.stopping:
+                break
+            if epoch:
+                fit.infeed.restart(dataset, epoch)
+            fit.epoch(total // epochs if total is not None else None)
 
     def effective_batch_size(self, spec: ElementSpec) -> int | None:
         """Examples in a step: microbatch size x microbatches x replicas."""
