@@ -28,9 +28,9 @@ ROOMS = [
     "data",
     "feeds",
     "tensors",
+    "observe",
     "program",
     "pipeline",
-    "observe",
     "training",
     "trace",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -141,6 +141,18 @@ class OutfeedQueue:
         """That program has ended, one way or the other."""
         self._runs.end()
 
+    def check_fits(self, structure: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+        """Refuse a program, before it runs, whose elements are not like those that wait here."""
+        with self._changed:
+            if self._structure is not None and self._structure != structure:
+                raise FeedError(
+                    f"An outfeed keeps elements of one structure, {self._structure}. Received: "
+                    f"{structure} from another program. Use one outfeed per kind of element."
+                )
+            waits = self.mode is OutfeedMode.ALL and self._blocks
+            if waits and list(self._shapes) != list(shapes):
+                raise FeedError(self._unlike(structure, list(shapes)))
+
     def deliver(
         self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
     ) -> None:
@@ -150,17 +162,9 @@ class OutfeedQueue:
         """
         block = _Block(structure, leaves, valid, loops, replicas)
         with self._changed:
-            if self._structure is not None and self._structure != structure:
-                raise FeedError(
-                    f"An outfeed keeps elements of one structure, {self._structure}. Received: "
-                    f"{structure} from another program. Use one outfeed per kind of element."
-                )
-            shapes = block.element_shapes()
             if self.mode is OutfeedMode.LAST and block.surely_has_elements():
                 self._blocks.clear()
-            if self._blocks and self._shapes != shapes:
-                raise FeedError(self._unlike(structure, shapes))
-            self._structure, self._shapes = structure, shapes
+            self._structure, self._shapes = structure, block.element_shapes()
             if self._blocks:
                 self._blocks[-1].settle()
             self._blocks.append(block)

@@ -93,6 +93,8 @@ class Program:
         leaves = self.placement.put(jax.tree.leaves(args))
         known.update(zip(traced.jaxpr.invars, leaves, strict=True))
         self.records.clear()
+        for queue, out in traced.outfeeds.items():
+            queue.check_fits(out.structure, out.shapes)
         for queue in traced.outfeeds:
             queue.begin()
         try:
@@ -104,6 +106,8 @@ class Program:
             # Without a loop of its own, the whole call is a step: the next one gets other keys.
             self.steps += not version.has_loops
         finally:
+            if any(queue.live for queue in traced.outfeeds):
+                jax.effects_barrier()  # elements may still be on their way, by callback
             for queue in traced.outfeeds:
                 queue.end()
         return jax.tree.unflatten(

@@ -20,10 +20,11 @@ from tailrace.tensors.walk import BRANCH, LOOP, Place, elements_read, loop_tag, 
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """What a program sends to one outfeed: the tree of an element and the loops around it."""
+    """What a program sends to one outfeed: the form of an element and the loops around it."""
 
     queue: OutfeedQueue
     structure: Any
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]
     loops: int
     at_top: bool
 
@@ -192,7 +193,11 @@ def _outgoing(places: list[Place], context: ProgramTrace) -> dict[OutfeedQueue, 
                 "upper bound. Give tr.while_loop maximum_iterations=, or tr.repeat an integer."
             )
         at_top = len(around) == 1 and around[0].kind == LOOP and len(place.inside) == 1
-        found[target.queue] = Outgoing(target.queue, target.structure, len(around), at_top)
+        replica = (context.replicas,) if context.replicas > 1 else ()
+        avals: list[Any] = [var.aval for var in place.equation.outvars]
+        shapes = tuple(((*replica, *aval.shape), aval.dtype) for aval in avals)
+        loops = len(around)
+        found[target.queue] = Outgoing(target.queue, target.structure, shapes, loops, at_top)
     return found
 
 

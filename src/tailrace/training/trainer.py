@@ -249,6 +249,8 @@ class Trainer:
         callbacks = list(callbacks)
         for callback in callbacks:
             callback.on_fit_begin(self)
+        for queue, out in runner.traced.outfeeds.items():
+            queue.check_fits(out.structure, out.shapes)
         for place in (self.records.runs, *runner.traced.outfeeds):
             place.begin()
         try:
