@@ -2,8 +2,7 @@
 
     python -m benchmarks.live [--steps N] [--repeats N]
 
-A second thread takes every loss as it arrives. "Directly in the loop" is run in short dispatches;
-"deeper inside" sends each value by an ordered callback.
+A second thread takes every loss as it arrives. The loop is then run in short dispatches.
 """
 
 import statistics
@@ -26,11 +25,7 @@ PLAIN = "read at the end"
 def main(arguments: list[str] | None = None) -> None:
     flags = report.common_flags(__doc__, steps=10_000, repeats=7).parse_args(arguments)
     batches = HostBatches(flags.steps)
-    runs = {
-        PLAIN: Run(batches, live=False),
-        "live, directly in the loop": Run(batches, live=True),
-        "live, deeper inside": Run(batches, live=True, deeper=True),
-    }
+    runs = {PLAIN: Run(batches, live=False), "live": Run(batches, live=True)}
     contenders = report.chosen(
         [Contender(name, run) for name, run in runs.items()], flags.only, PLAIN
     )
@@ -53,12 +48,11 @@ def main(arguments: list[str] | None = None) -> None:
 class Run:
     """One way to get the losses out, and when they came."""
 
-    def __init__(self, batches: HostBatches, *, live: bool, deeper: bool = False) -> None:
+    def __init__(self, batches: HostBatches, *, live: bool) -> None:
         self.infeed, self.outfeed = tr.InfeedQueue(batches), tr.OutfeedQueue(live=live)
         self.params, self.count = workload.init_params(), len(batches)
-        body = self._deeper if deeper else self._body
         self.program = tr.compile(
-            lambda params: tr.repeat(len(batches), body, params, infeed=self.infeed)
+            lambda params: tr.repeat(self.count, self._body, params, infeed=self.infeed)
         )
         self.first_ms: list[float] = []
         self.longest_ms: list[float] = []
@@ -68,9 +62,6 @@ class Run:
         params, loss = workload.sgd_step(params, images, labels)
         self.outfeed.enqueue(loss)
         return params
-
-    def _deeper(self, params: Any, images: Any, labels: Any) -> Any:
-        return tr.repeat(1, lambda params: self._body(params, images, labels), params)
 
     def __call__(self) -> None:
         self.infeed.restart()

@@ -7,6 +7,7 @@ breaks here.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +45,7 @@ __all__ = [
     "equation_context",
     "function_name",
     "inner_jaxprs",
+    "is_library",
     "keeps_apart",
     "name_stack_of",
     "primitives",
@@ -155,7 +157,13 @@ def is_backward(eqn: JaxprEqn) -> bool:
 
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "keras", "optax", "torchax", "tailrace", "haiku")
-_LIBRARY_PARTS = tuple(f"/{name}/" for name in _LIBRARIES)
+_OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def is_library(path: str) -> bool:
+    """Whether a file is ours or a library's, not the user's, wherever the user's own files lie."""
+    _, installed, inside = path.replace(os.sep, "/").rpartition("site-packages/")
+    return path.startswith(_OWN_FILES) or bool(installed and inside.split("/")[0] in _LIBRARIES)
 
 
 def user_frame(eqn: JaxprEqn) -> str:
@@ -163,8 +171,7 @@ def user_frame(eqn: JaxprEqn) -> str:
     trace = eqn.source_info.traceback
     for frame in trace.frames if trace is not None else ():
         path = frame.file_name
-        library = "site-packages" in path or "/tailrace/" in path
-        if not (library and any(part in path for part in _LIBRARY_PARTS)) and path[:1] != "<":
+        if not is_library(path) and path[:1] != "<":
             return f"{path}:{frame.line_num}"
     return ""
 

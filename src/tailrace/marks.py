@@ -182,7 +182,8 @@ class ProgramTrace:
         """Number a call that must be found again in the traced program, and note where it stands."""
         number = len(self.sites)
         frame = next(
-            (f for f in reversed(traceback.extract_stack()) if "/tailrace/" not in f.filename), None
+            (f for f in reversed(traceback.extract_stack()) if not _jax.is_library(f.filename)),
+            None,
         )
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
         self.sites[number] = f"{what}{where}"

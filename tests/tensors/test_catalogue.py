@@ -89,6 +89,17 @@ def test_the_source_is_the_line_of_the_user(catalogue):
     assert "/tailrace/tensors/" not in str(catalogue)
 
 
+def test_a_folder_of_the_user_may_be_called_like_a_library(tmp_path, monkeypatch):
+    folder = tmp_path / "tailrace" / "jax"
+    folder.mkdir(parents=True)
+    (folder / "model_of_a_user.py").write_text("def loss(w, x, y):\n    return (x * w).mean()\n")
+    monkeypatch.syspath_prepend(str(folder))
+    import model_of_a_user
+
+    catalogue = trainer_of(model_of_a_user.loss, np.float32(1)).tensors(elements(1)[0])
+    assert catalogue["activation/:mul"].source == f"{folder / 'model_of_a_user.py'}:2"
+
+
 def test_after_a_fit_no_example_is_needed():
     trainer = trainer_of()
     with pytest.raises(ProgramError, match=r"trainer\.tensors\(example\), or call it after a fit"):

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from tailrace.marks import Tag, current_trace, mark, name_values
@@ -22,13 +21,15 @@ from tailrace.program.accumulation import Accumulation, Reduction
 from tailrace.program.inside import cross_replica_mean
 
 
-def cross_replica(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+def cross_replica(optimizer: Any) -> Any:
     """`optimizer`, given the mean of the gradients over all replicas.
 
     >>> import optax
     >>> hasattr(cross_replica(optax.sgd(0.1)), "update")
     True
     """
+    import optax
+
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -59,7 +60,7 @@ def gradient_accumulation(
     *,
     dtype: Any = None,
     reduction: Reduction | str = Reduction.MEAN,
-) -> optax.GradientTransformationExtraArgs:
+) -> Any:
     """`optimizer`, run once for every `microbatches` updates, on their accumulated gradient.
 
     For loops written with `tr.repeat`, whose length must be a multiple of `microbatches`. In
@@ -71,6 +72,8 @@ def gradient_accumulation(
         dtype: of the accumulators; see `tr.Accumulation`.
         reduction: "sum", "mean" or "running_mean".
     """
+    import optax
+
     accumulation = Accumulation(microbatches, dtype, reduction)
     optimizer = optax.with_extra_args_support(optimizer)
 

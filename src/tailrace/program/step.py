@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
@@ -176,6 +175,8 @@ class Step:
         grads = name_values("reduced", grads, _ALONE)
         with jax.named_scope("optimizer"):
             updates, after = self.optimizer.update(grads, state.optimizer_state, state.params)
+        import optax  # late: it takes a fifth as long to import as JAX itself
+
         updates = name_values("update", updates, _ALONE)
         params = name_values("updated", optax.apply_updates(state.params, updates), _ALONE)
         after = jax.tree.map(_keep_dtype, state.optimizer_state, after)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.marks import path_name
@@ -26,18 +25,19 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_accumulates_once(optimizer: Any, params: Any) -> None:
     """Accumulation belongs to the trainer; an optimizer that accumulates too would do it twice."""
+    import optax
+
+    def accumulates(state: Any) -> bool:
+        return isinstance(state, AccumulationState | optax.MultiStepsState)
+
     state = jax.eval_shape(optimizer.init, params)
-    parts = jax.tree.leaves(state, is_leaf=_accumulates)
-    if isinstance(optimizer, optax.MultiSteps) or any(map(_accumulates, parts)):
+    parts = jax.tree.leaves(state, is_leaf=accumulates)
+    if isinstance(optimizer, optax.MultiSteps) or any(map(accumulates, parts)):
         raise OptionError(
             "Gradients are accumulated once, by the trainer: its optimizer accumulates them too. "
             "Give the bare optimizer and Trainer(accumulation=...). optax.MultiSteps and "
             "tr.optimizers.gradient_accumulation are for hand-written loops."
         )
-
-
-def _accumulates(state: Any) -> bool:
-    return isinstance(state, AccumulationState | optax.MultiStepsState)
 
 
 def check_params(params: Any) -> None:
