@@ -12,6 +12,7 @@
     ├── OptionError            an option has a value it may not have
     ├── SelectionError         no tensor has the name that was asked for
     ├── PlanError              a pipeline schedule breaks a rule
+    ├── RunError               a run directory cannot be written or read
     ├── NonFiniteError         a NaN or Inf where `stop_on_nonfinite` watches
     └── MissingDependency      an optional package is not installed
 
@@ -66,6 +67,10 @@ class SelectionError(TailraceError, LookupError):
 
 class PlanError(TailraceError, ValueError):
     """A pipeline schedule cannot be made, or a plan breaks one of its rules."""
+
+
+class RunError(TailraceError, OSError):
+    """A run directory cannot be written or read; the text says what is there all the same."""
 
 
 class NonFiniteError(TailraceError, ArithmeticError):

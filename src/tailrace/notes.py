@@ -22,3 +22,12 @@ def note_once(text: str, *, key: str | None = None) -> None:
 def forget_notes() -> None:
     """Say everything again from now on (used between tests)."""
     _said.clear()
+
+
+def shown(text: str) -> str:
+    """A name that came from a file or from a user, safe to print: what does not print is escaped.
+
+    >>> print(shown("grad/w"), shown("evil\\x1b[2J\\nname"))
+    grad/w evil\\x1b[2J\\nname
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

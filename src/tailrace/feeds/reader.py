@@ -45,6 +45,7 @@ class Reader:
         self._source: Iterator[Any] = source.iterate(epoch or 0)
         self._waiting: deque[Block] = deque()
         self._spec: ElementSpec | None = None
+        self._plain: list[tuple[tuple[int, ...], np.dtype]] | None = None
         self._ended: BaseException | bool = False
         self.delivered = 0
         self._produced = 0
@@ -58,6 +59,9 @@ class Reader:
                     f"A dataset needs at least one element. Received: an empty {self.name}."
                 )
             self._spec = ElementSpec.of(first)
+            if self._spec.structure == jax.tree.structure((0,) * len(self._spec.leaves)):
+                shapes = (leaf.shape for leaf in self._spec.leaves)
+                self._plain = list(zip(shapes, self._spec.dtypes, strict=True))
             block = self._new_block(1)
             self._store(first, block, 0)
             self._waiting.append(block)
@@ -174,9 +178,20 @@ class Reader:
 
     def _store(self, element: Any, block: Block, row: int) -> None:
         assert self._spec is not None
-        number = self._produced - 1
-        for leaf, target in zip(self._spec.conform(element, number), block, strict=True):
+        leaves = element
+        if not self._is_plain(element):
+            leaves = self._spec.conform(element, self._produced - 1)
+        for leaf, target in zip(leaves, block, strict=True):
             target[row] = leaf  # narrows 64 bits on the way, without a second copy
+
+    def _is_plain(self, element: Any) -> bool:
+        """Whether an element is the expected tuple of arrays; cheaper to see than any tree."""
+        if self._plain is None or type(element) is not tuple or len(element) != len(self._plain):
+            return False
+        for leaf, (shape, dtype) in zip(element, self._plain, strict=True):
+            if type(leaf) is not np.ndarray or leaf.shape != shape or leaf.dtype != dtype:
+                return False
+        return True
 
     def _cast(self, leaves: list[np.ndarray]) -> Block:
         assert self._spec is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -54,18 +54,34 @@ class Record:
         return f"Record({self.name!r}, {self.kind}, {len(self)} values of {shape})"
 
 
-class Records(Mapping[Any, Record]):
-    """The records of a fit, by name: `records["grad/w"]`, or `records["grad/w", "histogram"]`."""
+class Source(Protocol):
+    """Something that can be made a record: what an execution emitted, or rows in a file."""
 
-    def __init__(self) -> None:
-        self._parts: dict[tuple[str, str], list[Record | Part]] = {}
+    def record(self) -> Record:
+        """Read it."""
+        ...
+
+
+class Records(Mapping[Any, Record]):
+    """The records of a fit, by name: `records["grad/w"]`, or `records["grad/w", "histogram"]`.
+
+    Args:
+        stored: where records are kept, if not in here: asked each time somebody reads.
+    """
+
+    def __init__(
+        self, stored: Callable[[], dict[tuple[str, str], list[Source]]] | None = None
+    ) -> None:
+        self._stored = stored
+        self._parts: dict[tuple[str, str], list[Record | Source]] = {}
         self._live: deque[Part] = deque()
         self.runs = Runs()
 
     def add(self, record: Record | Part) -> None:
         """Append the records of one execution; they are made ready when somebody asks for them."""
         with self.runs.changed:
-            self._parts.setdefault((record.name, record.kind), []).append(record)
+            if self._stored is None:
+                self._parts.setdefault((record.name, record.kind), []).append(record)
             if isinstance(record, Part) and getattr(record.one.tap, "live", False):
                 self._live.append(record)
             self.runs.changed.notify_all()
@@ -92,15 +108,16 @@ class Records(Mapping[Any, Record]):
     @property
     def names(self) -> list[str]:
         """The tensors there are records of."""
-        return list(dict.fromkeys(name for name, _ in self._parts))
+        return list(dict.fromkeys(name for name, _ in self._held()))
 
     def __getitem__(self, key: str | tuple[str, str]) -> Record:
+        held = self._held()
         if isinstance(key, tuple):
-            found = [key] if key in self._parts else []
+            found = [key] if key in held else []
         else:
-            found = [pair for pair in self._parts if pair[0] == key]
+            found = [pair for pair in held if pair[0] == key]
         if len(found) == 1:
-            return self._joined(found[0])
+            return self._joined(found[0], held[found[0]])
         if found:
             kinds = ", ".join(repr(kind) for _, kind in found)
             raise SelectionError(
@@ -110,27 +127,36 @@ class Records(Mapping[Any, Record]):
         import difflib
 
         name = key[0] if isinstance(key, tuple) else key
-        near = difflib.get_close_matches(name, self.names, n=5, cutoff=0.3) or self.names[:5]
+        names = list(dict.fromkeys(name for name, _ in held))
+        near = difflib.get_close_matches(name, names, n=5, cutoff=0.3) or names[:5]
         raise SelectionError(
             f"There are no records of {key!r}. The nearest are: {near}. Only what observe= "
             f"selects is recorded, and with mode=tr.every(n) first in step n-1."
         )
 
     def __contains__(self, key: object) -> bool:
-        return key in self._parts or key in self.names
+        held = self._held()
+        return key in held or any(key == name for name, _ in held)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._parts)
+        return iter(self._held())
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._held())
 
     def __repr__(self) -> str:
-        rows = [f"  {self._joined(pair)!r}" for pair in self._parts]
+        rows = []
+        for pair, parts in self._held().items():
+            # What lies in a file says of itself what it is, and need not be read for that.
+            alone = len(parts) == 1 and not isinstance(parts[0], Part)
+            rows.append(f"  {parts[0] if alone else self._joined(pair, parts)!r}")
         return "\n".join([f"Records({len(rows)} tensors)", *rows])
 
-    def _joined(self, pair: tuple[str, str]) -> Record:
-        parts = [part.record() if isinstance(part, Part) else part for part in self._parts[pair]]
+    def _held(self) -> Mapping[tuple[str, str], list[Any]]:
+        return self._parts if self._stored is None else self._stored()
+
+    def _joined(self, pair: tuple[str, str], held: Sequence[Record | Source]) -> Record:
+        parts = [part if isinstance(part, Record) else part.record() for part in held]
         if len(parts) > 1:
             fields: dict[str, Any] = {
                 name: np.concatenate([getattr(part, name) for part in parts])
@@ -140,7 +166,8 @@ class Records(Mapping[Any, Record]):
             ran = [part.ran for part in parts if part.ran is not None]
             fields["ran"] = np.concatenate(ran) if ran else None
             parts = [Record(*pair, values, **fields)]
-        self._parts[pair] = list(parts)
+        if self._stored is None:
+            self._parts[pair] = list(parts)
         return parts[0]
 
 

@@ -71,7 +71,8 @@ class Accumulation:
                 "Weights make a weighted mean, so they do not go with reduction='sum'. "
                 "Leave the reduction out, or multiply the loss by the weight yourself."
             )
-        if self.dtype is not None and not callable(self.dtype):
+        # A dtype class such as jnp.float32 is callable too: only what is no dtype is a function.
+        if self.dtype is not None and (_is_dtype(self.dtype) or not callable(self.dtype)):
             check_dtype(self.dtype, "dtype")
 
     @classmethod
@@ -83,11 +84,9 @@ class Accumulation:
         """The dtype of the accumulator of one parameter."""
         if self.dtype is None:
             return parameter.dtype
-        # A dtype class such as jnp.float32 is callable too: ask whether it is a dtype first.
-        try:
+        if _is_dtype(self.dtype):
             return jnp.dtype(self.dtype)
-        except TypeError:
-            return check_dtype(self.dtype(parameter), f"the dtype chosen for {name!r}")
+        return check_dtype(self.dtype(parameter), f"the dtype chosen for {name!r}")
 
     def zeros(self, params: Any) -> Any:
         """Empty accumulators for `params`."""
@@ -95,13 +94,16 @@ class Accumulation:
             lambda path, p: jnp.zeros(p.shape, self.dtype_of(p, jax.tree_util.keystr(path))), params
         )
 
-    def add(self, accumulated: Any, grads: Any, number: Any, weight: Any = None) -> Any:
-        """Accumulators after one more gradient, that of microbatch `number` of its step."""
+    def add(self, accumulated: Any, grads: Any, number: Any, share: Any = None) -> Any:
+        """Accumulators after one more gradient, that of microbatch `number` of its step.
+
+        With weights, `share` is that of this microbatch in all weight so far.
+        """
 
         def one(acc: Any, grad: Any) -> Any:
             grad = grad.astype(acc.dtype)
-            if weight is not None:
-                return acc + grad * weight.astype(acc.dtype)
+            if share is not None:
+                return acc + (grad - acc) * share.astype(acc.dtype)
             if self.reduction is Reduction.SUM:
                 return acc + grad
             if self.reduction is Reduction.MEAN:
@@ -110,6 +112,14 @@ class Accumulation:
             return acc * (n / (n + 1)) + grad * (1 / (n + 1))
 
         return jax.tree.map(one, accumulated, grads)
+
+
+def _is_dtype(value: Any) -> bool:
+    try:
+        jnp.dtype(value)
+    except TypeError:
+        return False
+    return True
 
 
 def check_dtype(dtype: Any, what: str) -> Any:

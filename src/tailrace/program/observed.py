@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from tailrace.errors import OptionError
 from tailrace.marks import name_values
 from tailrace.observe.records import Records, take_records
 from tailrace.program.executable import Executable, Numbers, Placement
@@ -16,7 +17,7 @@ from tailrace.program.sight import Sight, look
 from tailrace.program.traced import Traced, trace_program
 from tailrace.tensors.catalogue import Catalogue
 from tailrace.tensors.naming import Namer
-from tailrace.tensors.taps import parse_taps
+from tailrace.tensors.taps import StopOnNonfinite, parse_taps
 
 
 def observe(function: Callable[..., Any], taps: Any, *, seed: int = 0) -> Observed:
@@ -43,7 +44,13 @@ def observe(function: Callable[..., Any], taps: Any, *, seed: int = 0) -> Observ
         >>> print(output, records["activation/square:mul"].values[0])
         5.0 [0. 1. 4.]
     """
-    return Observed(function, parse_taps(taps), seed)
+    taps = parse_taps(taps)
+    if any(isinstance(tap, StopOnNonfinite) for tap in taps):
+        raise OptionError(
+            "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
+            "apart. In a function of your own, tap the tensors and look at their NaN counts."
+        )
+    return Observed(function, taps, seed)
 
 
 class Observed:

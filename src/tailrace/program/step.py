@@ -91,8 +91,6 @@ class Step:
         if self.accumulation.dtype is not None:
             zeros = self.accumulation.zeros(named.params)
             grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
-        if out.weight is not None:
-            grads = jax.tree.map(lambda grad: grad * out.weight.astype(grad.dtype), grads)
         return self.finish(named, grads, model_state, out.weight)
 
     def accumulated(self, state: TrainState, infeed: InfeedQueue) -> TrainState:
@@ -107,8 +105,10 @@ class Step:
                 named._replace(model_state=model_state), batch
             )
             self._send(out)
-            accumulated = accumulation.add(accumulated, grads, microbatch(), out.weight)
-            return accumulated, model_state, total + out.weight if weighted else total
+            after = total + out.weight if weighted else None
+            share = _share(out.weight, after) if weighted else None
+            accumulated = accumulation.add(accumulated, grads, microbatch(), share)
+            return accumulated, model_state, after
 
         total = jnp.float32(0) if weighted else None
         start = (accumulation.zeros(named.params), named.model_state, total)
@@ -170,8 +170,8 @@ class Step:
         if weight is None:
             grads = cross_replica_mean(grads)
         else:
-            total = cross_replica_sum(weight)
-            grads = jax.tree.map(lambda g: cross_replica_sum(g) / total.astype(g.dtype), grads)
+            share = _share(weight, cross_replica_sum(weight))
+            grads = jax.tree.map(lambda g: cross_replica_sum(g * share.astype(g.dtype)), grads)
         grads = name_values("reduced", grads, _ALONE)
         with jax.named_scope("optimizer"):
             updates, after = self.optimizer.update(grads, state.optimizer_state, state.params)
@@ -207,6 +207,11 @@ class Step:
 
     def _send(self, out: Yield) -> None:
         self.scalars.enqueue({"loss": out.loss, "aux": _scalars(out.aux), "weight": out.weight})
+
+
+def _share(weight: Any, total: Any) -> Any:
+    """The share of a weight in a total; 0 where nothing has any weight."""
+    return weight / jnp.where(total > 0, total, 1)
 
 
 def _scalars(aux: Any) -> dict[str, Any]:

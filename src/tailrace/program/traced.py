@@ -149,6 +149,13 @@ def _check_reads(places: list[Place]) -> None:
                 "elements an execution reads must be known before it starts. Move the loop out of "
                 "the branch, and branch inside its body."
             )
+        if any(around.length is None for around in place.loops()):
+            raise ProgramError(
+                "A loop with an infeed may not stand inside a loop whose length only the running "
+                "program knows: how many elements an execution reads must be known before it starts. "
+                "Give the outer loop an integer length (tr.repeat, lax.scan), or feed it instead: "
+                "tr.while_loop with infeed= and maximum_iterations=."
+            )
 
 
 def _check_accumulation(places: list[Place]) -> None:

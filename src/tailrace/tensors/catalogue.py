@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.errors import SelectionError
+from tailrace.notes import shown
 from tailrace.tensors.walk import Position
 
 Select = Any
@@ -142,17 +143,17 @@ class Catalogue(Sequence[Entry]):
     def _row(entry: Entry, staged: bool) -> tuple[str, ...]:
         shape = "[" + ",".join(map(str, entry.shape)) + "]"
         stage = [str(entry.stage)] if staged else []
-        return (entry.name, shape, str(entry.dtype), *stage, entry.source)
+        return (shown(entry.name), shape, str(entry.dtype), *stage, shown(entry.source))
 
     def _unmatched(self, select: Select) -> str:
         text = select if isinstance(select, str) else getattr(select, "pattern", None)
         near = difflib.get_close_matches(text or "", self.names, n=5, cutoff=0.3)
         if not near:
             near = self.names[:5]
-        shown = ", ".join(map(repr, near)) if near else "(no tensors at all)"
+        names = ", ".join(map(repr, near)) if near else "(no tensors at all)"
         return (
             f"A selection must match at least one tensor. Received: {_described(select)}. The "
-            f"nearest names are: {shown}. All names: trainer.tensors(example)."
+            f"nearest names are: {names}. All names: trainer.tensors(example)."
         )
 
 

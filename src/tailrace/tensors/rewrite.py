@@ -29,7 +29,7 @@ from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, 
 from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
 from tailrace.tensors.passes import Passes, both, collected, zeros
 from tailrace.tensors.walk import Position, concerns_us, elements_read, is_replay, loop_tag
-from tailrace.tensors.wanted import FiniteKey, RawKey, Wanted, condense
+from tailrace.tensors.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
 
 @dataclasses.dataclass
@@ -212,11 +212,11 @@ class Rewriter:
         def guarded(carry: Any, x: Any, observing: bool) -> Any:
             before, stopped = carry
             after, (ys, emitted) = one_pass(before, x, observing)
-            flags = [e.value.all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
-            fine = jnp.stack(flags).all()
+            flags = [fine(e).all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
+            good = jnp.stack(flags).all()
             if self.replica_axis is not None:
-                fine = lax.pmin(fine.astype(jnp.int32), self.replica_axis) > 0
-            stopped = stopped | ~fine
+                good = lax.pmin(good.astype(jnp.int32), self.replica_axis) > 0
+            stopped = stopped | ~good
             kept = [jnp.where(stopped, old, new) for old, new in zip(before, after, strict=True)]
             return (kept, stopped), (ys, emitted)
 

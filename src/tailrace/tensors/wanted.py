@@ -84,6 +84,14 @@ def condense(frame: Frame, at_end: bool = False) -> None:
             frame.emit(key, packed, members[0][1].valid)
 
 
+def fine(flag: Emission) -> Any:
+    """A flag that says whether tensors are finite; up where they were not made at all."""
+    if flag.valid is None:
+        return flag.value
+    missing = ~flag.valid
+    return flag.value | missing.reshape(missing.shape + (1,) * (flag.value.ndim - missing.ndim))
+
+
 def _reduce_layers(want: Wanted, emission: Emission, frame: Frame) -> None:
     """Reduce each layer of what was collected whole, as is done inside the scan otherwise."""
     key, reduce = want.key, want.reduce

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from tailrace.errors import OptionError, ProgramError
 from tailrace.marks import path_name
 from tailrace.program.optimizers import AccumulationState
+from tailrace.training.callbacks import Callback
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -45,13 +47,43 @@ def check_params(params: Any) -> None:
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if not leaves:
         raise ProgramError(f"There are no parameters to train. Received: params={params!r}.")
+    check_arrays("params", params)
     for path, leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise ProgramError(
                 f"Parameters are floats, so that they have a gradient. Received: "
-                f"{path_name(path) or 'params'!r} of {leaf.dtype}{list(leaf.shape)}. Keep integers "
+                f"{path_name(path) or 'params'!r} of {dtype}{list(jnp.shape(leaf))}. Keep integers "
                 f"in model_state, or close over them."
             )
+
+
+def check_arrays(what: str, tree: Any) -> None:
+    """A tree holds arrays and numbers only."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise ProgramError(
+                f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, a "
+                f"{type(leaf).__name__}. Give the arrays only and close over the rest; with Equinox: "
+                f"params, static = eqx.partition(model, eqx.is_inexact_array)."
+            ) from None
+
+
+def check_callbacks(callbacks: Any) -> list[Callback]:
+    """Callbacks are a list of objects with the methods of `tr.Callback`."""
+    if not isinstance(callbacks, Iterable):
+        callbacks = [callbacks]
+    found = list(callbacks)
+    methods = [name for name in vars(Callback) if name.startswith("on_")]
+    for one in found:
+        if isinstance(one, type) or not all(callable(getattr(one, name, None)) for name in methods):
+            raise OptionError(
+                f"A callback is an object with the methods of tr.Callback. Received: {one!r}. "
+                f"Derive a class from tr.Callback, override what you need, and give an object of it."
+            )
+    return found
 
 
 def check_duration(steps: int | None, epochs: int | None) -> None:

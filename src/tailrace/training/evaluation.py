@@ -22,6 +22,9 @@ from tailrace.program.pieces import LIVE_S, piece_within
 from tailrace.program.runner import LoopRunner
 from tailrace.program.step import Step
 
+_MOST_RUNNERS = 16
+"""Programs kept for the next call. A new lambda for each call would fill the memory otherwise."""
+
 
 class Evaluator:
     """Programs that read a dataset and send out what a function makes of each element."""
@@ -78,7 +81,7 @@ class Evaluator:
         shape: Callable[[Any], Any] | None,
         live: bool = False,
     ) -> Iterator[tuple[Any, ElementSpec]]:
-        runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
+        key, runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
         known = runner.begin((), read)
         replicas = self._placement.replicas
         spec = infeed.spec()
@@ -115,6 +118,9 @@ class Evaluator:
                 yield _taken(*waiting), spec
         finally:
             infeed.rest()
+            self._runners[key] = (runner, out)
+            while len(self._runners) > _MOST_RUNNERS:
+                del self._runners[next(iter(self._runners))]
 
     def _runner_for(
         self,
@@ -123,7 +129,7 @@ class Evaluator:
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
         live: bool,
-    ) -> tuple[LoopRunner, OutfeedQueue, InfeedQueue]:
+    ) -> tuple[Hashable, LoopRunner, OutfeedQueue, InfeedQueue]:
         source = as_dataset(dataset)
         if source.endless and not live:
             raise DataError(
@@ -133,10 +139,12 @@ class Evaluator:
         infeed = InfeedQueue(dataset)
         infeed.bind_replicas(self._placement.replicas)
         key = (infeed.spec(), fn, shape)
-        if key in self._runners:
-            runner, out = self._runners[key]
+        # Taken out while it runs: a stream that is read only in part must keep its own infeed.
+        found = self._runners.pop(key, None)
+        if found is not None:
+            runner, out = found
             runner.infeeds[0].adopt(infeed)
-            return runner, out, runner.infeeds[0]
+            return key, runner, out, runner.infeeds[0]
         out = OutfeedQueue()
 
         def body(_: Any, batch: Any, read: tuple[Any, Any]) -> tuple[()]:
@@ -153,8 +161,7 @@ class Evaluator:
             return repeat_with(whole, 1, lambda c, batch: body(c, batch, read), (), infeed)
 
         runner = LoopRunner(program, (), read, self._placement)
-        self._runners[key] = (runner, out)
-        return runner, out, infeed
+        return key, runner, out, infeed
 
 
 def _means_of(result: Any) -> dict[str, Any]:

@@ -75,8 +75,8 @@ class Fit:
         if self.trainer.stopping:
             return
         per_step = self.runner.elements_per_pass
-        assert self.trainer.pace is not None
-        left = self.infeed.remaining(self.trainer.pace.next(None) * per_step)
+        asked, _ = self.next_length(None, self.trainer.step)
+        left = self.infeed.remaining(asked * per_step)
         self.steps(left // per_step)
         note_left_out(left, per_step)
 

@@ -14,7 +14,7 @@ from tailrace.feeds.infeed import Staged
 from tailrace.program.culprit import find_culprit, step_block
 from tailrace.program.runner import LoopRunner
 from tailrace.tensors.frame import Ambient, Emission, Frame
-from tailrace.tensors.wanted import FiniteKey
+from tailrace.tensors.wanted import FiniteKey, fine
 
 
 def first_bad_step(
@@ -24,7 +24,7 @@ def first_bad_step(
     found: list[tuple[int, int, list[str]]] = []
     for key, emission in emitted.items():
         if isinstance(key, FiniteKey):
-            flags = np.asarray(emission.value)
+            flags = np.asarray(fine(emission))
             flags = flags if replicas > 1 else flags[None]
             down = np.logical_not(flags.reshape(replicas, flags.shape[1], -1).all(axis=2))
             if down.any():

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.notes import shown
+
 
 class History:
     """The course of one `fit`.
@@ -83,12 +85,14 @@ class History:
         return iter(self._parts)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value:.4g}" for name, value in self.last().items())
-        return f"History({len(self)} steps{', last: ' + shown if shown else ''})"
+        last = ", ".join(f"{shown(name)}={value:.4g}" for name, value in self.last().items())
+        return f"History({len(self)} steps{', last: ' + last if last else ''})"
 
     def _repr_html_(self) -> str:
+        import html
+
         rows = "".join(
-            f"<tr><td>{name}</td><td>{self[name][0]:.5g}</td><td>{self[name][-1]:.5g}</td></tr>"
+            f"<tr><td>{html.escape(shown(name))}</td><td>{self[name][0]:.5g}</td><td>{self[name][-1]:.5g}</td></tr>"
             for name in self._parts
             if len(self)
         )

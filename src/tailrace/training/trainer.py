@@ -35,6 +35,8 @@ from tailrace.tensors.taps import (
 from tailrace.training.callbacks import Callback
 from tailrace.training.checks import (
     check_accumulates_once,
+    check_arrays,
+    check_callbacks,
     check_duration,
     check_optimizer,
     check_params,
@@ -101,6 +103,8 @@ class Trainer:
                 f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}."
             )
         check_optimizer(optimizer)
+        check_params(params)
+        check_arrays("model_state", model_state)
         check_accumulates_once(optimizer, params)
         if offload_optimizer_state:
             raise OptionError(
@@ -131,7 +135,6 @@ class Trainer:
             [] if self.taps else None,
         )
         params = jax.tree.map(jnp.asarray, params)
-        check_params(params)
         model_state = jax.tree.map(jnp.asarray, model_state)
         state = TrainState(params, optimizer.init(params), model_state)
         self._form = jax.eval_shape(lambda: state)
@@ -232,6 +235,7 @@ class Trainer:
             The history of this fit, also kept as `trainer.history`.
         """
         check_duration(steps, epochs)
+        callbacks = check_callbacks(callbacks)
         source = as_dataset(dataset)
         if steps is None and source.endless:
             raise DataError(
@@ -246,7 +250,6 @@ class Trainer:
         sight = self._sights[infeed.spec()]
         self.records.clear()
         self._set_pace(runner, sight)
-        callbacks = list(callbacks)
         for callback in callbacks:
             callback.on_fit_begin(self)
         for queue, out in runner.traced.outfeeds.items():
