@@ -32,6 +32,7 @@ ROOMS = [
     "program",
     "pipeline",
     "training",
+    "runs",
     "trace",
 ]
 """From the data door to the observers' door. A room sees those before it; the rest are porches."""
@@ -173,6 +174,9 @@ def test_importing_is_light():
         "starlette",
         "uvicorn",
         "zarr",
+        "xarray",
+        "tensorboardX",
+        "tensorboard",
         "rich",
         "pandas",
         "sklearn",

@@ -18,6 +18,7 @@ import contextvars
 import dataclasses
 import itertools
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace import _jax
-from tailrace._jax import ad
+from tailrace._jax import JaxprEqn, ad
 from tailrace.errors import ProgramError
 
 FORWARD, TANGENT, COTANGENT = "forward", "tangent", "cotangent"
@@ -124,12 +125,32 @@ ad.primitive_jvps[dequeue_p] = lambda primals, tangents, **params: (
 )
 
 
+class Weakly:
+    """A queue, referred to without keeping it: JAX keeps what equations hold in its caches."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = weakref.ref(queue)
+
+    @property
+    def queue(self) -> Any:
+        """The queue, which the traced program keeps alive."""
+        queue = self._queue()
+        assert queue is not None
+        return queue
+
+
 def dequeue(counter: Any, queue: Any, spec: Any) -> Any:
     """The next element of `queue`, whose leaves look like `spec`."""
     leaves, structure = jax.tree.flatten(spec)
     avals = tuple(_jax.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
+    current_trace("tr.repeat").feeds.append(queue)
     # The counter makes the equation vary with the loop: differentiation would move it out otherwise.
-    return jax.tree.unflatten(structure, dequeue_p.bind(counter, queue=queue, avals=avals))
+    return jax.tree.unflatten(structure, dequeue_p.bind(counter, queue=Weakly(queue), avals=avals))
+
+
+def queue_of(dequeue: JaxprEqn) -> Any:
+    """The infeed that a dequeue reads."""
+    return dequeue.params["queue"].queue
 
 
 # -- numbers that the running program supplies --------------------------------------------------
@@ -171,12 +192,16 @@ _jax.batching.primitive_batchers[cross_replica_p] = lambda values, dims, *, mean
 
 @dataclasses.dataclass(eq=False)
 class ProgramTrace:
-    """What is known while the function of a program is traced."""
+    """What is known while the function of a program is traced.
+
+    `feeds` keeps the queues alive that the program uses: its equations refer to them weakly.
+    """
 
     replicas: int = 1
     loops: int = 0
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     sites: dict[int, str] = dataclasses.field(default_factory=dict)
+    feeds: list[Any] = dataclasses.field(default_factory=list)
 
     def new_site(self, what: str) -> int:
         """Number a call that must be found again in the traced program, and note where it stands."""

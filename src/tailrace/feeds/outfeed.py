@@ -18,7 +18,7 @@ import numpy as np
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.runs import Runs
-from tailrace.marks import Tag, current_trace, mark
+from tailrace.marks import Tag, Weakly, current_trace, mark
 
 
 class OutfeedMode(enum.StrEnum):
@@ -77,6 +77,7 @@ class OutfeedQueue:
         for path, value in jax.tree_util.tree_flatten_with_path(values)[0]:
             _check_can_leave(_path_called(path), jnp.asarray(value))
         site = trace.new_site("OutfeedQueue.enqueue")
+        trace.feeds.append(self)
         return mark(values, Tag("outfeed", payload=OutfeedTarget(self, structure), site=site))
 
     # -- on the host ----------------------------------------------------------------------------
@@ -228,11 +229,12 @@ def _check_can_leave(called: str, value: Any) -> None:
         )
 
 
-class OutfeedTarget:
+class OutfeedTarget(Weakly):
     """Which queue a mark sends to, and the tree of what it sends."""
 
     def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
-        self.queue, self.structure = queue, structure
+        super().__init__(queue)
+        self.structure = structure
 
 
 class _Block:

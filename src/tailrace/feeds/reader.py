@@ -7,7 +7,7 @@ ends or fails in the middle of a block, what was read until then stays for the n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
+from tailrace.data.batches import Batches
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.elements import ElementSpec
 
@@ -36,6 +37,16 @@ def allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
+def batch_spec(batches: Batches) -> ElementSpec:
+    """The form of the batches of a recipe, from its arrays."""
+    size = min(batches.batch_size, batches.num_examples)
+    return ElementSpec.of(
+        jax.tree.map(
+            lambda a: np.broadcast_to(np.zeros((), a.dtype), (size, *a.shape[1:])), batches.arrays
+        )
+    )
+
+
 class Reader:
     """The elements of a dataset, from first to last, in blocks of any size."""
 
@@ -52,6 +63,9 @@ class Reader:
 
     def spec(self) -> ElementSpec:
         """The form of the elements, learnt from the first of them (which is not lost)."""
+        if self._spec is None and isinstance(self._source, BatchIterator):
+            # Known without reading: a first element read alone would have to be copied again.
+            self._spec = batch_spec(self._source.batches)
         if self._spec is None:
             first = self._next()
             if first is _END:
@@ -80,16 +94,13 @@ class Reader:
             blocks.append(block)
             missing -= len(block[0])
         if missing:
-            block, failure = self._read_on(missing)
-            if len(block[0]):
-                blocks.append(block)
-                missing -= len(block[0])
-            if missing:
-                for block in reversed(blocks):
-                    self.put_back(block, uncount=False)
+            block, failure = self._read_on(missing, blocks)
+            if len(block[0]) < count:
+                self.put_back(block, uncount=False)
                 if isinstance(failure, BaseException):
                     raise failure
-                raise self._exhausted(count, count - missing)
+                raise self._exhausted(count, len(block[0]))
+            blocks = [block]
         self.delivered += count
         if not blocks:
             return self._new_block(0)
@@ -120,31 +131,37 @@ class Reader:
 
     # -- from the dataset itself ----------------------------------------------------------------
 
-    def _read_on(self, count: int) -> tuple[Block, BaseException | None]:
-        """Up to `count` elements from the dataset, and what stopped it if there are fewer."""
+    def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:
+        """`before`, then up to `count` more elements, and what stopped it if there are fewer."""
         assert self._spec is not None
         if isinstance(self._source, BatchIterator) and not self._ended:
             tree, done = self._source.read(count, allocate)
             self._produced += done
+            whole = [*before, self._cast(jax.tree.leaves(tree))]
             if done == count:
-                return self._cast(jax.tree.leaves(tree)), None
-            whole = self._cast(jax.tree.leaves(tree))
-            rest, failure = self._read_singly(count - done)
-            return (self._join([whole, rest]) if len(rest[0]) else whole), failure
-        return self._read_singly(count)
+                return (whole[0] if len(whole) == 1 else self._join(whole)), None
+            return self._read_singly(count - done, whole)
+        return self._read_singly(count, before)
 
-    def _read_singly(self, count: int) -> tuple[Block, BaseException | None]:
-        block = self._new_block(count)
-        number = 0
+    def _read_singly(
+        self, count: int, before: Sequence[Block]
+    ) -> tuple[Block, BaseException | None]:
+        # Into the block that is returned, behind what waited: nothing is copied twice.
+        first = sum(len(block[0]) for block in before)
+        block = self._new_block(first + count)
+        for target, *waited in zip(block, *before, strict=True):
+            if waited:
+                np.concatenate(waited, out=target[:first])
+        row = first
         try:
-            for number in range(count):
+            for row in range(first, first + count):
                 element = self._next()
                 if element is _END:
-                    return [leaf[:number] for leaf in block], None
-                self._store(element, block, number)
+                    return [leaf[:row] for leaf in block], None
+                self._store(element, block, row)
         except TailraceError as error:
             self._ended = error  # or the element that is wrong would be passed over silently
-            return [leaf[:number] for leaf in block], error
+            return [leaf[:row] for leaf in block], error
         return block, None
 
     def _next(self) -> Any:

@@ -7,6 +7,7 @@ program does not notice: it gets the same stacked arrays.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from tailrace.data.batches import Batches
 from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
-from tailrace.feeds.reader import Block, Reader
+from tailrace.feeds.reader import Block, Reader, batch_spec
 
 MOST_BYTES = 1 << 30
 """Larger datasets are not kept on the device unless `resident=True` asks for it."""
@@ -48,13 +49,7 @@ class ResidentReader(Reader):
                 raise DataError(
                     "A resident dataset has batches of one size. Use drop_remainder=True."
                 )
-            size = batch.batch_size
-            self._spec = ElementSpec.of(
-                jax.tree.map(
-                    lambda a: np.broadcast_to(np.zeros((), a.dtype), (size, *a.shape[1:])),
-                    batch.arrays,
-                )
-            )
+            self._spec = batch_spec(batch)
         return self._spec
 
     def to_device(self, block: Block, sharding: Any) -> tuple[Any, ...]:
@@ -77,8 +72,9 @@ class ResidentReader(Reader):
         """The elements that indices stand for."""
         return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
 
-    def _read_on(self, count: int) -> tuple[Block, BaseException | None]:
-        return [self._source.indices(count)], None  # pyright: ignore[reportAttributeAccessIssue]
+    def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:
+        indices = self._source.indices(count)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._join([*before, [indices]]), None
 
     def _new_block(self, count: int) -> Block:
         return [np.zeros((count, self._batches.batch_size), np.int32)]

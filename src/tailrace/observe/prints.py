@@ -65,7 +65,9 @@ def print_tensor(
 
     def show(value: Any, title: str) -> None:
         text = options.format(np.asarray(value), title)
-        print(text, file=sys.stderr, flush=True)
+        # In one piece: replicas print at the same time.
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
     if not isinstance(x, Tracer):
         show(x, title)

@@ -7,6 +7,7 @@ The trainer knows this much of run directories. Who keeps results stands behind 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -61,3 +62,9 @@ class Sink(Protocol):
     def stored(self) -> dict[tuple[str, str], list[Source]]:
         """The records of the fit that runs, or of the last one, by name and kind."""
         ...
+
+
+def directory_sink(directory: Any) -> Sink:
+    """The sink that writes a run directory; loaded only where somebody asks for one."""
+    # By name: the room of runs stands behind that of training, which calls this.
+    return importlib.import_module("tailrace.runs.writer").RunWriter(directory)

@@ -14,7 +14,7 @@ import numpy as np
 
 from tailrace import _jax
 from tailrace._jax import JaxprEqn, primitives
-from tailrace.marks import ambient_p, dequeue_p, mark_p
+from tailrace.marks import ambient_p, dequeue_p, mark_p, queue_of
 from tailrace.program.sight import full_name
 from tailrace.tensors.frame import Block, Frame
 from tailrace.tensors.rewrite import Rewriter
@@ -117,7 +117,7 @@ class Finder(Rewriter):
 
     def _emit(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         if eqn.primitive is dequeue_p:
-            return frame.blocks[eqn.params["queue"]].take()
+            return frame.blocks[queue_of(eqn)].take()
         custom = eqn.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
         if _jax.inner_jaxprs(eqn) and not custom and _opaque(eqn):
             return _jax.bind_again(eqn, inputs)

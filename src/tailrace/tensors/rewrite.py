@@ -25,7 +25,7 @@ from jax import lax
 from tailrace import _jax
 from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
 from tailrace.errors import ProgramError
-from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p
+from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p, queue_of
 from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
 from tailrace.tensors.passes import Passes, both, collected, zeros
 from tailrace.tensors.walk import Position, concerns_us, elements_read, is_replay, loop_tag
@@ -95,7 +95,7 @@ class Rewriter:
         if primitive is mark_p:
             return self._mark(eqn.params["tag"], inputs, frame)
         if primitive is dequeue_p:
-            return frame.blocks[eqn.params["queue"]].take()
+            return frame.blocks[queue_of(eqn)].take()
         if primitive is ambient_p:
             return [_ambient(eqn, frame)]
         if primitive is cross_replica_p:

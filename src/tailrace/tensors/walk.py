@@ -13,7 +13,7 @@ from typing import Any
 
 from tailrace import _jax
 from tailrace._jax import Jaxpr, JaxprEqn, primitives
-from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p
+from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p, queue_of
 
 Position = tuple[int, ...]
 
@@ -127,6 +127,6 @@ def elements_read(equations: Sequence[JaxprEqn]) -> dict[Any, int]:
             total = 1
             for around in place.loops():
                 total *= around.length if around.length is not None else 1
-            queue = place.equation.params["queue"]
+            queue = queue_of(place.equation)
             counts[queue] = counts.get(queue, 0) + total
     return counts

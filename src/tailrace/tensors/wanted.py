@@ -56,7 +56,8 @@ def condense(frame: Frame, at_end: bool = False) -> None:
 
     What is summed or kept over the loop stays whole until the end.
     """
-    packs: list[tuple[Hashable, Emission]] = []
+    # Periodic ones apart: in the passes in between, the others must make the same pack.
+    packs: dict[bool, list[tuple[Hashable, Emission]]] = {False: [], True: []}
     guarded: list[tuple[Hashable, Emission]] = []
     for raw in [key for key in frame.emitted if isinstance(key, RawKey)]:
         (want,) = raw
@@ -68,7 +69,7 @@ def condense(frame: Frame, at_end: bool = False) -> None:
         elif want.collect != "stack" and want.layers:
             _reduce_layers(want, emission, frame)
         elif want.reduce is None:
-            packs.append((want.key, emission))
+            packs[want.periodic].append((want.key, emission))
         else:
             frame.emit(want.key, want.reduce(emission.value), emission.valid)
     if guarded:
@@ -76,9 +77,11 @@ def condense(frame: Frame, at_end: bool = False) -> None:
         largest = [jnp.abs(e.value).max().astype(jnp.float32) for _, e in guarded]
         key = FiniteKey(key for key, _ in guarded)
         frame.emit(key, jnp.isfinite(jnp.stack(largest)).all())
-    for valid in (False, True):  # A pack has one flag, so what has flags goes alone.
-        group = [(k, e) for k, e in packs if (e.valid is not None) == valid]
-        for members in [[g] for g in group] if valid else [group] if group else []:
+    for pack in packs.values():
+        # A pack has one flag, so what has flags goes alone.
+        alone = [[(k, e)] for k, e in pack if e.valid is not None]
+        together = [(k, e) for k, e in pack if e.valid is None]
+        for members in [together, *alone] if together else alone:
             key = StatsKey((k, int(e.value.size)) for k, e in members)
             packed = pack_statistics([e.value for _, e in members])
             frame.emit(key, packed, members[0][1].valid)

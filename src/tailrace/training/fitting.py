@@ -14,6 +14,7 @@ from tailrace.errors import DataExhausted
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.notes import logger, note_once
 from tailrace.observe.records import take_records
+from tailrace.observe.sinks import Finished
 from tailrace.program.executable import STOPPED, Numbers
 from tailrace.program.pieces import next_piece
 from tailrace.program.runner import LoopRunner
@@ -121,15 +122,16 @@ class Fit:
         """The results of the oldest execution: history, callbacks, progress."""
         first_step, steps, period, emitted, taken = self.pending.popleft()
         trainer = self.trainer
-        for record in take_records(
+        parts = take_records(
             emitted,
             self.sight.chosen,
             first_step=first_step,
             steps=steps,
             replicas=trainer.replicas,
             period=period,
-        ):
-            trainer.records.add(record)
+        )
+        for part in parts:
+            trainer.records.add(part)
         out = trainer.scalars
         structure = self.runner.traced.outfeeds[out].structure
         scalars = jax.tree.unflatten(structure, emitted.pop(out).value)
@@ -145,6 +147,9 @@ class Fit:
             arrays = {name: values[: bad[0]] for name, values in arrays.items()}
             weights = weights[: bad[0]] if weights is not None else None
         trainer.history.add(arrays, weights)
+        if trainer.sink is not None:
+            kept = len(arrays["loss"])
+            trainer.sink.execution(Finished(first_step, kept, parts, arrays, weights))
         if bad is not None:
             # What was dispatched after the bad step changed nothing: the guard stays down until here.
             trainer.step = first_step + bad[0]

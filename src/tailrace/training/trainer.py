@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.observe.records import Records
+from tailrace.observe.sinks import directory_sink
 from tailrace.program.accumulation import Accumulation
 from tailrace.program.executable import Placement
 from tailrace.program.explain import Explanation, explain
@@ -41,6 +43,7 @@ from tailrace.training.checks import (
     check_optimizer,
     check_params,
 )
+from tailrace.training.describing import describe
 from tailrace.training.evaluation import Evaluator
 from tailrace.training.fitting import Fit, note_left_out
 from tailrace.training.history import History
@@ -70,6 +73,8 @@ class Trainer:
         observe: taps (`tr.Tap`), or selections whose statistics are wanted. Their records are in
             `trainer.records`.
         observe_bytes: the most that the records of one execution may take on the device.
+        run_dir: a new directory that keeps what ran, history and records while training goes on;
+            `tr.open_run` reads it. `trainer.records` are then read from there.
 
     Example:
         >>> import optax, numpy as np, tailrace as tr
@@ -97,6 +102,7 @@ class Trainer:
         seed: int = 0,
         observe: Any = (),
         observe_bytes: int = MOST_BYTES,
+        run_dir: Any = None,
     ) -> None:
         if not callable(loss_fn):
             raise OptionError(
@@ -122,7 +128,8 @@ class Trainer:
         self._steps_per_execution = parse_steps(steps_per_execution)
         self.scalars = OutfeedQueue()
         self.taps = parse_taps(observe)
-        self.records = Records()
+        self.sink = None if run_dir is None else directory_sink(run_dir)
+        self.records = Records(None if self.sink is None else self.sink.stored)
         self._observe_bytes = observe_bytes
         self._step = Step(
             loss_fn,
@@ -256,8 +263,10 @@ class Trainer:
             queue.check_fits(out.structure, out.shapes)
         for place in (self.records.runs, *runner.traced.outfeeds):
             place.begin()
+        keeping = self.sink.fitting(describe(self, sight)) if self.sink else nullcontext()
+        bar = ProgressBar(total, self.effective_batch_size(infeed.spec()), progress)
         try:
-            with ProgressBar(total, self.effective_batch_size(infeed.spec()), progress) as bar:
+            with keeping, bar:
                 fit = Fit(self, runner, infeed, known, sight, callbacks, bar)
                 try:
                     self._train(fit, dataset, steps, 1 if epochs is None else epochs, total)
