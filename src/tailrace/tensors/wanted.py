@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tailrace.tensors.frame import Emission, Frame
 from tailrace.tensors.reductions import StatsKey, pack_statistics
@@ -73,10 +72,8 @@ def condense(frame: Frame, at_end: bool = False) -> None:
         else:
             frame.emit(want.key, want.reduce(emission.value), emission.valid)
     if guarded:
-        # The largest magnitude is NaN or Inf if any value is: one fast reduction a tensor.
-        largest = [jnp.abs(e.value).max().astype(jnp.float32) for _, e in guarded]
         key = FiniteKey(key for key, _ in guarded)
-        frame.emit(key, jnp.isfinite(jnp.stack(largest)).all())
+        frame.emit(key, all_finite([e.value for _, e in guarded]))
     for pack in packs.values():
         # A pack has one flag, so what has flags goes alone.
         alone = [[(k, e)] for k, e in pack if e.valid is not None]
