@@ -123,8 +123,6 @@ def tailrace_contenders(batch: int, steps: int) -> list[Contender]:
 
     def run(made: tr.Trainer) -> None:
         made.fit(Steps(), steps=steps)
-        for pair in made.records:
-            made.records[pair]
 
     every = tr.every(10)
     return [

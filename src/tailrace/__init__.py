@@ -36,6 +36,7 @@ from tailrace.program.loops import while_loop as while_loop
 from tailrace.program.observed import observe as observe
 from tailrace.program.program import Program as Program
 from tailrace.program.program import compile as compile
+from tailrace.runs.diff import diff as diff
 from tailrace.runs.reader import open_run as open_run
 from tailrace.tensors.taps import Tap as Tap
 from tailrace.tensors.taps import every as every

@@ -1,11 +1,16 @@
 """`tr.compile`: dispatches, pieces of long loops, and the caller's arrays."""
 
+import gc
+import time
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tailrace as tr
+from conftest import infeed_threads
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import DataExhausted, ProgramError
 from tailrace.program import pieces as pieces_module
@@ -222,3 +227,18 @@ def test_pieces_cover_the_loop(length, most, multiple):
 def test_elements_without_bytes_do_not_limit():
     assert piece_within(1000, 0) == 1000
     assert piece_within(10, 1 << 40) == 1
+
+
+def test_queues_go_with_their_program():
+    def run():
+        infeed, outfeed = tr.InfeedQueue(iter(ELEMENTS)), tr.OutfeedQueue()
+        training(4, outfeed, infeed)(mlp())
+        return weakref.ref(infeed), weakref.ref(outfeed)
+
+    alive = run()
+    give_up = time.monotonic() + 10  # what is staged just now holds its queue until it is done
+    while (any(ref() for ref in alive) or infeed_threads()) and time.monotonic() < give_up:
+        gc.collect()
+        time.sleep(0.01)
+    assert [ref() for ref in alive] == [None, None]  # JAX's caches do not hold them
+    assert not infeed_threads()

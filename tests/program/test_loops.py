@@ -364,3 +364,19 @@ def test_an_outfeed_in_a_loop_of_unknown_length_is_refused():
 def test_a_program_is_made_of_a_function():
     with pytest.raises(ProgramError, match=r"takes a function of arrays. Received: int"):
         tr.compile(3)
+
+
+@pytest.mark.parametrize("outer", ["while", "repeat"])
+def test_a_fed_loop_in_a_loop_of_unknown_length(outer):
+    infeed = tr.InfeedQueue([np.int32(1)] * 6)
+
+    def fed(total):
+        return tr.repeat(3, lambda t, x: t + x, total, infeed=infeed)
+
+    def loops(total, n):
+        if outer == "repeat":
+            return tr.repeat(n, fed, total)
+        return jax.lax.fori_loop(0, n, lambda _, t: fed(t), total)
+
+    with pytest.raises(ProgramError, match="whose length only the running program knows"):
+        tr.compile(loops)(jnp.int32(0), jnp.int32(2))

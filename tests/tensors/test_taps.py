@@ -324,3 +324,32 @@ def test_records_that_are_not_there_name_the_nearest(key):
     trainer.fit(elements(1), steps=1)
     with pytest.raises(SelectionError, match=r"(?s)There are no records of.*'grad/out/kernel'"):
         trainer.records[key]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_statistics_of_every_step_beside_those_of_every_nth(accumulation):
+    trainer = tr.Trainer(
+        loss_fn,
+        optax.sgd(0.1),
+        network(),
+        accumulation=accumulation,
+        observe=[tr.Tap("loss"), tr.Tap("grad/*", mode=tr.every(3))],
+    )
+    history = trainer.fit(elements(12 * accumulation), steps=12)
+    losses = trainer.records["loss"].values["mean"].reshape(12, -1)
+    assert_close(losses.mean(1).astype(np.float32), history.loss)
+    assert sorted(set(trainer.records["grad/hidden/kernel"].steps)) == [2, 5, 8, 11]
+
+
+def test_too_many_bytes_are_refused_before_a_program_runs():
+    tap = tr.Tap("activation/*:sin", reduce="tensor")
+    message = r"from one execution of 50 steps.*400 bytes a record.*every\(n\).*tr\.repeat"
+    loop = lambda x: tr.repeat(50, jnp.sin, x)  # noqa: E731
+    program = tr.compile(loop, observe=[tap], observe_bytes=50 * 400 - 1)
+    with pytest.raises(OptionError, match=message):
+        program(jnp.ones(100))
+    program = tr.compile(loop, observe=[tap], observe_bytes=50 * 400)
+    program(jnp.ones(100))
+    assert program.records["activation/:sin"].values.shape == (50, 100)
+    with pytest.raises(OptionError, match="400 bytes a record"):
+        tr.observe(jnp.sin, [tap], observe_bytes=399)(jnp.ones(100))

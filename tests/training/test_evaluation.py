@@ -245,3 +245,17 @@ def test_explain_needs_steps():
     for steps in (0, -1, 2.5):
         with pytest.raises(OptionError, match=f"at least 1. Received: .*{steps}"):
             trainer.explain(ELEMENTS[0], steps=steps)
+
+
+def test_a_stream_keeps_its_dataset_when_another_is_read_meanwhile(trainer):
+    stream = trainer.predict(ELEMENTS, outputs, live=True)
+    found = [next(stream)]
+    trainer.predict(ELEMENTS[:2], outputs)
+    found += list(stream)
+    assert_bits_equal([f["sum"] for f in found], [jnp.asarray(y.sum()) for _, y in ELEMENTS])
+
+
+def test_programs_of_throw_away_functions_do_not_pile_up(trainer):
+    for _ in range(evaluation._MOST_RUNNERS + 2):
+        trainer.evaluate(ELEMENTS[:1], lambda params, x, y: y.sum())
+    assert len(trainer._evaluator._runners) == evaluation._MOST_RUNNERS

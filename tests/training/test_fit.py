@@ -407,3 +407,49 @@ def test_a_dataset_that_is_none():
         trainer_of().fit([])
     with pytest.raises(DataExhausted, match=r"1 x 3 x 2 = 6, .*This one has 5"):
         trainer_of(accumulation=3, replicas=2).fit(ELEMENTS[:5], epochs=1)
+
+
+@pytest.mark.parametrize(("steps_per_execution", "period"), [(5, 10), ("auto", 30)])
+def test_an_epoch_of_unknown_length_is_trained_whole_under_periodic_taps(
+    steps_per_execution, period
+):
+    tap = tr.Tap("loss", mode=tr.every(period))
+    trainer = trainer_of(steps_per_execution=steps_per_execution, observe=[tap])
+    assert len(trainer.fit(lambda: iter(ELEMENTS[:17]), epochs=1).loss) == 17
+
+
+@pytest.mark.parametrize("bad", [lambda *_: None, tr.Callback, object()])
+def test_what_is_no_callback(bad):
+    with pytest.raises(OptionError, match=r"object with the methods of tr\.Callback.*Derive"):
+        trainer_of().fit(ELEMENTS, steps=2, callbacks=[bad])
+
+
+def test_params_that_are_not_arrays():
+    with pytest.raises(ProgramError, match=r"'act', a .*function.*close over the rest"):
+        tr.Trainer(mlp_loss, optax.sgd(0.1), {**mlp(), "act": lambda x: x})
+    with pytest.raises(ProgramError, match=r"model_state is a tree of arrays.*'name', a str"):
+        tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), model_state={"name": "bn"})
+
+
+def test_microbatches_without_any_weight_change_nothing():
+    trainer = trainer_of(accumulation=tr.Accumulation(2, weight=lambda x, y: 0.0))
+    trainer.fit(ELEMENTS, steps=2)
+    assert_bits_equal(trainer.params, mlp())
+
+
+def test_large_weights_do_not_overflow_narrow_accumulators():
+    def weight(x):
+        return 40_000.0
+
+    def train(**options):
+        trainer = tr.Trainer(
+            lambda w, x: (w * x).sum(),
+            optax.sgd(0.1),
+            np.ones(3, np.float16),
+            accumulation=tr.Accumulation(2, **options),
+            replicas=2,
+        )
+        trainer.fit([np.full(3, i, np.float16) for i in range(8)], steps=2)
+        return trainer.params
+
+    assert_bits_equal(train(weight=weight), train(reduction="running_mean"))

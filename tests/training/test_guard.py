@@ -114,3 +114,25 @@ def test_activations_and_loops_can_be_watched():
 def test_programs_of_your_own_have_no_guard():
     with pytest.raises(OptionError, match=r"guards the steps of a tr\.Trainer"):
         tr.compile(lambda x: x, observe=[tr.stop_on_nonfinite()])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_branch_that_is_not_taken_is_not_bad(replicas):
+    def branching(w, x):
+        flag = tr.cross_replica_mean(x.sum()) > 0
+        return jax.lax.cond(flag, lambda: (w**2).sum(), lambda: (jnp.exp(w) * x.mean()).sum())
+
+    elements = [np.full(4, (-1) ** i, np.float32) for i in range(12)]
+    watch = tr.stop_on_nonfinite("activation/*")
+    trainer = tr.Trainer(
+        branching, optax.sgd(0.01), jnp.ones(4), observe=[watch], replicas=replicas
+    )
+    assert len(trainer.fit(elements, steps=6).loss) == 6
+    bad = elements[:4] + [np.full(4, -np.inf, np.float32)] * 2
+    with pytest.raises(NonFiniteError):
+        trainer.fit(bad, epochs=1)
+
+
+def test_observe_refuses_a_guard():
+    with pytest.raises(OptionError, match=r"guards the steps of a tr\.Trainer"):
+        tr.observe(jnp.log, tr.stop_on_nonfinite("output/*"))

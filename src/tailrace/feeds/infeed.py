@@ -159,6 +159,13 @@ class InfeedQueue:
             self._settle()
             return self._open().available(at_most)
 
+    def need(self, count: int) -> None:
+        """Raise what reading the next `count` elements raises, if anything; they are kept."""
+        with self._lock:
+            self._settle()
+            reader = self._open()
+            reader.put_back(reader.read(count))
+
     @property
     def position(self) -> int:
         """How many elements have been handed to programs so far."""

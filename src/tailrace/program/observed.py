@@ -17,10 +17,12 @@ from tailrace.program.sight import Sight, look
 from tailrace.program.traced import Traced, trace_program
 from tailrace.tensors.catalogue import Catalogue
 from tailrace.tensors.naming import Namer
-from tailrace.tensors.taps import StopOnNonfinite, parse_taps
+from tailrace.tensors.taps import MOST_BYTES, StopOnNonfinite, check_bytes, parse_taps
 
 
-def observe(function: Callable[..., Any], taps: Any, *, seed: int = 0) -> Observed:
+def observe(
+    function: Callable[..., Any], taps: Any, *, seed: int = 0, observe_bytes: int = MOST_BYTES
+) -> Observed:
     """Wrap a function of arrays so that a call returns `(output, records)`.
 
     The function is traced and compiled as with `jax.jit`. Its tensors are named as the contract
@@ -32,6 +34,8 @@ def observe(function: Callable[..., Any], taps: Any, *, seed: int = 0) -> Observ
         function: any JAX function, such as a training step.
         taps: `tr.Tap`s, or selections whose statistics are wanted. A call counts as one step.
         seed: where the keys of `tr.key()` come from.
+        observe_bytes: the most that the records of one call may take; more is refused before it
+            runs.
 
     Example:
         >>> import jax, jax.numpy as jnp, tailrace as tr
@@ -50,14 +54,17 @@ def observe(function: Callable[..., Any], taps: Any, *, seed: int = 0) -> Observ
             "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
             "apart. In a function of your own, tap the tensors and look at their NaN counts."
         )
-    return Observed(function, taps, seed)
+    return Observed(function, taps, seed, observe_bytes)
 
 
 class Observed:
     """A function that also returns what was observed in it; made by `tr.observe`."""
 
-    def __init__(self, function: Callable[..., Any], taps: list[Any], seed: int) -> None:
+    def __init__(
+        self, function: Callable[..., Any], taps: list[Any], seed: int, observe_bytes: int
+    ) -> None:
         self._function, self.taps, self._seed = function, taps, seed
+        self._observe_bytes = observe_bytes
         self._placement = Placement()
         self._versions: dict[Hashable, tuple[Traced, Sight, list[Executable]]] = {}
         self.calls = 0
@@ -97,6 +104,9 @@ class Observed:
         if key not in self._versions:
             traced, entries = self._trace(args)
             sight = look(traced, self.taps, entries)
+            if sight.chosen:
+                count = max(one.microbatches for one in sight.chosen)
+                check_bytes(sight.chosen, 1, count, 1, self._observe_bytes)
             executables = [
                 Executable(traced, segment, self._placement, wanted=sight.wanted)
                 for segment in cut(traced.jaxpr, ())

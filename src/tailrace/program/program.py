@@ -21,12 +21,17 @@ from tailrace.program.sight import look
 from tailrace.program.traced import Traced, top_loops, trace_program
 from tailrace.tensors.frame import Emission
 from tailrace.tensors.naming import Namer
-from tailrace.tensors.taps import StopOnNonfinite, Tap, parse_taps
+from tailrace.tensors.taps import MOST_BYTES, StopOnNonfinite, Tap, check_bytes, parse_taps
 from tailrace.tensors.walk import LOOP, walk
 
 
 def compile(
-    function: Callable[..., Any], *, replicas: int | None = 1, seed: int = 0, observe: Any = ()
+    function: Callable[..., Any],
+    *,
+    replicas: int | None = 1,
+    seed: int = 0,
+    observe: Any = (),
+    observe_bytes: int = MOST_BYTES,
 ) -> Program:
     """Make a device program of `function`.
 
@@ -43,6 +48,8 @@ def compile(
         seed: where the keys of `tr.key()` come from.
         observe: taps (`tr.Tap`), or selections whose statistics are wanted; `program.records` has
             what they saw in the latest call. A pass of an outermost loop counts as a step.
+        observe_bytes: the most that the records of one loop may take; more is refused before it
+            runs.
 
     Example:
         >>> import tailrace as tr
@@ -60,7 +67,13 @@ def compile(
             "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
             "apart. In a program of your own, tap the tensors and look at their NaN counts."
         )
-    return Program(function, replicas=resolve_replicas(replicas), seed=seed, taps=taps)
+    return Program(
+        function,
+        replicas=resolve_replicas(replicas),
+        seed=seed,
+        taps=taps,
+        observe_bytes=observe_bytes,
+    )
 
 
 class Program:
@@ -72,13 +85,20 @@ class Program:
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, replicas: int, seed: int, taps: Sequence[Tap] = ()
+        self,
+        function: Callable[..., Any],
+        *,
+        replicas: int,
+        seed: int,
+        taps: Sequence[Tap] = (),
+        observe_bytes: int = MOST_BYTES,
     ) -> None:
         if not callable(function):
             raise ProgramError(
                 f"tr.compile takes a function of arrays. Received: {type(function).__name__}."
             )
         self._function, self._seed, self.taps = function, seed, list(taps)
+        self._observe_bytes = observe_bytes
         self.records = Records()
         self.placement = Placement(replicas)
         self.executions = 0
@@ -130,6 +150,8 @@ class Program:
             known[result] = self.placement.own(_result(known, start))
         live = any(queue.live for queue in version.traced.outfeeds)
         done, length = 0, segment.length
+        if version.piece(segment) == length:  # cut only to look into it, not for its size
+            self._need_elements(segment)
         piece = 1 if live else version.piece(segment)
         first, every = self.steps, version.sight.period
         while done < length:
@@ -151,6 +173,12 @@ class Program:
                 most = min(version.piece(segment), max(1, int(LIVE_S / max(elapsed, 1e-6))))
                 piece = good_piece(max(1, length - done), most)
         self.steps += length
+
+    def _need_elements(self, segment: Segment) -> None:
+        """All elements of a loop are there before its first piece runs, or none is consumed."""
+        for queue, count in segment.elements.items():
+            queue.bind_replicas(self.placement.replicas)
+            queue.need(count * segment.length * self.placement.replicas)
 
     def _deliver(
         self,
@@ -184,7 +212,9 @@ class Program:
             traced = trace_program(self._function, args, self.placement.replicas)
             if self.placement.replicas > 1:
                 check_in_step(traced)
-            self._versions[key] = _Version(traced, self.placement, self.taps)
+            version = _Version(traced, self.placement, self.taps)
+            version.check_records(self._observe_bytes)
+            self._versions[key] = version
         return self._versions[key]
 
 
@@ -222,6 +252,15 @@ class _Version:
                 period=period,
             )
         return self._executables[key]
+
+    def check_records(self, most: int) -> None:
+        """Refuse taps that would return more than `most` bytes from one loop."""
+        chosen = self.sight.chosen
+        if chosen:
+            count, replicas = max(one.microbatches for one in chosen), self._placement.replicas
+            length = max((s.length for s in self.segments if s.is_loop), default=1)
+            check_bytes([one for one in chosen if one.loops], length, count, replicas, most)
+            check_bytes([one for one in chosen if not one.loops], 1, 1, replicas, most)
 
     def piece(self, segment: Segment) -> int:
         """How many passes of a loop one dispatch runs, for the memory that its elements take."""

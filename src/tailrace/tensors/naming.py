@@ -18,7 +18,7 @@ from tailrace import _jax
 from tailrace._jax import Jaxpr, JaxprEqn, Var, primitives
 from tailrace.marks import ambient_p, dequeue_p, mark_p
 from tailrace.tensors.catalogue import Entry
-from tailrace.tensors.walk import Position
+from tailrace.tensors.walk import Position, loop_tag
 
 _NOT_VALUES = {mark_p, dequeue_p, ambient_p}
 _CUSTOM = {primitives.custom_jvp_call_p, primitives.custom_vjp_call_p}
@@ -104,11 +104,12 @@ class Namer:
     def _inside(self, eqn: JaxprEqn) -> Iterator[tuple[int, Jaxpr, int | None]]:
         if eqn.primitive in _CUSTOM and not self.enter_custom:
             return
-        length = eqn.params["length"] if eqn.primitive is primitives.scan_p else None
+        scanned = eqn.params["length"] if eqn.primitive is primitives.scan_p else None
         for number, (_, _, inner, _) in enumerate(_jax.inner_jaxprs(eqn)):
             if eqn.primitive is primitives.while_p and number == 0:
                 continue  # the condition
-            yield number, inner, length
+            # A loop made by Tailrace makes many values; it does not make one larger.
+            yield number, inner, None if loop_tag(inner) else scanned
 
     def _operation(
         self,

@@ -254,7 +254,7 @@ def check_bytes(
             f"largest is {largest.entry.name!r} ({largest.tap.kind}, "
             f"{largest.tap.nbytes(largest.entry):,} bytes a record). Look less often "
             f"(mode=tr.every(n), 'sum' or 'final'), keep less (reduce='stats'), use fewer "
-            f"steps_per_execution or microbatches, or raise observe_bytes."
+            f"steps_per_execution (a shorter tr.repeat) or microbatches, or raise observe_bytes."
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from tailrace.tensors.frame import Emission, Frame
-from tailrace.tensors.reductions import StatsKey, pack_statistics
+from tailrace.tensors.reductions import StatsKey, all_finite, pack_statistics
 
 
 @dataclasses.dataclass(frozen=True)

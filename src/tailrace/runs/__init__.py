@@ -1,0 +1,1 @@
+"""Runs on disk: written while training goes on, read back, compared, exported and drawn."""

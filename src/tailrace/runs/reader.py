@@ -1,0 +1,154 @@
+"""`tr.open_run`: a run directory, read lazily, also while it is being written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import RunError
+from tailrace.notes import shown
+from tailrace.observe.records import Records
+from tailrace.runs.info import read_catalogue, read_info
+from tailrace.runs.layout import import_zarr
+from tailrace.runs.stored import committed, damaged, read_rows, stored_records
+from tailrace.tensors.catalogue import Catalogue
+from tailrace.training.history import History
+
+
+def open_run(directory: Any) -> Run:
+    """Open a run directory that `tr.Trainer(..., run_dir=...)` wrote, or is writing.
+
+    Nothing but descriptions is read; arrays are read when they are asked for.
+
+    Args:
+        directory: the run directory.
+
+    Raises:
+        RunError: there is no run, it is damaged, or it has a newer format.
+
+    Example:
+        >>> import tempfile, numpy as np, optax, tailrace as tr
+        >>> def loss_fn(w, x):
+        ...     return ((x - w) ** 2).mean()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = tr.Trainer(
+        ...         loss_fn, optax.sgd(0.1), np.float32(0), run_dir=folder, observe="grad/*"
+        ...     )
+        ...     history = trainer.fit(tr.batches(np.ones(64, np.float32), 8), progress=False)
+        ...     run = tr.open_run(folder)
+        ...     print(run)
+        ...     print(run.records["grad/*"].values["mean"].shape) if "grad/*" in run.records else None
+        ...     print(bool((run.history.loss == history.loss).all()))
+        Run(8 steps, 1 records, ended)
+        True
+    """
+    return Run(Path(directory))
+
+
+class Run:
+    """A run directory; made by `tr.open_run`.
+
+    What is read is what counted when the run was opened; `refresh` looks again.
+
+    Attributes:
+        directory: where it is.
+        info: what ran: versions, devices, options, taps.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.info: dict[str, Any] = read_info(directory)
+        self._root: Any = None
+        self._history: History | None = None
+        self.refresh()
+
+    def refresh(self) -> Run:
+        """See what has been written since; returns the run itself."""
+        zarr = import_zarr()
+        try:
+            self._root = zarr.open_group(self.directory, mode="r", zarr_format=3)
+        except Exception as error:
+            raise damaged(self.directory, "zarr.json", error) from error
+        self._counts = committed(self.directory, self._root)
+        self._history = None
+        return self
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the fit that wrote it came to an end; not so while it runs or after a crash."""
+        return not self._root.attrs.get("writing", True)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The tensors of the step that ran."""
+        try:
+            return read_catalogue(self.info["catalogue"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged(self.directory, "the catalogue in run.json", error) from error
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the pipeline that ran; None without a pipeline."""
+        from tailrace.pipeline import Plan
+
+        text = self.info.get("plan")
+        return None if text is None else Plan.from_json(text)
+
+    @property
+    def records(self) -> Records:
+        """What was observed, as in `trainer.records`, of all fits that were written."""
+        return Records(stored=lambda: stored_records(self.directory, self._root))
+
+    @property
+    def history(self) -> History:
+        """Loss and metrics, as `fit` returns them, of all fits that were written."""
+        if self._history is None:
+            self._history = self._read_history()
+        return self._history
+
+    def _read_history(self) -> History:
+        count = self._counts["history"]
+        if not count:
+            return History()
+        group = self._root["history"]
+
+        def read(name: str) -> np.ndarray:
+            return read_rows(self.directory, "history", group, name, 0, count)
+
+        names = [str(name) for name in group.attrs["names"]]
+        arrays = {name: read(f"metric{number}") for number, name in enumerate(names)}
+        if "loss" not in arrays:
+            raise RunError(f"The run '{shown(str(self.directory))}' is damaged: it has no loss.")
+        history = History(int(read("step")[0]), *arrays["loss"].shape[1:])
+        history.add(arrays, read("weight") if "weight" in group else None)
+        return history
+
+    def to_tensorboard(self, logdir: Any, select: Any = "*") -> int:
+        """Write TensorBoard event files: scalars, statistics, and histograms as they are.
+
+        Args:
+            logdir: the directory that TensorBoard is given.
+            select: which records to write.
+
+        Returns:
+            How many values were written.
+        """
+        from tailrace.runs.tensorboard import write_events
+
+        return write_events(self, logdir, select)
+
+    def __repr__(self) -> str:
+        state = "ended" if self.is_ended else "being written, or interrupted"
+        return f"Run({self._counts['history']} steps, {len(self.records)} records, {state})"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        rows = "".join(
+            f"<tr><td>{html.escape(shown(str(name)))}</td><td>{html.escape(shown(str(v)))}</td></tr>"
+            for name, v in self.info.items()
+            if name not in ("catalogue", "plan")
+        )
+        return f"<b>{html.escape(repr(self))}</b><table>{rows}</table>{self.history._repr_html_()}"
