@@ -141,6 +141,39 @@ def dataflow() -> str:
     )
 
 
+@figure("gradient_histogram")
+def gradient_histogram() -> str:
+    """The gradients of the last step of an epoch; drawn by `tailrace histogram`."""
+    import importlib.util
+    import tempfile
+
+    import optax
+
+    import tailrace as tr
+    from tailrace.cli import main as tailrace
+
+    example = Path(__file__).parents[1] / "examples" / "observe_gradients.py"
+    spec = importlib.util.spec_from_file_location("observe_gradients", example)
+    assert spec is not None
+    assert spec.loader is not None
+    model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(model)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = tr.Trainer(
+            model.loss_fn,
+            optax.sgd(0.01),
+            model.create_model(),
+            observe=[tr.Tap("grad/*", reduce="histogram")],
+            run_dir=f"{folder}/run",
+        )
+        digits = tr.batches(tr.data.digits("train"), 1000, shuffle=True, seed=0)
+        trainer.fit(digits, epochs=1, progress=False)
+        drawn = f"{folder}/histogram.svg"
+        code = tailrace(["histogram", f"{folder}/run", "--steps=-1:", "-o", drawn])
+        assert code == 0
+        return Path(drawn).read_text(encoding="utf-8")
+
+
 def main(arguments: list[str]) -> int:
     """Write (or check) the figures that are named, all without a name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

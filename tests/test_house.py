@@ -33,6 +33,7 @@ ROOMS = [
     "pipeline",
     "training",
     "runs",
+    "doctor",
     "trace",
 ]
 """From the data door to the observers' door. A room sees those before it; the rest are porches."""

@@ -10,10 +10,12 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tailrace._version import __version__
 from tailrace.errors import OptionError, TailraceError
+from tailrace.runs.commands import COMMANDS as RUN_COMMANDS
 
 Subparsers = Any  # argparse's own class for this is private
 
@@ -105,7 +107,104 @@ def _run_benchmark_data(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def load(target: str) -> Any:
+def tensors(subparsers: Subparsers) -> None:
+    """`tailrace tensors`: the catalogue of a training step."""
+    parser = subparsers.add_parser(
+        "tensors",
+        help="list the tensors of a training step by name",
+        description="List every tensor of a step, as taps select them: name, shape, dtype and the "
+        "line it comes from.",
+    )
+    parser.add_argument(
+        "target",
+        metavar="MODULE:ATTRIBUTE",
+        help="a tr.Trainer that has been trained, or a function without arguments that returns "
+        "(trainer, example), where example is one element of its dataset",
+    )
+    parser.add_argument("--select", default="*", metavar="GLOB", help="only these (default: all)")
+    parser.add_argument("--json", action="store_true", help="print the catalogue as JSON")
+    parser.set_defaults(run=_run_tensors)
+
+
+def _run_tensors(arguments: argparse.Namespace) -> int:
+    found: Any = load(arguments.target, "a trainer", "mypackage.train:make")
+    if not hasattr(found, "tensors") and callable(found):
+        found = _guarded(found, f"{arguments.target} was called and raised")
+    pair: Any = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    trainer, example = pair
+    if not hasattr(trainer, "tensors"):
+        raise OptionError(
+            f"{arguments.target} must be a tr.Trainer, or a function that returns (trainer, "
+            f"example). Received: {type(trainer).__name__}."
+        )
+    chosen = trainer.tensors(example).select(arguments.select)
+    print(chosen.to_json() if arguments.json else chosen)
+    return 0
+
+
+def plan(subparsers: Subparsers) -> None:
+    """`tailrace plan`: a pipeline schedule, drawn."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="draw a pipeline schedule and say what it costs",
+        description="Plan one execution of a pipeline: which device does what in which tick.",
+    )
+    parser.add_argument("--stages", type=int, required=True, help="how many stages")
+    parser.add_argument(
+        "--microbatches", type=int, required=True, help="how many microbatches make a step"
+    )
+    parser.add_argument(
+        "--schedule", default="grouped", help="grouped, interleaved or sequential (%(default)s)"
+    )
+    parser.add_argument("--inference", action="store_true", help="without backward passes")
+    parser.add_argument("--svg", metavar="FILE", help="write the picture there")
+    parser.set_defaults(run=_run_plan)
+
+
+def _run_plan(arguments: argparse.Namespace) -> int:
+    from tailrace.pipeline import PipelineSchedule
+    from tailrace.pipeline import plan as make
+
+    known = [str(schedule.value) for schedule in PipelineSchedule]
+    if arguments.schedule.lower() not in known:
+        raise OptionError(
+            f"--schedule is one of {', '.join(known)}. Received: {arguments.schedule!r}."
+        )
+    made = make(
+        arguments.stages,
+        arguments.microbatches,
+        arguments.schedule.lower(),
+        training=not arguments.inference,
+    )
+    print(made)
+    if arguments.svg:
+        try:
+            Path(arguments.svg).write_text(str(made.draw(format="svg")), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"{arguments.svg!r} cannot be written: {error.strerror}.") from error
+        print(f"Saved {arguments.svg}")
+    return 0
+
+
+def doctor(subparsers: Subparsers) -> None:
+    """`tailrace doctor`: what is here, and what will not work."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show versions, devices and optional packages, and what will not work",
+        description="Show versions, devices with their memory kinds, optional packages, and what "
+        "will not work here.",
+    )
+    parser.set_defaults(run=_run_doctor)
+
+
+def _run_doctor(_: argparse.Namespace) -> int:
+    from tailrace.doctor import diagnose
+
+    print(diagnose())
+    return 0
+
+
+def load(target: str, what: str = "a dataset", example: str = "mypackage.data:training_set") -> Any:
     """The object at MODULE:ATTRIBUTE, looked for in the working directory as well.
 
     >>> load("math:pi")
@@ -114,7 +213,7 @@ def load(target: str) -> Any:
     module_name, colon, attribute = target.partition(":")
     if not (module_name and colon and attribute):
         raise OptionError(
-            "A dataset is named as MODULE:ATTRIBUTE, for example mypackage.data:training_set. "
+            f"{what.capitalize()} is named as MODULE:ATTRIBUTE, for example {example}. "
             f"Received: {target!r}."
         )
     # `python script.py` finds modules that lie beside it; an installed command does not.
@@ -126,7 +225,7 @@ def load(target: str) -> Any:
     for name in attribute.split("."):
         if not hasattr(found, name):
             raise OptionError(
-                f"{target!r} names no dataset: {module_name!r} was imported, but it has no "
+                f"{target!r} names no {what.split()[-1]}: {module_name!r} was imported, but it has no "
                 f"attribute {attribute!r}."
             )
         found = getattr(found, name)
@@ -143,7 +242,10 @@ def _guarded(function: Callable[[], Any], what: str) -> Any:
         raise OptionError(f"{what} {type(error).__name__}: {error}") from error
 
 
-COMMANDS: list[Callable[[Subparsers], None]] = [benchmark_data]
+COMMANDS: list[Callable[[Subparsers], None]] = [
+    *(benchmark_data, tensors, plan, doctor),
+    *RUN_COMMANDS,
+]
 """The subcommands, in the order in which `--help` lists them."""
 
 

@@ -466,3 +466,19 @@ def test_a_resident_dataset_has_batches_of_one_size():
     data = tr.batches(np.arange(10.0), 4, drop_remainder=False)
     with pytest.raises(tr.TailraceError, match=r"batches of one size. Use drop_remainder=True"):
         tr.InfeedQueue(data, resident=True).spec()
+
+
+def test_a_program_ends_while_its_producer_waits_for_the_result():
+    go_on = threading.Event()
+
+    def elements():
+        yield from numbers(4)
+        assert go_on.wait(WAIT_S)
+        yield from numbers(4)
+
+    infeed = tr.InfeedQueue(elements())
+    program = tr.compile(lambda t: tr.repeat(4, lambda t, x: t + x, t, infeed=infeed))
+    assert int(program(jnp.int32(0))) == 6  # although the next four are being staged
+    assert not go_on.is_set()
+    go_on.set()
+    assert int(program(jnp.int32(0))) == 6

@@ -1,8 +1,7 @@
 """`tr.compile`: dispatches, pieces of long loops, and the caller's arrays."""
 
-import gc
-import time
-import weakref
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 import tailrace as tr
-from conftest import infeed_threads
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import DataExhausted, ProgramError
 from tailrace.program import pieces as pieces_module
@@ -229,16 +227,43 @@ def test_elements_without_bytes_do_not_limit():
     assert piece_within(10, 1 << 40) == 1
 
 
-def test_queues_go_with_their_program():
-    def run():
-        infeed, outfeed = tr.InfeedQueue(iter(ELEMENTS)), tr.OutfeedQueue()
-        training(4, outfeed, infeed)(mlp())
-        return weakref.ref(infeed), weakref.ref(outfeed)
+QUEUES_OF_THEIR_OWN = """
+import gc, threading, time, weakref
+import jax, jax.numpy as jnp
+import tailrace as tr
 
-    alive = run()
-    give_up = time.monotonic() + 10  # what is staged just now holds its queue until it is done
-    while (any(ref() for ref in alive) or infeed_threads()) and time.monotonic() < give_up:
-        gc.collect()
-        time.sleep(0.01)
-    assert [ref() for ref in alive] == [None, None]  # JAX's caches do not hold them
-    assert not infeed_threads()
+def run():
+    infeed, outfeed = tr.InfeedQueue([jnp.float32(i) for i in range(8)]), tr.OutfeedQueue()
+
+    def body(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: w * x)(w)
+        outfeed.enqueue(loss)
+        return w - gradient
+
+    tr.compile(lambda w: tr.repeat(4, body, w, infeed=infeed))(jnp.float32(0))
+    return weakref.ref(infeed), weakref.ref(outfeed)
+
+alive = run()
+give_up = time.monotonic() + 10  # what is staged just now holds its queue until it is done
+while threading.active_count() > 1 and time.monotonic() < give_up:
+    gc.collect()
+    time.sleep(0.01)
+assert [ref() for ref in alive] == [None, None], alive
+assert threading.active_count() == 1, threading.enumerate()
+"""
+
+
+def test_queues_and_their_threads_go_with_the_program():
+    """JAX's caches outlive a program; in a process of its own, because ours watches its queues."""
+    subprocess.run([sys.executable, "-c", QUEUES_OF_THEIR_OWN], check=True, timeout=120)
+
+
+def test_an_observed_loop_without_enough_elements_consumes_none():
+    infeed = tr.InfeedQueue([np.int32(i) for i in range(7)])
+    body = lambda t, x: t + x  # noqa: E731
+    loop = lambda t: tr.repeat(8, body, t, infeed=infeed)  # noqa: E731
+    program = tr.compile(loop, observe=[tr.Tap("activation/*:add", mode=tr.every(2))])
+    with pytest.raises(DataExhausted, match="Asked for 8, found 7"):
+        program(jnp.int32(0))
+    assert infeed.position == 0
+    assert int(tr.compile(lambda t: tr.repeat(7, body, t, infeed=infeed))(jnp.int32(0))) == 21

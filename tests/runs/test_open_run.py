@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from small_runs import make_trainer
 
 import tailrace as tr
-from small_runs import make_trainer
 
 
 def test_lazy_and_whole(finished):
@@ -22,7 +22,9 @@ def test_lazy_and_whole(finished):
 
 def test_the_errors_of_records_are_those_in_memory(finished):
     records = tr.open_run(finished).records
-    with pytest.raises(tr.errors.SelectionError, match="has records of several taps: 'stats', 'his"):
+    with pytest.raises(
+        tr.errors.SelectionError, match="has records of several taps: 'stats', 'his"
+    ):
         records["grad/first"]
     with pytest.raises(tr.errors.SelectionError, match="There are no records of 'grad/frst'"):
         records["grad/frst"]
@@ -39,7 +41,9 @@ def test_a_run_without_taps_and_without_steps(tmp_path):
 
 
 def test_missing_and_empty(tmp_path):
-    with pytest.raises(tr.errors.RunError, match="There is no run directory at .*nowhere'. Look at"):
+    with pytest.raises(
+        tr.errors.RunError, match="There is no run directory at .*nowhere'. Look at"
+    ):
         tr.open_run(tmp_path / "nowhere")
     with pytest.raises(tr.errors.RunError, match="holds no run: it is empty. A run is written by"):
         tr.open_run(tmp_path)
@@ -114,7 +118,7 @@ def test_fewer_rows_than_were_written(finished):
 def test_a_missing_table(finished):
     (finished / "records/1/zarr.json").unlink()
     with pytest.raises(tr.errors.RunError, match="is damaged: records/1 cannot be read"):
-        tr.open_run(finished).records.names
+        _ = tr.open_run(finished).records.names
 
 
 def test_no_pickle_anywhere(finished):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_runs import X, Y, assert_same_records, make_trainer, train
 
 import tailrace as tr
-from small_runs import X, Y, assert_same_records, make_trainer, train
 from tailrace.runs import writer
 from tailrace.runs.writer import THREAD
 
@@ -201,7 +201,9 @@ def test_a_file_and_a_foreign_group(tmp_path):
     with pytest.raises(tr.errors.RunError, match="holds arrays that belong to none"):
         make_trainer(tmp_path / "group")
     trainer = make_trainer(tmp_path / "file" / "below")
-    with pytest.raises(tr.errors.RunError, match="cannot be written: NotADirectoryError: Not a dir"):
+    with pytest.raises(
+        tr.errors.RunError, match="cannot be written: NotADirectoryError: Not a dir"
+    ):
         train(trainer)
 
 

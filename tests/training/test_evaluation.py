@@ -259,3 +259,11 @@ def test_programs_of_throw_away_functions_do_not_pile_up(trainer):
     for _ in range(evaluation._MOST_RUNNERS + 2):
         trainer.evaluate(ELEMENTS[:1], lambda params, x, y: y.sum())
     assert len(trainer._evaluator._runners) == evaluation._MOST_RUNNERS
+
+
+def test_explain_counts_the_operations_of_all_microbatches():
+    def flops(accumulation):
+        trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), accumulation=accumulation)
+        return trainer.explain(ELEMENTS[0]).flops_per_step
+
+    assert 3 * flops(1) < flops(8) <= 9 * flops(1)

@@ -453,3 +453,16 @@ def test_large_weights_do_not_overflow_narrow_accumulators():
         return trainer.params
 
     assert_bits_equal(train(weight=weight), train(reduction="running_mean"))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_history_covers_all_steps_when_a_fit_is_broken_off(error):
+    class Breaks(tr.Callback):
+        def on_step_end(self, trainer, step, values):
+            if step == 3:
+                raise error
+
+    trainer = trainer_of()
+    with pytest.raises(error):
+        trainer.fit(ELEMENTS, steps=20, callbacks=[Breaks()])
+    assert len(trainer.history.loss) == trainer.step < 20

@@ -86,8 +86,10 @@ class InfeedQueue:
     def spec(self) -> ElementSpec:
         """The form of an element, learnt from the first one."""
         with self._lock:
-            self._settle()
-            return self._open().spec()
+            reader = self._open()
+            if not reader.has_spec:  # or what is staged would be waited for, and moved again
+                self._settle()
+            return reader.spec()
 
     def bind_replicas(self, replicas: int) -> None:
         """A queue hands out its elements to one number of replicas for good."""

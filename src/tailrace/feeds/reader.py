@@ -61,6 +61,11 @@ class Reader:
         self.delivered = 0
         self._produced = 0
 
+    @property
+    def has_spec(self) -> bool:
+        """Whether the form of the elements is known already."""
+        return self._spec is not None
+
     def spec(self) -> ElementSpec:
         """The form of the elements, learnt from the first of them (which is not lost)."""
         if self._spec is None and isinstance(self._source, BatchIterator):

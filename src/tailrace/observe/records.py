@@ -13,7 +13,7 @@ import numpy as np
 from tailrace.errors import SelectionError
 from tailrace.feeds.runs import Runs
 from tailrace.tensors.frame import Emission
-from tailrace.tensors.reductions import StatsKey, merge_statistics
+from tailrace.tensors.reductions import NUM_BINS, StatsKey, merge_statistics
 from tailrace.tensors.taps import Chosen, Mode
 
 PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")
@@ -52,6 +52,18 @@ class Record:
     def __repr__(self) -> str:
         shape = jax.tree.map(np.shape, self.values)
         return f"Record({self.name!r}, {self.kind}, {len(self)} values of {shape})"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        text = html.escape(repr(self))
+        if self.kind != "histogram" or np.shape(self.values)[-1:] != (NUM_BINS,):
+            return text
+        from tailrace.observe.exponents import format_sentences, small_svg
+
+        counts = self.values.reshape(-1, NUM_BINS).sum(axis=0)
+        lines = "<br>".join(map(html.escape, format_sentences(counts)))
+        return f"{text}<br>{small_svg(counts)}<br>{lines}"
 
 
 class Source(Protocol):

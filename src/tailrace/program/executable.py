@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -80,10 +81,11 @@ class Numbers:
 
     def as_arrays(self) -> tuple[Any, ...]:
         """As arguments of the compiled program."""
+        # numpy's scalars travel with the call; JAX's would be moved to the device one by one.
         return (
-            jnp.uint32(self.seed % 2**32),
-            jnp.int32(self.first_step),
-            jnp.int32(self.offset),
+            np.uint32(self.seed % 2**32),
+            np.int32(self.first_step),
+            np.int32(self.offset),
         )
 
 
@@ -158,7 +160,7 @@ class Executable:
             [known[var] for var in self._carried],
             [known[var] for var in self.segment.reads],
             [tuple(staged[queue]) for queue, count in self.elements.items() if count],
-            (*numbers.as_arrays(), jnp.array(False) if stopped is None else stopped),
+            (*numbers.as_arrays(), np.bool_(False) if stopped is None else stopped),
         )
 
     def _jitted(self) -> Any:

@@ -19,8 +19,8 @@ class Explanation:
         effective_batch_size: examples in a step, over all microbatches and replicas.
         parts: bytes by what they hold.
         peak_bytes: what XLA expects to hold at once.
-        flops_per_step: floating-point operations of a step, as XLA counts them (a loop's body is
-            counted once, which makes it those of one step).
+        flops_per_step: floating-point operations of a step on one device, as XLA counts them, for
+            all its microbatches. Of a loop of the model's own, XLA counts one pass.
         compile_s: how long compiling took.
     """
 
@@ -53,13 +53,16 @@ def explain(
     length: int,
     parts: dict[str, Any],
     effective_batch_size: int | None,
+    microbatches: int = 1,
+    flops_of_update: float = 0.0,
 ) -> Explanation:
     """Compile the loop of `runner` for `length` passes and read XLA's analysis of it."""
     executable = runner.compiled(known, length)
     compiled = executable.compiled
     memory = compiled.memory_analysis()
-    cost = compiled.cost_analysis() or {}
-    cost = cost[0] if isinstance(cost, list | tuple) else cost
+    # XLA counts the body of a loop once: that of the steps, and that of the microbatches.
+    flops = flops_of(compiled)
+    flops += (microbatches - 1) * max(0.0, flops - flops_of_update)
     sizes = {name: _bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
     sizes["elements"] = runner.bytes_per_pass * length // runner.placement.replicas
     sizes["results"] = max(0, int(memory.output_size_in_bytes - memory.alias_size_in_bytes))
@@ -76,9 +79,16 @@ def explain(
         effective_batch_size,
         sizes,
         peak,
-        float(cost.get("flops", 0.0)),
+        flops,
         executable.compile_s,
     )
+
+
+def flops_of(compiled: Any) -> float:
+    """The floating-point operations of something lowered or compiled, as XLA counts them."""
+    cost = compiled.cost_analysis() or {}
+    cost = cost[0] if isinstance(cost, list | tuple) else cost
+    return float(cost.get("flops", 0.0))
 
 
 def _bytes(tree: Any) -> int:

@@ -5,7 +5,8 @@ Both wrap an optax transformation and are one themselves, so they go wherever on
     tr.optimizers.cross_replica(optax.adam(1e-3))
     tr.optimizers.gradient_accumulation(tr.optimizers.cross_replica(optax.adam(1e-3)), 8)
 
-`tr.Trainer` does both by itself; there they are refused.
+`tr.Trainer` does both by itself: there, `gradient_accumulation` is refused, and `cross_replica` adds
+nothing.
 """
 
 from __future__ import annotations

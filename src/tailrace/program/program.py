@@ -150,7 +150,7 @@ class Program:
             known[result] = self.placement.own(_result(known, start))
         live = any(queue.live for queue in version.traced.outfeeds)
         done, length = 0, segment.length
-        if version.piece(segment) == length:  # cut only to look into it, not for its size
+        if not live and version.piece(segment) == length:  # cut to look into it, not for its size
             self._need_elements(segment)
         piece = 1 if live else version.piece(segment)
         first, every = self.steps, version.sight.period

@@ -64,8 +64,8 @@ class Difference:
         rest = ""
         for which, names in (("first", self.only_first), ("second", self.only_second)):
             if names:
-                listed = ", ".join(shown(name) for name in names[:3])
-                rest += f" Only the {which} has {len(names)} more ({listed}{', ...' * (len(names) > 3)})."
+                listed = ", ".join([*map(shown, names[:3]), *["..."] * (len(names) > 3)])
+                rest += f" Only the {which} has {len(names)} more ({listed})."
         if not self:
             return f"No difference in {self.compared} tensors.{rest}"
         where = [f"step {self.step}"] if self.step >= 0 else []
@@ -204,7 +204,7 @@ def _first_row(
     for field, mine, theirs in _fields(one.values, other.values):
         if mine.shape[1:] != theirs.shape[1:]:
             text = f"shapes {list(mine.shape[1:])} and {list(theirs.shape[1:])}"
-            worst = {0: (float("nan"), text, float("nan"), (float("nan"),) * 2)}
+            worst = {0: (float("nan"), text, float("nan"), (float("nan"), float("nan")))}
             break
         a, b = (_flat(mine[left]), _flat(theirs[right]))
         off, size = _apart(a, b)
@@ -220,8 +220,14 @@ def _first_row(
         return None
     row = min(worst)
     largest, field, relative, values = worst[row]
-    tags = [int(getattr(one, tag)[left[row]]) for tag in ("steps", "microbatches", "replicas")]
-    return Difference(one.name, one.kind, field, *tags, largest, relative, values)
+    at = left[row]
+    step, microbatch, replica = one.steps[at], one.microbatches[at], one.replicas[at]
+    return Difference(
+        *(one.name, one.kind, field, int(step), int(microbatch), int(replica)),
+        largest=largest,
+        relative=relative,
+        values=values,
+    )
 
 
 def _fields(one: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from tailrace.runs.layout import import_zarr
 from tailrace.runs.stored import committed, damaged, read_rows, stored_records
 from tailrace.tensors.catalogue import Catalogue
 from tailrace.training.history import History
+
+if TYPE_CHECKING:
+    from tailrace.runs.pictures import ExponentHistogram, Heatmap
 
 
 def open_run(directory: Any) -> Run:
@@ -38,11 +41,8 @@ def open_run(directory: Any) -> Run:
         ...     )
         ...     history = trainer.fit(tr.batches(np.ones(64, np.float32), 8), progress=False)
         ...     run = tr.open_run(folder)
-        ...     print(run)
-        ...     print(run.records["grad/*"].values["mean"].shape) if "grad/*" in run.records else None
-        ...     print(bool((run.history.loss == history.loss).all()))
-        Run(8 steps, 1 records, ended)
-        True
+        ...     print(run, run.records.names, bool((run.history.loss == history.loss).all()))
+        Run(8 steps, 1 records, ended) ['grad/params'] True
     """
     return Run(Path(directory))
 
@@ -125,19 +125,42 @@ class Run:
         history.add(arrays, read("weight") if "weight" in group else None)
         return history
 
-    def to_tensorboard(self, logdir: Any, select: Any = "*") -> int:
-        """Write TensorBoard event files: scalars, statistics, and histograms as they are.
+    def histogram(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
+        """All values of the chosen tensors, counted by binary exponent; shows itself in a notebook.
+
+        Args:
+            select: which records: those with `reduce="histogram"`, or whole tensors.
+            steps: from which steps: `slice(100, 200)`, or `slice(-1, None)` for the last recorded.
+        """
+        from tailrace.runs.pictures import histogram
+
+        return histogram(self, select, steps)
+
+    def heatmap(self, select: Any = "grad/*", field: str = "std") -> Heatmap:
+        """The chosen tensors over the steps, one number each; shows itself in a notebook.
+
+        Args:
+            select: which records: norms, statistics or histograms.
+            field: which statistic, where statistics were recorded.
+        """
+        from tailrace.runs.pictures import heatmap
+
+        return heatmap(self, select, field)
+
+    def to_tensorboard(self, logdir: Any, select: Any = "*", every: int = 1) -> int:
+        """Write TensorBoard event files: scalars, statistics, and histograms bin for bin.
 
         Args:
             logdir: the directory that TensorBoard is given.
             select: which records to write.
+            every: write only every so many steps.
 
         Returns:
             How many values were written.
         """
         from tailrace.runs.tensorboard import write_events
 
-        return write_events(self, logdir, select)
+        return write_events(self, logdir, select, every)
 
     def __repr__(self) -> str:
         state = "ended" if self.is_ended else "being written, or interrupted"

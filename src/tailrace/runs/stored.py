@@ -108,7 +108,8 @@ class Sorted:
         ]
         ran = [record.ran for record in found if record.ran is not None]
         values = jax.tree.map(pick, *(record.values for record in found))
-        return Record(found[0].name, found[0].kind, values, *tags, pick(*ran) if ran else None)
+        made = Record(found[0].name, found[0].kind, values, *tags)
+        return dataclasses.replace(made, ran=pick(*ran)) if ran else made
 
 
 def stored_records(
@@ -130,7 +131,9 @@ def stored_records(
         for position, name in enumerate(names):
             part = StoredPart(table, position, str(name), kind)
             found.setdefault((part.name, kind), []).append(part)
-    return {key: list(parts[:1]) if len(parts) == 1 else [Sorted(parts)] for key, parts in found.items()}
+    return {
+        key: list(parts[:1]) if len(parts) == 1 else [Sorted(parts)] for key, parts in found.items()
+    }
 
 
 def committed(directory: Path, root: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tailrace.observe.records import Records
 from tailrace.observe.sinks import directory_sink
 from tailrace.program.accumulation import Accumulation
 from tailrace.program.executable import Placement
-from tailrace.program.explain import Explanation, explain
+from tailrace.program.explain import Explanation, explain, flops_of
 from tailrace.program.pieces import LIVE_S
 from tailrace.program.runner import LoopRunner
 from tailrace.program.sight import Sight, look
@@ -270,7 +270,9 @@ class Trainer:
                 fit = Fit(self, runner, infeed, known, sight, callbacks, bar)
                 try:
                     self._train(fit, dataset, steps, 1 if epochs is None else epochs, total)
-                except TailraceError:
+                except BaseException as error:
+                    if not isinstance(error, TailraceError):
+                        fit.callbacks = []  # it may come from one of them, or be an interrupt
                     fit.finish()  # what was computed before the failure is part of the history
                     raise
                 fit.finish()
@@ -361,9 +363,18 @@ class Trainer:
                 "model state": state.model_state,
             },
             effective_batch_size=self.effective_batch_size(infeed.spec()),
+            microbatches=self.accumulation.microbatches,
+            flops_of_update=self._flops_of_update(state),
         )
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _flops_of_update(self, state: TrainState) -> float:
+        update = jax.jit(self._step.optimizer.update)
+        try:
+            return flops_of(update.lower(state.params, state.optimizer_state, state.params))
+        except TailraceError:  # it means something inside a program only: small beside the rest
+            return 0.0
 
     def _current(self) -> TrainState:
         if self._active is not None:

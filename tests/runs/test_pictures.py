@@ -1,0 +1,137 @@
+"""Histograms and heat maps: what they count, what they say, and that they are pictures."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import make_trainer, train
+
+import tailrace as tr
+from tailrace.observe.exponents import count_exponents, format_sentences, small_svg
+from tailrace.runs.pictures import Heatmap, heatmap, histogram
+from tailrace.tensors import reductions
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def run(finished):
+    return tr.open_run(finished)
+
+
+def test_counting_on_the_host_is_counting_on_the_device():
+    values = np.array([0, -0.0, 1, 1.5, -3, 1e-42, 1e38, np.inf, -np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(
+        count_exponents(values), np.asarray(reductions.histogram(jnp.asarray(values)))
+    )
+
+
+def test_the_histogram_of_a_run(run):
+    whole = run.histogram("grad/*")
+    counts = sum(
+        run.records[name, "histogram"].values.sum(axis=0) for name in ("grad/first", "grad/second")
+    )
+    np.testing.assert_array_equal(whole.counts, counts)
+    assert whole.title == "Gradient histogram"
+    assert repr(whole).startswith("140 values of 2 tensors, steps 4 to 19: ")
+    assert "float16: 0.00 % would become zero" in repr(whole)
+    last = run.histogram("grad/first", slice(-1, None))
+    assert last.counts.sum() == 30
+    assert repr(last).startswith("30 values of 1 tensors, step 19: ")
+    assert run.histogram("grad/first", slice(0, 10)).counts.sum() == 60
+
+
+def test_whole_tensors_are_counted_too():
+    trainer = make_trainer(observe=[tr.Tap("grad/first", reduce="tensor")])
+    train(trainer, 5)
+    counted = make_trainer(observe=[tr.Tap("grad/first", reduce="histogram")])
+    train(counted, 5)
+    np.testing.assert_array_equal(histogram(trainer).counts, histogram(counted.records).counts)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_pictures_are_written(run, tmp_path, ending):
+    starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    for name, picture in (("h", run.histogram()), ("m", run.heatmap())):
+        path = tmp_path / f"{name}.{ending}"
+        picture.save(path)
+        assert path.read_bytes().startswith(starts[ending])
+
+
+def test_the_svg_has_the_limits_and_the_words(run):
+    text = run.histogram()._repr_svg_()
+    for word in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "would become zero"):
+        assert word in text
+    assert run.histogram()._repr_svg_() == text
+
+
+def test_shares_in_words():
+    counts = np.zeros(258, int)
+    counts[127 - 40], counts[127 + 15], counts[127 + 20], counts[127 - 15] = 1, 1, 1, 1
+    half, wide, *_ = format_sentences(counts)
+    assert half == (
+        "float16: 25.00 % would become zero, 25.00 % lose digits, 25.00 % lie beyond its largest "
+        "value (50.00 % at most)."
+    )
+    assert wide.startswith("bfloat16: 0.00 % would become zero, 0.00 %")
+
+
+def test_heatmap_values(run):
+    found = run.heatmap("grad/*", "max")
+    assert found.names == ("grad/first", "grad/second")
+    np.testing.assert_array_equal(found.steps, np.arange(20))
+    np.testing.assert_array_equal(
+        found.values[1], run.records["grad/second", "stats"].values["max"]
+    )
+
+
+def test_heatmap_of_norms_of_many_steps_and_of_histograms(run):
+    trainer = make_trainer(observe=[tr.Tap("grad/*", reduce="norm")], steps_per_execution=300)
+    train(trainer, 900)
+    found = heatmap(trainer)
+    assert found.values.shape == (2, 400)
+    norms = trainer.records["grad/first"].values
+    assert found.values[0, 0] == pytest.approx(norms[:3].mean())
+    counted = heatmap(
+        tr.Records(lambda: {k: v for k, v in run.records._held().items() if k[1] == "histogram"})
+    )
+    assert counted.what == "mean magnitude, by exponent"
+    assert (counted.values > 0).all()
+
+
+def test_heatmap_draws_what_is_not_finite():
+    values = np.array([[1.0, np.inf, np.nan], [-1.0, 2.0, 3.0]])
+    for shown in (values, abs(values)):
+        assert "<svg" in Heatmap(("a\x1b", "b"), np.arange(3), shown, "max")._repr_svg_()
+
+
+def test_notebooks(run):
+    record = run.records["grad/first", "histogram"]
+    assert "<svg" in record._repr_html_()
+    assert "float16: " in record._repr_html_()
+    assert "svg" not in run.records["grad/first", "stats"]._repr_html_()
+    assert small_svg(np.zeros(258, int)).startswith("<svg")
+    assert "<table>" in run.catalogue._repr_html_()
+    assert "<table>" in run.history._repr_html_()
+    assert "<svg" in tr.plan(2, 4)._repr_svg_()
+
+
+def test_errors(run, tmp_path, monkeypatch):
+    with pytest.raises(tr.errors.SelectionError, match="No records match 'x'"):
+        run.histogram("x")
+    with pytest.raises(tr.errors.SelectionError, match="No records of 'grad/.' are in the steps"):
+        run.histogram("grad/*", slice(500, None))
+    with pytest.raises(tr.errors.OptionError, match="field is one of 'mean', 'std'.*'size'"):
+        run.heatmap(field="size")
+    with pytest.raises(tr.errors.OptionError, match="The ending of a picture .* Received: 'a.xyz'"):
+        run.histogram().save("a.xyz")
+    with pytest.raises(tr.errors.RunError, match="The picture .* cannot be written: No such file"):
+        run.histogram().save(tmp_path / "no" / "a.png")
+    train(make_trainer(tmp_path / "norms", [tr.Tap("grad/*", reduce="norm")]), 5)
+    text = "needs taps with reduce='histogram' or reduce='tensor'. The records .* kind 'norm'"
+    with pytest.raises(tr.errors.SelectionError, match=text):
+        tr.open_run(tmp_path / "norms").histogram()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(tr.errors.MissingDependency, match=r"A picture needs .*tailrace\[pictures"):
+        run.histogram().figure()
