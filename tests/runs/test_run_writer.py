@@ -279,7 +279,7 @@ def test_an_exception_of_the_loop_is_not_masked(tmp_path):
         def on_execution_end(self, trainer, execution):
             raise ZeroDivisionError
 
-    data = tr.batches((X, Y), 8, repeat=True)
+    data, trainer = tr.batches((X, Y), 8, repeat=True), make_trainer(tmp_path)
     with pytest.raises(ZeroDivisionError):
         make_trainer(tmp_path).fit(data, steps=20, callbacks=[Fails()], progress=False)
     assert len(tr.open_run(tmp_path).history) == 5

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.reader import Block, Reader
 from tailrace.feeds.resident import ResidentReader, resident_pays
+from tailrace.feeds.worker import Worker
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,7 +78,7 @@ class InfeedQueue:
         self._running: deque[Any] = deque()
         self._handed = 0  # blocks taken, of which nobody has said yet that they run
         self._taken = 0
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Worker | None = None
         self._lock = threading.RLock()
         self._closed = False
 
@@ -207,7 +208,7 @@ class InfeedQueue:
             thread, self._thread = self._thread, None
             self._running.clear()
         if thread is not None:
-            thread.shutdown(wait=True, cancel_futures=True)
+            thread.stop()
 
     def close(self) -> None:
         """End the thread for good. A closed queue cannot be used again."""
@@ -243,7 +244,7 @@ class InfeedQueue:
     def _stage(self, count: int, sharding: Any) -> None:
         reader = self._open()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="tailrace-infeed")
+            self._thread = Worker("tailrace-infeed")
         future = self._thread.submit(self._stage_now, reader, count, sharding)
         self._staged.append(((count, sharding), future))
 

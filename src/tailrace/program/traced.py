@@ -114,7 +114,7 @@ def _check_nothing_lost(context: ProgramTrace, places: list[Place]) -> None:
         raise ProgramError(
             f"{lost[0]} is not in the traced program: its result is not used, and it stands in a "
             f"loop that is differentiated, where JAX removes what nobody uses. Go on with the value "
-            f"that it returns: `x = ...enqueue(x)`."
+            f"that it returns (`x = ...(x)`) instead of `x`."
         )
 
 

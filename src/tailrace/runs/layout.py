@@ -49,8 +49,10 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, tensors: int | None) -> t
 
     Few tensors share a chunk, so that reading one does not mean decoding all the others.
 
-    >>> chunk_shape((), 4, 100), chunk_shape((258,), 4, 100), chunk_shape((), 8, None)
-    ((16384, 16), (1016, 1), (16384,))
+    >>> chunk_shape((), 4, 100), chunk_shape((), 8, None)
+    ((16384, 16), (16384,))
+    >>> chunk_shape((258,), 4, 100)
+    (1016, 1, 258)
     """
     size = max(1, math.prod(shape)) * itemsize
     if tensors is None:
@@ -94,7 +96,7 @@ def describe_tree(value: Any, leaf: Callable[[Any], int]) -> Any:
     """The structure of a tree of dicts, lists and tuples, as JSON; `leaf` numbers the leaves.
 
     >>> numbers = iter(range(9))
-    >>> describe_tree({"a": 1.0, "b": [2.0, None]}, lambda _: next(numbers))
+    >>> describe_tree({"a": np.ones(1), "b": [np.ones(1), None]}, lambda _: next(numbers))
     {'dict': {'a': 0, 'b': {'list': [1, None]}}}
     """
     if value is None:
