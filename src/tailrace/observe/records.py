@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -259,18 +261,26 @@ class Part:
 
     def _tags(self, counts: tuple[int, ...], replicas: int) -> np.ndarray:
         """(step, microbatch, replica) of each value, in order."""
-        made = counts[0] if counts else 1
+        made, start, stride = counts[0] if counts else 1, self.first_step, 1
         if not counts and self.one.tap.mode in (Mode.SUM, Mode.FINAL):
-            at = np.array([self.first_step + self.steps - 1])
+            start += self.steps - 1
         elif self.one.tap.period > 1 and self.period > 1:
-            at = self.first_step + self.period * (1 + np.arange(made)) - 1
-        else:
-            at = self.first_step + np.arange(made)
-        micro = np.arange(int(np.prod(counts[1:])))
+            start, stride = start + self.period - 1, self.period
+        first, count = 0, math.prod(counts[1:])
         if self.one.tap.mode is Mode.FINAL:
-            micro = np.array([self.one.microbatches - 1])
-        grid = np.meshgrid(at, micro, np.arange(replicas), indexing="ij")
-        return np.stack(grid, axis=-1).reshape(-1, 3)
+            first, count = self.one.microbatches - 1, 1
+        return _grid(start, stride, made, first, count, replicas)
+
+
+@functools.lru_cache(maxsize=8)  # the tensors of an execution share it
+def _grid(
+    start: int, stride: int, count: int, microbatch: int, microbatches: int, replicas: int
+) -> np.ndarray:
+    """(step, microbatch, replica) of all values, for `count` evenly spaced steps."""
+    at = start + stride * np.arange(count)
+    micro = microbatch + np.arange(microbatches)
+    grid = np.meshgrid(at, micro, np.arange(replicas), indexing="ij")
+    return np.stack(grid, axis=-1).reshape(-1, 3)
 
 
 def take_records(

@@ -42,8 +42,8 @@ class Entry:
     dtype: Any
     stage: int = -1
     source: str = ""
-    position: Position = ()
-    output: int = 0
+    position: Position = dataclasses.field(default=(), repr=False)
+    output: int = dataclasses.field(default=0, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +104,8 @@ class Catalogue(Sequence[Entry]):
             if key not in self._by_name:
                 raise SelectionError(self._unmatched(key))
             return self._by_name[key]
-        return self._entries[key]
+        found = self._entries[key]
+        return Catalogue(found) if isinstance(key, slice) else found
 
     def __contains__(self, key: object) -> bool:
         return key in self._by_name if isinstance(key, str) else key in self._entries
