@@ -281,8 +281,8 @@ def test_an_exception_of_the_loop_is_not_masked(tmp_path):
 
     data, trainer = tr.batches((X, Y), 8, repeat=True), make_trainer(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        make_trainer(tmp_path).fit(data, steps=20, callbacks=[Fails()], progress=False)
-    assert len(tr.open_run(tmp_path).history) == 5
+        trainer.fit(data, steps=20, callbacks=[Fails()], progress=False)
+    assert len(tr.open_run(tmp_path).history) == len(trainer.history) > 0
 
 
 def test_after_a_stop_at_nan_the_good_steps_are_there(tmp_path):
