@@ -184,7 +184,7 @@ def test_a_stream_ends_when_the_program_fails():
         program(jnp.int32(0))
     thread.join(WAIT_S)
     assert not thread.is_alive()
-    assert seen in ([0], [0, 1, 2])
+    assert seen in ([0], [0, 1], [0, 1, 2])  # how far it got depends on how it was cut
 
 
 def test_a_stream_of_nothing_gives_up():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plain_steps import exponents, statistics
 
 from tailrace.tensors.reductions import (
-    ROW,
+    row_width,
     StatsKey,
     _any_finite,
     _careful,
@@ -145,11 +145,11 @@ def test_several_tensors_in_one_pack(values):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, ROW), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+@given(st.lists(st.integers(1, row_width()), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
 def test_rows_merged_equal_the_whole(lengths, seed):
     """Merging is exact: rows of any content, put together, have the statistics of the whole."""
     rng = np.random.default_rng(seed)
-    whole = [ROW] * (len(lengths) - 1) + lengths[-1:]
+    whole = [row_width()] * (len(lengths) - 1) + lengths[-1:]
     parts = [rng.normal(rng.normal() * 5, rng.uniform(0.1, 9), n) for n in whole]
     values = np.concatenate(parts)
     shifts = [part[0] for part in parts]

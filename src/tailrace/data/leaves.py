@@ -11,6 +11,9 @@ from tailrace.data.trees import Tree, leaf_called, map_leaves, map_with_paths
 from tailrace.errors import DataError
 
 
+_PLAIN = frozenset("biufc")
+
+
 def to_numpy(path: str, leaf: Any) -> np.ndarray:
     """The leaf as a numpy array of numbers, or a DataError that names it by its path.
 
@@ -40,6 +43,8 @@ def to_numpy_tree(tree: Tree) -> Tree:
     >>> to_numpy_tree({"x": [1.0, 2.0]})
     {'x': [array(1.), array(2.)]}
     """
+    if type(tree) is tuple and all(type(x) is np.ndarray and x.dtype.kind in _PLAIN for x in tree):
+        return tree  # what most datasets yield; the walk below would take longer than a small step
     try:
         return map_leaves(_to_numpy_without_path, tree)
     except DataError:

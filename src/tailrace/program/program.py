@@ -152,7 +152,9 @@ class Program:
         done, length = 0, segment.length
         if not live and version.piece(segment) == length:  # cut to look into it, not for its size
             self._need_elements(segment)
-        piece = 1 if live else version.piece(segment)
+        most = version.piece(segment)
+        piece = version.live_pieces.get(segment.first, 1) if live else most
+        measuring = live and segment.first not in version.live_pieces
         first, every = self.steps, version.sight.period
         while done < length:
             now, period = next_piece(piece, length - done, first + done, every)
@@ -161,17 +163,22 @@ class Program:
             if rest and not live:
                 following = next_piece(piece, rest, first + done + now, every)[0]
             executable = version.executable(segment, now, period)
+            fresh = executable.compiled is None
             started = time.perf_counter()
             numbers = Numbers(self._seed, first, done)
             emitted, ticket = executable.run(known, numbers, following)
             self.executions += 1
             self._deliver(version, emitted, first + done, now, period)
             done += now
-            if live and done == now:
+            # The first run of anything compiled is slow, whatever it computes: measure the next one.
+            if measuring and not fresh and now == piece:
                 jax.block_until_ready(ticket)
-                elapsed = time.perf_counter() - started - executable.compile_s
-                most = min(version.piece(segment), max(1, int(LIVE_S / max(elapsed, 1e-6))))
-                piece = good_piece(max(1, length - done), most)
+                elapsed = max(time.perf_counter() - started, 1e-6)
+                wanted = min(most, max(1, int(now * LIVE_S / elapsed)))
+                if wanted > 2 * piece:
+                    piece = good_piece(max(1, length - done), wanted)
+                else:
+                    measuring, version.live_pieces[segment.first] = False, piece
         self.steps += length
 
     def _need_elements(self, segment: Segment) -> None:
@@ -236,6 +243,7 @@ class _Version:
         alone = [s.first for s in whole if s.is_loop and self._wants_pieces(s)]
         self.segments = cut(traced.jaxpr, alone)
         self._executables: dict[Hashable, Executable] = {}
+        self.live_pieces: dict[int, int] = {}
 
     def executable(
         self, segment: Segment, length: int | None = None, period: int = 1
