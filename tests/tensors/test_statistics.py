@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from plain_steps import exponents, statistics
 
 from tailrace.tensors.reductions import (
-    row_width,
     StatsKey,
     _any_finite,
     _careful,
@@ -21,6 +20,7 @@ from tailrace.tensors.reductions import (
     norm,
     pack_statistics,
     row_lengths,
+    row_width,
 )
 
 DTYPES = ["float32", "float16", "bfloat16", "int32", "uint8"]

@@ -10,7 +10,6 @@ from tailrace.data.dtypes import check_numeric
 from tailrace.data.trees import Tree, leaf_called, map_leaves, map_with_paths
 from tailrace.errors import DataError
 
-
 _PLAIN = frozenset("biufc")
 
 
