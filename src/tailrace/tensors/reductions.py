@@ -48,13 +48,14 @@ def norm(value: Any) -> Any:
 def all_finite(values: Sequence[Any]) -> Any:
     """Whether all values of several tensors are finite.
 
-    The largest magnitude is NaN or Inf if any value is, and a maximum is the fastest of reductions.
+    Nought times a value is nought, or NaN if the value is not finite; and nothing is faster than a
+    sum.
     """
     if jax.default_backend() == "cpu":
-        largest = jnp.stack([jnp.abs(_wide(value)).max(initial=0) for value in values]).max()
+        nought = sum((_wide(value) * 0).sum() for value in values)
     else:  # one kernel for all of them
-        largest = jnp.abs(jnp.concatenate([jnp.ravel(_wide(value)) for value in values])).max()
-    return jnp.isfinite(largest)
+        nought = (jnp.concatenate([jnp.ravel(_wide(value)) for value in values]) * 0).sum()
+    return jnp.isfinite(nought)
 
 
 def histogram(value: Any) -> Any:
