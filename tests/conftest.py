@@ -4,13 +4,12 @@ JAX starts once. So the devices are chosen here, before any test module is impor
 pytest-xdist are processes of their own and import this file too.
 """
 
-import threading
-
 import jax
 import pytest
 
 import tailrace as tr
 from tailrace.notes import forget_notes
+from threads import infeed_threads
 
 DEVICES = 8
 
@@ -22,11 +21,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 @pytest.fixture(autouse=True)
 def _notes_are_said_anew():
     forget_notes()
-
-
-def infeed_threads() -> set[threading.Thread]:
-    """The threads of infeeds that are alive now."""
-    return {t for t in threading.enumerate() if t.name.startswith("tailrace-infeed")}
 
 
 @pytest.fixture(autouse=True)

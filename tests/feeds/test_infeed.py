@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tailrace as tr
-from conftest import infeed_threads
 from oracles import assert_bits_equal
 from tailrace.errors import DataExhausted, FeedError, OptionError, ProducerError, ProgramError
 from tailrace.feeds.reader import Reader
 from tailrace.feeds.resident import ResidentReader
+from threads import infeed_threads
 
 WAIT_S = 30  # only ever waited for when something is broken
 

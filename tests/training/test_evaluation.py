@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import tailrace as tr
-from conftest import infeed_threads
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
 from tailrace.errors import DataExhausted, ElementError, OptionError, ProgramError
 from tailrace.training import evaluation
+from threads import infeed_threads
 
 ELEMENTS = regression(7)
 

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import tailrace as tr
-from conftest import infeed_threads
 from oracles import assert_bits_equal, mlp, mlp_loss, plain_training, regression
 from tailrace.errors import DataError, DataExhausted, OptionError, ProducerError, ProgramError
+from threads import infeed_threads
 
 ELEMENTS = regression(24)
 
