@@ -53,6 +53,7 @@ __all__ = [
     "scopes_of",
     "trace_level",
     "user_frame",
+    "value_of",
     "version",
 ]
 
@@ -107,6 +108,11 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]
             elif isinstance(item, Jaxpr):
                 found.append((key, position, item, ()))
     return found
+
+
+def value_of(known: dict[Any, Any], var: Any) -> Any:
+    """The value of a variable that was computed, or of a literal, which is its own."""
+    return var.val if isinstance(var, Literal) else known[var]
 
 
 def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:

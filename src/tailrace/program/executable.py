@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tailrace import devices
-from tailrace._jax import JaxprEqn, Literal, scan_sizes
+from tailrace._jax import JaxprEqn, scan_sizes
 from tailrace.errors import FeedError
 from tailrace.feeds.infeed import InfeedQueue, Staged
 from tailrace.marks import FORWARD, TANGENT, Tag
 from tailrace.program.segments import Segment
-from tailrace.program.traced import Traced
 from tailrace.tensors.frame import Ambient, Block, Emission, Frame
 from tailrace.tensors.rewrite import Rewriter
 from tailrace.tensors.walk import Position
@@ -38,6 +37,7 @@ class Placement:
     """Where a program runs: one device, or the replicas of a mesh."""
 
     replicas: int = 1
+    mesh: Mesh | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         mesh = devices.mesh(self.replicas) if self.replicas > 1 else None
@@ -46,16 +46,18 @@ class Placement:
     @property
     def everywhere(self) -> Any:
         """Where values go that are the same for all replicas."""
-        mesh = getattr(self, "mesh", None)
-        return devices.available()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
+        return self._spread()
 
     @property
     def shared_out(self) -> Any:
         """Where elements go: dim 1 is spread over the replicas."""
-        mesh = getattr(self, "mesh", None)
-        if mesh is None:
+        return self._spread(None, devices.REPLICA)
+
+    def _spread(self, *axes: str | None) -> Any:
+        """A sharding over the mesh; without a mesh, the one device there is."""
+        if self.mesh is None:
             return devices.available()[0]
-        return NamedSharding(mesh, PartitionSpec(None, devices.REPLICA))
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def put(self, values: Sequence[Any]) -> list[Any]:
         """Values on the devices; those that are there already stay as they are."""
@@ -67,8 +69,7 @@ class Placement:
 
     def own_each(self, value: Any) -> Any:
         """The same for a value of which each replica has its own: dim 0 is that of the replicas."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(devices.REPLICA))  # type: ignore[attr-defined]
-        return jnp.copy(jax.device_put(value, sharding))
+        return jnp.copy(jax.device_put(value, self._spread(devices.REPLICA)))
 
 
 @dataclasses.dataclass
@@ -93,8 +94,7 @@ class Executable:
     """One segment (for a loop: a piece of so many passes), compiled.
 
     Args:
-        traced: the program.
-        segment: the part of it.
+        segment: the part of a program.
         placement: where it runs.
         length: the number of passes, if the segment is a loop.
         wanted: values to send out besides, by position.
@@ -104,7 +104,6 @@ class Executable:
 
     def __init__(
         self,
-        traced: Traced,
         segment: Segment,
         placement: Placement,
         *,
@@ -174,7 +173,7 @@ class Executable:
 
             function = jax.shard_map(
                 function,
-                mesh=self.placement.mesh,  # pyright: ignore[reportAttributeAccessIssue]
+                mesh=self.placement.mesh,
                 in_specs=([spec(var) for var in self._carried], same, elements, same),
                 out_specs=([spec(var) for var in self.segment.writes], each, same, same),
                 check_vma=False,
@@ -258,11 +257,6 @@ class Executable:
         emissions = dict(zip(self._keys, emitted, strict=True))
         self._return_unread(emissions, taken)
         return emissions, ticket
-
-    @staticmethod
-    def value(known: dict[Any, Any], var: Any) -> Any:
-        """The value of a variable or of a literal."""
-        return jnp.asarray(var.val) if isinstance(var, Literal) else known[var]
 
     def _take(self, following: int | None) -> dict[InfeedQueue, Staged]:
         taken: dict[InfeedQueue, Staged] = {}

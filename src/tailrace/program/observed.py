@@ -7,7 +7,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from tailrace._jax import value_of
 from tailrace.errors import OptionError
 from tailrace.marks import name_values
 from tailrace.observe.records import Records, take_records
@@ -83,7 +85,7 @@ class Observed:
             for record in found:
                 records.add(record)
         self.calls += 1
-        out = [executables[0].value(known, var) for var in traced.jaxpr.outvars]
+        out = [jnp.asarray(value_of(known, var)) for var in traced.jaxpr.outvars]
         return jax.tree.unflatten(traced.out_structure, out), records
 
     def tensors(self, *args: Any) -> Catalogue:
@@ -108,7 +110,7 @@ class Observed:
                 count = max(one.microbatches for one in sight.chosen)
                 check_bytes(sight.chosen, 1, count, 1, self._observe_bytes)
             executables = [
-                Executable(traced, segment, self._placement, wanted=sight.wanted)
+                Executable(segment, self._placement, wanted=sight.wanted)
                 for segment in cut(traced.jaxpr, ())
             ]
             self._versions[key] = (traced, sight, executables)

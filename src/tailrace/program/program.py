@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace._jax import Literal
+from tailrace._jax import value_of
 from tailrace.devices import resolve_replicas
 from tailrace.errors import OptionError, ProgramError
 from tailrace.observe.records import Records, take_records
@@ -131,7 +131,8 @@ class Program:
             for queue in traced.outfeeds:
                 queue.end()
         return jax.tree.unflatten(
-            traced.out_structure, [_result(known, var) for var in traced.jaxpr.outvars]
+            traced.out_structure,
+            [jnp.asarray(value_of(known, var)) for var in traced.jaxpr.outvars],
         )
 
     # -- running --------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class Program:
     def _run_in_pieces(self, version: _Version, segment: Segment, known: dict[Any, Any]) -> None:
         # The first piece would overwrite what the caller, or a later segment, still holds.
         for result, start in segment.start:
-            known[result] = self.placement.own(_result(known, start))
+            known[result] = self.placement.own(value_of(known, start))
         live = any(queue.live for queue in version.traced.outfeeds)
         done, length = 0, segment.length
         if not live and version.piece(segment) == length:  # cut to look into it, not for its size
@@ -252,7 +253,6 @@ class _Version:
         key = (segment.first, length, period)
         if key not in self._executables:
             self._executables[key] = Executable(
-                self.traced,
                 segment,
                 self._placement,
                 length=length,
@@ -301,7 +301,3 @@ def _not_an_array(args: tuple[Any, ...]) -> str:
                 f"over it in the function."
             )
     raise AssertionError
-
-
-def _result(known: dict[Any, Any], var: Any) -> Any:
-    return jnp.asarray(var.val) if isinstance(var, Literal) else known[var]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace._jax import Literal
+from tailrace._jax import value_of
 from tailrace.errors import ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.drift import check_in_step
@@ -97,7 +97,7 @@ class LoopRunner:
         for segment in self._before:
             self._executable(segment, None).run(known, Numbers(0, 0))
         for result, start in self._loop.start:
-            value = start.val if isinstance(start, Literal) else known[start]
+            value = value_of(known, start)
             if result not in self._each:
                 known[result] = self.placement.own(value)
                 continue
@@ -113,9 +113,7 @@ class LoopRunner:
 
     def carried(self, known: dict[Any, Any]) -> Any:
         """What the loop carries now, as the tree that it was given."""
-        leaves = [
-            var.val if isinstance(var, Literal) else known[var] for var in self.traced.jaxpr.outvars
-        ]
+        leaves = [value_of(known, var) for var in self.traced.jaxpr.outvars]
         return jax.tree.unflatten(self.traced.out_structure, leaves)
 
     def dispatch(
@@ -162,7 +160,6 @@ class LoopRunner:
         key = (segment.first, length, period)
         if key not in self._executables:
             self._executables[key] = Executable(
-                self.traced,
                 segment,
                 self.placement,
                 length=length,

@@ -37,7 +37,6 @@ class Traced:
     consts: tuple[Any, ...]
     in_structure: Any
     out_structure: Any
-    in_names: tuple[str, ...]
     out_names: tuple[str, ...]
     replicas: int
     infeeds: tuple[InfeedQueue, ...] = ()
@@ -74,7 +73,6 @@ def trace_program(
         consts,
         in_structure,
         out_form[0],
-        tuple(path_name(path[1:]) for path, _ in with_paths),
         out_form[1],
         replicas,
     )

@@ -7,7 +7,7 @@ import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -184,6 +184,3 @@ def _described(select: Select) -> str:
     if callable(select):
         return f"the function {getattr(select, '__name__', select)!r}"
     return repr(select)
-
-
-Predicate = Callable[[Entry], bool]

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from tailrace import _jax
-from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
+from tailrace._jax import Jaxpr, JaxprEqn, primitives
 from tailrace.marks import Tag, mark
 from tailrace.tensors.catalogue import Entry
 from tailrace.tensors.naming import Namer
@@ -80,17 +80,14 @@ class _Marker:
         known = dict(zip(jaxpr.constvars, consts, strict=True))
         known.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else known[var]
-
         for index, eqn in enumerate(jaxpr.eqns):
             here = (*position, index)
             with _jax.equation_context(eqn):
-                outputs = self._emit(eqn, [read(var) for var in eqn.invars], here)
+                outputs = self._emit(eqn, [_jax.value_of(known, var) for var in eqn.invars], here)
                 for output, tag in self.marks.get(here, ()):
                     outputs[output] = mark(outputs[output], tag)
             known.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(var) for var in jaxpr.outvars]
+        return [_jax.value_of(known, var) for var in jaxpr.outvars]
 
     def _emit(self, eqn: JaxprEqn, inputs: list[Any], here: Position) -> list[Any]:
         if not any(position[: len(here)] == here and position != here for position in self.marks):

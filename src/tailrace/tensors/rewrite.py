@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace import _jax
-from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
+from tailrace._jax import Jaxpr, JaxprEqn, primitives
 from tailrace.errors import ProgramError
 from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p, queue_of
 from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
@@ -62,7 +62,7 @@ class Rewriter:
         known = dict(zip(jaxpr.constvars, consts, strict=True))
         known.update(zip(jaxpr.invars, inputs, strict=True))
         self.run_equations(jaxpr.eqns, known, frame, position)
-        return [_read(known, var) for var in jaxpr.outvars]
+        return [_jax.value_of(known, var) for var in jaxpr.outvars]
 
     def run_equations(
         self,
@@ -76,7 +76,9 @@ class Rewriter:
         for index, eqn in enumerate(equations, start=first):
             here = (*position, index)
             with _jax.equation_context(eqn):
-                outputs = self._equation(eqn, [_read(known, v) for v in eqn.invars], frame, here)
+                outputs = self._equation(
+                    eqn, [_jax.value_of(known, v) for v in eqn.invars], frame, here
+                )
             known.update(zip(eqn.outvars, outputs, strict=True))
 
     # -- one equation ---------------------------------------------------------------------------
@@ -343,7 +345,3 @@ def _split(values: Sequence[Any], *sizes: int) -> list[list[Any]]:
         parts.append(list(values[start : start + size]))
         start += size
     return [*parts, list(values[start:])]
-
-
-def _read(known: dict[Any, Any], var: Any) -> Any:
-    return var.val if isinstance(var, Literal) else known[var]
