@@ -57,7 +57,8 @@ class Step:
 
     Attributes:
         loss_fn: `loss_fn(params, *batch)`, or `loss_fn(params, model_state, *batch)`.
-        optimizer: an optax transformation.
+        optimizer: an optax transformation; or an object with `init(params)` and `apply(grads, state,
+            params)`, which returns the new parameters and state (optimizers of other libraries).
         accumulation: how many microbatches make a step, and how.
         has_model_state: which of the two forms `loss_fn` has.
         scalars: where the loss, the scalar aux values and the weight of each microbatch go.
@@ -173,12 +174,7 @@ class Step:
             share = _share(weight, cross_replica_sum(weight))
             grads = jax.tree.map(lambda g: cross_replica_sum(g * share.astype(g.dtype)), grads)
         grads = name_values("reduced", grads, _ALONE)
-        with jax.named_scope("optimizer"):
-            updates, after = self.optimizer.update(grads, state.optimizer_state, state.params)
-        import optax  # late: it takes a fifth as long to import as JAX itself
-
-        updates = name_values("update", updates, _ALONE)
-        params = name_values("updated", optax.apply_updates(state.params, updates), _ALONE)
+        params, after = self._updated(grads, state)
         after = jax.tree.map(_keep_dtype, state.optimizer_state, after)
         after = name_values("optimizer", after)
         if self.share_state:
@@ -187,6 +183,21 @@ class Step:
                 model_state,
             )
         return TrainState(params, after, model_state)
+
+    def _updated(self, grads: Any, state: TrainState) -> tuple[Any, Any]:
+        """The parameters after the optimizer, and its state."""
+        optimizer = self.optimizer
+        if callable(apply := getattr(optimizer, "apply", None)):
+            with jax.named_scope("optimizer"):
+                params, after = apply(grads, state.optimizer_state, state.params)
+            name_values("update", jax.tree.map(jnp.subtract, params, state.params), _ALONE)
+            return name_values("updated", params, _ALONE), after
+        with jax.named_scope("optimizer"):
+            updates, after = optimizer.update(grads, state.optimizer_state, state.params)
+        import optax  # late: it takes a fifth as long to import as JAX itself
+
+        updates = name_values("update", updates, _ALONE)
+        return name_values("updated", optax.apply_updates(state.params, updates), _ALONE), after
 
     def _is_tapped(self, entry: Entry) -> bool:
         return any(matches(tap.select, entry) for tap in self.taps)

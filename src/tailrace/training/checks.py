@@ -15,10 +15,9 @@ from tailrace.training.callbacks import Callback
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """An optimizer has `init` and `update`."""
-    if not (
-        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
-    ):
+    """An optimizer has `init` and `update`; those of front ends have `apply` instead."""
+    has = [callable(getattr(optimizer, name, None)) for name in ("init", "update", "apply")]
+    if not (has[0] and (has[1] or has[2])):
         raise OptionError(
             f"optimizer is an optax transformation, with init and update. Received: {optimizer!r}. "
             f"For example optax.sgd(0.01)."

@@ -93,19 +93,32 @@ class Fit:
             following = self.next_length(rest, trainer.step + length)[0]
         compiled_before = self.runner.compile_s
         started = time.perf_counter()
-        numbers = Numbers(trainer.seed, trainer.step)
-        # The counter of the loop starts at 0 in each execution; the step it belongs to is told.
-        emitted, ticket = self.runner.dispatch(self.known, length, numbers, following, period)
+        ticket = self.run(length, following, period)
         if measuring:
             jax.block_until_ready(ticket)
             seconds = time.perf_counter() - started - (self.runner.compile_s - compiled_before)
             pace.measured(length, seconds, rest)
             logger.info(pace.reason)
-        self.pending.append((trainer.step, length, period, emitted, self.runner.taken))
-        trainer.step += length
         if len(self.pending) > (0 if self.live else 1):
             self.take_in()
         return length
+
+    def run(self, length: int, following: int | None = None, period: int = 1) -> Any:
+        """Dispatch one execution of `length` steps; returns an array that is ready after it.
+
+        Args:
+            length: how many steps.
+            following: how many the next execution will have (0: none; None: as many again), so that
+                its elements can be staged meanwhile.
+            period: periodic taps look at every so many steps of this execution.
+        """
+        trainer = self.trainer
+        numbers = Numbers(trainer.seed, trainer.step)
+        # The counter of the loop starts at 0 in each execution; the step it belongs to is told.
+        emitted, ticket = self.runner.dispatch(self.known, length, numbers, following, period)
+        self.pending.append((trainer.step, length, period, emitted, self.runner.taken))
+        trainer.step += length
+        return ticket
 
     def next_length(self, remaining: int | None, step: int) -> tuple[int, int]:
         """How many steps the next execution has, and the period in which it is observed."""
@@ -118,8 +131,12 @@ class Fit:
         while self.pending:
             self.take_in()
 
-    def take_in(self) -> None:
-        """The results of the oldest execution: history, callbacks, progress."""
+    def take_in(self) -> dict[str, np.ndarray]:
+        """The results of the oldest execution: history, callbacks, progress.
+
+        Returns:
+            The loss and the scalar aux values by name, of shape (steps, microbatches, replicas).
+        """
         first_step, steps, period, emitted, taken = self.pending.popleft()
         trainer = self.trainer
         parts = take_records(
@@ -169,6 +186,7 @@ class Fit:
             one.add(arrays, weights)
             tell(self.callbacks, trainer, Execution(first_step, steps, {n: one[n] for n in one}))
         self.bar.advance(steps, float(np.mean(arrays["loss"][-1])))
+        return arrays
 
 
 def note_left_out(elements: int, per_step: int) -> None:

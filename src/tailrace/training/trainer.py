@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -249,11 +249,30 @@ class Trainer:
                 f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
                 f"end. Use fit(steps=...), or a dataset that does not repeat."
             )
+        total = self._total_steps(source.length, steps, epochs)
+        with self.fitting(dataset, total=total, callbacks=callbacks, progress=progress) as fit:
+            self._train(fit, dataset, steps, 1 if epochs is None else epochs, total)
+        return self.history
+
+    @contextmanager
+    def fitting(
+        self,
+        dataset: Any,
+        *,
+        total: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        progress: bool | None = False,
+    ) -> Iterator[Fit]:
+        """A fit whose executions the caller dispatches, one by one: `fit.run(length)`.
+
+        For front ends with a training loop of their own. History and records cover everything run
+        inside; results of an execution arrive with `fit.take_in()`, or when the block ends.
+        """
+        callbacks = list(callbacks)
         runner, infeed = self._runner_for(dataset)
         known = self._activate(runner)
         self.history = History(self.step, self.accumulation.microbatches, self.replicas)
         self.stopping = False
-        total = self._total_steps(source.length, steps, epochs)
         sight = self._sights[infeed.spec()]
         self.records.clear()
         self._set_pace(runner, sight)
@@ -269,7 +288,7 @@ class Trainer:
             with keeping, bar:
                 fit = Fit(self, runner, infeed, known, sight, callbacks, bar)
                 try:
-                    self._train(fit, dataset, steps, 1 if epochs is None else epochs, total)
+                    yield fit
                 except BaseException as error:
                     if not isinstance(error, TailraceError):
                         fit.callbacks = []  # it may come from one of them, or be an interrupt
@@ -278,12 +297,11 @@ class Trainer:
                 fit.finish()
         finally:
             infeed.rest()
-            self._left = (dataset, infeed) if not source.restartable else None
+            self._left = (dataset, infeed) if not as_dataset(dataset).restartable else None
             for place in (self.records.runs, *runner.traced.outfeeds):
                 place.end()
             for callback in callbacks:
                 callback.on_fit_end(self, self.history)
-        return self.history
 
     def _train(
         self, fit: Fit, dataset: Any, steps: int | None, epochs: int, total: int | None
@@ -370,7 +388,8 @@ class Trainer:
     # -- inside ---------------------------------------------------------------------------------
 
     def _flops_of_update(self, state: TrainState) -> float:
-        update = jax.jit(self._step.optimizer.update)
+        optimizer = self._step.optimizer
+        update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
         try:
             return flops_of(update.lower(state.params, state.optimizer_state, state.params))
         except TailraceError:  # it means something inside a program only: small beside the rest
@@ -446,7 +465,7 @@ class Trainer:
             )
 
     def _total_steps(self, length: int | None, steps: int | None, epochs: int | None) -> int | None:
-        if length is None:
+        if not length:  # unknown; or none at all, which reading the first element reports
             return steps
         per_epoch = length // self.elements_per_step
         if steps is not None:
