@@ -5,6 +5,7 @@
 
 from tailrace import data as data
 from tailrace import devices as _devices
+from tailrace import distributed as distributed
 from tailrace import errors as errors
 from tailrace._version import __version__ as __version__
 from tailrace.data.batches import batches as batches
@@ -21,6 +22,9 @@ from tailrace.observe.prints import print_tensor as print_tensor
 from tailrace.observe.records import Records as Records
 from tailrace.pipeline import PipelineSchedule as PipelineSchedule
 from tailrace.pipeline import plan as plan
+from tailrace.pipeline.boundary import stage_boundary as stage_boundary
+from tailrace.pipeline.halves import recomputation_checkpoint as recomputation_checkpoint
+from tailrace.pipeline.pipeline import Pipeline as Pipeline
 from tailrace.pipeline import what_if as what_if
 from tailrace.program import optimizers as optimizers
 from tailrace.program.accumulation import Accumulation as Accumulation

@@ -40,6 +40,7 @@ __all__ = [
     "batching",
     "bind_again",
     "contents",
+    "coordination_client",
     "define_marker",
     "is_backward",
     "equation_context",
@@ -47,6 +48,7 @@ __all__ = [
     "inner_jaxprs",
     "is_library",
     "keeps_apart",
+    "key_generator",
     "name_stack_of",
     "primitives",
     "scan_sizes",
@@ -55,6 +57,7 @@ __all__ = [
     "user_frame",
     "value_of",
     "version",
+    "without_dead_code",
 ]
 
 
@@ -126,6 +129,24 @@ def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
     return None
 
 
+def without_dead_code(
+    closed: ClosedJaxpr, used: list[bool], keep: list[bool]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """A program that computes only the outputs in use, and which inputs it takes.
+
+    Inputs that it does not need are dropped, unless `keep` says that they stay.
+    """
+    jaxpr, needed = pe.dce_jaxpr(closed.jaxpr, used, instantiate=keep)
+    return ClosedJaxpr(jaxpr, closed.consts), list(needed)
+
+
+def coordination_client() -> Any:
+    """The connection of this process to the service that `jax.distributed` started."""
+    from jax.experimental import multihost_utils  # late: only programs of several processes need it
+
+    return multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
+
+
 def function_name(eqn: JaxprEqn) -> str:
     """The name of the Python function that an equation's program was traced from, if known."""
     for _, _, inner, _ in inner_jaxprs(eqn):
@@ -180,6 +201,11 @@ def user_frame(eqn: JaxprEqn) -> str:
         if not is_library(path) and path[:1] != "<":
             return f"{path}:{frame.line_num}"
     return ""
+
+
+def key_generator(dtype: Any) -> str:
+    """The name of the generator that random keys of a dtype belong to."""
+    return dtype._impl.name
 
 
 def trace_level() -> Any:

@@ -25,7 +25,7 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     devices that JAX finds may be used.
 
     Args:
-        devices: how many. None: all there are.
+        devices: how many; with several processes, in each of them. None: all there are.
         platform: "cpu", "gpu" or "tpu". None: what JAX prefers.
 
     Returns:
@@ -44,9 +44,10 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
         raise DeviceError(f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}.")
     started = not _ask_for_cpu_devices(devices)
     found = _devices_of(platform)
-    if devices is not None and len(found) < devices:
-        raise DeviceError(_too_few(devices, found, started))
-    _chosen = found[:devices]
+    each = _by_process(found)
+    if devices is not None and min(map(len, each)) < devices:
+        raise DeviceError(_too_few(devices, min(each, key=len), started))
+    _chosen = [device for own in each for device in own[:devices]]
     return list(_chosen)
 
 
@@ -61,6 +62,29 @@ def apply_environment() -> None:
             f"Received: TAILRACE_DEVICES={text!r}."
         )
     _ask_for_cpu_devices(int(text))
+
+
+def offer_cpu_devices(count: int) -> None:
+    """Ask for virtual CPU devices, unless JAX has started or somebody has asked for a number.
+
+    With an accelerator they change nothing: its devices come first.
+    """
+    asked = os.environ.get("TAILRACE_DEVICES") or "host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
+    if not asked and jax.config.jax_num_cpu_devices in (-1, None):
+        _ask_for_cpu_devices(count)
+
+
+def use(devices: list[Any] | None) -> None:
+    """Take these devices, in this order, from now on; None: all there are (for front ends)."""
+    global _chosen
+    _chosen = None if devices is None else list(devices)
+
+
+def chosen() -> list[Any] | None:
+    """The devices chosen, or None if nobody has chosen yet."""
+    return None if _chosen is None else list(_chosen)
 
 
 def available() -> list[Any]:
@@ -82,7 +106,28 @@ def mesh(replicas: int, stages: int = 1) -> Mesh:
             f"{needed} devices, and there are {len(found)}. Use replicas="
             f"{len(found) // stages} at most, or tr.configure(devices={needed}) before JAX starts."
         )
-    return Mesh(np.array(found[:needed]).reshape(replicas, stages), (REPLICA, STAGE))
+    return Mesh(np.array(_evenly(found, needed)).reshape(replicas, stages), (REPLICA, STAGE))
+
+
+def _evenly(found: list[Any], needed: int) -> list[Any]:
+    """The first `needed` devices; with several processes, equally many of each."""
+    each = _by_process(found)
+    if len(each) == 1:
+        return found[:needed]
+    count, rest = divmod(needed, len(each))
+    if rest or min(map(len, each)) < count:
+        raise ReplicaError(
+            f"Devices are taken equally from all processes: {needed} devices from {len(each)} "
+            f"processes with {min(map(len, each))} each cannot be. Use a number of replicas that "
+            f"makes it a multiple of {len(each)}, or None for all devices."
+        )
+    return [device for own in each for device in own[:count]]
+
+
+def _by_process(found: list[Any]) -> list[list[Any]]:
+    """Devices by the process that they belong to, in the order of processes."""
+    numbers = sorted({device.process_index for device in found})
+    return [[device for device in found if device.process_index == n] for n in numbers]
 
 
 def resolve_replicas(replicas: int | None, per_copy: int = 1) -> int:

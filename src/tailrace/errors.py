@@ -6,9 +6,11 @@
     │   ├── ElementError       an element differs from the first one (leaf path, shape, dtype)
     │   ├── DataExhausted      fewer elements than were asked for
     │   └── ProducerError      the dataset itself raised; its exception is the cause
+    ├── DistributedError       processes that do not come together, or run different programs
     ├── FeedError              an infeed or outfeed used in a way it does not allow
     ├── ProgramError           a program or a loop cannot be built or run
-    │   └── ReplicaError       replicas that do not fit, or values that would drift apart
+    │   ├── ReplicaError       replicas that do not fit, or values that would drift apart
+    │   └── PipelineError      a model cannot be run as the pipeline that was asked for
     ├── OptionError            an option has a value it may not have
     ├── SelectionError         no tensor has the name that was asked for
     ├── PlanError              a pipeline schedule breaks a rule
@@ -49,12 +51,20 @@ class FeedError(TailraceError, RuntimeError):
     """An infeed or outfeed is used in a way that it does not allow."""
 
 
+class DistributedError(TailraceError, RuntimeError):
+    """Processes do not come together, or one of them runs something else; the text names it."""
+
+
 class ProgramError(TailraceError, ValueError):
     """A program, loop or step function cannot be built or run as it is written."""
 
 
 class ReplicaError(ProgramError):
     """The replicas do not fit the devices, or values would drift apart between them."""
+
+
+class PipelineError(ProgramError):
+    """A model cannot be run as the pipeline that was asked for."""
 
 
 class OptionError(TailraceError, ValueError):

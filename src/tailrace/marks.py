@@ -2,11 +2,12 @@
 
 A Python side effect cannot say "send this out" from inside `jax.grad`: it would leak tracers. A mark
 can, because it is an equation of the program: it survives differentiation, `jit`, `scan`, `remat` and
-`vmap`, and is found again when the program's jaxpr is read. Three kinds of equation exist:
+`vmap`, and is found again when the program's jaxpr is read. Four kinds of equation exist:
 
 * `mark(values, tag)` returns its values. The tag says who they are and what is wanted of them.
 * `dequeue(counter, queue, ...)` stands for the next element of an infeed.
 * `ambient(what)` stands for a number that only the running program knows (a key, a counter).
+* `unit(program, operands, ...)` calls a program: the forward or backward of a stage of a pipeline.
 
 Outside a program they do nothing (marks) or are refused by their public wrappers.
 """
@@ -55,8 +56,10 @@ class Tag:
 
 mark_p = _jax.define_marker("tailrace_mark")
 cross_replica_p = _jax.Primitive("tailrace_cross_replica")
+gather_p = _jax.Primitive("tailrace_gather")
 dequeue_p = _jax.Primitive("tailrace_dequeue")
 ambient_p = _jax.Primitive("tailrace_ambient")
+unit_p = _jax.Primitive("tailrace_unit")
 
 
 def mark(values: Any, tag: Tag) -> Any:
@@ -176,6 +179,19 @@ def ambient(what: str, call: int, depth: int) -> Any:
     return ambient_p.bind(what=what, call=call, depth=depth)
 
 
+# -- units of a pipeline ------------------------------------------------------------------------
+# One equation each, so that an executor can run them elsewhere and at other times; whoever runs the
+# program plainly finds their contents in it.
+
+unit_p.multiple_results = True
+unit_p.def_abstract_eval(lambda *_, program, **__: [var.aval for var in program.jaxpr.outvars])
+
+
+def unit(program: Any, operands: Sequence[Any], kind: str, stage: int, member: int) -> list[Any]:
+    """Call `program`, the "F" or "B" of a member of a stage."""
+    return unit_p.bind(*operands, program=program, kind=kind, stage=stage, member=member)
+
+
 # -- reductions over replicas -------------------------------------------------------------------
 # An own primitive, because the program is traced before it is spread over replicas: no axis exists.
 
@@ -186,6 +202,10 @@ _jax.batching.primitive_batchers[cross_replica_p] = lambda values, dims, *, mean
     dims[0],
 )
 
+
+gather_p.def_abstract_eval(
+    lambda value, *, replicas: _jax.ShapedArray((replicas, *value.shape), value.dtype)
+)
 
 # -- the program that is being traced -----------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 from tailrace import _jax
 from tailrace._jax import Jaxpr, JaxprEqn, Literal, primitives
 from tailrace.errors import ReplicaError
-from tailrace.marks import ambient_p, cross_replica_p, dequeue_p, mark_p
+from tailrace.marks import ambient_p, cross_replica_p, dequeue_p, gather_p, mark_p
 from tailrace.program.traced import Traced
 from tailrace.tensors.walk import Position, tag_of, walk
 
@@ -64,7 +64,7 @@ class Differing:
             return [True] * len(eqn.outvars)
         if eqn.primitive is ambient_p:
             return [eqn.params["what"] in ("key", "replica")]
-        if eqn.primitive is cross_replica_p:
+        if eqn.primitive in (cross_replica_p, gather_p):
             return [False]
         if eqn.primitive is mark_p and eqn.params["tag"].role == "equal at the end":
             return [False] * len(eqn.outvars)
@@ -119,7 +119,7 @@ def _refuse_joint_acts(jaxpr: Jaxpr, where: str, what: str) -> None:
     """Refuse what all replicas must do together, in code that only some of them run."""
     remedy = f"Make the {what} equal first, with tr.cross_replica_mean or tr.cross_replica_sum"
     for place in walk(jaxpr.eqns):
-        if place.equation.primitive is cross_replica_p:
+        if place.equation.primitive in (cross_replica_p, gather_p):
             raise ReplicaError(
                 f"A reduction over replicas stands in {where} whose {what} differs between "
                 f"replicas: some would wait for others that never come. {remedy}."

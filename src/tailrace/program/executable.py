@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tailrace import devices
 from tailrace._jax import JaxprEqn, scan_sizes
-from tailrace.errors import FeedError
+from tailrace.errors import FeedError, ReplicaError
 from tailrace.feeds.infeed import InfeedQueue, Staged
 from tailrace.marks import FORWARD, TANGENT, Tag
+from tailrace.program.agreement import Agreement
 from tailrace.program.segments import Segment
 from tailrace.tensors.frame import Ambient, Block, Emission, Frame
 from tailrace.tensors.rewrite import Rewriter
@@ -42,6 +43,31 @@ class Placement:
     def __post_init__(self) -> None:
         mesh = devices.mesh(self.replicas) if self.replicas > 1 else None
         object.__setattr__(self, "mesh", mesh)
+        if mesh is None and len({d.process_index for d in devices.available()}) > 1:
+            raise ReplicaError(
+                f"Each process computes at least one replica. Received: replicas=1 for "
+                f"{jax.process_count()} processes. Use replicas=None for one on each device, or "
+                f"replicas={jax.process_count()}."
+            )
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether this process has all the devices."""
+        return self.mesh is None or self.mesh.is_multi_process is False
+
+    @property
+    def local_replicas(self) -> int:
+        """How many of the replicas this process computes, and feeds."""
+        if self.mesh is None:
+            return 1
+        here = jax.process_index()
+        rows = self.mesh.devices.reshape(self.replicas, -1)
+        return sum(any(d.process_index == here for d in row) for row in rows)
+
+    @property
+    def device(self) -> Any:
+        """A device of this process, to ask what they can do."""
+        return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
 
     @property
     def everywhere(self) -> Any:
@@ -61,15 +87,39 @@ class Placement:
 
     def put(self, values: Sequence[Any]) -> list[Any]:
         """Values on the devices; those that are there already stay as they are."""
-        return [jax.device_put(value, self.everywhere) for value in values]
+        return [self._place(value, self.everywhere) for value in values]
 
     def own(self, value: Any) -> Any:
         """A copy of a value, on the devices, that a loop may overwrite."""
-        return jnp.copy(jax.device_put(value, self.everywhere))
+        return jnp.copy(self._place(value, self.everywhere))
 
     def own_each(self, value: Any) -> Any:
         """The same for a value of which each replica has its own: dim 0 is that of the replicas."""
-        return jnp.copy(jax.device_put(value, self._spread(devices.REPLICA)))
+        return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
+
+    def _place(self, value: Any, sharding: Any) -> Any:
+        """A value on the devices; in several processes each has it, and places its own part."""
+        if self.in_one_process:
+            return jax.device_put(value, sharding)
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return jax.jit(lambda x: x, out_shardings=sharding)(value)
+        array = np.asarray(value)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def readable(self, value: Any) -> Any:
+        """A value of the devices that this process can read on its own; all must call it.
+
+        What is equal on all devices is read from one of this process; the rest is gathered.
+        """
+        if self.in_one_process or value.is_fully_addressable:
+            return value
+        if not value.is_fully_replicated:
+            value = jax.jit(lambda x: x, out_shardings=self.everywhere)(value)
+        return value.addressable_data(0)
+
+    def to_host_memory(self, value: Any) -> Any:
+        """A value that is on the devices, in the memory of their host."""
+        return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))
 
 
 @dataclasses.dataclass
@@ -100,6 +150,8 @@ class Executable:
         wanted: values to send out besides, by position.
         period: periodic values leave in every so many passes; 0 for never.
         each: what a loop carries that every replica has its own of: outside, replicas are dim 0.
+        spread: what a loop carries of which each replica has a share: outside, they stand behind
+            each other along dim 0.
     """
 
     def __init__(
@@ -111,6 +163,7 @@ class Executable:
         wanted: dict[Position, list[Wanted]] | None = None,
         period: int = 1,
         each: frozenset[Any] = frozenset(),
+        spread: frozenset[Any] = frozenset(),
     ) -> None:
         self.segment, self.placement, self.length = segment, placement, length
         self.elements = {
@@ -125,11 +178,13 @@ class Executable:
             period=max(period, 1),
         )
         self._observing = period > 0
-        self._each = each
+        self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
+        self._agreement: Agreement | None = None
         self._compiled: Any = None
         # What a loop carries is overwritten from piece to piece; nothing else is.
-        self._carried = [var for var, _ in segment.start] if segment.is_loop else []
+        self._carried: list[Any] = [var for var, _ in segment.start] if segment.is_loop else []
+        self._writes: list[Any] = list(segment.writes)
         self.compile_s = 0.0
         self.taken: dict[InfeedQueue, Staged] = {}
         """The elements of the last dispatch, kept on the host while `keep_elements` is set."""
@@ -167,15 +222,16 @@ class Executable:
         if self.placement.replicas > 1:
             each, same = PartitionSpec(devices.REPLICA), PartitionSpec()
             elements = PartitionSpec(None, devices.REPLICA)
+            sent = each if self.placement.in_one_process else same
 
             def spec(var: Any) -> PartitionSpec:
-                return each if var in self._each else same
+                return each if var in self._each or var in self._spread else same
 
             function = jax.shard_map(
                 function,
                 mesh=self.placement.mesh,
                 in_specs=([spec(var) for var in self._carried], same, elements, same),
-                out_specs=([spec(var) for var in self.segment.writes], each, same, same),
+                out_specs=([spec(var) for var in self.segment.writes], sent, same, same),
                 check_vma=False,
             )
         return jax.jit(function, donate_argnums=(0,))
@@ -209,8 +265,10 @@ class Executable:
         condense(frame, at_end=True)
         self._keys = list(frame.emitted)
         emitted = [frame.emitted[key] for key in self._keys]
-        if several:
+        if several and self.placement.in_one_process:
             emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
+        elif several:  # each process has the results of all: they are one program's
+            emitted = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, devices.REPLICA), emitted)
         # Ready when the execution is over, and donated by nobody.
         ticket = first_step + 0
         writes = self.segment.writes
@@ -240,7 +298,7 @@ class Executable:
         Returns:
             What was emitted, still on the devices, and an array that is ready when all is over.
         """
-        taken = self._take(following)
+        taken = self._take_together(following)
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(known, blocks)
@@ -252,11 +310,24 @@ class Executable:
         for queue in taken:
             queue.started(ticket)
         self.taken = taken if self.keep_elements else {}
-        known.update(zip(self.segment.writes, results, strict=True))
+        known.update(zip(self._writes, results, strict=True))
         known[STOPPED] = stopped
         emissions = dict(zip(self._keys, emitted, strict=True))
         self._return_unread(emissions, taken)
         return emissions, ticket
+
+    def _take_together(self, following: int | None) -> dict[InfeedQueue, Staged]:
+        """The elements of a dispatch, in all processes or in none."""
+        if self.placement.in_one_process:
+            return self._take(following)
+        if self._agreement is None:
+            self._agreement = Agreement(self.segment, self.placement.replicas, self.length)
+
+        def put_back(taken: dict[InfeedQueue, Staged]) -> None:
+            for queue, staged in taken.items():
+                queue.put_back(staged, used=0)
+
+        return self._agreement.take_together(lambda: self._take(following), put_back)
 
     def _take(self, following: int | None) -> dict[InfeedQueue, Staged]:
         taken: dict[InfeedQueue, Staged] = {}
@@ -265,7 +336,7 @@ class Executable:
                 then = None if following is None else self.segment.elements[queue] * following
                 if count:
                     sharding = self.placement.shared_out
-                    queue.bind_replicas(self.placement.replicas)
+                    queue.bind_replicas(self.placement.local_replicas)
                     taken[queue] = queue.take(count, sharding, then=then)
         except BaseException:
             for queue, staged in taken.items():
@@ -279,7 +350,7 @@ class Executable:
         for key in [k for k in emissions if isinstance(k, tuple) and k[0] == "read"]:
             read = emissions.pop(key).value
             queue = key[1]
-            used = int(jnp.max(read)) * self.placement.replicas
+            used = int(jnp.max(read)) * self.placement.local_replicas
             queue.put_back(taken[queue], used)
 
 
@@ -302,6 +373,8 @@ class _OnMark:
                 frame.emit(queue, list(inputs))
         elif tag.role == "print" and tag.direction != TANGENT:
             self._print(tag, inputs[0], frame)
+        elif tag.role == "memory":
+            return [tag.payload(value) for value in inputs]
         return inputs
 
     def _print(self, tag: Tag, value: Any, frame: Frame) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from tailrace.program.keeping import StateKeeping
 from tailrace.program.runner import LoopRunner
 
 
@@ -22,6 +23,7 @@ class Explanation:
         flops_per_step: floating-point operations of a step on one device, as XLA counts them, for
             all its microbatches. Of a loop of the model's own, XLA counts one pass.
         compile_s: how long compiling took.
+        decisions: sentences that say what was decided about the optimizer's state, and why.
     """
 
     steps_per_execution: int
@@ -30,6 +32,7 @@ class Explanation:
     peak_bytes: int
     flops_per_step: float
     compile_s: float
+    decisions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [*self.parts.items(), ("peak", self.peak_bytes)]
@@ -43,6 +46,7 @@ class Explanation:
                 f"about {self.flops_per_step:,.0f} floating-point operations a step",
                 "memory on each device:",
                 *lines,
+                *self.decisions,
             ]
         )
 
@@ -55,6 +59,8 @@ def explain(
     effective_batch_size: int | None,
     microbatches: int = 1,
     flops_of_update: float = 0.0,
+    keeping: StateKeeping | None = None,
+    decisions: tuple[str, ...] = (),
 ) -> Explanation:
     """Compile the loop of `runner` for `length` passes and read XLA's analysis of it."""
     executable = runner.compiled(known, length)
@@ -64,7 +70,9 @@ def explain(
     flops = flops_of(compiled)
     flops += (microbatches - 1) * max(0.0, flops - flops_of_update)
     sizes = {name: _bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
-    sizes["elements"] = runner.bytes_per_pass * length // runner.placement.replicas
+    if keeping is not None:  # what one device holds of it; the rest lies elsewhere
+        sizes["optimizer state"] = keeping.device_bytes
+    sizes["elements"] = runner.bytes_per_pass * length // runner.placement.local_replicas
     sizes["results"] = max(0, int(memory.output_size_in_bytes - memory.alias_size_in_bytes))
     sizes["temporaries"] = int(memory.temp_size_in_bytes)
     sizes["code"] = int(memory.generated_code_size_in_bytes)
@@ -81,6 +89,7 @@ def explain(
         peak,
         flops,
         executable.compile_s,
+        decisions,
     )
 
 

@@ -13,6 +13,7 @@ from tailrace._jax import value_of
 from tailrace.devices import resolve_replicas
 from tailrace.errors import OptionError, ProgramError
 from tailrace.observe.records import Records, take_records
+from tailrace.program.agreement import agreed_seconds
 from tailrace.program.drift import check_in_step
 from tailrace.program.executable import STEPS, Executable, Numbers, Placement
 from tailrace.program.pieces import LIVE_S, good_piece, next_piece, piece_within
@@ -174,7 +175,7 @@ class Program:
             # The first run of anything compiled is slow, whatever it computes: measure the next one.
             if measuring and not fresh and now == piece:
                 jax.block_until_ready(ticket)
-                elapsed = max(time.perf_counter() - started, 1e-6)
+                elapsed = agreed_seconds(max(time.perf_counter() - started, 1e-6))
                 wanted = min(most, max(1, int(now * LIVE_S / elapsed)))
                 if wanted > 2 * piece:
                     piece = good_piece(max(1, length - done), wanted)
@@ -185,8 +186,8 @@ class Program:
     def _need_elements(self, segment: Segment) -> None:
         """All elements of a loop are there before its first piece runs, or none is consumed."""
         for queue, count in segment.elements.items():
-            queue.bind_replicas(self.placement.replicas)
-            queue.need(count * segment.length * self.placement.replicas)
+            queue.bind_replicas(self.placement.local_replicas)
+            queue.need(count * segment.length * self.placement.local_replicas)
 
     def _deliver(
         self,
@@ -275,7 +276,7 @@ class _Version:
         bytes_per_pass = sum(
             queue.spec().nbytes * count for queue, count in segment.elements.items()
         )
-        return piece_within(segment.length, bytes_per_pass * self._placement.replicas)
+        return piece_within(segment.length, bytes_per_pass * self._placement.local_replicas)
 
     def steps_of(self, segment: Segment) -> int:
         """How many passes the loops at the top of a segment run."""

@@ -6,17 +6,19 @@ given one dataset after another, as long as their elements look alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace._jax import value_of
 from tailrace.errors import ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.drift import check_in_step
 from tailrace.program.executable import Executable, Numbers, Placement
+from tailrace.program.keeping import StateKeeping
 from tailrace.program.segments import cut
 from tailrace.program.traced import top_loops, trace_program
 from tailrace.tensors.frame import Emission
@@ -35,6 +37,8 @@ class LoopRunner:
         placement: where it runs.
         each: for each leaf of `carried`, whether every replica has its own; such a leaf has the
             replicas as dim 0 in what `carried` returns.
+        keeping: how the leaves of `carried` from number `kept_from` on are held, if not plainly.
+        kept_from: see there.
     """
 
     def __init__(
@@ -44,11 +48,14 @@ class LoopRunner:
         read: Any,
         placement: Placement,
         each: Sequence[bool] | None = None,
+        keeping: StateKeeping | None = None,
+        kept_from: int = 0,
     ) -> None:
         self.placement = placement
+        shared = _flags(each, keeping.shared if keeping else (), kept_from)
         self.traced = trace_program(function, (carried, read), placement.replicas)
         if placement.replicas > 1:
-            check_in_step(self.traced, each)
+            check_in_step(self.traced, shared or each)
         loops = top_loops(self.traced)
         if len(loops) != 1:
             raise ProgramError(
@@ -67,6 +74,9 @@ class LoopRunner:
             for var, flag in zip(self.traced.jaxpr.outvars, each or (), strict=False)
             if flag and var in own
         )
+        hosted = _flags((), keeping.hosted if keeping and keeping.moves_memory else (), kept_from)
+        self._spread = self._chosen(shared) - self._each
+        self._hosted = self._chosen(hosted)
         self._before = [s for s in self._segments if s.first < self._loop.first]
         self._executables: dict[Hashable, Executable] = {}
         self._num_carried = len(jax.tree.leaves(carried))
@@ -79,14 +89,14 @@ class LoopRunner:
 
     @property
     def elements_per_pass(self) -> int:
-        """How many elements one pass takes in all, over all replicas."""
-        return sum(self._loop.elements.values()) * self.placement.replicas
+        """How many elements one pass takes in all, over all replicas of this process."""
+        return sum(self._loop.elements.values()) * self.placement.local_replicas
 
     @property
     def bytes_per_pass(self) -> int:
         """The bytes of those elements."""
         counts = self._loop.elements.items()
-        return sum(q.spec().nbytes * n for q, n in counts) * self.placement.replicas
+        return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
 
     def begin(self, carried: Any, read: Any) -> dict[Any, Any]:
         """The values that dispatches work on, from `carried` (which is copied) and `read`."""
@@ -98,6 +108,12 @@ class LoopRunner:
             self._executable(segment, None).run(known, Numbers(0, 0))
         for result, start in self._loop.start:
             value = value_of(known, start)
+            if result in self._hosted:  # held as it should be: nothing else has it
+                known[result] = value
+                continue
+            if result in self._spread:
+                known[result] = self.placement.own_each(value)
+                continue
             if result not in self._each:
                 known[result] = self.placement.own(value)
                 continue
@@ -115,6 +131,28 @@ class LoopRunner:
         """What the loop carries now, as the tree that it was given."""
         leaves = [value_of(known, var) for var in self.traced.jaxpr.outvars]
         return jax.tree.unflatten(self.traced.out_structure, leaves)
+
+    def carried_by(self, known: dict[Any, Any], replica: int) -> list[Any]:
+        """The leaves of what the loop carries as one replica has them, on the host."""
+        leaves = []
+        for var in self.traced.jaxpr.outvars:
+            value = np.asarray(self.placement.readable(value_of(known, var)))
+            if var in self._each:
+                value = value[replica] if value.ndim > len(var.aval.shape) else value
+            elif var in self._spread:
+                value = value.reshape(self.placement.replicas, -1)[replica]
+            leaves.append(value)
+        return leaves
+
+    def replace(self, known: dict[Any, Any], leaves: Mapping[int, Any]) -> None:
+        """Other values for some of what the loop carries, by their number in the tree."""
+        for number, value in leaves.items():
+            var = self.traced.jaxpr.outvars[number]
+            if var in self._hosted or var in self._spread:  # held as it should be
+                known[var] = value
+                continue
+            own = self.placement.own_each if var in self._each else self.placement.own
+            known[var] = own(value)
 
     def dispatch(
         self,
@@ -166,5 +204,20 @@ class LoopRunner:
                 wanted=self.wanted,
                 period=period,
                 each=self._each if segment.is_loop else frozenset(),
+                spread=self._spread if segment.is_loop else frozenset(),
             )
         return self._executables[key]
+
+    def _chosen(self, flags: Sequence[bool]) -> frozenset[Any]:
+        """The variables of what the loop carries that have a flag."""
+        pairs = zip(self.traced.jaxpr.outvars, flags, strict=False)
+        return frozenset(var for var, flag in pairs if flag)
+
+
+def _flags(first: Sequence[bool] | None, then: Sequence[bool], start: int) -> list[bool]:
+    """Flags of all leaves: those given, and others from number `start` on."""
+    flags = [*(first or ()), *[False] * (start + len(then) - len(first or ()))]
+    return [
+        flag or (start <= number < start + len(then) and then[number - start])
+        for number, flag in enumerate(flags)
+    ]

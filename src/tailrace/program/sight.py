@@ -96,6 +96,7 @@ def _entry(place: Place) -> Entry | None:
     name = full_name(tag)
     aval: Any = place.equation.outvars[0].aval
     layers = tuple(a.length or 0 for a in place.inside if a.kind == SCAN)
+    stages = [a.stage for a in place.inside if a.stage is not None]
     return Entry(
         name,
         name.split("/")[0],
@@ -103,6 +104,7 @@ def _entry(place: Place) -> Entry | None:
         aval.dtype,
         source=_jax.user_frame(place.equation),
         position=place.position,
+        stage=stages[-1] if stages else -1,
     )
 
 

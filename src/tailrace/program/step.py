@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,16 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.marks import Tag, mark, name_values, path_name
 from tailrace.program.accumulation import Accumulation
+from tailrace.program.executable import Placement
 from tailrace.program.inside import cross_replica_mean, cross_replica_sum, microbatch
 from tailrace.program.loops import repeat, repeat_with, whole
+from tailrace.program.runner import LoopRunner
 from tailrace.tensors.catalogue import Entry, matches
 from tailrace.tensors.probe import probed
 from tailrace.tensors.taps import Tap
+
+if TYPE_CHECKING:
+    from tailrace.program.keeping import StateKeeping
 
 _ALONE = "params"
 """What parameters are called that are one single array: `grad/params`."""
@@ -62,9 +67,11 @@ class Step:
         accumulation: how many microbatches make a step, and how.
         has_model_state: which of the two forms `loss_fn` has.
         scalars: where the loss, the scalar aux values and the weight of each microbatch go.
-        share_state: whether the model state is averaged over replicas once a step.
+        share_state: whether the model state is averaged over replicas once a step; a function of the
+            name of a leaf decides leaf by leaf.
         taps: what is observed; activations among it are marked before differentiation.
         activations: the activations and their gradients, by name, found while tracing.
+        keeping: where the optimizer's state lies between updates, if not whole on each device.
     """
 
     loss_fn: Callable[..., Any]
@@ -72,15 +79,26 @@ class Step:
     accumulation: Accumulation
     has_model_state: bool
     scalars: OutfeedQueue
-    share_state: bool = True
+    share_state: bool | Callable[[str], bool] = True
     taps: tuple[Tap, ...] = ()
     activations: list[Entry] | None = None
+    keeping: StateKeeping | None = None
 
     def loop(self, state: TrainState, infeed: InfeedQueue, length: int = 1) -> TrainState:
         """`length` steps, fed by `infeed`: the body of a training program."""
         if self.accumulation.microbatches == 1:
             return repeat_with(whole, length, self.plain, state, infeed)
         return repeat(length, lambda s: self.accumulated(s, infeed), state)
+
+    def runner(
+        self, form: Any, infeed: InfeedQueue, placement: Placement, each: Any, kept_from: int
+    ) -> LoopRunner:
+        """What runs the steps on elements of `infeed`; `form` is that of the state."""
+
+        def train(state: TrainState, _: Any) -> TrainState:
+            return self.loop(state, infeed)
+
+        return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
 
     # -- the two kinds of step ------------------------------------------------------------------
 
@@ -107,7 +125,7 @@ class Step:
             )
             self._send(out)
             after = total + out.weight if weighted else None
-            share = _share(out.weight, after) if weighted else None
+            share = share_of(out.weight, after) if weighted else None
             accumulated = accumulation.add(accumulated, grads, microbatch(), share)
             return accumulated, model_state, after
 
@@ -139,10 +157,11 @@ class Step:
         aux = name_values("aux", aux)
         return grads, after, Yield(loss, aux, self._weight(batch))
 
-    def forward(self, params: Any, model_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def forward(
+        self, params: Any, model_state: Any, batch: Any, inputs: Any = ()
+    ) -> tuple[Any, Any, Any]:
         """Call the loss function; returns (loss, next model state, aux), checked."""
-        first = (params, model_state) if self.has_model_state else (params,)
-        out = call_with_element(self.loss_fn, first, batch)
+        out = self._called(params, model_state, batch, inputs)
         name = getattr(self.loss_fn, "__name__", "the loss function")
         if self.has_model_state:
             if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple)):
@@ -163,6 +182,10 @@ class Step:
             )
         return loss, after, aux
 
+    def _called(self, params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+        first = (params, model_state) if self.has_model_state else (params,)
+        return call_with_element(self.loss_fn, (*first, *inputs), batch)
+
     def finish(
         self, state: TrainState, grads: Any, model_state: Any, weight: Any = None
     ) -> TrainState:
@@ -171,33 +194,33 @@ class Step:
         if weight is None:
             grads = cross_replica_mean(grads)
         else:
-            share = _share(weight, cross_replica_sum(weight))
+            share = share_of(weight, cross_replica_sum(weight))
             grads = jax.tree.map(lambda g: cross_replica_sum(g * share.astype(g.dtype)), grads)
         grads = name_values("reduced", grads, _ALONE)
-        params, after = self._updated(grads, state)
-        after = jax.tree.map(_keep_dtype, state.optimizer_state, after)
-        after = name_values("optimizer", after)
-        if self.share_state:
-            model_state = jax.tree.map(
-                lambda x: cross_replica_mean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
-                model_state,
-            )
+        if self.keeping is not None:
+            params, after = self.keeping.update(self, grads, state)
+        else:
+            params, after = self._updated(grads, state)
+            after = name_values("optimizer", after)
+        model_state = jax.tree_util.tree_map_with_path(
+            lambda path, x: cross_replica_mean(x)
+            if jnp.issubdtype(x.dtype, jnp.inexact) and self.shares(path_name(path))
+            else x,
+            model_state,
+        )
         return TrainState(params, after, model_state)
+
+    def shares(self, name: str) -> bool:
+        """Whether replicas share the leaf of the model state that is called `name`."""
+        return self.share_state(name) if callable(self.share_state) else self.share_state
 
     def _updated(self, grads: Any, state: TrainState) -> tuple[Any, Any]:
         """The parameters after the optimizer, and its state."""
-        optimizer = self.optimizer
-        if callable(apply := getattr(optimizer, "apply", None)):
-            with jax.named_scope("optimizer"):
-                params, after = apply(grads, state.optimizer_state, state.params)
-            name_values("update", jax.tree.map(jnp.subtract, params, state.params), _ALONE)
-            return name_values("updated", params, _ALONE), after
-        with jax.named_scope("optimizer"):
-            updates, after = optimizer.update(grads, state.optimizer_state, state.params)
-        import optax  # late: it takes a fifth as long to import as JAX itself
-
-        updates = name_values("update", updates, _ALONE)
-        return name_values("updated", optax.apply_updates(state.params, updates), _ALONE), after
+        updates, params, after = apply_rule(
+            self.optimizer, grads, state.optimizer_state, state.params
+        )
+        name_values("update", updates, _ALONE)
+        return name_values("updated", params, _ALONE), after
 
     def _is_tapped(self, entry: Entry) -> bool:
         return any(matches(tap.select, entry) for tap in self.taps)
@@ -220,7 +243,22 @@ class Step:
         self.scalars.enqueue({"loss": out.loss, "aux": _scalars(out.aux), "weight": out.weight})
 
 
-def _share(weight: Any, total: Any) -> Any:
+def apply_rule(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+    """What the optimizer adds to the parameters, the parameters after it, and its state."""
+    if callable(apply := getattr(optimizer, "apply", None)):
+        with jax.named_scope("optimizer"):
+            after, new_state = apply(grads, state, params)
+        updates = jax.tree.map(jnp.subtract, after, params)
+    else:
+        import optax  # late: it takes a fifth as long to import as JAX itself
+
+        with jax.named_scope("optimizer"):
+            updates, new_state = optimizer.update(grads, state, params)
+        after = optax.apply_updates(params, updates)
+    return updates, after, jax.tree.map(_keep_dtype, state, new_state)
+
+
+def share_of(weight: Any, total: Any) -> Any:
     """The share of a weight in a total; 0 where nothing has any weight."""
     return weight / jnp.where(total > 0, total, 1)
 

@@ -240,7 +240,11 @@ class Namer:
         """The path of a scope, each part with the number of its call where it is called again."""
         path = ""
         for depth, scope in enumerate(scopes):
-            path = f"{path}/{scope.name}" if path else scope.name
+            around = scopes[depth - 1].name if depth else ""
+            if around and scope.name.startswith(f"{around}."):
+                path += scope.name.removeprefix(around)  # a dotted path repeats what is around it
+            else:
+                path = f"{path}/{scope.name}" if path else scope.name
             identity = tuple(s.identity for s in scopes[: depth + 1])
             calls = self._calls.setdefault(path, [])
             if identity not in calls:

@@ -25,7 +25,16 @@ from jax import lax
 from tailrace import _jax
 from tailrace._jax import Jaxpr, JaxprEqn, primitives
 from tailrace.errors import ProgramError
-from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p, queue_of
+from tailrace.marks import (
+    FORWARD,
+    Tag,
+    ambient_p,
+    cross_replica_p,
+    dequeue_p,
+    gather_p,
+    mark_p,
+    queue_of,
+)
 from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
 from tailrace.tensors.passes import Passes, both, collected, zeros
 from tailrace.tensors.walk import Position, concerns_us, elements_read, is_replay, loop_tag
@@ -102,6 +111,8 @@ class Rewriter:
             return [_ambient(eqn, frame)]
         if primitive is cross_replica_p:
             return [self._cross_replica(inputs[0], eqn.params["mean"])]
+        if primitive is gather_p:
+            return [self._gather(inputs[0], eqn.params["replicas"])]
         if not self._touches(eqn, here):
             return _jax.bind_again(eqn, inputs)
         if primitive is primitives.scan_p:
@@ -129,6 +140,12 @@ class Rewriter:
         if self.replica_axis is None:
             return value
         return (lax.pmean if mean else lax.psum)(value, self.replica_axis)
+
+    def _gather(self, value: Any, replicas: int) -> Any:
+        """The values of all replicas; where one is replayed alone, its own stands for all."""
+        if self.replica_axis is None:
+            return jnp.broadcast_to(value, (replicas, *value.shape))
+        return lax.all_gather(value, self.replica_axis)
 
     # -- programs inside equations --------------------------------------------------------------
 

@@ -13,7 +13,17 @@ from typing import Any
 
 from tailrace import _jax
 from tailrace._jax import Jaxpr, JaxprEqn, primitives
-from tailrace.marks import FORWARD, Tag, ambient_p, cross_replica_p, dequeue_p, mark_p, queue_of
+from tailrace.marks import (
+    FORWARD,
+    Tag,
+    ambient_p,
+    cross_replica_p,
+    dequeue_p,
+    gather_p,
+    mark_p,
+    queue_of,
+    unit_p,
+)
 
 Position = tuple[int, ...]
 
@@ -30,12 +40,14 @@ class Surrounding:
         length: how often it runs; None when only the running program knows.
         tag: the tag of a loop made by Tailrace.
         scopes: the name stack of the equation that makes it.
+        stage: the number of the stage of a pipeline that a call is.
     """
 
     kind: str
     length: int | None = None
     tag: Tag | None = None
     scopes: str = ""
+    stage: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +93,7 @@ def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
         return Surrounding(BRANCH, scopes=scopes)
     if is_replay(eqn):
         return Surrounding(REPLAY, scopes=scopes)
-    return Surrounding(CALL, scopes=scopes)
+    return Surrounding(CALL, scopes=scopes, stage=eqn.params.get("stage", None))
 
 
 def loop_tag(body: Jaxpr) -> Tag | None:
@@ -116,7 +128,7 @@ def concerns_us(eqn: JaxprEqn) -> bool:
     )
 
 
-_OURS: set[Any] = {mark_p, dequeue_p, ambient_p, cross_replica_p}
+_OURS: set[Any] = {mark_p, dequeue_p, ambient_p, cross_replica_p, gather_p, unit_p}
 
 
 def elements_read(equations: Sequence[JaxprEqn]) -> dict[Any, int]:

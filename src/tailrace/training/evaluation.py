@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace import distributed
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import DataError, DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec, call_with_element
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.marks import path_name
+from tailrace.program.agreement import agreed_seconds
 from tailrace.program.executable import Numbers, Placement
 from tailrace.program.loops import repeat_with, whole
 from tailrace.program.pieces import LIVE_S, piece_within
@@ -83,7 +85,7 @@ class Evaluator:
     ) -> Iterator[tuple[Any, ElementSpec]]:
         key, runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
         known = runner.begin((), read)
-        replicas = self._placement.replicas
+        replicas, local = self._placement.replicas, self._placement.local_replicas
         spec = infeed.spec()
         most = piece_within(1000, runner.bytes_per_pass)
         length = 1 if live else most
@@ -92,26 +94,27 @@ class Evaluator:
         position = 0
         try:
             while True:
-                found = length * replicas
+                found = length * local
                 started, compiled = time.perf_counter(), runner.compile_s
                 try:
                     emitted, _ = runner.dispatch(known, length, Numbers(self._seed, position))
                 except DataExhausted:
                     found = infeed.remaining(found)
-                    if not found:
+                    length = -(-_most(found) // local)
+                    if not length:
                         break
-                    length = -(-found // replicas)
-                    if found % replicas:
-                        infeed.pad(found, length * replicas)
+                    if found < length * local:
+                        infeed.pad(found, length * local)
                     emitted, _ = runner.dispatch(known, length, Numbers(self._seed, position), 0)
                 position += length
                 if waiting is not None:
                     yield _taken(*waiting), spec
-                waiting = (structure, emitted[out].value, found, replicas)
+                waiting = (structure, emitted[out].value, _counts(found), replicas)
                 if live:
                     yield _taken(*waiting), spec
                     waiting = None
                     elapsed = time.perf_counter() - started - (runner.compile_s - compiled)
+                    elapsed = agreed_seconds(elapsed)
                     if length == 1:
                         length = min(most, max(1, int(LIVE_S / max(elapsed, 1e-6))))
             if waiting is not None:
@@ -137,7 +140,7 @@ class Evaluator:
                 f"dataset that does not repeat, or predict(..., live=True)."
             )
         infeed = InfeedQueue(dataset)
-        infeed.bind_replicas(self._placement.replicas)
+        infeed.bind_replicas(self._placement.local_replicas)
         key = (infeed.spec(), fn, shape)
         # Taken out while it runs: a stream that is read only in part must keep its own infeed.
         found = self._runners.pop(key, None)
@@ -190,14 +193,26 @@ def _means_of(result: Any) -> dict[str, Any]:
     return scalars
 
 
-def _taken(structure: Any, leaves: Any, found: int, replicas: int) -> Any:
-    """The results of `found` elements, in their order, on the host."""
+def _counts(found: int) -> list[int]:
+    """How many elements each process has in one execution."""
+    return [said["found"] for said in distributed.meet({"found": found})]
+
+
+def _most(found: int) -> int:
+    return max(_counts(found))
+
+
+def _taken(structure: Any, leaves: Any, found: list[int], replicas: int) -> Any:
+    """The results of the elements that were found, in their order, on the host."""
 
     def one(leaf: Any) -> np.ndarray:
         array = np.asarray(leaf)
-        if replicas > 1:
-            array = np.moveaxis(array, 0, 1)
-            array = array.reshape(-1, *array.shape[2:])
-        return array[:found]
+        if replicas == 1:
+            return array[: found[0]]
+        array = np.moveaxis(array, 0, 1)
+        local = replicas // len(found)
+        # Element t*local + r of a process is that of its replica r in pass t.
+        number = np.arange(len(array))[:, None] * local + np.arange(replicas) % local
+        return array[number < np.repeat(found, local)]
 
     return jax.tree.unflatten(structure, [one(leaf) for leaf in leaves])

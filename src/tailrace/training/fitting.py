@@ -15,6 +15,7 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.notes import logger, note_once
 from tailrace.observe.records import take_records
 from tailrace.observe.sinks import Finished
+from tailrace.program.agreement import agreed_least, agreed_seconds
 from tailrace.program.executable import STOPPED, Numbers
 from tailrace.program.pieces import next_piece
 from tailrace.program.runner import LoopRunner
@@ -78,7 +79,7 @@ class Fit:
         per_step = self.runner.elements_per_pass
         asked, _ = self.next_length(None, self.trainer.step)
         left = self.infeed.remaining(asked * per_step)
-        self.steps(left // per_step)
+        self.steps(agreed_least(left // per_step) or 0)
         note_left_out(left, per_step)
 
     def execute(self, remaining: int | None) -> int:
@@ -97,6 +98,7 @@ class Fit:
         if measuring:
             jax.block_until_ready(ticket)
             seconds = time.perf_counter() - started - (self.runner.compile_s - compiled_before)
+            seconds = agreed_seconds(seconds)
             pace.measured(length, seconds, rest)
             logger.info(pace.reason)
         if len(self.pending) > (0 if self.live else 1):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.distributed import process_index
 from tailrace.errors import NonFiniteError
 from tailrace.feeds.infeed import Staged
 from tailrace.program.culprit import find_culprit, step_block
@@ -46,15 +47,24 @@ def diagnose(
 ) -> NonFiniteError:
     """Replay the bad step from the elements kept on the host; the error that tells about it."""
     step, replica, names = bad
-    replicas = runner.placement.replicas
-    start = step * microbatches * replicas + replica
-    rows = slice(start, start + microbatches * replicas, replicas)
+    replicas, local = runner.placement.replicas, runner.placement.local_replicas
+    owner = replica // local
+    args = [jnp.asarray(leaf) for leaf in runner.carried_by(known, replica)]
+    if owner != process_index():
+        error = NonFiniteError(
+            f"Not finite in step {first_step + step}, replica {replica}: {', '.join(names[:3])}. "
+            f"Process {owner}, which computes that replica, says which operation it was. The "
+            f"parameters are those before that step."
+        )
+        error.step = first_step + step
+        return error
+    start = step * microbatches * local + replica % local
+    rows = slice(start, start + microbatches * local, local)
     infeed = runner.infeeds[0]
     elements = infeed.elements_of([leaf[rows] for leaf in staged.host])
     number = first_step + step
     ambient = Ambient(jax.random.key(jnp.uint32(seed % 2**32)), number, replica)
     frame = Frame(ambient, {infeed: step_block(elements)})
-    args = [jnp.asarray(np.asarray(leaf)) for leaf in jax.tree.leaves(runner.carried(known))]
     found = find_culprit(runner.traced, args, frame)
     culprit = found.culprit
     names = list(dict.fromkeys(name for name in found.bad if name in names)) or names

@@ -1,0 +1,205 @@
+"""A loop over pipelined steps, compiled for a mesh of replicas and stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from tailrace import devices
+from tailrace.devices import REPLICA, STAGE
+from tailrace.pipeline.assembly import Assembly
+from tailrace.pipeline.machine import Machine
+from tailrace.program.executable import Executable, Placement
+from tailrace.program.segments import Segment
+from tailrace.tensors.frame import Ambient, Block, Emission, Emissions, Frame
+from tailrace.tensors.passes import Passes
+from tailrace.tensors.walk import Position
+from tailrace.tensors.wanted import FiniteKey, RawKey, Wanted, condense, fine
+
+
+class PipelinePlacement(Placement):
+    """The devices of a pipeline: replicas times stages.
+
+    Args:
+        replicas: how many copies of the pipeline.
+        stages: how many devices each has; 0 while that is unknown.
+    """
+
+    mesh: Any
+
+    def __init__(self, replicas: int, stages: int) -> None:
+        mesh = devices.mesh(replicas, stages) if stages else None
+        for name, value in (("replicas", replicas), ("stages", stages), ("mesh", mesh)):
+            object.__setattr__(self, name, value)
+
+
+class PipelineExecutable(Executable):
+    """A piece of a loop over pipelined steps.
+
+    What the loop carries is not known by variable but in buffers: `("held", i)` for buffer i of what
+    devices hold for themselves, `("all", i)` for value i that all carry alike.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        placement: PipelinePlacement,
+        assembly: Assembly,
+        *,
+        length: int,
+        wanted: dict[Position, list[Wanted]],
+        period: int,
+    ) -> None:
+        super().__init__(segment, placement, length=length, wanted=wanted, period=period)
+        self.assembly = assembly
+        self._carried = [*held_keys(assembly), *everywhere_keys(assembly)]
+        self._writes = list(self._carried)
+        self._guarding = any(want.guard for wants in wanted.values() for want in wants)
+        self._collected = {
+            RawKey((want,)): want.collect
+            for wants in wanted.values()
+            for want in wants
+            if want.collect != "stack"
+        }
+
+    def _jitted(self) -> Any:
+        a = self.assembly
+        each = [PartitionSpec(REPLICA, STAGE) if own else PartitionSpec(STAGE) for own in a.held_layout.each]
+        alike = [
+            PartitionSpec(REPLICA) if number in a.each else PartitionSpec()
+            for number in a.everywhere
+        ]
+        carried, same = [*each, *alike], PartitionSpec()
+        function = jax.shard_map(
+            self._function,
+            mesh=self.placement.mesh,
+            in_specs=(carried, same, PartitionSpec(None, REPLICA), same),
+            out_specs=(carried, PartitionSpec(REPLICA), same, same),
+            check_vma=False,
+        )
+        one = self.placement.replicas == 1
+
+        def call(*args: Any) -> Any:
+            results, emitted, ticket, stopped = function(*args)
+            if one:  # as without replicas: no dim for them
+                emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
+            return results, emitted, ticket, stopped
+
+        return jax.jit(call, donate_argnums=(0,))
+
+    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
+        a = self.assembly
+        seed, first_step, offset, stopped = numbers
+        ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
+        frame = Frame(ambient, observing=self._observing, stopped=stopped)
+        count = len(a.held_layout.buffers)
+        held = [value.reshape(value.shape[-1]) for value in carried[:count]]
+        alike = [
+            value[0] if number in a.each else value
+            for number, value in zip(a.everywhere, carried[count:], strict=True)
+        ]
+        known = dict(zip(self.segment.reads, read, strict=True))
+        loop = self.segment.equations[0]
+        closed = loop.params["jaxpr"]
+        outside = zip(a.body.invars[: a.num_consts], loop.invars, strict=False)
+        consts = {var: known[given] if given in known else given.val for var, given in outside}
+        consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        position = (self.segment.first, 0)
+        machine = Machine(a, self._rewriter, position)
+        length: Any = self.length
+        queues = [queue for queue, n in self.elements.items() if n]
+        per_step = {queue: self.segment.elements[queue] for queue in queues}
+        blocks = Emissions(
+            (
+                queue,
+                tuple(
+                    leaf.squeeze(1).reshape(length, per_step[queue], *leaf.shape[2:])
+                    for leaf in leaves
+                ),
+            )
+            for queue, leaves in zip(queues, elements, strict=True)
+        )
+
+        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+            counter, slices = x
+            inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
+            here = {**consts, a.body.invars[-1]: counter}
+            after = machine.step(*carry, here, inside)
+            condense(inside)
+            return after, ([], inside.emitted)
+
+        start: Any = (held, alike)
+        if self._guarding:
+            one_pass, start = self._guarded(one_pass, machine), (start, jnp.asarray(stopped))
+        passes = Passes(one_pass, False, 1, length)
+        if self._collected:
+            passes = passes.collecting(self._collected)
+        counters = offset + jnp.arange(length, dtype=jnp.int32)
+        carry, (_, emitted) = passes.run(
+            start, (counters, blocks), self._rewriter.period, self._observing
+        )
+        if self._guarding:
+            carry, frame.stopped = carry
+        held, alike = carry
+        for key, emission in emitted.items():
+            source = machine.emitting.sources.get(key)
+            frame.emit(key, *(emission if source is None else _from(source, emission)))
+        condense(frame, at_end=True)
+        self._keys = list(frame.emitted)
+        emitted = [jax.tree.map(lambda leaf: leaf[None], frame.emitted[key]) for key in self._keys]
+        held = [
+            value[None, None] if own else value[None]
+            for value, own in zip(held, a.held_layout.each, strict=True)
+        ]
+        alike = [
+            value[None] if number in a.each else value
+            for number, value in zip(a.everywhere, alike, strict=True)
+        ]
+        return [*held, *alike], emitted, first_step + 0, jnp.asarray(frame.stopped)
+
+    def _guarded(self, one_pass: Any, machine: Machine) -> Any:
+        """A pass that keeps what it carries from the first pass on in which a flag is down."""
+
+        def guarded(carry: Any, x: Any, observing: bool) -> Any:
+            before, stopped = carry
+            after, (ys, emitted) = one_pass(before, x, observing)
+            good = jnp.array(True)
+            for key, emission in emitted.items():
+                if isinstance(key, FiniteKey):
+                    source = machine.emitting.sources.get(key)
+                    elsewhere = source is not None and lax.axis_index(STAGE) != source
+                    good = good & (fine(emission).all() | elsewhere)
+            good = lax.pmin(good.astype(jnp.int32), (REPLICA, STAGE)) > 0
+            stopped = stopped | ~good
+            kept = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), before, after)
+            return (kept, stopped), (ys, emitted)
+
+        return guarded
+
+
+def held_keys(assembly: Assembly) -> list[Any]:
+    """The keys of the buffers that devices hold for themselves."""
+    return [("held", i) for i in range(len(assembly.held_layout.buffers))]
+
+
+def everywhere_keys(assembly: Assembly) -> list[Any]:
+    """The keys of what all devices carry alike."""
+    return [("all", i) for i in assembly.everywhere]
+
+
+def _from(source: int, emission: Emission) -> Emission:
+    """What one device has made, on all of them."""
+
+    def one(value: Any) -> Any:
+        is_bool = value.dtype == np.bool_
+        number = value.astype(jnp.int8) if is_bool else value
+        mine = lax.axis_index(STAGE) == source
+        number = lax.psum(jnp.where(mine, number, jnp.zeros_like(number)), STAGE)
+        return number.astype(jnp.bool_) if is_bool else number
+
+    return jax.tree.map(one, emission)

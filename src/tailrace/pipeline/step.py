@@ -1,0 +1,209 @@
+"""One training step of a pipeline, written as the plain accumulated step that it must equal.
+
+The forward of the model is traced, cut into pieces, and each piece is differentiated on its own. The
+program that results is a plain loop over microbatches in which every forward and every backward of a
+stage is one equation (`marks.unit`):
+
+    F0  F1  F2  B2  B1  B0  accumulate
+
+Run as it stands it is the plain step, the oracle. The executor runs the same equations on other
+devices and at other times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from tailrace._jax import Tracer, Var
+from tailrace.errors import PipelineError
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.marks import Tag, current_trace, inside_loop, mark, name_values, path_name
+from tailrace.pipeline.cutting import Cut, cut
+from tailrace.pipeline.halves import Halves, call_backward, call_forward, halve
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.pipeline.runner import PipelineRunner
+from tailrace.program.executable import Placement
+from tailrace.program.inside import microbatch
+from tailrace.program.loops import repeat, repeat_with, whole
+from tailrace.program.step import Step, TrainState, Yield, share_of
+from tailrace.tensors.probe import probed
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PipelineStep(Step):
+    """How a step is computed whose model is cut into stages.
+
+    `loss_fn` is a `tr.Pipeline`.
+    """
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages."""
+        return cast(Pipeline, self.loss_fn)
+
+    def _called(self, params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+        return self.pipeline(params, model_state, self.has_model_state, batch, inputs)
+
+    def runner(
+        self, form: Any, infeed: InfeedQueue, placement: Placement, each: Any, kept_from: int
+    ) -> PipelineRunner:
+        """What runs the steps, each stage on its device."""
+
+        def train(state: TrainState, inputs: Any) -> TrainState:
+            return self.loop(state, infeed, inputs=inputs)
+
+        inputs = jax.tree.map(jnp.asarray, self.pipeline.inputs)
+        return PipelineRunner(train, form, inputs, self.pipeline, placement, each)
+
+    def loop(
+        self, state: TrainState, infeed: InfeedQueue, length: int = 1, inputs: Any = ()
+    ) -> TrainState:
+        """`length` steps, fed by `infeed`, all with the same `inputs`."""
+        return repeat(length, lambda s: self.accumulated(s, infeed, inputs), state)
+
+    def accumulated(self, state: TrainState, infeed: InfeedQueue, inputs: Any = ()) -> TrainState:
+        """A step; every piece accumulates the gradients of the parameters that it uses."""
+        named = self._named(state)
+        accumulation = self.accumulation
+        weighted = accumulation.weight is not None
+        with inside_loop(current_trace("tr.Pipeline")):
+            model = self.model(named, infeed.spec().tree(), inputs)
+        _, structure = jax.tree.flatten(named.params)
+        zeros = jax.tree.leaves(accumulation.zeros(named.params))
+
+        def one(carry: Any, batch: Any) -> Any:
+            accumulated, model_state, total = carry
+            batch = name_values("input", batch)
+            before = name_values("buffer", model_state)
+            grads, model_state, out = model.run(named.params, before, batch, inputs)
+            out = out._replace(weight=self._weight(batch))
+            self._send(out)
+            after = total + out.weight if weighted else None
+            share = share_of(out.weight, after) if weighted else None
+            accumulated = [
+                accumulation.add(acc, grad, microbatch(), share)
+                for acc, grad in zip(accumulated, grads, strict=True)
+            ]
+            return accumulated, model_state, after
+
+        total = jnp.float32(0) if weighted else None
+        start = ([[zeros[i] for i in used] for used in model.uses], named.model_state, total)
+        accumulated, model_state, total = repeat_with(
+            whole, accumulation.microbatches, one, start, infeed
+        )
+        sums = dict(enumerate(zeros))
+        found: set[int] = set()
+        for acc, used in zip(accumulated, model.uses, strict=True):
+            for index, grad in zip(used, acc, strict=True):
+                sums[index] = sums[index] + grad if index in found else grad
+                found.add(index)
+        grads = jax.tree.unflatten(structure, [sums[i] for i in range(len(zeros))])
+        return self.finish(named, grads, model_state, total)
+
+    def model(self, state: TrainState, batch: Any, inputs: Any) -> Model:
+        """The model for such elements, cut and differentiated."""
+
+        def forward(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+            loss, after, aux = self.forward(params, model_state, batch, inputs)
+            return loss, after, aux
+
+        if self.activations is not None:
+            self.activations.clear()
+            forward = probed(forward, self._is_tapped, self.activations)
+        args = (state.params, state.model_state, batch, inputs)
+        return Model.trace(forward, args, self.pipeline.sizes, self.pipeline.recompute)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A traced model in halves of pieces, ready to be called microbatch by microbatch.
+
+    Attributes:
+        cut: its pieces.
+        halves: forward and backward of each piece.
+        names: of the parameters, in order.
+        structure: of what it returns: loss, model state, aux.
+        uses: for each piece, which parameters it has gradients of, by number.
+    """
+
+    cut: Cut
+    halves: tuple[Halves, ...]
+    names: tuple[str, ...]
+    structure: Any
+    uses: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def trace(cls, forward: Any, args: Any, sizes: tuple[int, ...], recompute: bool | str) -> Model:
+        """Trace `forward(params, model_state, batch, inputs)` on the forms of `args`."""
+        forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        closed, shape = jax.make_jaxpr(forward, return_shape=True)(*forms)
+        if any(isinstance(const, Tracer) for const in closed.consts):
+            raise PipelineError(
+                "A stage of a pipeline uses a traced value that it was not given: it closes over it. "
+                "Pass it through the stages, the dataset, or inputs=."
+            )
+        counts = [len(jax.tree.leaves(arg)) for arg in args]
+        everywhere = range(counts[0] + counts[1], sum(counts))
+        made = cut(closed, counts[0], everywhere)
+        _check_sizes(made, sizes)
+        loss = made.outvars[0]
+        if not isinstance(loss, Var):
+            raise PipelineError("The loss of a pipeline is computed by its last stage, not constant.")
+        halves = halve(made, counts[0], loss, recompute)
+        index = {var: i for i, var in enumerate(made.invars[: counts[0]])}
+        uses = tuple(tuple(index[v] for v in h.wants if v in index) for h in halves)
+        paths = jax.tree_util.tree_flatten_with_path(args[0])[0]
+        names = tuple(path_name(path) or "params" for path, _ in paths)
+        return cls(made, halves, names, jax.tree.structure(shape), uses)
+
+    def run(
+        self, params: Any, model_state: Any, batch: Any, inputs: Any
+    ) -> tuple[list[list[Any]], Any, Yield]:
+        """Gradients by piece, next model state and yield of one microbatch."""
+        leaves = jax.tree.leaves((params, model_state, batch, inputs))
+        values: dict[Any, Any] = dict(zip(self.cut.invars, leaves, strict=True))
+        residuals = [call_forward(halves, values) for halves in self.halves]
+        loss = self.cut.outvars[0]
+        gradients = {loss: jnp.ones(loss.aval.shape, loss.aval.dtype)}
+        parts: list[list[Any]] = []
+        for number in reversed(range(len(self.halves))):
+            halves = self.halves[number]
+            back: dict[Any, Any] = {}
+            if halves.backward is not None:
+                back = call_backward(halves, residuals[number], gradients)
+            parts.insert(0, self._named(number, back))
+            for var, gradient in back.items():
+                before = gradients.get(var)
+                gradients[var] = gradient if before is None else before + gradient
+        results = [values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in self.cut.outvars]
+        loss, after, aux = jax.tree.unflatten(self.structure, results)
+        loss = mark(loss, Tag("value", "loss"))
+        return parts, after, Yield(loss, name_values("aux", aux), None)
+
+    def _named(self, piece: int, back: dict[Any, Any]) -> list[Any]:
+        """The gradients of a piece's parameters, marked with their names."""
+        grads = []
+        for index in self.uses[piece]:
+            shared = sum(index in used for used in self.uses) > 1
+            # A weight that several stages use has a gradient in each; their sum exists once a step.
+            name = self.names[index] + (f"@{self.halves[piece].piece.stage}" if shared else "")
+            grads.append(mark(back[self.cut.invars[index]], Tag("value", f"grad/{name}")))
+        return grads
+
+
+def _check_sizes(made: Cut, sizes: tuple[int, ...]) -> None:
+    if len(made.sizes) < 2:
+        raise PipelineError(
+            "A pipeline has at least two stages. Received: one. Give a list of at least two stage "
+            "functions, or mark where stages end with tr.stage_boundary."
+        )
+    if sizes and made.sizes != sizes:
+        raise PipelineError(
+            f"This pipeline was given {list(sizes)} functions for its stages, but cutting at "
+            f"tr.stage_boundary finds {list(made.sizes)}. Do not call tr.stage_boundary inside a "
+            f"stage."
+        )
