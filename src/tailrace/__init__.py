@@ -22,10 +22,12 @@ from tailrace.observe.prints import print_tensor as print_tensor
 from tailrace.observe.records import Records as Records
 from tailrace.pipeline import PipelineSchedule as PipelineSchedule
 from tailrace.pipeline import plan as plan
+from tailrace.pipeline import what_if as what_if
+from tailrace.pipeline.balance import Balance as Balance
+from tailrace.pipeline.balance import balance as balance
 from tailrace.pipeline.boundary import stage_boundary as stage_boundary
 from tailrace.pipeline.halves import recomputation_checkpoint as recomputation_checkpoint
 from tailrace.pipeline.pipeline import Pipeline as Pipeline
-from tailrace.pipeline import what_if as what_if
 from tailrace.program import optimizers as optimizers
 from tailrace.program.accumulation import Accumulation as Accumulation
 from tailrace.program.accumulation import Reduction as Reduction
@@ -48,5 +50,6 @@ from tailrace.tensors.taps import stop_on_nonfinite as stop_on_nonfinite
 from tailrace.training.callbacks import Callback as Callback
 from tailrace.training.history import History as History
 from tailrace.training.trainer import Trainer as Trainer
+from tailrace.training.verify import verify as verify
 
 _devices.apply_environment()

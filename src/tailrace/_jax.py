@@ -8,6 +8,7 @@ breaks here.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,6 +40,7 @@ __all__ = [
     "ad",
     "batching",
     "bind_again",
+    "compiler_options",
     "contents",
     "coordination_client",
     "define_marker",
@@ -211,6 +213,25 @@ def key_generator(dtype: Any) -> str:
 def trace_level() -> Any:
     """Which function is being traced: equal for calls in the same one, unequal inside another."""
     return get_opaque_trace_state()
+
+
+def compiler_options(equations: Iterable[JaxprEqn]) -> dict[str, str] | None:
+    """Options that a program of these equations must be compiled with to be right; None for none.
+
+    JAX 0.10's CPU compiler hands reductions over windows (max pooling) to a library, which reads the
+    wrong entries where the operand is a reshaped slice of what a loop goes over.
+    """
+    if version()[:2] != (0, 10) or jax.default_backend() != "cpu" or not _has_windows(equations):
+        return None
+    return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+
+
+def _has_windows(equations: Iterable[JaxprEqn]) -> bool:
+    return any(
+        "reduce_window" in eqn.primitive.name
+        or any(_has_windows(inner.eqns) for _, _, inner, _ in inner_jaxprs(eqn))
+        for eqn in equations
+    )
 
 
 def version() -> tuple[int, ...]:

@@ -204,6 +204,13 @@ def _run_doctor(_: argparse.Namespace) -> int:
     return 0
 
 
+def launch(subparsers: Subparsers) -> None:
+    """`tailrace launch`: a script in several processes."""
+    from tailrace.launch import add_parser
+
+    add_parser(subparsers)
+
+
 def load(target: str, what: str = "a dataset", example: str = "mypackage.data:training_set") -> Any:
     """The object at MODULE:ATTRIBUTE, looked for in the working directory as well.
 
@@ -243,7 +250,7 @@ def _guarded(function: Callable[[], Any], what: str) -> Any:
 
 
 COMMANDS: list[Callable[[Subparsers], None]] = [
-    *(benchmark_data, tensors, plan, doctor),
+    *(benchmark_data, tensors, plan, doctor, launch),
     *RUN_COMMANDS,
 ]
 """The subcommands, in the order in which `--help` lists them."""

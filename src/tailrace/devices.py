@@ -72,7 +72,7 @@ def offer_cpu_devices(count: int) -> None:
     asked = os.environ.get("TAILRACE_DEVICES") or "host_platform_device_count" in os.environ.get(
         "XLA_FLAGS", ""
     )
-    if not asked and jax.config.jax_num_cpu_devices in (-1, None):
+    if not asked and getattr(jax.config, "jax_num_cpu_devices", -1) in (-1, None):
         _ask_for_cpu_devices(count)
 
 
@@ -100,6 +100,12 @@ def mesh(replicas: int, stages: int = 1) -> Mesh:
     found = available()
     needed = replicas * stages
     if needed > len(found):
+        if stages > len(found):
+            raise ReplicaError(
+                f"A pipeline whose stages are on {stages} devices needs as many, and there are "
+                f"{len(found)}. Put several stages on one device with tr.Pipeline(device_mapping="
+                f"[...]), or use tr.configure(devices={needed}) before JAX starts."
+            )
         copy = "1 device" if stages == 1 else f"{stages} devices"
         raise ReplicaError(
             f"{replicas} replicas of a model that needs {copy} take {replicas} x {stages} = "
@@ -107,6 +113,13 @@ def mesh(replicas: int, stages: int = 1) -> Mesh:
             f"{len(found) // stages} at most, or tr.configure(devices={needed}) before JAX starts."
         )
     return Mesh(np.array(_evenly(found, needed)).reshape(replicas, stages), (REPLICA, STAGE))
+
+
+def local_replicas(mesh: Mesh) -> int:
+    """How many of the replicas of a mesh this process computes, or has a stage of."""
+    here = jax.process_index()
+    rows = mesh.devices.reshape(mesh.shape[REPLICA], -1)
+    return sum(any(device.process_index == here for device in row) for row in rows)
 
 
 def _evenly(found: list[Any], needed: int) -> list[Any]:

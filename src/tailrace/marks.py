@@ -251,6 +251,11 @@ def current_trace(caller: str) -> ProgramTrace:
     return trace
 
 
+def is_tracing() -> bool:
+    """Whether a program is being traced."""
+    return _current.get() is not None
+
+
 @contextlib.contextmanager
 def tracing(trace: ProgramTrace) -> Iterator[ProgramTrace]:
     """Make `trace` the current one."""

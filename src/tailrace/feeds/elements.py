@@ -126,6 +126,8 @@ def bind_element(
     >>> bind_element(lambda state, batch: None, 1, {"x": 1})
     (({'x': 1},), {})
     """
+    if getattr(function, "takes_whole_element", False):
+        return (element,), {}
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide

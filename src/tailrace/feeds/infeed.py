@@ -18,9 +18,11 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
+import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
+from tailrace.devices import local_replicas
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.reader import Block, Reader
@@ -67,6 +69,11 @@ class InfeedQueue:
             raise OptionError(
                 f"resident=True needs arrays that can be indexed: a dataset made by tr.batches. "
                 f"Received: {type(dataset).__name__}. Leave resident out, or use tr.batches."
+            )
+        if resident and jax.process_count() > 1:
+            raise OptionError(
+                "resident=True keeps one dataset on all devices, but each process has a dataset of "
+                "its own. Leave resident out."
             )
         self.dataset = dataset
         self.prefetch = prefetch
@@ -197,7 +204,10 @@ class InfeedQueue:
             self._settle()
             reader = self._open()
             block = reader.read(found)
-            fill = [leaf[-1:].repeat(count - found, axis=0) for leaf in block]
+            if found:
+                fill = [leaf[-1:].repeat(count - found, axis=0) for leaf in block]
+            else:  # another process has elements left, and this one computes along
+                fill = [np.zeros((count, *leaf.shape[1:]), leaf.dtype) for leaf in block]
             reader.put_back(fill)
             reader.put_back(block)
 
@@ -253,6 +263,9 @@ class InfeedQueue:
         while self._running and self._blocks_alive() > self.prefetch:
             _wait(self._running.popleft())
         replicas = self.replicas or 1
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            mesh: Any = sharding.mesh
+            replicas = local_replicas(mesh)  # each process feeds its own
         host = reader.read(count * replicas)
         try:
             if isinstance(sharding, jax.sharding.NamedSharding):

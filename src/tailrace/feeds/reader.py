@@ -128,6 +128,10 @@ class Reader:
 
     def to_device(self, block: Block, sharding: Any) -> tuple[Any, ...]:
         """Move a block; on a CPU this aliases the block, which is why blocks are never reused."""
+        if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
+            # Each process has the elements of its own replicas.
+            place = jax.make_array_from_process_local_data
+            return tuple(place(sharding, leaf) for leaf in block)
         return tuple(jax.device_put(leaf, sharding) for leaf in block)
 
     def elements_of(self, block: Block) -> Block:

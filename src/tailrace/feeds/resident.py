@@ -30,7 +30,8 @@ def resident_pays(batches: Batches) -> bool:
     from the very cores that train, and there is no bus.
     """
     whole = batches.drop_remainder or batches.num_examples % batches.batch_size == 0
-    return whole and jax.default_backend() != "cpu" and batches.nbytes <= MOST_BYTES
+    alone = jax.process_count() == 1  # otherwise each process has arrays of its own
+    return alone and whole and jax.default_backend() != "cpu" and batches.nbytes <= MOST_BYTES
 
 
 class ResidentReader(Reader):

@@ -33,12 +33,21 @@ class Assembly:
         plan: who does what when.
         replicas: how many copies of the pipeline there are.
         each: which of the values that the loop carries every replica has its own of, by number.
+        hosted: which of them lie in the memory of the host between updates.
+        stash_on_host: whether the stash lies there.
     """
 
     def __init__(
-        self, loop: JaxprEqn, plan: Plan, replicas: int, each: frozenset[int] = frozenset()
+        self,
+        loop: JaxprEqn,
+        plan: Plan,
+        replicas: int,
+        each: frozenset[int] = frozenset(),
+        hosted: frozenset[int] = frozenset(),
+        stash_on_host: bool = False,
     ) -> None:
         self.loop, self.plan, self.replicas, self.each = loop, plan, replicas, each
+        self.hosted, self.stash_on_host = hosted, stash_on_host
         self.body: Jaxpr = loop.params["jaxpr"].jaxpr
         self.num_devices = len(plan.devices)
         self.num_consts, self.num_carried = scan_sizes(loop)
@@ -61,9 +70,7 @@ class Assembly:
     def _place(self) -> None:
         eqns = self.body.eqns
         constant = set(self.constants)
-        before = [
-            (i, e) for i, e in enumerate(eqns[: self.middle]) if not _made_of(e, constant)
-        ]
+        before = [(i, e) for i, e in enumerate(eqns[: self.middle]) if not _made_of(e, constant)]
         after = [
             (i, e)
             for i, e in enumerate(eqns[self.middle + 1 :], start=self.middle + 1)
@@ -134,7 +141,10 @@ class Assembly:
         jobs, devices = self.jobs, range(self.num_devices)
         self.held_layout = self._by_device(
             {
-                i: (self.held[var], Form.of(var.aval, each=i in self.each))
+                i: (
+                    self.held[var],
+                    Form.of(var.aval, each=i in self.each, hosted=i in self.hosted),
+                )
                 for i, var in enumerate(self.carry_in)
                 if var in self.held
             }
@@ -151,7 +161,9 @@ class Assembly:
         for who, job in jobs.jobs.items():
             for var in job.puts:
                 depth = self.plan.slots(who[1])
-                stash[self.device(who)][who[1:], var] = Form.of(var.aval, depth)
+                stash[self.device(who)][who[1:], var] = Form.of(
+                    var.aval, depth, hosted=self.stash_on_host
+                )
         self.stash_layout = Layout(stash)
         self.channels = self._channels()
 

@@ -5,6 +5,7 @@ traced to where they are used, so that nothing needless is kept or sent:
 
 * what depends on parameters alone (a cast, a transposed weight) is computed in each piece that uses it,
 * what depends on the batch alone and is used in one later piece (labels made one-hot) goes there,
+  unless a boundary names it,
 * the marks of the boundaries themselves vanish: what they mark is passed on as it is.
 """
 
@@ -85,16 +86,17 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
     closed = opened(closed)
     jaxpr = closed.jaxpr
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    regions, equations, outvars = _regions(jaxpr)
+    regions, equations, outvars, passed, order = _regions(jaxpr)
     anywhere = {jaxpr.invars[i] for i in batch}
     fixed = {*jaxpr.invars[:parameters], *consts}
-    homes = _homes(equations, regions, outvars, fixed, anywhere)
-    order = list(dict.fromkeys(regions)) if regions else [(0, 0)]
+    homes = _homes(
+        equations, regions, {*outvars_of(outvars), *passed}, fixed, anywhere | set(consts)
+    )
     made_in: dict[Any, set[tuple[int, int]]] = {}
     for eqn, home in zip(equations, homes, strict=True):
         for var in eqn.outvars:
             made_in[var] = home
-    results = {var for var in outvars if isinstance(var, Var)}
+    results = outvars_of(outvars)
     used_in: dict[Any, set[tuple[int, int]]] = {}
     for eqn, home in zip(equations, homes, strict=True):
         for var in _variables(eqn):
@@ -106,15 +108,32 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
         inside = set(made)
         used = dict.fromkeys(v for eqn in own for v in _variables(eqn))
         inputs = tuple(v for v in used if v not in inside and v not in consts)
+        _check_beside(region, inputs, made_in)
         outputs = tuple(
             var
             for var in made
             # What is computed wherever it is used is nobody's output, except as a result.
             if (var in results and region == min(made_in[var], key=order.index))
-            or any(region not in made_in[var] or other not in made_in[var] for other in used_in.get(var, ()))
+            or any(
+                region not in made_in[var] or other not in made_in[var]
+                for other in used_in.get(var, ())
+            )
         )
         pieces.append(Piece(*region, tuple(own), inputs, outputs))
     return Cut(tuple(pieces), tuple(jaxpr.invars), tuple(outvars), consts)
+
+
+def _check_beside(
+    region: tuple[int, int], inputs: Sequence[Any], made_in: dict[Any, set[tuple[int, int]]]
+) -> None:
+    for var in inputs:
+        for stage, member in made_in.get(var, ()):
+            if stage == region[0] and member != region[1]:
+                raise PipelineError(
+                    f"Concurrent stages do not see each other's values. In stage {stage}, member "
+                    f"{region[1]} uses {var.aval.str_short()} of member {member}; the loss counts as "
+                    f"part of the last stage. Put a stage behind the group that takes both."
+                )
 
 
 def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -160,36 +179,49 @@ def _is_boundary(eqn: JaxprEqn) -> bool:
     return eqn.primitive is mark_p and eqn.params["tag"].role == ROLE
 
 
-def _regions(jaxpr: Jaxpr) -> tuple[list[tuple[int, int]], list[JaxprEqn], list[Any]]:
-    """(stage, member) of each equation, the equations without boundaries, the outputs."""
+def outvars_of(outvars: Sequence[Any]) -> set[Any]:
+    """The variables among the outputs."""
+    return {var for var in outvars if isinstance(var, Var)}
+
+
+def _regions(
+    jaxpr: Jaxpr,
+) -> tuple[list[tuple[int, int]], list[JaxprEqn], list[Any], set[Any], list[tuple[int, int]]]:
+    """(stage, member) of each equation, the equations without boundaries, outputs, what is passed.
+
+    Last all regions there are: a stage that only passes values on has no equation.
+    """
     same: dict[Any, Any] = {}
+    passed: set[Any] = set()
     stage = member = 0
-    regions, equations = [], []
+    regions, equations, order = [], [], [(0, 0)]
     for eqn in jaxpr.eqns:
         if _is_boundary(eqn):
             beside = eqn.params["tag"].payload == BESIDE
             stage, member = (stage, member + 1) if beside else (stage + 1, 0)
+            order.append((stage, member))
             same.update(
                 (out, same.get(var, var) if isinstance(var, Var) else var)
                 for out, var in zip(eqn.outvars, eqn.invars, strict=True)
             )
+            passed.update(same[out] for out in eqn.outvars if isinstance(same[out], Var))
             continue
         invars = [same.get(var, var) if isinstance(var, Var) else var for var in eqn.invars]
         equations.append(eqn.replace(invars=invars))
         regions.append((stage, member))
     outvars = [same.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
-    return regions, equations, outvars
+    return regions, equations, outvars, passed, order
 
 
 def _homes(
     equations: Sequence[JaxprEqn],
     regions: Sequence[tuple[int, int]],
-    outvars: Sequence[Any],
+    claimed: set[Any],
     fixed: set[Any],
     anywhere: set[Any],
 ) -> list[set[tuple[int, int]]]:
-    """The regions in which each equation is computed."""
-    light, loose = set(fixed), set(fixed) | anywhere
+    """The regions in which each equation is computed; what makes a `claimed` value stays."""
+    light, loose = set(fixed), set(anywhere)
     is_light, is_loose = [], []
     for eqn in equations:
         quiet = not eqn.effects and eqn.primitive not in (mark_p, ambient_p)
@@ -200,16 +232,15 @@ def _homes(
             light.update(eqn.outvars)
         if is_loose[-1]:
             loose.update(eqn.outvars)
-    results = {var for var in outvars if isinstance(var, Var)}
     users: dict[Any, set[tuple[int, int]]] = {}
     homes: list[set[tuple[int, int]]] = [set() for _ in equations]
     for index in reversed(range(len(equations))):
         eqn, own = equations[index], regions[index]
         used = set().union(*(users.get(var, set()) for var in eqn.outvars))
-        if any(var in results for var in eqn.outvars):
+        if any(var in claimed for var in eqn.outvars) and not is_light[index]:
             used = used | {own}
         moves = is_light[index] or (is_loose[index] and own not in used and len(used) == 1)
-        homes[index] = used if moves and used else {own}
+        homes[index] = set(used) if moves and used else {own}
         for var in _variables(eqn):
             users.setdefault(var, set()).update(homes[index])
     return homes

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from tailrace import devices
+from tailrace._jax import value_of
 from tailrace.devices import REPLICA, STAGE
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.machine import Machine
@@ -69,7 +70,10 @@ class PipelineExecutable(Executable):
 
     def _jitted(self) -> Any:
         a = self.assembly
-        each = [PartitionSpec(REPLICA, STAGE) if own else PartitionSpec(STAGE) for own in a.held_layout.each]
+        each = [
+            PartitionSpec(REPLICA, STAGE) if own else PartitionSpec(STAGE)
+            for own in a.held_layout.each
+        ]
         alike = [
             PartitionSpec(REPLICA) if number in a.each else PartitionSpec()
             for number in a.everywhere
@@ -107,7 +111,7 @@ class PipelineExecutable(Executable):
         loop = self.segment.equations[0]
         closed = loop.params["jaxpr"]
         outside = zip(a.body.invars[: a.num_consts], loop.invars, strict=False)
-        consts = {var: known[given] if given in known else given.val for var, given in outside}
+        consts = {var: value_of(known, given) for var, given in outside}
         consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         position = (self.segment.first, 0)
         machine = Machine(a, self._rewriter, position)
@@ -129,7 +133,8 @@ class PipelineExecutable(Executable):
             counter, slices = x
             inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
             here = {**consts, a.body.invars[-1]: counter}
-            after = machine.step(*carry, here, inside)
+            held, alike = carry
+            after = machine.step(held, alike, here, inside)
             condense(inside)
             return after, ([], inside.emitted)
 

@@ -83,6 +83,11 @@ def halve(cut: Cut, parameters: int, loss: Any, recompute: bool | str) -> tuple[
     return tuple(_halve(piece, cut, both, recompute) for piece in cut.pieces)
 
 
+def only_forward(cut: Cut) -> tuple[Halves, ...]:
+    """The forward of every piece, for a pipeline that has no backward."""
+    return tuple(_halve(piece, cut, set(), False) for piece in cut.pieces)
+
+
 def _halve(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | str) -> Halves:
     wants = tuple(v for v in piece.inputs if v in differentiable)
     sends = tuple(v for v in piece.outputs if v in differentiable)
@@ -201,8 +206,7 @@ def call_backward(
     assert halves.backward is not None
     piece = halves.piece
     back = [
-        gradients[v] if v in gradients else jnp.zeros(v.aval.shape, v.aval.dtype)
-        for v in halves.sends
+        gradients[v] if v in gradients else jnp.zeros(*_shape_and_dtype(v)) for v in halves.sends
     ]
     outputs = unit(halves.backward, [*residuals, *back], "B", piece.stage, piece.member)
     return dict(zip(halves.wants, outputs, strict=True))
@@ -210,6 +214,10 @@ def call_backward(
 
 def _with_outputs(closed: ClosedJaxpr, outputs: Sequence[Any]) -> ClosedJaxpr:
     return ClosedJaxpr(closed.jaxpr.replace(outvars=list(outputs)), closed.consts)
+
+
+def _shape_and_dtype(var: Any) -> tuple[Any, Any]:
+    return var.aval.shape, var.aval.dtype
 
 
 def _is_float(var: Any) -> bool:

@@ -12,7 +12,7 @@ to the backward of the same stage it is stashed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tailrace._jax import Jaxpr, JaxprEqn, Literal, Var, scan_sizes
@@ -100,15 +100,19 @@ class Dissection:
         """Carried values that change, and depend on nothing that a unit makes."""
         number = {var: i for i, var in enumerate(self.carry_in)}
         depends: dict[Any, set[Any]] = {var: {i} for var, i in number.items()}
+        same: dict[Any, Any] = {}
         for eqn in self.body.eqns:
             found: set[Any] = {"unit"} if eqn.primitive is unit_p else set()
             for var in _variables(eqn.invars):
                 found |= depends.get(var, set())
             depends.update((var, found) for var in eqn.outvars)
+            if eqn.primitive is mark_p:  # the same value by another name
+                given = zip(eqn.outvars, eqn.invars, strict=True)
+                same.update((out, same.get(var, var)) for out, var in given if isinstance(var, Var))
         loose = {
             i
             for i, var in enumerate(self.carry_out)
-            if not isinstance(var, Literal) and var is not self.carry_in[i]
+            if not isinstance(var, Literal) and same.get(var, var) is not self.carry_in[i]
         }
         while True:
             kept = {
@@ -147,7 +151,7 @@ class Dissection:
             ]
             homes = [home for home in homes if home is not None]
             if homes:
-                self._settle(index, max(homes, key=self._rank.__getitem__), waiting)
+                self._settle(index, self._latest(homes), waiting)
             else:
                 waiting.add(index)  # it depends on what is carried alone: whoever uses it first
         for index, var in enumerate(self.carry_out):
@@ -166,6 +170,20 @@ class Dissection:
         for index in sorted(waiting):
             if concerns_us(self.body.eqns[index]):
                 self._settle(index, next(iter(self.jobs)), waiting)
+
+    def _latest(self, homes: Sequence[Who]) -> Who:
+        """The last of some units; behind them, if several members of a stage come last."""
+        rank = max(self._rank[home] for home in homes)
+        last = {home for home in homes if self._rank[home] == rank}
+        if len(last) == 1:
+            return last.pop()
+        for who, position in self._rank.items():
+            if position == rank + 1:
+                return who
+        raise PipelineError(
+            f"Members of the group of concurrent stages {next(iter(last))[1]} make values that are "
+            f"used together, and no stage comes after them to do that. Add a stage behind the group."
+        )
 
     def _settle(self, index: int, who: Who, waiting: set[int]) -> None:
         """An equation belongs to a unit, and so does what waits to be used first."""

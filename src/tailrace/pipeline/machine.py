@@ -26,7 +26,7 @@ from tailrace.tensors.rewrite import Rewriter
 from tailrace.tensors.walk import Position
 from tailrace.tensors.wanted import condense
 
-Results = Mapping[int, Sequence[tuple[Hashable, Any]]]
+Results = Mapping[int, Sequence[tuple[Any, Any]]]
 
 
 class Machine:
@@ -55,7 +55,10 @@ class Machine:
             frame: the surroundings; emissions land there.
         """
         a, jobs = self.assembly, self.assembly.jobs
-        known = {**known, **{a.carry_in[i]: v for i, v in zip(a.everywhere, everywhere, strict=True)}}
+        known = {
+            **known,
+            **{a.carry_in[i]: v for i, v in zip(a.everywhere, everywhere, strict=True)},
+        }
         values = Values(lax.axis_index(STAGE), known, a.constants, frame, dict(a.before.same))
         numbers = {var: i for i, var in enumerate(a.carry_in) if var in a.held}
         values.add_store(a.held_layout, held, numbers)
@@ -72,12 +75,16 @@ class Machine:
         values.add_store(a.carry_layout, buffers, owned)
         values.same = dict(a.after.same)
         results = self._results(a.held_layout, a.carry_out)
+        results = {  # without what stays as it is
+            device: [(n, v) for n, v in each if a.after.root(v) is not a.carry_in[n]]
+            for device, each in results.items()
+        }
         held = self._run(values, a.after, a.after_indices, a.held_layout, held, results)
         return held, [values.fetch(a.carry_out[i]) for i in a.everywhere]
 
     def _results(self, layout: Layout, variables: Sequence[Any]) -> Results:
         return {
-            device: [(number, variables[number]) for number in slots]  # type: ignore[index]
+            device: [(number, variables[number]) for number in slots]
             for device, slots in enumerate(layout.slots)
         }
 
@@ -115,6 +122,8 @@ class Machine:
                     device: int = device,
                     equations: Sequence[int] = equations,
                     due: Sequence[tuple[Hashable, Any]] = due,
+                    kept: dict[int, list[Any]] = kept,
+                    scratch: Layout = scratch,
                 ) -> Any:
                     buffers, stores = list(buffers), list(stores)
                     inside = values.on(device)
@@ -156,7 +165,7 @@ class Machine:
             buffers, stores, made = block(*carry[0])
             return (buffers, stores), Emissions((key, made[key]) for key in carry[1])
 
-        state, emitted = once_if(self._is(values.me, device), run, (state, emitted))
+        state, emitted = once_if(self._is(values, device), run, (state, emitted))
         values.frame.emitted.update(emitted)
         return state
 
@@ -176,7 +185,13 @@ class Machine:
             buffers = layout.zeros()
             for device, slots in enumerate(layout.slots):
 
-                def block(buffers: Any, device: int = device, slots: Any = slots) -> Any:
+                def block(
+                    buffers: Any,
+                    device: int = device,
+                    slots: Any = slots,
+                    outs: dict[int, Any] = outs,
+                    layout: Layout = layout,
+                ) -> Any:
                     buffers, inside = list(buffers), values.on(device)
                     for i, out in outs.items():
                         if out in slots:
@@ -185,7 +200,7 @@ class Machine:
                     return buffers
 
                 if slots:
-                    buffers = once_if(self._is(values.me, device), block, buffers)
+                    buffers = once_if(self._is(values, device), block, buffers)
             reduce = lax.pmean if mean else lax.psum
             buffers = [reduce(buffer, self.rewriter.replica_axis) for buffer in buffers]
             values.add_store(layout, buffers, {v: v for v in outs.values()})
@@ -194,8 +209,12 @@ class Machine:
     def _devices(self) -> range:
         return range(self.assembly.num_devices)
 
-    def _is(self, me: Any, device: int) -> Any:
-        return True if self.assembly.num_devices == 1 else me == device
+    def _is(self, values: Values, device: int) -> Any:
+        """Whether this is the device; not known to XLA where values come from the host."""
+        if self.assembly.num_devices > 1:
+            return values.me == device
+        # Or XLA would start to bring them in before the first microbatch.
+        return values.frame.step() >= 0 if any(self.assembly.held_layout.hosted) else True
 
 
 def _kept(spread: Spread, phase: int) -> dict[int, list[Any]]:

@@ -50,7 +50,9 @@ class Emitting:
         return shapes
 
 
-def empty(shapes: Emissions, lead: Callable[[Hashable], tuple[int, ...]] = lambda _: ()) -> Emissions:
+def empty(
+    shapes: Emissions, lead: Callable[[Hashable], tuple[int, ...]] = lambda _: ()
+) -> Emissions:
     """Zeros of the shapes of emissions, with further dims in front."""
     return Emissions(
         (key, jax.tree.map(lambda s, k=key: zeros(s, lead(k)), shape))

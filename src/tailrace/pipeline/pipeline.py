@@ -118,17 +118,47 @@ class Pipeline:
             training,
         )
 
+    def set_inputs(self, inputs: Sequence[Any]) -> None:
+        """Other values for what stage 0 gets before the element."""
+        old = [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(self.inputs)]
+        new = [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(tuple(inputs))]
+        if jax.tree.structure(self.inputs) != jax.tree.structure(tuple(inputs)) or old != new:
+            raise OptionError(
+                f"Other inputs of a pipeline have the form of the first ones, {_forms(self.inputs)}. "
+                f"Received: {_forms(tuple(inputs))}."
+            )
+        self.inputs = tuple(inputs)
+
     # -- the model as one function --------------------------------------------------------------
 
     def __call__(
         self, params: Any, model_state: Any, has_state: bool, batch: Any, inputs: Sequence[Any]
     ) -> Any:
         """What a loss function returns, with boundaries between stages."""
-        params = self.tie(params)
         if self.function is not None:
-            first = (params, model_state) if has_state else (params,)
+            first = (self.tie(params), model_state) if has_state else (self.tie(params),)
             return call_with_element(self.function, (*first, *inputs), batch)
-        params = self._by_stage("params", params)
+        result, after = self.outputs(params, model_state, has_state, batch, inputs)
+        if self.loss_fn is not None:
+            values = result if isinstance(result, tuple) else (result,)
+            _check_takes(self.loss_fn, values, len(self.stages) - 1)
+            result = self.loss_fn(*values)
+        if not has_state:
+            return result
+        loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        return loss, (after, aux)
+
+    def outputs(
+        self, params: Any, model_state: Any, has_state: bool, batch: Any, inputs: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """What the last stage returns, and the next model state."""
+        if self.function is not None:
+            raise PipelineError(
+                "A pipeline made of one function returns a loss; what else is wanted of it is "
+                "predicted with a function that has the same tr.stage_boundary marks: "
+                "trainer.predict(dataset, fn)."
+            )
+        params = self._by_stage("params", self.tie(params))
         states = self._by_stage("model_state", model_state) if has_state else None
         values: tuple[Any, ...] = ()
         after: list[Any] = []
@@ -138,34 +168,36 @@ class Pipeline:
             outputs: list[Any] = []
             new: list[Any] = []
             for which, stage in enumerate(members):
-                if which:
-                    marked = boundary(values if number else batch, BESIDE)
-                    values, batch = (marked, batch) if number else (values, marked)
+                if which and number:
+                    values = boundary(values, BESIDE)
+                elif which:
+                    batch = boundary(batch, BESIDE)
                 own = [_member(params, number, which, members)]
                 if states is not None:
                     own.append(_member(states, number, which, members))
                 made = self._call(number, which, own, values, batch, inputs)
                 if states is not None:
-                    made, state = _with_state(made, number, which, stage)
+                    made, state = _with_state(made, number, stage)
                     new.append(state)
                 outputs.extend(made if isinstance(made, tuple | list) else [made])
             values = tuple(outputs)
             after.append(new[0] if len(members) == 1 and new else new)
-        if self.loss_fn is not None:
-            result = self.loss_fn(*values)
-        else:
-            result = values[0] if len(values) == 1 else values
-        if states is None:
-            return result
-        loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        kind = type(model_state)
-        return loss, (kind(after) if kind in (list, tuple) else after, aux)
+        result = values[0] if len(values) == 1 else values
+        return result, type(model_state)(after) if has_state else None
 
     def _call(
-        self, number: int, which: int, own: list[Any], values: Any, batch: Any, inputs: Sequence[Any]
+        self,
+        number: int,
+        which: int,
+        own: list[Any],
+        values: Any,
+        batch: Any,
+        inputs: Sequence[Any],
     ) -> Any:
         stage = self.stages[number][which]
-        with jax.named_scope(f"stage{number}" + (f"_{which}" if len(self.stages[number]) > 1 else "")):
+        with jax.named_scope(
+            f"stage{number}" + (f"_{which}" if len(self.stages[number]) > 1 else "")
+        ):
             if number == 0:
                 return call_with_element(stage, (*own, *inputs), batch)
             try:
@@ -270,7 +302,20 @@ def _member(tree: Sequence[Any], number: int, which: int, members: Sequence[Stag
     return part[which]
 
 
-def _with_state(made: Any, number: int, which: int, stage: Stage) -> tuple[Any, Any]:
+def _check_takes(loss_fn: Callable[..., Any], values: Sequence[Any], last: int) -> None:
+    try:
+        inspect.signature(loss_fn).bind(*values)
+    except ValueError:
+        pass  # without a signature the call itself decides
+    except TypeError as error:
+        raise PipelineError(
+            f"The loss function takes what the last stage returns. {_name(loss_fn)} cannot be called "
+            f"with the {len(values)} value(s) from stage {last}, {_forms(tuple(values))}: {error}. "
+            f"Change its parameters, or what stage {last} returns."
+        ) from None
+
+
+def _with_state(made: Any, number: int, stage: Stage) -> tuple[Any, Any]:
     if not isinstance(made, tuple) or len(made) != 2:
         raise PipelineError(
             f"With a model state, a stage returns (outputs, new_state). Stage {number} "

@@ -10,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tailrace._jax import JaxprEqn, value_of
+from tailrace._jax import JaxprEqn, Var, value_of
 from tailrace.devices import REPLICA, STAGE, resolve_replicas
 from tailrace.errors import PipelineError
-from tailrace.marks import unit_p
+from tailrace.marks import path_name, unit_p
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.executable import PipelineExecutable, PipelinePlacement
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.slots import wrapped
 from tailrace.program.executable import Executable, Numbers, Placement
+from tailrace.program.offload import HOST_MEMORY
 from tailrace.program.runner import LoopRunner
+from tailrace.tensors.catalogue import Entry
 
 
 class PipelineRunner(LoopRunner):
@@ -33,6 +35,8 @@ class PipelineRunner(LoopRunner):
         placement: the devices, if they are known already.
         each: as there.
         training: whether there are backwards.
+        hosted: the leaves of `carried` that lie in the memory of the host between updates.
+        stash_on_host: whether what forwards keep for backwards lies there.
     """
 
     placement: PipelinePlacement
@@ -46,6 +50,8 @@ class PipelineRunner(LoopRunner):
         placement: Placement,
         each: Sequence[bool] | None = None,
         training: bool = True,
+        hosted: frozenset[int] = frozenset(),
+        stash_on_host: bool = False,
     ) -> None:
         super().__init__(function, carried, read, placement, each)
         loop = self._loop.equations[0]
@@ -54,12 +60,14 @@ class PipelineRunner(LoopRunner):
         self.placement = PipelinePlacement(placement.replicas, len(plan.devices))
         self._consts = self.placement.put(self.traced.consts)
         own = frozenset(i for i, flag in enumerate(each or ()) if flag and placement.replicas > 1)
-        number = {var: i for i, var in enumerate(loop.outvars)}
+        number: dict[Any, int] = {var: i for i, var in enumerate(loop.outvars)}
         results = [number.get(var, -1) for var in self.traced.jaxpr.outvars]
         self._own = frozenset(results[i] for i in own if results[i] >= 0)
         self.plan = plan
-        self.assembly = Assembly(loop, plan, placement.replicas, self._own)
+        away = frozenset(results[i] for i in hosted if results[i] >= 0)
+        self.assembly = Assembly(loop, plan, placement.replicas, self._own, away, stash_on_host)
         self._results = results
+        self._stages = self._stages_by_name(carried)
 
     def begin(self, carried: Any, read: Any) -> dict[Any, Any]:
         """The buffers that dispatches work on, filled from `carried`, and `read`."""
@@ -72,10 +80,20 @@ class PipelineRunner(LoopRunner):
             self._executable(segment, None).run(known, Numbers(0, 0))
         starts = [value_of(known, start) for _, start in self._loop.start]
         for var in jaxpr.invars[: self._num_carried]:
-            if var not in self._loop.reads:
-                known.pop(var, None)
+            value = known.pop(var)
+            if var in self._loop.reads:  # the loop does not change it
+                known[var] = self.placement.own(value)
         self._fill(known, starts)
         return known
+
+    def by_element(self, value: Any) -> Any:
+        """What each element made: passes and microbatches in one dim."""
+        at = 0 if self.placement.replicas == 1 else 1
+
+        def merge(leaf: Any) -> Any:
+            return leaf.reshape(*leaf.shape[:at], -1, *leaf.shape[at + 2 :])
+
+        return jax.tree.map(merge, value)
 
     def read(self, known: dict[Any, Any], read: Any) -> None:
         """Other values for what the loop only reads."""
@@ -89,6 +107,16 @@ class PipelineRunner(LoopRunner):
             leaves.append(value_of(known, var) if number < 0 else self._leaf(known, number))
         return jax.tree.unflatten(self.traced.out_structure, leaves)
 
+    def carried_by(self, known: dict[Any, Any], replica: int) -> list[Any]:
+        """The leaves of what the loop carries as one replica has them, then what it reads."""
+        leaves = jax.tree.leaves(self.carried(known))
+        mine = [
+            leaf[replica] if number in self._own else leaf
+            for leaf, number in zip(leaves, self._results, strict=True)
+        ]
+        read = (known[var] for var in self.traced.jaxpr.invars[self._num_carried :])
+        return [*mine, *map(np.asarray, read)]
+
     def replace(self, known: dict[Any, Any], leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""
         total = len(self._loop.start)
@@ -99,7 +127,51 @@ class PipelineRunner(LoopRunner):
             values[self._results[number]] = value
         self._fill(known, values)
 
+    def stage_of(self, entry: Entry) -> int:
+        """The stage that a tensor belongs to, by its name; -1 if to none or several."""
+        if entry.stage >= 0:
+            return entry.stage
+        kind, _, rest = entry.name.partition("/")
+        if kind in ("loss", "aux", "output"):
+            return self.plan.stages - 1
+        if kind == "input":
+            return 0
+        name, _, one = rest.partition("@")
+        if one.isdigit():
+            return int(one)
+        while name:
+            if name in self._stages:
+                return self._stages[name]
+            # What an optimizer keeps for a parameter is called after it: "0/mu/dense/kernel".
+            name = name.partition("/")[2] if kind == "optimizer" else ""
+        return -1
+
     # -- inside ---------------------------------------------------------------------------------
+
+    def _stages_by_name(self, carried: Any) -> dict[str, int]:
+        """The one stage that uses each parameter and each leaf of the model state."""
+        a = self.assembly
+        numbers: dict[Any, int] = {var: i for i, var in enumerate(a.carry_in)}
+        outside = dict(zip(a.jobs.body.invars[: a.jobs.consts], a.inner.invars, strict=False))
+        users: dict[int, set[int]] = {}
+
+        def note(var: Any, stage: int) -> None:
+            if isinstance(var, Var) and (number := numbers.get(a.before.root(var))) is not None:
+                users.setdefault(number, set()).add(stage)
+
+        for (_, stage, _), job in a.jobs.jobs.items():
+            for index in job.equations:
+                for var in a.jobs.body.eqns[index].invars:
+                    if isinstance(var, Var) and var in outside:
+                        note(outside[var], stage)
+            for carry in job.carries:
+                note(a.inner.invars[a.jobs.consts + carry], stage)
+        found = {}
+        paths = jax.tree_util.tree_flatten_with_path(carried)[0]
+        for (path, _), number in zip(paths, self._results, strict=True):
+            if len(stages := users.get(number, set())) == 1:
+                found[path_name(path[1:]) or "params"] = next(iter(stages))
+        return found
 
     def _fill(self, known: dict[Any, Any], leaves: Sequence[Any]) -> None:
         """Put values into the buffers of the devices that hold them."""
@@ -129,25 +201,36 @@ class PipelineRunner(LoopRunner):
                     block[..., device, slot.offset : stop] = flat
             spec = PartitionSpec(REPLICA, STAGE) if each else PartitionSpec(STAGE)
             sharding = NamedSharding(placement.mesh, spec)
-            known["held", index] = jnp.copy(jax.device_put(block, sharding))
+            if layout.hosted[index]:
+                sharding = sharding.with_memory_kind(HOST_MEMORY)
+            known["held", index] = _owned(jax.device_put(block, sharding))
 
     def _leaf(self, known: dict[Any, Any], number: int) -> Any:
         """A value that the loop carries, from where it lies, on the first device of all."""
         a, first = self.assembly, self.placement.device
         if number in a.everywhere:
-            return jax.device_put(known["all", number], first)
+            return jax.device_put(self.placement.readable(known["all", number]), first)
         device = min(d for d, slots in enumerate(a.held_layout.slots) if number in slots)
         slot = a.held_layout.slots[device][number]
-        parts = {}
-        for shard in known["held", slot.buffer].addressable_shards:
-            *replica, stage, _ = (index.start or 0 for index in shard.index)
-            if stage == device:
-                parts[tuple(replica)] = shard.data
-        flat = [parts[key].reshape(-1) for key in sorted(parts)]
+        flat = self._rows(known["held", slot.buffer], device)
+        if slot.form.hosted:
+            flat = [np.asarray(row) for row in flat]
         flat = [jax.device_put(f[slot.offset : slot.offset + slot.form.size], first) for f in flat]
         values = [f.reshape(slot.form.stored.shape) for f in flat]
         value = jnp.stack(values) if slot.form.each else values[0]
         return wrapped(value, slot.form)
+
+    def _rows(self, buffer: Any, device: int) -> list[Any]:
+        """What one device of each replica has in a buffer; of one replica, if all have the same."""
+        if not self.placement.in_one_process:  # the device may be another process's
+            whole = self.placement.readable(buffer)
+            return [row[device] for row in whole.reshape(-1, *whole.shape[-2:])]
+        parts = {}
+        for shard in buffer.addressable_shards:
+            *replica, stage, _ = (index.start or 0 for index in shard.index)
+            if stage == device:
+                parts[tuple(replica)] = shard.data
+        return [parts[key].reshape(-1) for key in sorted(parts)]
 
     def _form(self, number: int) -> Any:
         return self.assembly.carry_in[number].aval
@@ -197,6 +280,13 @@ def _sizes(loop: JaxprEqn) -> tuple[tuple[int, ...], int]:
             ]
             return tuple(sizes), eqn.params["length"]
     raise PipelineError("This program holds no pipeline.")
+
+
+def _owned(value: Any) -> Any:
+    """A copy that nothing else holds, so that a loop may overwrite it."""
+    if value.sharding.memory_kind == HOST_MEMORY:
+        return value  # it was copied there
+    return jnp.copy(value)
 
 
 def _for_each(value: Any, form: Any, replicas: int) -> Any:

@@ -32,17 +32,19 @@ class Form:
         dtype: of one of it.
         depth: how many of it there are, told apart by an index.
         each: whether every replica has its own.
+        hosted: whether it lies in the memory of the device's host.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     depth: int = 1
     each: bool = False
+    hosted: bool = False
 
     @classmethod
-    def of(cls, aval: Any, depth: int = 1, each: bool = False) -> Form:
+    def of(cls, aval: Any, depth: int = 1, each: bool = False, hosted: bool = False) -> Form:
         """The form of a value like `aval`."""
-        return cls(tuple(aval.shape), aval.dtype, depth, each)
+        return cls(tuple(aval.shape), aval.dtype, depth, each, hosted)
 
     @property
     def is_key(self) -> bool:
@@ -86,14 +88,14 @@ class Layout:
     def __init__(
         self, values: Sequence[Mapping[Hashable, Form]], *, together: bool = False
     ) -> None:
-        self.slots: list[dict[Hashable, Slot]] = [{} for _ in values]
-        sizes: dict[tuple[Any, bool, int], int] = {}
+        self.slots: list[dict[Any, Slot]] = [{} for _ in values]
+        sizes: dict[tuple[Any, bool, bool, int], int] = {}
         for device, forms in enumerate(values):
             shared: dict[Any, int] = {}  # by kind: how far its common buffer is filled
             alone: dict[Any, int] = {}  # by kind: how many have a buffer of their own
             ordered = sorted(forms.items(), key=lambda item: -item[1].nbytes)
             for key, form in ordered:
-                kind = (jnp.dtype(form.stored.dtype), form.each)
+                kind = (jnp.dtype(form.stored.dtype), form.each, form.hosted)
                 total = form.size * form.depth
                 if together or form.nbytes <= _SMALL:
                     place, offset = (*kind, 0), shared.get(kind, 0)
@@ -105,10 +107,15 @@ class Layout:
                 self.slots[device][key] = Slot(form, list(sizes).index(place), offset)
         self.buffers = [jax.ShapeDtypeStruct((n,), place[0]) for place, n in sizes.items()]
         self.each = [place[1] for place in sizes]
+        self.hosted = [place[2] for place in sizes]
 
     def zeros(self) -> list[Any]:
         """Empty buffers."""
-        return [jnp.zeros(form.shape, form.dtype) for form in self.buffers]
+        made = [jnp.zeros(form.shape, form.dtype) for form in self.buffers]
+        return [
+            to_host(value) if hosted else value
+            for value, hosted in zip(made, self.hosted, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -123,8 +130,11 @@ class Layout:
         """The value of a device under `key`."""
         slot = self.slots[device][key]
         form, flat = slot.form, buffers[slot.buffer]
+        if form.hosted and index is None:
+            flat = to_device(flat)
         if index is not None:
             flat = lax.dynamic_slice_in_dim(flat, slot.offset + index * form.size, form.size)
+            flat = to_device(flat) if form.hosted else flat
         elif form.size != flat.shape[0]:
             flat = lax.slice_in_dim(flat, slot.offset, slot.offset + form.size)
         value = flat.reshape(form.stored.shape)
@@ -139,12 +149,23 @@ class Layout:
         if form.is_key:
             value = jax.random.key_data(value)
         flat = jnp.asarray(value, form.stored.dtype).reshape(-1)
+        flat = to_host(flat) if form.hosted else flat
         old = buffers[slot.buffer]
         if flat.shape == old.shape:
             buffers[slot.buffer] = flat
             return
         start = slot.offset if index is None else slot.offset + index * form.size
         buffers[slot.buffer] = lax.dynamic_update_slice_in_dim(old, flat, start, 0)
+
+
+def to_host(value: Any) -> Any:
+    """A value of a program, in the memory of the device's host."""
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
+def to_device(value: Any) -> Any:
+    """The same, in the memory of the device."""
+    return jax.device_put(value, jax.memory.Space.Device)
 
 
 def wrapped(value: Any, form: Form) -> Any:

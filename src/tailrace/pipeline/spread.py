@@ -18,7 +18,7 @@ from tailrace._jax import JaxprEqn, Literal, Var
 from tailrace.marks import cross_replica_p, mark_p
 
 Devices = frozenset[int]
-Everywhere = None
+"""Numbers of devices; None in their place stands for all of them, everywhere."""
 
 _SMALL = 65_536
 """Bytes up to which values are sent to all devices rather than the work to one of them."""
@@ -47,14 +47,14 @@ class Spread:
     Args:
         equations: the stretch.
         held: the devices that have each variable from outside; those not named are everywhere.
-        needed: the devices that must have a variable afterwards, or `Everywhere`.
+        needed: the devices that must have a variable afterwards, or None (everywhere).
         replicas: how many there are.
         same: variables that are other names of others, from before.
 
     Attributes:
         phases: in order.
         needed: what must be where afterwards, by the variables' first names.
-        at: the devices that have each variable, or `Everywhere`.
+        at: the devices that have each variable, or None (everywhere).
         same: variables that are merely other names of others.
         sent_at: the phase before which a variable was made known to all.
         made_at: the phase in which a variable is made.
@@ -78,7 +78,12 @@ class Spread:
         self._when: dict[int, int] = {}
         for index, eqn in enumerate(equations):
             self._place(index, eqn)
-        self.needed = {self.root(v): need for v, need in needed.items() if isinstance(v, Var)}
+        self.needed: dict[Any, Devices | None] = {}
+        for var, need in needed.items():
+            if isinstance(var, Var):  # several may be names of one
+                root = self.root(var)
+                old = self.needed.get(root, frozenset())
+                self.needed[root] = None if need is None or old is None else old | need
         for var, need in self.needed.items():
             self.ready(var, need)
         last = max([0, *self._when.values(), *self.sent_at.values()])
@@ -86,9 +91,9 @@ class Spread:
         self.phases = [Phase() for _ in range(last + 1)]
         for index, when in self._when.items():
             phase, where = self.phases[when], self._where[index]
-            if self._is_reduction(equations[index]) and where is not Everywhere:
+            if self._is_reduction(equations[index]) and where is not None:
                 phase.reduced.append(index)
-            elif where is Everywhere:
+            elif where is None:
                 phase.everywhere.append(index)
             else:
                 for device in sorted(where):
@@ -109,9 +114,9 @@ class Spread:
     def ready(self, var: Any, where: Devices | None) -> int:
         """The phase from which a variable is on these devices; it is sent there if need be."""
         var = self.root(var)
-        at = self.at.get(var, Everywhere)
+        at = self.at.get(var)
         made = self.made_at.get(var, 0)
-        if at is Everywhere or (where is not Everywhere and where <= at):
+        if at is None or (where is not None and where <= at):
             return made
         return self.sent_at.setdefault(var, made + 1)
 
@@ -126,14 +131,14 @@ class Spread:
             for out, given in zip(eqn.outvars, eqn.invars, strict=True):
                 if not isinstance(given, Literal):
                     self.same[out] = self.root(given)
-        local = [v for v in operands if self.at.get(v, Everywhere) is not Everywhere]
+        local = [v for v in operands if self.at.get(v) is not None]
         where = _common([self.at[v] for v in local])
-        if where is Everywhere and any(nbytes(v) > _SMALL for v in local):
+        if where is None and any(nbytes(v) > _SMALL for v in local):
             largest = self.at[max(local, key=nbytes)]
-            assert largest is not Everywhere
+            assert largest is not None
             where = frozenset([min(largest)])
         when = max([self.ready(v, where) for v in operands], default=0)
-        if self._is_reduction(eqn) and where is not Everywhere:
+        if self._is_reduction(eqn) and where is not None:
             when += 1
         self._where[index], self._when[index] = where, when
         for var in eqn.outvars:
@@ -151,8 +156,8 @@ class Spread:
             if index not in self._when:
                 continue
             eqn, where = self.equations[index], self._where[index]
-            reduction = self._is_reduction(eqn) and where is not Everywhere
-            if where is not Everywhere and not reduction:
+            reduction = self._is_reduction(eqn) and where is not None
+            if where is not None and not reduction:
                 due = [late[self.root(v)] for v in eqn.outvars if self.root(v) in late]
                 if due:
                     self._when[index] = max(self._when[index], min(due))
@@ -185,12 +190,12 @@ def guess_homes(
             wild.update((v, leaves) for v in eqn.outvars)
             continue
         where = _common([at[v] for v in local])
-        if where is Everywhere and any(nbytes(v) > _SMALL for v in local):
+        if where is None and any(nbytes(v) > _SMALL for v in local):
             largest = at[max(local, key=nbytes)]
             assert largest is not None
             where = frozenset([min(largest)])
         for leaf in leaves:
-            if where is Everywhere:
+            if where is None:
                 everybody.add(leaf)
             else:
                 needs[leaf].add(min(where))
@@ -203,13 +208,13 @@ def guess_homes(
 
 
 def _common(places: Iterable[Devices | None]) -> Devices | None:
-    """The devices that are among all of these; `Everywhere` if there is none."""
+    """The devices that are among all of these; None (everywhere) if there is none."""
     found: Devices | None = None
     for place in places:
         assert place is not None
         found = place if found is None else found & place
         if not found:
-            return Everywhere
+            return None
     return found
 
 

@@ -21,14 +21,26 @@ import jax.numpy as jnp
 from tailrace._jax import Tracer, Var
 from tailrace.errors import PipelineError
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.marks import Tag, current_trace, inside_loop, mark, name_values, path_name
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.marks import (
+    ProgramTrace,
+    Tag,
+    current_trace,
+    inside_loop,
+    mark,
+    name_values,
+    path_name,
+    tracing,
+)
 from tailrace.pipeline.cutting import Cut, cut
 from tailrace.pipeline.halves import Halves, call_backward, call_forward, halve
+from tailrace.pipeline.inference import forward_pass, microbatches_of, stages_of
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.runner import PipelineRunner
 from tailrace.program.executable import Placement
 from tailrace.program.inside import microbatch
 from tailrace.program.loops import repeat, repeat_with, whole
+from tailrace.program.runner import LoopRunner
 from tailrace.program.step import Step, TrainState, Yield, share_of
 from tailrace.tensors.probe import probed
 
@@ -57,13 +69,51 @@ class PipelineStep(Step):
             return self.loop(state, infeed, inputs=inputs)
 
         inputs = jax.tree.map(jnp.asarray, self.pipeline.inputs)
-        return PipelineRunner(train, form, inputs, self.pipeline, placement, each)
+        flags = self.keeping.hosted if self.keeping else ()
+        return PipelineRunner(
+            train,
+            form,
+            inputs,
+            self.pipeline,
+            placement,
+            each,
+            hosted=frozenset(kept_from + place for place, flag in enumerate(flags) if flag),
+            stash_on_host=self.hold_activations is not None,
+        )
 
     def loop(
         self, state: TrainState, infeed: InfeedQueue, length: int = 1, inputs: Any = ()
     ) -> TrainState:
         """`length` steps, fed by `infeed`, all with the same `inputs`."""
         return repeat(length, lambda s: self.accumulated(s, infeed, inputs), state)
+
+    def outputs(self, params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+        """What the last stage returns for an element."""
+        return self.pipeline.outputs(params, model_state, self.has_model_state, batch, inputs)[0]
+
+    def evaluating(
+        self, compute: Any, out: OutfeedQueue, infeed: InfeedQueue, read: Any, placement: Placement
+    ) -> LoopRunner:
+        """The same, each stage on its device; on one device if the function has no boundaries."""
+        inputs = jax.tree.map(jnp.asarray, self.pipeline.inputs)
+        with tracing(ProgramTrace(replicas=placement.replicas)) as trace, inside_loop(trace):
+            sizes = stages_of(compute, (*read, infeed.spec().tree(), inputs))
+        if len(sizes) < 2:
+            alone = Placement(placement.replicas)
+            bound = lambda params, state, batch, _: compute(params, state, batch, inputs)  # noqa: E731
+            return super().evaluating(bound, out, infeed, read, alone)
+        count = microbatches_of(self.pipeline, sizes)
+
+        def program(read: Any, inputs: Any) -> Any:
+            return forward_pass(compute, read, infeed, out, count, inputs)
+
+        return PipelineRunner(program, read, inputs, self.pipeline, placement, training=False)
+
+    def begin_evaluating(self, runner: LoopRunner, read: Any) -> dict[Any, Any]:
+        """The values that such a runner's dispatches work on."""
+        if not isinstance(runner, PipelineRunner):
+            return super().begin_evaluating(runner, read)
+        return runner.begin(read, jax.tree.map(jnp.asarray, self.pipeline.inputs))
 
     def accumulated(self, state: TrainState, infeed: InfeedQueue, inputs: Any = ()) -> TrainState:
         """A step; every piece accumulates the gradients of the parameters that it uses."""
@@ -140,19 +190,25 @@ class Model:
     def trace(cls, forward: Any, args: Any, sizes: tuple[int, ...], recompute: bool | str) -> Model:
         """Trace `forward(params, model_state, batch, inputs)` on the forms of `args`."""
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        closed, shape = jax.make_jaxpr(forward, return_shape=True)(*forms)
+        closes_over = PipelineError(
+            "A stage of a pipeline uses a traced value that it was not given: it closes over it. "
+            "Pass it through the stages, the dataset, or inputs=."
+        )
+        try:
+            closed, shape = jax.make_jaxpr(forward, return_shape=True)(*forms)
+        except jax.errors.UnexpectedTracerError as error:
+            raise closes_over from error
         if any(isinstance(const, Tracer) for const in closed.consts):
-            raise PipelineError(
-                "A stage of a pipeline uses a traced value that it was not given: it closes over it. "
-                "Pass it through the stages, the dataset, or inputs=."
-            )
+            raise closes_over
         counts = [len(jax.tree.leaves(arg)) for arg in args]
         everywhere = range(counts[0] + counts[1], sum(counts))
         made = cut(closed, counts[0], everywhere)
         _check_sizes(made, sizes)
         loss = made.outvars[0]
         if not isinstance(loss, Var):
-            raise PipelineError("The loss of a pipeline is computed by its last stage, not constant.")
+            raise PipelineError(
+                "The loss of a pipeline is computed by its last stage, not constant."
+            )
         halves = halve(made, counts[0], loss, recompute)
         index = {var: i for i, var in enumerate(made.invars[: counts[0]])}
         uses = tuple(tuple(index[v] for v in h.wants if v in index) for h in halves)
@@ -179,7 +235,9 @@ class Model:
             for var, gradient in back.items():
                 before = gradients.get(var)
                 gradients[var] = gradient if before is None else before + gradient
-        results = [values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in self.cut.outvars]
+        results = [
+            values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in self.cut.outvars
+        ]
         loss, after, aux = jax.tree.unflatten(self.structure, results)
         loss = mark(loss, Tag("value", "loss"))
         return parts, after, Yield(loss, name_values("aux", aux), None)
@@ -190,8 +248,10 @@ class Model:
         for index in self.uses[piece]:
             shared = sum(index in used for used in self.uses) > 1
             # A weight that several stages use has a gradient in each; their sum exists once a step.
-            name = self.names[index] + (f"@{self.halves[piece].piece.stage}" if shared else "")
-            grads.append(mark(back[self.cut.invars[index]], Tag("value", f"grad/{name}")))
+            stage = self.halves[piece].piece.stage
+            name = self.names[index] + (f"@{stage}" if shared else "")
+            tag = Tag("value", f"grad/{name}", payload=stage)
+            grads.append(mark(back[self.cut.invars[index]], tag))
         return grads
 
 

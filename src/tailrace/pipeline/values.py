@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Values:
     constants: Mapping[Any, JaxprEqn]
     frame: Frame
     same: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    stores: list[tuple[Layout, Sequence[Any], dict[Any, Hashable]]] = dataclasses.field(
+    stores: list[tuple[Layout, Sequence[Any], Mapping[Any, Any]]] = dataclasses.field(
         default_factory=list
     )
     device: int | None = None
@@ -46,9 +46,7 @@ class Values:
         """The values as one device sees them, for a block of its own."""
         return dataclasses.replace(self, device=device, own={}, frame=self.frame.inner())
 
-    def add_store(
-        self, layout: Layout, buffers: Sequence[Any], keys: dict[Any, Hashable]
-    ) -> None:
+    def add_store(self, layout: Layout, buffers: Sequence[Any], keys: Mapping[Any, Any]) -> None:
         """Variables that are in buffers from now on."""
         self.stores.append((layout, buffers, keys))
 

@@ -59,7 +59,7 @@ class Agreement:
         """
         try:
             taken = take()
-        except BaseException as error:
+        except Exception as error:  # not an interrupt: that is not to wait for the others
             ended = isinstance(error, DataExhausted)
             distributed.meet({"ended" if ended else "failed": f"{type(error).__name__}: {error}"})
             raise

@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tailrace import devices
-from tailrace._jax import JaxprEqn, scan_sizes
+from tailrace._jax import JaxprEqn, compiler_options, scan_sizes
 from tailrace.errors import FeedError, ReplicaError
 from tailrace.feeds.infeed import InfeedQueue, Staged
 from tailrace.marks import FORWARD, TANGENT, Tag
@@ -58,11 +58,9 @@ class Placement:
     @property
     def local_replicas(self) -> int:
         """How many of the replicas this process computes, and feeds."""
-        if self.mesh is None:
-            return 1
-        here = jax.process_index()
-        rows = self.mesh.devices.reshape(self.replicas, -1)
-        return sum(any(d.process_index == here for d in row) for row in rows)
+        if self.mesh is None:  # one device; or a pipeline whose stages are not known yet
+            return max(1, self.replicas // jax.process_count())
+        return devices.local_replicas(self.mesh)
 
     @property
     def device(self) -> Any:
@@ -172,7 +170,7 @@ class Executable:
         }
         self._rewriter = Rewriter(
             wanted or {},
-            on_mark=_OnMark(segment.is_loop, placement.replicas),
+            on_mark=_OnMark(segment.is_loop, placement.replicas, placement.mesh is None),
             replica_axis=devices.REPLICA if placement.replicas > 1 else None,
             replicas=placement.replicas,
             period=max(period, 1),
@@ -202,7 +200,7 @@ class Executable:
         if self._compiled is None:
             started = time.perf_counter()
             lowered = self._jitted().lower(*self._arguments(known, staged, Numbers(0, 0)))
-            self._compiled = lowered.compile()
+            self._compiled = lowered.compile(compiler_options(self.segment.equations))
             self.compile_s = time.perf_counter() - started
         return self._compiled
 
@@ -312,6 +310,8 @@ class Executable:
         self.taken = taken if self.keep_elements else {}
         known.update(zip(self._writes, results, strict=True))
         known[STOPPED] = stopped
+        if not self.placement.in_one_process:
+            emitted = jax.tree.map(self.placement.readable, emitted)
         emissions = dict(zip(self._keys, emitted, strict=True))
         self._return_unread(emissions, taken)
         return emissions, ticket
@@ -336,7 +336,7 @@ class Executable:
                 then = None if following is None else self.segment.elements[queue] * following
                 if count:
                     sharding = self.placement.shared_out
-                    queue.bind_replicas(self.placement.local_replicas)
+                    queue.bind_replicas(self.placement.replicas)
                     taken[queue] = queue.take(count, sharding, then=then)
         except BaseException:
             for queue, staged in taken.items():
@@ -361,8 +361,8 @@ def _no_elements(queue: InfeedQueue) -> tuple[Any, ...]:
 class _OnMark:
     """What happens at marks that send something out."""
 
-    def __init__(self, in_pieces: bool, replicas: int) -> None:
-        self.in_pieces, self.replicas = in_pieces, replicas
+    def __init__(self, in_pieces: bool, replicas: int, alone: bool = True) -> None:
+        self.in_pieces, self.replicas, self.alone = in_pieces, replicas, alone
 
     def __call__(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
         if tag.role == "outfeed" and tag.direction == FORWARD:
@@ -384,8 +384,8 @@ class _OnMark:
         def arrive(value: Any, replica: Any) -> None:
             show(value, f"{title} (replica {int(replica)})" if several else title)
 
-        # Ordered effects exist on one device only; replicas print as they come, and say who it is.
-        io_callback(arrive, None, value, frame.ambient.replica, ordered=not several)
+        # Ordered effects exist on one device only; several print as they come, and say who it is.
+        io_callback(arrive, None, value, frame.ambient.replica, ordered=self.alone)
 
     def _send_now(self, queue: Any, structure: Any, inputs: list[Any]) -> None:
         if self.replicas > 1:

@@ -24,6 +24,7 @@ class Explanation:
             all its microbatches. Of a loop of the model's own, XLA counts one pass.
         compile_s: how long compiling took.
         decisions: sentences that say what was decided about the optimizer's state, and why.
+        pipeline: what each stage costs, if there are stages.
     """
 
     steps_per_execution: int
@@ -33,6 +34,7 @@ class Explanation:
     flops_per_step: float
     compile_s: float
     decisions: tuple[str, ...] = ()
+    pipeline: Any = None
 
     def __str__(self) -> str:
         rows = [*self.parts.items(), ("peak", self.peak_bytes)]
@@ -47,6 +49,7 @@ class Explanation:
                 "memory on each device:",
                 *lines,
                 *self.decisions,
+                *([str(self.pipeline)] if self.pipeline is not None else []),
             ]
         )
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.errors import OptionError
 from tailrace.marks import Tag, mark, path_name
+from tailrace.notes import logger, note_once
 from tailrace.program import offload
 from tailrace.program.offload import Moves, after_accumulation, in_parts
 from tailrace.program.sharded import LEAST, Shares
@@ -78,11 +80,17 @@ class StateKeeping:
         return jax.tree.unflatten(structure, held)
 
     def _hold(self, place: int, value: Any, placement: Placement) -> Any:
+        if self.shares.by_sum:  # a pipeline places it itself, replicas as dim 0
+            value = np.asarray(value)
+            split = np.asarray(self.shares.split(value)).reshape(self.shares.replicas, -1)
+            return split if self.shared[place] else value
         if self.shared[place]:
             value = placement.own_each(self.shares.split(value))
         else:
             value = placement.own(value)
-        return placement.to_host_memory(value) if self.hosted[place] and self.moves_memory else value
+        return (
+            placement.to_host_memory(value) if self.hosted[place] and self.moves_memory else value
+        )
 
     def hold_some(self, leaves: Mapping[int, Any], first: int, placement: Placement) -> Any:
         """Replacements by number, those of the state (from number `first` on) as they are held."""
@@ -98,7 +106,7 @@ class StateKeeping:
         """The state as the optimizer knows it, on the device; all processes must call it."""
 
         def one(form: Any, shared: bool, hosted: bool, value: Any) -> Any:
-            if hosted and self.moves_memory:
+            if hosted and self.moves_memory and not self.shares.by_sum:
                 value = jax.device_put(value, value.sharding.with_memory_kind("device"))
             return self.shares.join(placement.readable(value), form) if shared else value
 
@@ -146,7 +154,9 @@ class _Update:
         self.params, self.count = state.params, len(jax.tree.leaves(state.params))
         first = len(jax.tree.leaves(grads))
         self.state_numbers = range(first, first + len(keeping.shared))
-        self.hosted = [n for n, yes in zip(self.state_numbers, keeping.hosted, strict=True) if yes]
+        # A pipeline brings in what its devices hold by itself.
+        moved = () if keeping.shares.by_sum else keeping.hosted
+        self.hosted = [n for n, yes in zip(self.state_numbers, moved, strict=False) if yes]
         shared = [n for n, yes in zip(self.state_numbers, keeping.shared, strict=True) if yes]
         self.pieces = self.graph.in_pieces(shared) if shared else None
         self.names = self._names()
@@ -265,17 +275,16 @@ class _Update:
         structure = jax.tree.structure(self.params)
         params = jax.tree.unflatten(
             structure,
-            [
-                mark(made[n], Tag("value", self.names[n]))
-                for n in range(self.count, 2 * self.count)
-            ],
+            [mark(made[n], Tag("value", self.names[n])) for n in range(self.count, 2 * self.count)],
         )
         after = []
         for place, shared in enumerate(self.keeping.shared):
             number = 2 * self.count + place
             value = made[number]
             tag = Tag("value", self.names[number])
-            if shared:  # seen whole, carried in shares
+            if shared and self.keeping.shares.by_sum and not self.tapped[number]:
+                pass  # a pipeline would gather it for nothing
+            elif shared:  # seen whole, carried in shares
                 mark(self.keeping.shares.gather(value, self.graph.outputs[number].aval), tag)
             else:
                 value = mark(value, tag)
@@ -294,6 +303,7 @@ def keep_state(
     share: bool,
     offload_state: bool | None,
     microbatches: int,
+    pipelined: bool = False,
     moves: Moves | None = None,
 ) -> StateKeeping:
     """Decide how the optimizer's state is held.
@@ -305,11 +315,12 @@ def keep_state(
         share: whether replicas are to have shares of it.
         offload_state: whether it is to lie in the host's memory; None: where that pays.
         microbatches: how many make a step.
+        pipelined: whether the model is a pipeline.
         moves: how leaves move; None finds out whether they can.
     """
     leaves = jax.tree.leaves(forms)
     said: list[str] = []
-    shares = Shares(placement.replicas)
+    shares = Shares(placement.replicas, by_sum=pipelined)
     shared = [False] * len(leaves)
     if share:
         if placement.replicas > 1:
@@ -318,8 +329,8 @@ def keep_state(
         else:
             said.append("shard_optimizer_state has no effect with one replica.")
     hosted = [False] * len(leaves)
-    if offload_state is None and microbatches > 1:
-        offload_state = True
+    if offload_state is None:
+        offload_state = microbatches > 1
     if offload_state:
         guarded = any(isinstance(tap, StopOnNonfinite) for tap in taps)
         why_not = None if moves is not None else offload.obstacle(placement.device, guarded)
@@ -345,6 +356,33 @@ def keep_state(
             said.append(f"Optimizer state stays on the device: {why_not}.")
     moves = moves or offload.memory_moves()
     return StateKeeping(forms, tuple(shared), tuple(hosted), shares, moves, tuple(said))
+
+
+def decide(
+    forms: Any,
+    placement: Placement,
+    taps: Sequence[Any],
+    *,
+    share: bool,
+    offload_state: bool | None,
+    microbatches: int,
+    pipelined: bool = False,
+) -> tuple[StateKeeping | None, tuple[str, ...]]:
+    """Like `keep_state`, and say what was decided; None if the state is held plainly."""
+    keeping = keep_state(
+        forms,
+        placement,
+        taps,
+        share=share,
+        offload_state=offload_state,
+        microbatches=microbatches,
+        pipelined=pipelined,
+    )
+    asked = share or offload_state
+    for sentence in keeping.decisions:
+        # What was asked for and is not done is worth a warning; what is done, a line.
+        (note_once if keeping.changes_nothing and asked else logger.info)(sentence)
+    return None if keeping.changes_nothing else keeping, keeping.decisions
 
 
 def check_options(share: Any, offload_state: Any) -> None:
@@ -388,7 +426,7 @@ def _forms(tree: Any) -> Any:
 
 @functools.cache
 def _itemsize(dtype: Any) -> int:
-    return jnp.dtype(dtype).itemsize
+    return getattr(dtype, "itemsize", 8)  # a random key has none
 
 
 def _nbytes(form: Any) -> int:

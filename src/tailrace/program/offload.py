@@ -22,6 +22,7 @@ from jax import lax
 
 from tailrace.errors import OptionError
 from tailrace.marks import Tag, ambient, mark
+from tailrace.notes import note_once
 
 HOST_MEMORY = "pinned_host"
 
@@ -80,6 +81,35 @@ def obstacle(device: Any, guarded: bool) -> str | None:
             "it twice"
         )
     return None
+
+
+def activations_on_host(
+    device: Any, pipelined: bool = False
+) -> tuple[Callable[[Any], Any] | None, str]:
+    """A wrapper of a forward pass that keeps its products on the host, and a sentence about it.
+
+    A pipeline puts its stash there instead, and does not use the wrapper.
+    """
+    why_not = obstacle(device, guarded=False)
+    if why_not is not None:
+        told = f"Activations stay on the device: {why_not}."
+        note_once(told)
+        return None, told
+    if pipelined:
+        told = "Activations: what forwards keep for backwards lies in the host's memory."
+        return lambda forward: forward, told
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
+    return (
+        lambda forward: jax.checkpoint(forward, policy=policy),
+        "Activations: the results of matrix products lie in the host's memory until the backward "
+        "pass; the rest is computed again.",
+    )
+
+
+def check_activations(wanted: Any) -> None:
+    """The option is a switch."""
+    if not isinstance(wanted, bool):
+        raise OptionError(f"offload_activations is True or False. Received: {wanted!r}.")
 
 
 def check_fits(needed: int, available: int | None, platform: str) -> None:

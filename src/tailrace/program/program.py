@@ -186,7 +186,7 @@ class Program:
     def _need_elements(self, segment: Segment) -> None:
         """All elements of a loop are there before its first piece runs, or none is consumed."""
         for queue, count in segment.elements.items():
-            queue.bind_replicas(self.placement.local_replicas)
+            queue.bind_replicas(self.placement.replicas)
             queue.need(count * segment.length * self.placement.local_replicas)
 
     def _deliver(

@@ -21,6 +21,7 @@ from tailrace.program.executable import Executable, Numbers, Placement
 from tailrace.program.keeping import StateKeeping
 from tailrace.program.segments import cut
 from tailrace.program.traced import top_loops, trace_program
+from tailrace.tensors.catalogue import Entry
 from tailrace.tensors.frame import Emission
 from tailrace.tensors.walk import Position
 from tailrace.tensors.wanted import Wanted
@@ -92,6 +93,14 @@ class LoopRunner:
         """How many elements one pass takes in all, over all replicas of this process."""
         return sum(self._loop.elements.values()) * self.placement.local_replicas
 
+    def stage_of(self, entry: Entry) -> int:
+        """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
+        return entry.stage
+
+    def by_element(self, value: Any) -> Any:
+        """What each element made, [replica,] element, of what one loop sent out."""
+        return value
+
     @property
     def bytes_per_pass(self) -> int:
         """The bytes of those elements."""
@@ -137,8 +146,9 @@ class LoopRunner:
         leaves = []
         for var in self.traced.jaxpr.outvars:
             value = np.asarray(self.placement.readable(value_of(known, var)))
+            form: Any = var.aval
             if var in self._each:
-                value = value[replica] if value.ndim > len(var.aval.shape) else value
+                value = value[replica] if value.ndim > len(form.shape) else value
             elif var in self._spread:
                 value = value.reshape(self.placement.replicas, -1)[replica]
             leaves.append(value)
@@ -178,7 +188,7 @@ class LoopRunner:
         blocks: dict[Any, Any] = {}
         replicas = self.placement.replicas
         for queue, count in executable.elements.items():
-            lead = (count,) if replicas == 1 else (count, replicas)
+            lead = (count,) if self.placement.mesh is None else (count, replicas)
             blocks[queue] = tuple(
                 jax.ShapeDtypeStruct(
                     (*lead, *leaf.shape), leaf.dtype, sharding=self._sharding_of_elements()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tailrace import _jax
@@ -38,7 +38,12 @@ class Sight:
         return wanted_of(self.chosen)
 
 
-def look(traced: Traced, taps: Sequence[Tap], named: Sequence[Entry] = ()) -> Sight:
+def look(
+    traced: Traced,
+    taps: Sequence[Tap],
+    named: Sequence[Entry] = (),
+    stage_of: Callable[[Entry], int] = lambda entry: entry.stage,
+) -> Sight:
     """Make the catalogue of a program and apply taps to it.
 
     Args:
@@ -46,6 +51,7 @@ def look(traced: Traced, taps: Sequence[Tap], named: Sequence[Entry] = ()) -> Si
         taps: what is to be observed.
         named: further tensors by name. Those that a tap selects are marked in the program (the
             function that made them known saw to that); the others are listed only.
+        stage_of: the stage of a pipeline that a tensor belongs to.
     """
     places = {place.position: place for place in walk(traced.jaxpr.eqns)}
     entries: dict[str, Entry] = {}
@@ -58,7 +64,8 @@ def look(traced: Traced, taps: Sequence[Tap], named: Sequence[Entry] = ()) -> Si
     absent = Catalogue(
         e for e in listed if not e.position and any(matches(tap.select, e) for tap in taps)
     )
-    catalogue = Catalogue([*entries.values(), *(e for e in listed if e.name not in absent)])
+    found = [*entries.values(), *(e for e in listed if e.name not in absent)]
+    catalogue = Catalogue(dataclasses.replace(e, stage=stage_of(e)) for e in found)
     for tap in taps:
         missing = absent.filter(tap.select)
         if missing and not catalogue.filter(tap.select):
@@ -96,7 +103,9 @@ def _entry(place: Place) -> Entry | None:
     name = full_name(tag)
     aval: Any = place.equation.outvars[0].aval
     layers = tuple(a.length or 0 for a in place.inside if a.kind == SCAN)
-    stages = [a.stage for a in place.inside if a.stage is not None]
+    # Inside a stage, or (a gradient) marked with the one it belongs to.
+    stages = [tag.payload, *(a.stage for a in place.inside)]
+    stages = [stage for stage in stages if stage is not None]
     return Entry(
         name,
         name.split("/")[0],

@@ -63,7 +63,9 @@ class Step:
     Attributes:
         loss_fn: `loss_fn(params, *batch)`, or `loss_fn(params, model_state, *batch)`.
         optimizer: an optax transformation; or an object with `init(params)` and `apply(grads, state,
-            params)`, which returns the new parameters and state (optimizers of other libraries).
+            params)`, which returns the new parameters and state (optimizers of other libraries). It
+            may also have `each(grads, params)`, for the gradients of each microbatch, and
+            `unscaled(grads, params)`, for what observers see where the loss is scaled.
         accumulation: how many microbatches make a step, and how.
         has_model_state: which of the two forms `loss_fn` has.
         scalars: where the loss, the scalar aux values and the weight of each microbatch go.
@@ -72,6 +74,8 @@ class Step:
         taps: what is observed; activations among it are marked before differentiation.
         activations: the activations and their gradients, by name, found while tracing.
         keeping: where the optimizer's state lies between updates, if not whole on each device.
+        hold_activations: wraps the forward pass so that what the backward pass needs of it is held
+            elsewhere; None leaves that to JAX.
     """
 
     loss_fn: Callable[..., Any]
@@ -83,6 +87,7 @@ class Step:
     taps: tuple[Tap, ...] = ()
     activations: list[Entry] | None = None
     keeping: StateKeeping | None = None
+    hold_activations: Callable[[Any], Any] | None = None
 
     def loop(self, state: TrainState, infeed: InfeedQueue, length: int = 1) -> TrainState:
         """`length` steps, fed by `infeed`: the body of a training program."""
@@ -99,6 +104,24 @@ class Step:
             return self.loop(state, infeed)
 
         return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
+
+    def evaluating(
+        self, compute: Any, out: OutfeedQueue, infeed: InfeedQueue, read: Any, placement: Placement
+    ) -> LoopRunner:
+        """What sends out `compute(params, model_state, batch, inputs)` of each element."""
+
+        def program(_: Any, read: Any) -> Any:
+            def one(carry: Any, batch: Any) -> Any:
+                out.enqueue(compute(*read, batch, ()))
+                return carry
+
+            return repeat_with(whole, 1, one, (), infeed)
+
+        return LoopRunner(program, (), read, placement)
+
+    def begin_evaluating(self, runner: LoopRunner, read: Any) -> dict[Any, Any]:
+        """The values that such a runner's dispatches work on."""
+        return runner.begin((), read)
 
     # -- the two kinds of step ------------------------------------------------------------------
 
@@ -150,9 +173,16 @@ class Step:
         if self.activations is not None:
             self.activations.clear()
             forward = probed(forward, self._is_tapped, self.activations)
+        if self.hold_activations is not None:
+            forward = self.hold_activations(forward)
         value_and_grad = jax.value_and_grad(forward, has_aux=True)
         (loss, (after, aux)), grads = value_and_grad(state.params)
-        grads = name_values("grad", grads, _ALONE)
+        if callable(unscaled := getattr(self.optimizer, "unscaled", None)):
+            name_values("grad", unscaled(grads, state.params), _ALONE)
+        else:
+            grads = name_values("grad", grads, _ALONE)
+        if callable(each := getattr(self.optimizer, "each", None)):
+            grads = each(grads, state.params)
         loss = mark(loss, Tag("value", "loss"))
         aux = name_values("aux", aux)
         return grads, after, Yield(loss, aux, self._weight(batch))
@@ -203,9 +233,11 @@ class Step:
             params, after = self._updated(grads, state)
             after = name_values("optimizer", after)
         model_state = jax.tree_util.tree_map_with_path(
-            lambda path, x: cross_replica_mean(x)
-            if jnp.issubdtype(x.dtype, jnp.inexact) and self.shares(path_name(path))
-            else x,
+            lambda path, x: (
+                cross_replica_mean(x)
+                if jnp.issubdtype(x.dtype, jnp.inexact) and self.shares(path_name(path))
+                else x
+            ),
             model_state,
         )
         return TrainState(params, after, model_state)
@@ -247,7 +279,8 @@ def apply_rule(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any
     """What the optimizer adds to the parameters, the parameters after it, and its state."""
     if callable(apply := getattr(optimizer, "apply", None)):
         with jax.named_scope("optimizer"):
-            after, new_state = apply(grads, state, params)
+            applied: Any = apply(grads, state, params)
+        after, new_state = applied
         updates = jax.tree.map(jnp.subtract, after, params)
     else:
         import optax  # late: it takes a fifth as long to import as JAX itself

@@ -31,16 +31,26 @@ from tailrace.program.sharded import Shares
 
 WHOLE, PIECE = "whole", "piece"
 
-_ELEMENTWISE = frozenset(
-    """abs add add_any and acos acosh asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
-    copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
-    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow
-    real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
-)
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "or", "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt",
+    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
+    "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+))
+# fmt: on
 """Operations whose result at an index depends on their operands at that index alone."""
 
-_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "closed_call", "checkpoint")
+_CALLS = (
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "closed_call",
+    "checkpoint",
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -148,7 +158,8 @@ def is_elementwise(node: Node) -> bool:
     name = eqn.primitive.name
     if len(eqn.outvars) != 1:
         return False
-    shape = eqn.outvars[0].aval.shape
+    made: Any = eqn.outvars[0].aval
+    shape = made.shape
     if name == "broadcast_in_dim":
         return node.operands[0].aval.shape == () and shape != ()
     if name == "reshape":  # the order of the elements stays
@@ -256,6 +267,6 @@ class Evaluation:
                 return [inputs[0]]
             if form == PIECE and name == "broadcast_in_dim":
                 assert self.shares is not None
-                size: int = node.equation.outvars[0].aval.size  # type: ignore[attr-defined]
-                return [lax.broadcast(inputs[0], (self.shares.count(size),))]
+                made: Any = node.equation.outvars[0].aval
+                return [lax.broadcast(inputs[0], (self.shares.count(made.size),))]
             return _jax.bind_again(node.equation, inputs)

@@ -41,18 +41,12 @@ def check_accumulates_once(optimizer: Any, params: Any) -> None:
         )
 
 
-def check_pipeline(accumulation: Any, sharded: bool, offloaded: Any) -> None:
-    """What a pipeline decides itself, or cannot do."""
+def check_pipeline(accumulation: Any) -> None:
+    """What a pipeline decides itself."""
     if accumulation != 1:
         raise OptionError(
             f"The microbatches of a pipeline are given to it: tr.Pipeline(..., accumulation=...). "
             f"Received: Trainer(accumulation={accumulation!r}) as well. Leave it out there."
-        )
-    if sharded or offloaded:
-        name = "shard_optimizer_state" if sharded else "offload_optimizer_state"
-        raise OptionError(
-            f"{name} does not go with a pipeline: every stage already keeps the optimizer state of "
-            f"its own parameters only. Leave it out."
         )
 
 

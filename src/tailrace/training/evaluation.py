@@ -19,7 +19,6 @@ from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.marks import path_name
 from tailrace.program.agreement import agreed_seconds
 from tailrace.program.executable import Numbers, Placement
-from tailrace.program.loops import repeat_with, whole
 from tailrace.program.pieces import LIVE_S, piece_within
 from tailrace.program.runner import LoopRunner
 from tailrace.program.step import Step
@@ -71,8 +70,8 @@ class Evaluator:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _loss(self, params: Any, model_state: Any, batch: Any) -> Any:
-        loss, _, aux = self._step.forward(params, model_state, batch)
+    def _loss(self, params: Any, model_state: Any, batch: Any, inputs: Any = ()) -> Any:
+        loss, _, aux = self._step.forward(params, model_state, batch, inputs)
         return loss, aux
 
     def _run(
@@ -84,8 +83,9 @@ class Evaluator:
         live: bool = False,
     ) -> Iterator[tuple[Any, ElementSpec]]:
         key, runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
-        known = runner.begin((), read)
-        replicas, local = self._placement.replicas, self._placement.local_replicas
+        known = self._step.begin_evaluating(runner, read)
+        replicas = runner.placement.replicas
+        local = runner.elements_per_pass  # of this process
         spec = infeed.spec()
         most = piece_within(1000, runner.bytes_per_pass)
         length = 1 if live else most
@@ -109,7 +109,8 @@ class Evaluator:
                 position += length
                 if waiting is not None:
                     yield _taken(*waiting), spec
-                waiting = (structure, emitted[out].value, _counts(found), replicas)
+                made = runner.by_element(emitted[out].value)
+                waiting = (structure, made, _counts(found), replicas)
                 if live:
                     yield _taken(*waiting), spec
                     waiting = None
@@ -140,7 +141,7 @@ class Evaluator:
                 f"dataset that does not repeat, or predict(..., live=True)."
             )
         infeed = InfeedQueue(dataset)
-        infeed.bind_replicas(self._placement.local_replicas)
+        infeed.bind_replicas(self._placement.replicas)
         key = (infeed.spec(), fn, shape)
         # Taken out while it runs: a stream that is read only in part must keep its own infeed.
         found = self._runners.pop(key, None)
@@ -150,20 +151,15 @@ class Evaluator:
             return key, runner, out, runner.infeeds[0]
         out = OutfeedQueue()
 
-        def body(_: Any, batch: Any, read: tuple[Any, Any]) -> tuple[()]:
-            params, model_state = read
-            if fn == self._loss:
-                result = self._loss(params, model_state, batch)
+        def compute(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+            if getattr(fn, "__self__", None) in (self, self._step):  # ours
+                result = fn(params, model_state, batch, inputs)
             else:
                 first = (params, model_state) if self._step.has_model_state else (params,)
-                result = call_with_element(fn, first, batch)
-            out.enqueue(jax.tree.map(jnp.asarray, result) if shape is None else shape(result))
-            return ()
+                result = call_with_element(fn, (*first, *inputs), batch)
+            return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
-        def program(_: Any, read: Any) -> Any:
-            return repeat_with(whole, 1, lambda c, batch: body(c, batch, read), (), infeed)
-
-        runner = LoopRunner(program, (), read, self._placement)
+        runner = self._step.evaluating(compute, out, infeed, read, self._placement)
         return key, runner, out, infeed
 
 

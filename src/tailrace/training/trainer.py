@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tailrace import distributed
 from tailrace.data.adapters import as_dataset
 from tailrace.devices import resolve_replicas
-from tailrace.errors import DataError, DataExhausted, OptionError, ProgramError, TailraceError
+from tailrace.errors import DataError, OptionError, ProgramError, TailraceError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.marks import path_name
-from tailrace.notes import logger, note_once
 from tailrace.observe.records import Records
 from tailrace.observe.sinks import directory_sink
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.pipeline.runner import place_pipeline
+from tailrace.pipeline.report import PipelineReport
+from tailrace.pipeline.report import report as pipeline_report
+from tailrace.pipeline.runner import PipelineRunner, place_pipeline
 from tailrace.pipeline.step import PipelineStep
 from tailrace.program.accumulation import Accumulation
 from tailrace.program.executable import Placement
-from tailrace.program.explain import Explanation, explain, flops_of
-from tailrace.program.keeping import StateKeeping, check_options, keep_state
+from tailrace.program.explain import Explanation, explain
+from tailrace.program.keeping import StateKeeping, check_options, decide
+from tailrace.program.offload import activations_on_host, check_activations
 from tailrace.program.pieces import LIVE_S
 from tailrace.program.runner import LoopRunner
-from tailrace.program.sight import Sight, look
+from tailrace.program.sight import Sight
 from tailrace.program.step import Step, TrainState
-from tailrace.program.traced import trace_program
-from tailrace.tensors.catalogue import Catalogue, Entry
 from tailrace.tensors.taps import (
     MOST_BYTES,
-    Tap,
     bytes_per_step,
     check_bytes,
     parse_taps,
@@ -54,13 +52,15 @@ from tailrace.training.checks import (
 )
 from tailrace.training.describing import describe
 from tailrace.training.evaluation import Evaluator
-from tailrace.training.fitting import Fit, note_left_out
+from tailrace.training.fitting import Fit
 from tailrace.training.history import History
+from tailrace.training.lengths import agreed_total_steps
 from tailrace.training.pace import TARGET_S, Pace, parse_steps
+from tailrace.training.programs import Programs, on_host
 from tailrace.training.progress import ProgressBar
 
 
-class Trainer:
+class Trainer(Programs):
     """Trains parameters with an optax optimizer, on the device, many steps to an execution.
 
     Args:
@@ -76,6 +76,8 @@ class Trainer:
             computed. None: with accumulation. Where the device has no such memory the state stays;
             `trainer.decisions` says what was decided.
         shard_optimizer_state: let each replica keep, and update, one share of the optimizer's state.
+        offload_activations: keep what the backward pass needs of the forward pass (the results of
+            matrix products; the rest is computed again) in the host's memory in between.
         model_state: state that the model updates itself, such as that of BatchNorm. It advances
             with each microbatch.
         replica_state: what becomes of the model state over replicas: "mean" averages its floats
@@ -111,6 +113,7 @@ class Trainer:
         replicas: int | None = 1,
         offload_optimizer_state: bool | None = False,
         shard_optimizer_state: bool = False,
+        offload_activations: bool = False,
         model_state: Any = None,
         replica_state: str | Callable[[str], str] = "mean",
         seed: int = 0,
@@ -125,12 +128,13 @@ class Trainer:
             )
         check_optimizer(optimizer)
         if pipeline is not None:
-            check_pipeline(accumulation, shard_optimizer_state, offload_optimizer_state)
+            check_pipeline(accumulation)
             accumulation, params = pipeline.accumulation, pipeline.untie(params)
         check_params(params)
         check_arrays("model_state", model_state)
         check_accumulates_once(optimizer, params)
         check_options(shard_optimizer_state, offload_optimizer_state)
+        check_activations(offload_activations)
         if not callable(replica_state) and replica_state not in ("mean", "each"):
             raise OptionError(
                 f"replica_state is 'mean' or 'each'. Received: replica_state={replica_state!r}."
@@ -170,14 +174,28 @@ class Trainer:
         state = TrainState(params, optimizer.init(params), model_state)
         self._form = jax.eval_shape(lambda: state)
         self.decisions: tuple[str, ...] = ()
-        self._keeping = self._keep(shard_optimizer_state, offload_optimizer_state)
-        if pipeline is not None:  # on the host, until it is known which device holds what
-            self._state: TrainState | None = jax.tree.map(np.asarray, state)
-        elif self._keeping is None:
-            self._state = jax.tree.map(self.placement.own, state)
+        self._keeping: StateKeeping | None = None
+        if shard_optimizer_state or offload_optimizer_state is not False:
+            self._keeping, self.decisions = decide(
+                self._form.optimizer_state,
+                self.placement,
+                self.taps,
+                share=shard_optimizer_state,
+                offload_state=offload_optimizer_state,
+                microbatches=self.accumulation.microbatches,
+                pipelined=pipeline is not None,
+            )
+        if offload_activations:
+            hold, told = activations_on_host(self.placement.device, pipeline is not None)
+            self.decisions += (told,)
+            self._step = dataclasses.replace(self._step, hold_activations=hold)
+        # Of a pipeline on the host, until it is known which device holds what.
+        place = self.placement.own if pipeline is None else on_host
+        if self._keeping is None:
+            self._state: TrainState | None = jax.tree.map(place, state)
         else:
             held = self._keeping.hold(state.optimizer_state, self.placement)
-            state = jax.tree.map(self.placement.own, state._replace(optimizer_state=()))
+            state = jax.tree.map(place, state._replace(optimizer_state=()))
             self._state = state._replace(optimizer_state=held)
             self._form = self._form._replace(optimizer_state=self._keeping.held_forms)
             self._step = dataclasses.replace(self._step, keeping=self._keeping)
@@ -188,93 +206,7 @@ class Trainer:
         self.stopping = False
         self._left: tuple[Any, InfeedQueue] | None = None
         self.pace: Pace | None = None
-
-    # -- what there is --------------------------------------------------------------------------
-
-    @property
-    def state(self) -> TrainState:
-        """Parameters, optimizer state and model state: copies, which training leaves alone."""
-        return self._copied(self.current())
-
-    @property
-    def params(self) -> Any:
-        """The parameters as they are now: a copy."""
-        params = self._copied(self._current().params)
-        return params if self.pipeline is None else self.pipeline.tie(params)
-
-    @property
-    def model_state(self) -> Any:
-        """The model state as it is now: a copy."""
-        return self._copied(self._current().model_state)
-
-    def current(self) -> TrainState:
-        """The state as it lies on the devices, not copied: the next execution overwrites it."""
-        state = self._current()
-        if self._keeping is None:
-            return state
-        return state._replace(optimizer_state=self._keeping.whole(state.optimizer_state, self.placement))
-
-    def replace(self, leaves: Mapping[int, Any]) -> None:
-        """Replace leaves of the state, by their number in its tree; values are copied."""
-        if self._keeping is not None:
-            first = len(jax.tree.leaves(self._form.params))
-            leaves = self._keeping.hold_some(leaves, first, self.placement)
-        if self._active is not None:
-            runner, known = self._active
-            runner.replace(known, leaves)
-            return
-        now, structure = jax.tree.flatten(self._state)
-        self._state = jax.tree.unflatten(
-            structure, [leaves.get(number, value) for number, value in enumerate(now)]
-        )
-
-    @property
-    def replicas(self) -> int:
-        """How many copies train side by side."""
-        return self.placement.replicas
-
-    @property
-    def executions(self) -> int:
-        """How many dispatches training has made so far."""
-        return sum(runner.executions for runner in self._runners.values())
-
-    @property
-    def elements_per_step(self) -> int:
-        """How many elements of the dataset one step takes: microbatches x replicas.
-
-        With several processes each has a dataset of its own, and counts its own replicas.
-        """
-        return self.accumulation.microbatches * self.placement.local_replicas
-
-    def stop(self) -> None:
-        """End the current fit after the execution that runs now."""
-        self.stopping = True
-
-    def tensors(self, example: Any = None) -> Catalogue:
-        """Every tensor of the step by name, as `observe=` selects them.
-
-        Args:
-            example: one element of the dataset; not needed after a fit.
-        """
-        if example is None:
-            if not self._sights:
-                raise ProgramError(
-                    "The step has tensors once the form of its batches is known. Give an element of "
-                    "the dataset: trainer.tensors(example), or call it after a fit."
-                )
-            spec = next(reversed(self._sights))
-        else:
-            spec = InfeedQueue([example]).spec()
-        found: list[Entry] = []
-        # All of them marked, so that only those are listed that a tap would find.
-        step = dataclasses.replace(self._step, activations=found, taps=(Tap("*"),))
-        infeed = InfeedQueue([example]) if example is not None else self._runners[spec].infeeds[0]
-
-        def train(state: TrainState, _: Any) -> TrainState:
-            return step.loop(state, infeed)
-
-        traced = trace_program(train, (self._form, ()), self.replicas)
-        return look(traced, step.taps, found).catalogue
+        self._seconds_per_step: float | None = None
 
     # -- training -------------------------------------------------------------------------------
 
@@ -286,6 +218,7 @@ class Trainer:
         *,
         callbacks: Sequence[Callback] = (),
         progress: bool | None = None,
+        inputs: Sequence[Any] | None = None,
     ) -> History:
         """Train.
 
@@ -297,11 +230,14 @@ class Trainer:
                 that do not fill a step are left out.
             callbacks: objects with the methods of `tr.Callback`.
             progress: whether to show a progress bar; None shows it in a terminal.
+            inputs: other values for the `inputs` of a pipeline, from now on.
 
         Returns:
             The history of this fit, also kept as `trainer.history`.
         """
         check_duration(steps, epochs)
+        if inputs is not None:
+            self.set_inputs(inputs)
         callbacks = check_callbacks(callbacks)
         source = as_dataset(dataset)
         if steps is None and source.endless:
@@ -309,7 +245,7 @@ class Trainer:
                 f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
                 f"end. Use fit(steps=...), or a dataset that does not repeat."
             )
-        total = self._agreed_total(source.length, steps, epochs)
+        total = agreed_total_steps(self, source.length, steps, epochs)
         with self.fitting(dataset, total=total, callbacks=callbacks, progress=progress) as fit:
             self._train(fit, dataset, steps, 1 if epochs is None else epochs, total)
         return self.history
@@ -348,6 +284,7 @@ class Trainer:
         keeping = self.sink.fitting(describe(self, sight)) if self.sink else nullcontext()
         shown = progress if distributed.writes() else False
         bar = ProgressBar(total, self.effective_batch_size(infeed.spec()), shown)
+        started, compiled, first_step = time.perf_counter(), runner.compile_s, self.step
         try:
             with keeping, bar:
                 fit = Fit(self, runner, infeed, known, sight, callbacks, bar)
@@ -359,6 +296,9 @@ class Trainer:
                     fit.finish()  # what was computed before the failure is part of the history
                     raise
                 fit.finish()
+            if self.step > first_step:
+                took = time.perf_counter() - started - (runner.compile_s - compiled)
+                self._seconds_per_step = took / (self.step - first_step)
         finally:
             infeed.rest()
             one_shot = infeed is not dataset and not as_dataset(dataset).restartable
@@ -407,12 +347,15 @@ class Trainer:
         """
         return self._evaluator.evaluate(dataset, fn, self._read())
 
-    def predict(self, dataset: Any, fn: Callable[..., Any], live: bool = False) -> Any:
+    def predict(
+        self, dataset: Any, fn: Callable[..., Any] | None = None, live: bool = False
+    ) -> Any:
         """What `fn` returns for each element of a dataset, in order.
 
         Args:
             dataset: what to predict for; all of it is read.
             fn: `fn(params, *batch)`, or `fn(params, model_state, *batch)`; returns a tree of arrays.
+                None, with a pipeline given as a list: what its last stage returns.
             live: return an iterator that yields the result of each element while the rest is still
                 being computed, instead of all results at the end.
 
@@ -421,6 +364,12 @@ class Trainer:
             concatenated along it, all others are stacked.
         """
         read = self._read()
+        if fn is None and isinstance(self._step, PipelineStep):
+            fn = self._step.outputs
+        if not callable(fn):
+            raise OptionError(
+                f"predict needs a function of parameters and batch. Received: {fn!r}."
+            )
         if live:
             return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
         return self._evaluator.predict(dataset, fn, read)
@@ -437,7 +386,7 @@ class Trainer:
         runner, infeed = self._runner_for([example])
         known = self._activate(runner)
         state = self._current()
-        return explain(
+        explanation = explain(
             runner,
             known,
             length,
@@ -452,83 +401,27 @@ class Trainer:
             microbatches=self.accumulation.microbatches,
             flops_of_update=self._flops_of_update(state),
         )
+        if isinstance(runner, PipelineRunner):
+            stages = pipeline_report(runner.assembly, timed=False)
+            whole = ("parameters", "optimizer state", "model state")
+            rest = {name: n for name, n in explanation.parts.items() if name not in whole}
+            parts = {"parameters and state of stages": max(stages.held), **rest}
+            explanation = dataclasses.replace(explanation, parts=parts, pipeline=stages)
+        return explanation
+
+    def report(self) -> PipelineReport:
+        """What each stage of a pipeline costs, how long it waits, and what would help.
+
+        Stages are run alone for a moment to take their times.
+        """
+        if self._active is None or not isinstance(self._active[0], PipelineRunner):
+            raise ProgramError(
+                "report tells what the stages of a pipeline cost, after a fit. Received: "
+                + ("no fit yet." if self.pipeline is not None else "a trainer without a pipeline.")
+            )
+        return pipeline_report(self._active[0].assembly, measured=self._seconds_per_step)
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _keep(self, share: bool, offload: bool | None) -> StateKeeping | None:
-        """How the optimizer's state is held; None for plainly."""
-        if not share and offload is False:
-            return None
-        keeping = keep_state(
-            self._form.optimizer_state,
-            self.placement,
-            self.taps,
-            share=share,
-            offload_state=offload,
-            microbatches=self.accumulation.microbatches,
-        )
-        self.decisions = keeping.decisions
-        for sentence in keeping.decisions:
-            # What was asked for and is not done is worth a warning; what is done, a line.
-            (note_once if keeping.changes_nothing and offload is not None else logger.info)(sentence)
-        return None if keeping.changes_nothing else keeping
-
-    def _flops_of_update(self, state: TrainState) -> float:
-        optimizer = self._step.optimizer
-        update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
-        held = self._keeping.forms if self._keeping else state.optimizer_state
-        try:
-            return flops_of(update.lower(state.params, held, state.params))
-        except TailraceError:  # it means something inside a program only: small beside the rest
-            return 0.0
-
-    def _current(self) -> TrainState:
-        if self._active is not None:
-            runner, known = self._active
-            return runner.carried(known)
-        assert self._state is not None
-        return self._state
-
-    def _read(self) -> tuple[Any, Any]:
-        """Parameters and model state, one for all replicas."""
-        state = self._current()
-        model_state = state.model_state
-        if self._step.share_state is not True and self._active is not None and self.replicas > 1:
-            forms = self._form.model_state
-            model_state = jax.tree.map(_merged, model_state, forms)
-        return state.params, model_state
-
-    def _runner_for(self, dataset: Any) -> tuple[LoopRunner, InfeedQueue]:
-        """The program for elements of the dataset's form, and its infeed set to that dataset."""
-        fresh = dataset if isinstance(dataset, InfeedQueue) else InfeedQueue(dataset)
-        fresh.bind_replicas(self.placement.local_replicas)
-        if self._left is not None and self._left[0] is dataset:
-            fresh.adopt(self._left[1])  # a one-shot iterator: what was read ahead comes first
-        spec = fresh.spec()
-        if spec in self._runners:
-            runner = self._runners[spec]
-            infeed = runner.infeeds[0]
-            if infeed is not fresh:
-                infeed.adopt(fresh)
-            return runner, infeed
-        each = [
-            path[0].name == "model_state" and not self._step.shares(path_name(path[1:]))
-            for path, _ in jax.tree_util.tree_flatten_with_path(self._form)[0]
-        ]
-        first = len(jax.tree.leaves(self._form.params))
-        runner = self._step.runner(self._form, fresh, self.placement, each, first)
-        self.placement = runner.placement  # of a pipeline, known once its stages are
-        self._sights[spec] = look(runner.traced, self.taps, self._step.activations or ())
-        runner.wanted = self._sights[spec].wanted
-        self._runners[spec] = runner
-        return runner, fresh
-
-    def _activate(self, runner: LoopRunner) -> dict[Any, Any]:
-        """Move the state into the program that will run."""
-        if self._active is None or self._active[0] is not runner:
-            self._active = (runner, runner.begin(self._current(), ()))
-            self._state = None
-        return self._active[1]
 
     def _set_pace(self, runner: LoopRunner, sight: Sight) -> None:
         count = self.accumulation.microbatches
@@ -550,41 +443,6 @@ class Trainer:
                 target_s=LIVE_S if live else TARGET_S,
             )
 
-    def _copied(self, tree: Any) -> Any:
-        """Copies that this process can read on its own."""
-        return jax.tree.map(lambda x: jnp.copy(self.placement.readable(x)), tree)
-
-    def _agreed_total(
-        self, length: int | None, steps: int | None, epochs: int | None
-    ) -> int | None:
-        """The number of steps of a fit; of several processes the shortest dataset decides."""
-        if self.placement.in_one_process:
-            return self._total_steps(length, steps, epochs)
-        try:
-            total = self._total_steps(length, steps, epochs)
-        except DataExhausted as error:
-            distributed.meet({"failed": str(error)})
-            raise
-        heard = distributed.meet({"total": total})
-        for process, said in enumerate(heard):
-            if "failed" in said:
-                raise DataExhausted(f"Of process {process}: {said['failed']}")
-        known = [said["total"] for said in heard if said["total"] is not None]
-        return min(known) if len(known) == len(heard) else None
-
-    def _total_steps(self, length: int | None, steps: int | None, epochs: int | None) -> int | None:
-        if not length:  # unknown; or none at all, which reading the first element reports
-            return steps
-        per_epoch = length // self.elements_per_step
-        if steps is not None:
-            if steps > per_epoch:
-                raise DataExhausted(self.too_short(steps, length, 0))
-            return steps
-        if not per_epoch:
-            raise DataExhausted(self.too_short(1, length, 0))
-        note_left_out(length, self.elements_per_step)
-        return per_epoch * (1 if epochs is None else epochs)
-
     def too_short(self, steps: int, length: int | str, done: int) -> str:
         """What to say when a dataset ends before `steps` are done."""
         count, replicas = self.accumulation.microbatches, self.placement.local_replicas
@@ -594,10 +452,3 @@ class Trainer:
             f"{length}; {done} steps were done. Ask for fewer steps, repeat the dataset, or use "
             f"fit(epochs=...)."
         )
-
-
-def _merged(value: Any, form: Any) -> Any:
-    """One value of those of all replicas: their mean, or the first where there is no mean."""
-    if value.ndim == len(form.shape):
-        return value
-    return value.mean(axis=0) if jnp.issubdtype(value.dtype, jnp.inexact) else value[0]

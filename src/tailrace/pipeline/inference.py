@@ -1,0 +1,75 @@
+"""Forward pipelines: evaluation and prediction, stage by stage, without a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace._jax import Var
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.marks import Tag, current_trace, inside_loop, mark
+from tailrace.pipeline.cutting import Cut, cut
+from tailrace.pipeline.halves import call_forward, only_forward
+from tailrace.pipeline.layout import placement_of, read_mapping
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.pipeline.timing import schedule_offsets, virtual_placement
+from tailrace.program.loops import repeat, repeat_with, whole
+
+Compute = Callable[[Any, Any, Any, Any], Any]
+"""`compute(params, model_state, batch, inputs)` returns what is wanted of one element."""
+
+_ROUNDS = 4
+"""Rounds of microbatches in one pass: with four, ramp-up and ramp-down cost a fifth at most."""
+
+
+def microbatches_of(pipeline: Pipeline, sizes: tuple[int, ...], rounds: int = _ROUNDS) -> int:
+    """How many elements one pass of a forward pipeline takes."""
+    placement = placement_of(read_mapping(pipeline.device_mapping, sizes))
+    offsets = schedule_offsets(pipeline.schedule, virtual_placement(placement, False))
+    return len(offsets) * rounds
+
+
+def stages_of(compute: Compute, args: Any) -> tuple[int, ...]:
+    """How many members each stage of a function has, by the boundaries in it."""
+    return _cut(compute, args)[0].sizes
+
+
+def forward_pass(
+    compute: Compute, read: Any, infeed: InfeedQueue, out: OutfeedQueue, count: int, inputs: Any
+) -> Any:
+    """A pass over `count` elements, inside a loop: sends out what `compute` makes of each."""
+
+    def one_pass(read: Any) -> Any:
+        params, model_state = read
+        with inside_loop(current_trace("tr.Pipeline")):
+            made, structure = _cut(compute, (*read, infeed.spec().tree(), inputs))
+        halves = only_forward(made)
+
+        def one(carry: Any, batch: Any) -> Any:
+            leaves = jax.tree.leaves((params, model_state, batch, inputs))
+            values: dict[Any, Any] = dict(zip(made.invars, leaves, strict=True))
+            for each in halves:
+                call_forward(each, values)
+            results = [
+                values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in made.outvars
+            ]
+            out.enqueue(jax.tree.unflatten(structure, results))
+            return carry
+
+        repeat_with(whole, count, one, (), infeed)
+        # Marked, or the loop would not carry what it does not change, and every device would read all.
+        return mark(read, Tag("held"))
+
+    return repeat(1, one_pass, read)
+
+
+def _cut(compute: Compute, args: Any) -> tuple[Cut, Any]:
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    closed, shape = jax.make_jaxpr(compute, return_shape=True)(*forms)
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    made = cut(closed, counts[0], range(counts[0] + counts[1], sum(counts)))
+    return made, jax.tree.structure(shape)
