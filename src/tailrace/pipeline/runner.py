@@ -275,7 +275,7 @@ def _sizes(loop: JaxprEqn) -> tuple[tuple[int, ...], int]:
         if units:
             stages = max(unit["stage"] for unit in units) + 1
             sizes = [
-                max(unit["member"] for unit in units if unit["stage"] == stage) + 1
+                max((unit["member"] for unit in units if unit["stage"] == stage), default=0) + 1
                 for stage in range(stages)
             ]
             return tuple(sizes), eqn.params["length"]

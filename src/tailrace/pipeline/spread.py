@@ -23,6 +23,9 @@ Devices = frozenset[int]
 _SMALL = 65_536
 """Bytes up to which values are sent to all devices rather than the work to one of them."""
 
+_NUMBER = 64
+"""Bytes of what counts as a number."""
+
 
 @dataclasses.dataclass
 class Phase:
@@ -137,6 +140,11 @@ class Spread:
             largest = self.at[max(local, key=nbytes)]
             assert largest is not None
             where = frozenset([min(largest)])
+        # Numbers that meet others which were sent go the same way: a norm over all stages, summed leaf
+        # by leaf, takes one exchange and not one for each stage.
+        sent = any(self.at.get(v) is None and self.made_at.get(v, 0) for v in operands)
+        if sent and all(nbytes(v) <= _NUMBER for v in [*operands, *eqn.outvars]):
+            where = None
         when = max([self.ready(v, where) for v in operands], default=0)
         if self._is_reduction(eqn) and where is not None:
             when += 1

@@ -182,9 +182,9 @@ class LoopRunner:
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
 
-    def compiled(self, known: dict[Any, Any], length: int) -> Executable:
+    def compiled(self, known: dict[Any, Any], length: int, period: int = 1) -> Executable:
         """The executable for dispatches of `length` passes, compiled without running it."""
-        executable = self._executable(self._loop, length)
+        executable = self._executable(self._loop, length, period)
         blocks: dict[Any, Any] = {}
         replicas = self.placement.replicas
         for queue, count in executable.elements.items():
