@@ -102,7 +102,10 @@ class PipelineExecutable(Executable):
         ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
         frame = Frame(ambient, observing=self._observing, stopped=stopped)
         count = len(a.held_layout.buffers)
-        held = [value.reshape(value.shape[-1]) for value in carried[:count]]
+        held = [
+            value.reshape(form.shape)
+            for value, form in zip(carried[:count], a.held_layout.buffers, strict=True)
+        ]
         alike = [
             value[0] if number in a.each else value
             for number, value in zip(a.everywhere, carried[count:], strict=True)

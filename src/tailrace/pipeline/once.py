@@ -28,7 +28,11 @@ def once_if(condition: Any, body: Callable[[Any], Any], carried: Any) -> Any:
         return body(carried)
 
     def run(state: Any) -> Any:
-        return jnp.zeros((), bool), body(state[1])
+        old, structure = jax.tree.flatten(state[1])
+        new = jax.tree.leaves(body(state[1]))
+        # What is only read must pass through the loop as well: used beside it, it would be copied.
+        kept = [lax.optimization_barrier(n) if n is o else n for o, n in zip(old, new, strict=True)]
+        return jnp.zeros((), bool), jax.tree.unflatten(structure, kept)
 
     return lax.while_loop(lambda state: state[0], run, (condition, carried))[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -186,7 +187,7 @@ class PipelineRunner(LoopRunner):
                 known["all", number] = placement.own(value)
         for index, (form, each) in enumerate(zip(layout.buffers, layout.each, strict=True)):
             lead = (replicas, a.num_devices) if each else (a.num_devices,)
-            block = np.zeros((*lead, *form.shape), form.dtype)
+            block = np.zeros((*lead, math.prod(form.shape)), form.dtype)
             for device, slots in enumerate(layout.slots):
                 for number, slot in slots.items():
                     if slot.buffer != index:
@@ -203,6 +204,7 @@ class PipelineRunner(LoopRunner):
             sharding = NamedSharding(placement.mesh, spec)
             if layout.hosted[index]:
                 sharding = sharding.with_memory_kind(HOST_MEMORY)
+            block = block.reshape(*lead, *form.shape)
             known["held", index] = _owned(jax.device_put(block, sharding))
 
     def _leaf(self, known: dict[Any, Any], number: int) -> Any:
@@ -212,7 +214,7 @@ class PipelineRunner(LoopRunner):
             return jax.device_put(self.placement.readable(known["all", number]), first)
         device = min(d for d, slots in enumerate(a.held_layout.slots) if number in slots)
         slot = a.held_layout.slots[device][number]
-        flat = self._rows(known["held", slot.buffer], device)
+        flat = self._rows(known["held", slot.buffer], device, slot.form.each)
         if slot.form.hosted:
             flat = [np.asarray(row) for row in flat]
         flat = [jax.device_put(f[slot.offset : slot.offset + slot.form.size], first) for f in flat]
@@ -220,16 +222,17 @@ class PipelineRunner(LoopRunner):
         value = jnp.stack(values) if slot.form.each else values[0]
         return wrapped(value, slot.form)
 
-    def _rows(self, buffer: Any, device: int) -> list[Any]:
-        """What one device of each replica has in a buffer; of one replica, if all have the same."""
+    def _rows(self, buffer: Any, device: int, each: bool) -> list[Any]:
+        """What one device of each replica has in a buffer, flat; of one replica if all are alike."""
         if not self.placement.in_one_process:  # the device may be another process's
             whole = self.placement.readable(buffer)
-            return [row[device] for row in whole.reshape(-1, *whole.shape[-2:])]
+            return [row[device].reshape(-1) for row in (whole if each else [whole])]
         parts = {}
         for shard in buffer.addressable_shards:
-            *replica, stage, _ = (index.start or 0 for index in shard.index)
+            starts = [index.start or 0 for index in shard.index]
+            replica, stage = starts[:2] if each else (0, starts[0])
             if stage == device:
-                parts[tuple(replica)] = shard.data
+                parts[replica] = shard.data
         return [parts[key].reshape(-1) for key in sorted(parts)]
 
     def _form(self, number: int) -> Any:

@@ -105,7 +105,16 @@ class Layout:
                     place, offset = (*kind, alone[kind]), 0
                 sizes[place] = max(sizes.get(place, 0), offset + total)
                 self.slots[device][key] = Slot(form, list(sizes).index(place), offset)
-        self.buffers = [jax.ShapeDtypeStruct((n,), place[0]) for place, n in sizes.items()]
+        # Where all devices have the same shape the buffer has it too: then XLA adds to it in place.
+        shapes: dict[int, set[tuple[int, ...]]] = {}
+        for slot in (slot for slots in self.slots for slot in slots.values()):
+            own = slot.form.stored.shape if slot.form.depth == 1 else ()
+            shapes.setdefault(slot.buffer, set()).add(tuple(own))
+        self.buffers = []
+        for number, (place, count) in enumerate(sizes.items()):
+            found = shapes[number]
+            shape = next(iter(found)) if len(found) == 1 and place[-1] else ()
+            self.buffers.append(jax.ShapeDtypeStruct(shape or (count,), place[0]))
         self.each = [place[1] for place in sizes]
         self.hosted = [place[2] for place in sizes]
 
@@ -132,6 +141,8 @@ class Layout:
         form, flat = slot.form, buffers[slot.buffer]
         if form.hosted and index is None:
             flat = to_device(flat)
+        if flat.ndim > 1:
+            return wrapped(flat, form)
         if index is not None:
             flat = lax.dynamic_slice_in_dim(flat, slot.offset + index * form.size, form.size)
             flat = to_device(flat) if form.hosted else flat
@@ -148,9 +159,10 @@ class Layout:
         form = slot.form
         if form.is_key:
             value = jax.random.key_data(value)
-        flat = jnp.asarray(value, form.stored.dtype).reshape(-1)
-        flat = to_host(flat) if form.hosted else flat
         old = buffers[slot.buffer]
+        flat = jnp.asarray(value, form.stored.dtype)
+        flat = flat if old.ndim > 1 else flat.reshape(-1)
+        flat = to_host(flat) if form.hosted else flat
         if flat.shape == old.shape:
             buffers[slot.buffer] = flat
             return

@@ -1,0 +1,191 @@
+"""`IPUStrategy`: models made in its scope train on the devices that are configured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tailrace.compat.ipu import config
+from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
+from tailrace.compat.ipu.ipu_compiler import CompiledOp
+from tailrace.compat.ipu.ipu_infeed_queue import IPUOwnedIterator
+from tailrace.compat.ipu.ops.cross_replica_ops import cross_replica_mean, cross_replica_sum
+from tailrace.compat.ipu.scopes import ipu_scope, ordinal_of
+from tailrace.keras.device_functions import datasets_are_infeeds
+from tailrace.keras.options import Settings
+from tailrace.keras.strategy import Strategy
+
+
+class IPUStrategyV1(Strategy):
+    """Models and variables of a program, on the devices of a logical device.
+
+    Args:
+        ipu_device: the logical device, `"/device:IPU:0"`.
+        cpu_device: where the original made initial values; without effect.
+        enable_dataset_iterators: whether `iter(dataset)` of a `tf.data.Dataset`, written in the
+            scope, gives an infeed for `run`.
+        enable_keras_extensions: whether models made in the scope are trained by the engine.
+    """
+
+    def __init__(
+        self,
+        ipu_device: str = "/device:IPU:0",
+        cpu_device: str = "/device:CPU:0",
+        enable_dataset_iterators: bool = True,
+        enable_keras_extensions: bool = True,
+    ) -> None:
+        super().__init__()
+        self._device, self._cpu = ipu_device, cpu_device
+        self._ordinal = ordinal_of(ipu_device)
+        self._iterators, self._extensions = enable_dataset_iterators, enable_keras_extensions
+        self._programs: dict[Any, tuple[CompiledOp, Any]] = {}
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[IPUStrategyV1]:
+        """Models made inside train on the engine; datasets iterated inside are infeeds."""
+        with ipu_scope(self._device), super().scope():
+            yield self
+
+    def adopt(self, model: Any) -> None:
+        """Give a model the engine's trainer, on as many replicas as the devices allow."""
+        if not self._extensions:
+            return
+        if self._ordinal:
+            raise IPUValueError(
+                f"Keras models train on the first logical device. This strategy is for "
+                f"{self._device!r}: configure the devices for one, or use strategy.run."
+            )
+        super().adopt(model)
+        model.tailrace.__class__ = _Settings
+
+    def iterating(self) -> contextlib.AbstractContextManager[None]:
+        """While the scope is open: `iter(dataset)` gives an infeed, unless it was switched off."""
+        return (
+            datasets_are_infeeds(IPUOwnedIterator) if self._iterators else contextlib.nullcontext()
+        )
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Run a device function in one program.
+
+        Args:
+            fn: the function. It may call `next(iterator)`, `enqueue`, loops, models and optimizers
+                of Keras. TensorFlow's operations are not available in it: use `keras.ops`.
+            args: its arguments: arrays, and whatever else it needs (iterators, queues, models).
+            kwargs: the same by name.
+            options: without effect.
+        """
+        del options
+        if not callable(fn):
+            raise IPUValueError(f"strategy.run takes a function. Received: {type(fn).__name__}.")
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
+        arrays = [value for value in given if _is_array(value)]
+        for value in arrays:
+            if np.dtype(value.dtype) == np.float64:
+                raise IPUTypeError("Unsupported data type for input: float64. Cast it to float32.")
+        key = (fn, *(None if _is_array(v) else _identity(v) for v in given), *kwargs)
+        if key not in self._programs:
+
+            def computation(*changing: Any) -> Any:
+                rest = iter(changing)
+                values = [next(rest) if _is_array(value) else value for value in given]
+                named = dict(zip(kwargs, values[len(args) :], strict=True))
+                with _averaging_gradients():
+                    return fn(*values[: len(args)], **named)
+
+            with ipu_scope(self._device):
+                # `given` is kept, so that no other object takes the identity of one of them.
+                self._programs[key] = (CompiledOp(computation, arrays), given)
+        out = self._programs[key][0](*arrays)
+        return out[0] if isinstance(out, list) and len(out) == 1 else out
+
+    def experimental_run_v2(self, *_: Any, **__: Any) -> Any:
+        """Refused, as in the original."""
+        raise IPURuntimeError("experimental_run_v2 is not available: use strategy.run.")
+
+    def all_reduce(self, reduce_op: Any, value: Any) -> Any:
+        """The sum or the mean of a value over replicas, inside a device function."""
+        name = str(getattr(reduce_op, "name", reduce_op)).upper()
+        if name not in ("SUM", "MEAN"):
+            raise IPUValueError(f"Unsupported reduce op: {reduce_op!r}. Use SUM or MEAN.")
+        return cross_replica_sum(value) if name == "SUM" else cross_replica_mean(value)
+
+
+IPUStrategy = IPUStrategyV1
+"""The name that programs use."""
+
+
+class _Settings(Settings):
+    """Settings of a model whose replicas are the devices divided by those that one copy takes."""
+
+    _asking = False
+
+    @property
+    def replicas(self) -> int:  # type: ignore[override]
+        """How many copies train side by side."""
+        count, shards = len(config.group()), self._shards()
+        if count % shards:
+            raise IPUValueError(
+                f"Current device has {count} IPUs attached, however the current model requires a "
+                f"multiple of {shards} IPUs."
+            )
+        return count // shards
+
+    @replicas.setter
+    def replicas(self, value: int) -> None:
+        del value  # a saved model brings the number it had; here the devices say
+
+    def _shards(self) -> int:
+        if self._asking:  # finding the stages describes the model, which asks for the replicas
+            return 1
+        self._asking = True
+        try:
+            stages = self.stages
+        finally:
+            self._asking = False
+        if stages is None:
+            return 1
+        used = self.options.pipelining_device_mapping
+        return config.shards_of(max(_numbers(stages) if used is None else used, default=0))
+
+
+def _numbers(stages: Any) -> list[int]:
+    """Every stage number in an assignment, however it is nested."""
+    if isinstance(stages, list | tuple):
+        return [number for part in stages for number in _numbers(part)]
+    return [stages]
+
+
+@contextlib.contextmanager
+def _averaging_gradients() -> Iterator[None]:
+    """Keras' optimizers get the mean of each gradient over replicas, while a function is traced."""
+    import keras  # here: `tailrace.keras` has seen to its backend by now
+
+    plain = keras.optimizers.Optimizer.apply
+
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        averaged = [None if grad is None else cross_replica_mean(grad) for grad in grads]
+        return plain(optimizer, averaged, trainable_variables)
+
+    keras.optimizers.Optimizer.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        keras.optimizers.Optimizer.apply = plain  # type: ignore[method-assign]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic) or type(value).__module__.startswith("jax")
+
+
+def _identity(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | bool | None) else id(value)

@@ -1,0 +1,53 @@
+"""Printing from inside a program, and values of earlier passes."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from tailrace.compat.ipu import absent as _absent
+from tailrace.compat.ipu.operations import Operation
+from tailrace.compat.ipu.state import current, kept, prepared
+from tailrace.compat.ipu.variables import Variable, as_array
+from tailrace.observe.prints import print_tensor as engine_print
+
+
+def print_tensor(input: Any, name: str = "") -> Operation:
+    """Print a value to stderr each time this is reached.
+
+    As in the original it returns an operation, not the value; to print inside of a function that is
+    differentiated, use `tr.print_tensor`, which returns it.
+    """
+    scope = current()
+    if scope is None or not scope.looking:
+        engine_print(as_array(input), title=name, print_gradient=False)
+    return Operation("print_tensor")
+
+
+def fifo(x: Any, depth: int, offload: bool = False, name: str | None = None) -> Any:
+    """What `x` was `depth` calls earlier; zeros before that.
+
+    Args:
+        x: the value; each pass of a loop puts one in and takes one out.
+        depth: how many are kept. Below 1, `x` itself comes back.
+        offload: where they lay there; without effect.
+        name: without effect.
+    """
+    del offload, name
+    x = as_array(x)
+    if depth < 1:
+        return x
+
+    def make() -> tuple[Variable, Variable]:
+        kept_values = jnp.zeros((depth, *x.shape), x.dtype)
+        return Variable(kept_values, False, "fifo"), Variable(0, False, "fifo/position")
+
+    values, position = prepared(kept(), "fifo", make)
+    here = position.value()
+    out = values.value()[here]
+    values.assign(values.value().at[here].set(x))
+    position.assign((here + 1) % depth)
+    return out
+
+
+def __getattr__(name: str) -> Any:
+    return _absent.refuse("ipu.ops.internal_ops", name)

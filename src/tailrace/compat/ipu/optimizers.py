@@ -1,0 +1,322 @@
+"""Optimizers around optimizers: over replicas, over mini-batches, with mapped gradients.
+
+Each takes an optax transformation, a Keras optimizer, or an optimizer in the manner of the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu import absent as _absent
+from tailrace.compat.ipu.applying import Optimizer as Optimizer
+from tailrace.compat.ipu.applying import as_optimizer
+from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError
+from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
+from tailrace.compat.ipu.operations import Operation
+from tailrace.compat.ipu.state import inside, kept, prepared, run_if, value_of
+from tailrace.compat.ipu.variables import Variable
+from tailrace.marks import Tag, mark
+from tailrace.notes import note_once
+from tailrace.program.accumulation import Accumulation
+from tailrace.program.inside import cross_replica_mean
+
+_Method = GradientAccumulationReductionMethod
+
+
+class IpuOptimizer(Optimizer):
+    """An optimizer around another one, to which it forwards everything.
+
+    Args:
+        opt: the optimizer it stands around.
+        name: what it is called.
+    """
+
+    def __init__(self, opt: Any, name: str | None = None) -> None:
+        super().__init__(name)
+        self._opt = as_optimizer(opt)
+        self.wrapped = opt
+        if isinstance(self._opt, GradientAccumulationOptimizerV2) and not isinstance(
+            self._opt, GradientAccumulationOptimizer
+        ):
+            raise FailedPreconditionError(
+                f"{self.get_name()} stands around a GradientAccumulationOptimizerV2: it must not be "
+                f"wrapped by any other optimizer. Put the accumulation outermost."
+            )
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer it stands around, in the manner of the original."""
+        return self._opt
+
+    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
+        """The gradients that the inner optimizer computes."""
+        inner = getattr(self._opt, "compute_gradients", None)
+        if inner is None:
+            return super().compute_gradients(loss, var_list, **kwargs)
+        return inner(loss, var_list=var_list, **kwargs)
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """What the inner optimizer does with them."""
+        del global_step, name  # `minimize` counts, once
+        return self._opt.apply_gradients(list(grads_and_vars))
+
+    def variables(self) -> list[Any]:
+        """The variables of the inner optimizer."""
+        if isinstance(self._opt, Optimizer):
+            return self._opt.variables()
+        return list(getattr(self._opt, "variables", ()))
+
+    def get_slot_names(self) -> list[str]:
+        """Those of the inner optimizer."""
+        return self._opt.get_slot_names()
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """That of the inner optimizer."""
+        return self._opt.get_slot(var, name)
+
+
+class CrossReplicaOptimizer(IpuOptimizer):
+    """Gives the inner optimizer the mean of each gradient over all replicas."""
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Average, then apply; a gradient that is None stays None."""
+        averaged = [
+            (None if grad is None else cross_replica_mean(grad), var)
+            for grad, var in grads_and_vars
+        ]
+        return super().apply_gradients(averaged, global_step, name)
+
+
+class GradientAccumulationOptimizerV2(IpuOptimizer):
+    """Applies the inner optimizer once for every `num_mini_batches` passes of a loop.
+
+    Args:
+        opt: the optimizer; this one must be the outermost.
+        num_mini_batches: how many gradients make an update. The loop around, `loops.repeat`, has a
+            multiple of so many passes.
+        offload_weight_update_variables: where the optimizer's state lay there; without effect.
+        replicated_optimizer_state_sharding: whether replicas shared that state; without effect.
+        dtype: of the accumulators: None for that of the variable, a dtype, or a function of the
+            variable. The inner optimizer gets gradients of that dtype.
+        reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
+        name: what it is called.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        offload_weight_update_variables: bool | None = None,
+        replicated_optimizer_state_sharding: bool = False,
+        dtype: Any = None,
+        reduction_method: Any = _Method.SUM,
+        name: str = "GradientAccumulationOptimizerV2",
+    ) -> None:
+        super().__init__(opt, name)
+        if isinstance(num_mini_batches, jax.Array):
+            raise FailedPreconditionError(
+                "Can't have runtime num mini batches for resource update. Give an integer."
+            )
+        if num_mini_batches < 1:
+            raise IPUValueError("num_mini_batches must be a positive number.")
+        check_sharding(offload_weight_update_variables, replicated_optimizer_state_sharding)
+        method = _Method.parse_reduction_method(reduction_method)
+        self._count = num_mini_batches
+        self._accumulation = Accumulation(num_mini_batches, dtype, method.reduction)
+        self._made = kept()
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Operation:
+        """Add to the accumulators; in every `num_mini_batches`-th pass, apply them."""
+        self._check_loop()
+        pairs = list(grads_and_vars)
+        given = [(grad, var) for grad, var in pairs if grad is not None]
+        counter, accumulators, _ = self._accumulators([var for _, var in given])
+        number = counter.value()
+        total = self._accumulation.add(
+            [accumulator.value() for accumulator in accumulators],
+            [grad for grad, _ in given],
+            number,
+        )
+        for accumulator, value in zip(accumulators, total, strict=True):
+            accumulator.assign(value)
+
+        def apply() -> None:
+            applied = list(zip(total, [var for _, var in given], strict=True))
+            missing = [(None, var) for grad, var in pairs if grad is None]
+            super(GradientAccumulationOptimizerV2, self).apply_gradients([*applied, *missing])
+            for accumulator in accumulators:
+                accumulator.assign(jnp.zeros_like(accumulator.value()))
+
+        if self._count == 1:
+            apply()
+        else:
+            run_if(number == self._count - 1, apply)
+        for accumulator in accumulators:
+            # Each replica has its own between updates; when the loop ends, they are empty.
+            accumulator.assign(mark(accumulator.value(), Tag("equal at the end")))
+        counter.assign((number + 1) % self._count)
+        return Operation(name or self.get_name())
+
+    def _accumulators(self, variables: list[Any]) -> tuple[Variable, list[Variable], Any]:
+        def make() -> Any:
+            zeros = [
+                jnp.zeros(var.shape, self._accumulation.dtype_of(_Described(var)))
+                for var in variables
+            ]
+            made = [Variable(zero, trainable=False, name="accumulator") for zero in zeros]
+            return Variable(jnp.int32(0), False, "mini-batches"), made, variables
+
+        return prepared(self._made, tuple(map(id, variables)), make)
+
+    def _check_loop(self) -> None:
+        length = inside(self.get_name()).loop
+        what = (
+            f"Detected a gradient accumulation operation with {self._count} number of mini batches"
+        )
+        if length is None:
+            raise FailedPreconditionError(
+                "Detected a gradient accumulation operation which is not inside a training loop. Put "
+                "it in the body of loops.repeat."
+            )
+        if length < 0:
+            raise FailedPreconditionError(
+                f"{what} from an unexpected callsite: a loop whose length only the running program "
+                f"knows. Use loops.repeat with an integer."
+            )
+        if length % self._count:
+            raise FailedPreconditionError(
+                f"{what} inside a loop with {length} iterations. Use a multiple of {self._count}."
+            )
+
+
+class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
+    """The older one: always the sum.
+
+    In the original it was right for plain and momentum descent only (`verify_usage` checked that);
+    here the inner optimizer runs once an update, whatever it is.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        verify_usage: bool = True,
+        name: str = "GradientAccumulationOptimizer",
+    ) -> None:
+        super().__init__(opt, num_mini_batches, name=name)
+        self.verify_usage = verify_usage
+
+
+class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2):
+    """`GradientAccumulationOptimizerV2`, with one mean over replicas for each update."""
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        offload_weight_update_variables: bool | None = None,
+        replicated_optimizer_state_sharding: bool = False,
+        dtype: Any = None,
+        reduction_method: Any = _Method.SUM,
+        name: str = "CrossReplicaGradientAccumulationOptimizerV2",
+    ) -> None:
+        super().__init__(
+            CrossReplicaOptimizer(opt),
+            num_mini_batches,
+            offload_weight_update_variables,
+            replicated_optimizer_state_sharding,
+            dtype,
+            reduction_method,
+            name,
+        )
+
+
+class CrossReplicaGradientAccumulationOptimizer(GradientAccumulationOptimizer):
+    """`GradientAccumulationOptimizer`, with one mean over replicas for each update."""
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        verify_usage: bool = True,
+        name: str = "CrossReplicaGradientAccumulationOptimizer",
+    ) -> None:
+        super().__init__(CrossReplicaOptimizer(opt), num_mini_batches, verify_usage, name)
+
+
+class MapGradientOptimizer(IpuOptimizer):
+    """Maps each gradient when it is computed: of every mini-batch, before accumulation.
+
+    Args:
+        wrapped_optimizer: the optimizer it stands around.
+        gradient_mapping_function: called as `fn(gradient, value of the variable)`.
+        name: what it is called.
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        gradient_mapping_function: Callable[[Any, Any], Any],
+        name: str = "MapGradientOptimizer",
+    ) -> None:
+        super().__init__(wrapped_optimizer, name)
+        if not callable(gradient_mapping_function):
+            raise IPUValueError(
+                f"gradient_mapping_function must be a callable of gradient and variable. Received: "
+                f"{gradient_mapping_function!r}."
+            )
+        self.gradient_mapping_function = gradient_mapping_function
+
+    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
+        """The inner optimizer's gradients, mapped."""
+        return [
+            (grad if grad is None else self.gradient_mapping_function(grad, value_of(var)), var)
+            for grad, var in super().compute_gradients(loss, var_list, **kwargs)
+        ]
+
+
+class ShardedOptimizer(IpuOptimizer):
+    """Placed updates beside the operations they belong to; here the compiler does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, "ShardedOptimizer")
+
+
+def check_sharding(offload: bool | None, sharding: bool) -> None:
+    """The rule of the two options about where an optimizer's state lies, and what becomes of them."""
+    if sharding and offload is False:
+        raise IPUValueError(
+            "To use replicated_optimizer_state_sharding, optimizer state must be offloaded by using "
+            "offload_weight_update_variables."
+        )
+    if offload or sharding:
+        note_once(
+            "offload_weight_update_variables and replicated_optimizer_state_sharding say where the "
+            "optimizer's state lies; it stays on the device here, and no result changes."
+        )
+
+
+class _Described:
+    """A variable as a function that chooses a dtype sees it."""
+
+    def __init__(self, variable: Any) -> None:
+        self.name, self.shape = getattr(variable, "name", ""), tuple(variable.shape)
+        self.dtype = jnp.dtype(variable.dtype)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ALSOptimizer", "ALSGradientAccumulationOptimizer"):
+        from tailrace.compat.ipu import automatic_loss_scaling_optimizer as scaling
+
+        return getattr(scaling, name)
+    return _absent.refuse("ipu.optimizers", name)

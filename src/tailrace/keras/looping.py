@@ -1,0 +1,248 @@
+"""Evaluation, prediction, and training by an overridden `train_step`: Keras' steps in a device loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import ProgramError
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.keras.executing import Executions, as_batch
+from tailrace.keras.outfeeds import silent
+from tailrace.keras.staging import Block
+from tailrace.keras.state import Layout, for_replicas, merged, on_one_device
+from tailrace.program.executable import Numbers, Placement
+from tailrace.program.loops import repeat_with, whole
+from tailrace.program.runner import LoopRunner
+
+
+class Looping(Executions):
+    """One of Keras' step functions, `(state, data) -> (results, state)`, in a loop on the device.
+
+    Args:
+        model: the model.
+        kinds: which variables the state consists of, by their attribute in `Layout`.
+        carried: how many of them, from the end, the step may change.
+    """
+
+    drops_remainder = True
+    kinds: tuple[str, ...] = ()
+    read_only = 1
+    """How many of them, from the start, the step leaves alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, Placement(model.tailrace.replicas), model.tailrace.replicas)
+        self.layout = Layout(model)
+        self.variables = [getattr(self.layout, kind) for kind in self.kinds]
+        self.out = OutfeedQueue()
+        self._runners: dict[Any, LoopRunner] = {}
+        self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
+        self._token = tuple([None] * len(self.kinds))  # an object of its own
+        self._start: tuple[list[Any], list[Any]] | None = None
+        self._read: list[Any] = []
+        self._step = 0
+
+    def handed_over(self) -> list[Any]:
+        """The variables whose values Keras hands over, in order."""
+        if self._active is not None:
+            return []
+        return [variable for kind in self.variables for variable in kind.all]
+
+    # -- what differs ---------------------------------------------------------------------------
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The step; returns what is sent out, and the next state."""
+        raise NotImplementedError
+
+    # -- what Keras calls -----------------------------------------------------------------------
+
+    def run_blocks(self, state: Any, iterator: Iterator[Any]) -> list[Any]:
+        """One execution; returns what each dispatch sent out."""
+        if state is not self._token:
+            self._active, self._start = None, self._parts([list(values) for values in state])
+            self._read = self._start[1]
+        return self.execute(iterator)
+
+    def fill(self) -> None:
+        """Give the variables their values."""
+        if self._active is None:
+            return
+        runner, known = self._active
+        carried = runner.carried(known)
+        for kind, values in zip(self.variables[self.read_only :], carried, strict=True):
+            for variable, value in zip(kind.all, values, strict=True):
+                variable.assign(self._of_one(variable, value))
+        for kind, values in zip(self.variables[: self.read_only], self._read, strict=True):
+            for variable, value in zip(kind.all, values, strict=True):
+                variable.assign(value)
+        self._active = self._start = None
+
+    # -- dispatching ----------------------------------------------------------------------------
+
+    def dispatch(self, block: Block) -> tuple[Any, Any]:
+        """Run the batches of a block."""
+        runner = self._runner_for(block)
+        if self._active is None or self._active[0] is not runner:
+            if self._active is None:
+                assert self._start is not None
+                carried, read = self._start
+            else:
+                before, known = self._active
+                carried, read = before.carried(known), self._read
+            self._active = (runner, runner.begin(tuple(carried), tuple(read)))
+            self._start = None
+        known = self._active[1]
+        block.form.feed.block = block.staged
+        passes = block.count // self.replicas
+        emitted, ticket = runner.dispatch(known, passes, Numbers(0, self._step), 0)
+        self._step += passes
+        value = emitted.pop(self.out).value
+        runner.traced.deliver(emitted)
+        return ticket, self.result(jax.tree.unflatten(self._structure(runner), value))
+
+    def result(self, sent: Any) -> Any:
+        """What is made of what a dispatch sent out: metrics, by default."""
+        return self.log_series({k: v for k, v in sent.items() if not self.names[k]})
+
+    def _structure(self, runner: LoopRunner) -> Any:
+        return runner.traced.outfeeds[self.out].structure
+
+    def _runner_for(self, block: Block) -> LoopRunner:
+        form = block.form
+        if form not in self._runners:
+            feed = form.feed
+            feed.bind_replicas(self.replicas)
+
+            def body(carried: Any, element: Any, read: Any) -> Any:
+                sent, state = self.step((*read, *carried), self.batch(element))
+                self.out.enqueue(sent)
+                after = jax.tree.map(
+                    lambda old, new: jnp.asarray(new, old.dtype),
+                    carried,
+                    tuple(list(part) for part in state[self.read_only :]),
+                )
+                # What comes back as it went in would no longer be carried, but read; and each
+                # replica has its own.
+                return jax.lax.optimization_barrier(after) if self.replicas > 1 else after
+
+            def program(carried: Any, read: Any) -> Any:
+                return repeat_with(whole, 1, lambda c, b: body(c, b, read), carried, feed)
+
+            shapes = [[_shape(v) for v in kind.all] for kind in self.variables]
+            carried = tuple(shapes[self.read_only :])
+            own = [True] * len(jax.tree.leaves(carried))
+            self._runners[form] = LoopRunner(
+                program, carried, tuple(shapes[: self.read_only]), self.placement, own
+            )
+        return self._runners[form]
+
+    def batch(self, element: Any) -> Any:
+        """The batch that the step gets."""
+        return as_batch(element)
+
+    def _parts(self, values: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+        """What the loop starts with, carried and read."""
+        carried, read = values[self.read_only :], values[: self.read_only]
+        if self.replicas > 1:
+            for part, kind in zip(carried, self.variables[self.read_only :], strict=True):
+                for number, variable in enumerate(kind.all):
+                    if self.layout.own_of_replicas(kind.names[number]):
+                        part[number] = for_replicas(variable, part[number], self.replicas)
+        return carried, read
+
+    def _of_one(self, variable: Any, value: Any) -> Any:
+        if value.ndim > len(variable.shape):
+            metric = any(variable is one for one in self.layout.metrics.all)
+            if metric or not jnp.issubdtype(value.dtype, jnp.inexact):
+                return jnp.asarray(merged(variable, np.asarray(value)))
+            return jnp.asarray(np.asarray(value).mean(axis=0, dtype=value.dtype))
+        return on_one_device(value)
+
+
+class Evaluating(Looping):
+    """`test_step` in a loop: metrics are what it is about."""
+
+    kinds = ("trainable", "others", "metrics")
+
+    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
+        """One execution."""
+        return self.logs(self.run_blocks(state, iterator)[-1]), self._token
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One batch."""
+        with silent():
+            logs, state = self.model.test_step(state, data)
+        return self._sent(logs), state
+
+    def _sent(self, logs: Any) -> dict[str, Any]:
+        logs = {name: jnp.asarray(value) for name, value in logs.items()}
+        self.names = {name: value.shape for name, value in logs.items()}
+        return logs
+
+
+class Stepping(Evaluating):
+    """An overridden `train_step` in a loop."""
+
+    drops_remainder = False
+    kinds = ("trainable", "others", "optimizer", "metrics")
+    read_only = 0
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        settings = model.tailrace
+        for what, wrong in (
+            ("replicas", settings.replicas > 1),
+            ("gradient accumulation by Tailrace", settings.microbatches > 1),
+            ("a pipeline", settings.is_pipelined),
+            ("observe=", bool(settings.observe)),
+            ("run_dir=", settings.run_dir is not None),
+        ):
+            if wrong:
+                raise ProgramError(
+                    f"The function `train_step` for the model {model.name!r} has been overridden: "
+                    f"it runs in a loop on the device, but its gradients cannot be told apart, so "
+                    f"it does not go with {what}. Override `compute_loss` instead, or leave {what} "
+                    f"out."
+                )
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One batch."""
+        logs, state = self.model.train_step(state, data)
+        return self._sent(logs), state
+
+
+class Predicting(Looping):
+    """`predict_step` in a loop: what it returns for each batch is sent out."""
+
+    kinds = ("trainable", "others")
+
+    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        """One execution; returns the outputs of all its batches, joined."""
+        parts = self.run_blocks(state, iterator)
+        if len(parts) == 1:
+            return parts[0], self._token
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts), self._token
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One batch."""
+        outputs, others = self.model.predict_step(state, data)
+        return outputs, (state[0], others)
+
+    def result(self, sent: Any) -> Any:
+        """Outputs in the order of the examples: passes, then replicas."""
+
+        def join(leaf: Any) -> Any:
+            if self.replicas > 1:
+                leaf = jnp.swapaxes(leaf, 0, 1)
+                leaf = leaf.reshape(-1, *leaf.shape[2:])
+            return leaf.reshape(-1, *leaf.shape[2:])
+
+        return jax.tree.map(join, sent)
+
+
+def _shape(variable: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype)

@@ -1,0 +1,114 @@
+"""Training loops written by hand, run by `strategy.run`."""
+
+import keras
+import numpy as np
+import pytest
+from keras_oracle import digits_like
+
+import tailrace as tr
+import tailrace.keras as tk
+from oracles import assert_close
+
+L = keras.layers
+
+
+def training_loop(iterator, outfeed, model, optimizer, count):
+    def step():
+        x, y = next(iterator)
+
+        def loss_of():
+            return keras.ops.mean(
+                keras.losses.sparse_categorical_crossentropy(y, model(x, training=True))
+            )
+
+        loss, grads = tk.value_and_grad(loss_of, model.trainable_variables)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        outfeed.enqueue(loss)
+
+    tk.repeat(count, step)
+
+
+def create_model():
+    return keras.Sequential(
+        [L.Flatten(), L.Dense(8, activation="relu"), L.BatchNormalization(), L.Dense(4, "softmax")]
+    )
+
+
+def test_many_steps_in_one_execution():
+    x, y = digits_like(96)
+    keras.utils.set_random_seed(1)
+    plain = create_model()
+    plain.compile(keras.optimizers.Adam(0.05), "sparse_categorical_crossentropy")
+    expected = [plain.train_on_batch(x[i : i + 8], y[i : i + 8]) for i in range(0, 96, 8)]
+    strategy = tk.Strategy()
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam(0.05)
+        keras.utils.set_random_seed(1)
+        model = create_model()
+        iterator = iter(tr.batches((x, y), 8))
+        outfeed = tr.OutfeedQueue()
+        assert isinstance(iterator, tk.DatasetIterator)
+        for _ in range(3):
+            strategy.run(training_loop, args=[iterator, outfeed, model, optimizer, 4])
+        losses = outfeed.dequeue()
+    assert losses.shape == (12,)
+    assert_close(losses, np.float32(expected))
+    for a, b in zip(plain.variables, model.variables, strict=True):
+        assert_close(np.asarray(b.value), np.asarray(a.value))
+    assert int(optimizer.iterations) == 12
+    assert not isinstance(iter(tr.batches((x, y), 8)), tk.DatasetIterator)
+
+
+def test_replicas_need_the_mean_of_their_gradients():
+    x, y = digits_like(64)
+    strategy = tk.Strategy(replicas=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), L.Dense(4, activation="softmax")])
+        outfeed = tr.OutfeedQueue()
+        start = model.get_weights()
+        with pytest.raises(tr.TailraceError, match="equal on all replicas"):
+            strategy.run(
+                training_loop,
+                [iter(tr.batches((x, y), 8)), outfeed, model, keras.optimizers.SGD(0.1), 4],
+            )
+        optimizer = tk.CrossReplicaOptimizer(keras.optimizers.SGD(0.1))
+        strategy.run(training_loop, [iter(tr.batches((x, y), 8)), outfeed, model, optimizer, 4])
+    assert outfeed.dequeue().shape == (4, 2)
+    whole = keras.Sequential([keras.Input((6,)), L.Dense(4, activation="softmax")])
+    whole.set_weights(start)
+    whole.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    whole.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    for a, b in zip(whole.get_weights(), model.get_weights(), strict=True):
+        assert_close(b, a)
+
+
+def test_functions_return_values_and_take_arrays():
+    strategy = tk.Strategy()
+    total = keras.Variable(0.0)
+
+    class Holder:
+        variables = (total,)
+
+    def add(holder, x):
+        tk.repeat(3, lambda: holder.variables[0].assign_add(x))
+        return {"twice": 2 * holder.variables[0]}
+
+    holder = Holder()
+    for step in (1, 2):
+        out = strategy.run(add, [holder, np.float32(step)])
+    assert float(out["twice"]) == 18.0
+    assert float(total.value) == 9.0
+
+
+def test_what_belongs_into_a_device_function_says_so():
+    strategy = tk.Strategy()
+    with strategy.scope():
+        iterator = iter(tr.batches((np.zeros((8, 2), np.float32),), 4))
+    with pytest.raises(tr.TailraceError, match="can not be accessed in eager mode when inside"):
+        next(iterator)
+    with pytest.raises(tr.TailraceError, match="tk.repeat means something only in a device"):
+        tk.repeat(2, lambda: None)
+    with pytest.raises(tr.TailraceError, match="stands in a loop on the device"):
+        strategy.run(lambda it: next(it), [iterator])
+    with pytest.raises(tr.TailraceError, match="strategy.run takes a function"):
+        strategy.run(3)
