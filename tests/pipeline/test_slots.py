@@ -70,7 +70,7 @@ def test_slots_of_a_device_do_not_overlap_and_fit(forms, together):
         for slot in slots.values():
             stop = slot.offset + slot.form.size * slot.form.depth
             buffer = layout.buffers[slot.buffer]
-            assert stop <= buffer.shape[0]
+            assert stop <= buffer.size
             assert buffer.dtype == slot.form.stored.dtype
             for start, end in taken.setdefault(slot.buffer, []):
                 assert stop <= start or slot.offset >= end

@@ -270,7 +270,7 @@ def test_activations_elsewhere_are_computed_with_the_same_result(monkeypatch):
     # Where moving is not possible, the order of operations is tested: products kept, rest again.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     wrap = lambda forward: jax.checkpoint(forward, policy=policy)  # noqa: E731
-    monkeypatch.setattr("tailrace.training.trainer.activations_on_host", lambda _: (wrap, "kept"))
+    monkeypatch.setattr("tailrace.training.trainer.activations_on_host", lambda *_: (wrap, "kept"))
     trainer = trained(OPTIMIZERS["adamw"], 2, 2, offload_activations=True, observe=["grad/*"])
     assert_close(trainer.params, expected(OPTIMIZERS["adamw"], 2, 2)[0])
     assert "kept" in trainer.decisions

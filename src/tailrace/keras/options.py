@@ -70,6 +70,9 @@ class Options:
     asynchronous_callbacks: bool = False
     replicated_metric_reduction_method: str = "merged"
     prefetch: int = 1
+    offload_optimizer_state: bool | None = False
+    shard_optimizer_state: bool = False
+    offload_activations: bool = False
     pipeline_stage_assignment: list[Any] | None = None
 
     def saved(self) -> dict[str, Any]:

@@ -31,8 +31,14 @@ _BY_KERAS = (
 )
 _NOT_WITH_KERAS = ("outfeed_loss", "outfeed_mask", "batch_serialization_iterations")
 _REMOVED = ("experimental_normalize_gradients",)
+_MEMORY = {
+    "offload_weight_update_variables": "offload_optimizer_state",
+    "replicated_optimizer_state_sharding": "shard_optimizer_state",
+    "offload_activations": "offload_activations",
+}
+"""Where things are kept, under the original's names and under those of `tr.Trainer`."""
+
 _CHIP_ONLY = (
-    "offload_activations",
     "offload_gradient_accumulation_buffers",
     "replicated_weight_sharding",
     "offload_weights",
@@ -42,8 +48,6 @@ _CHIP_ONLY = (
     "weight_update_poplar_options",
     "use_io_tiles",
     "num_io_tiles",
-    "offload_weight_update_variables",
-    "replicated_optimizer_state_sharding",
     "gradient_accumulation_for_captured_grads",
 )
 """What only the original chip had: accepted, noted once, without effect on results."""
@@ -80,12 +84,15 @@ class Setters:
             gradient_accumulation_reduction_method: "sum" (the default), "mean" or "running_mean".
             use_v2_gradient_accumulation_optimizer: accepted; there is one way of accumulating.
             dtype: of the accumulators: a dtype, or None for that of each variable.
-            **optimizer_kwargs: options of the original chip, noted and without effect.
+            **optimizer_kwargs: `offload_weight_update_variables` (None: where it pays),
+                `replicated_optimizer_state_sharding` and `offload_activations` say where things are
+                kept, as the options of `tr.Trainer`; other options of the original chip are noted
+                and have no effect.
         """
         options = self._options
         if use_v2_gradient_accumulation_optimizer is not None:
             _note_chip("use_v2_gradient_accumulation_optimizer")
-        for name in optimizer_kwargs:
+        for name in _memory_options(options, optimizer_kwargs):
             if name in ("opt", "num_mini_batches", "experimental_normalize_gradients"):
                 raise OptionError(
                     f"Found `{name}` key in optimizer_kwargs. This argument is automatically set by "
@@ -126,10 +133,10 @@ class Setters:
             pipeline_schedule: "grouped" (the default), "interleaved" or "sequential".
             schedule: the same, under its other name.
             recomputation_mode: anything but None recomputes activations in the backward pass.
-            **pipelining_kwargs: options of the original chip, noted and without effect.
+            **pipelining_kwargs: as for `set_gradient_accumulation_options`.
         """
         options = self._options
-        for name in pipelining_kwargs:
+        for name in _memory_options(options, pipelining_kwargs):
             _check_pipelining_kwarg(name)
         if gradient_accumulation_steps_per_replica is not None:
             options.pipelining_gradient_accumulation_steps_per_replica = positive(
@@ -206,6 +213,17 @@ class Setters:
     def set_asynchronous_callbacks(self, asynchronous: bool = False) -> None:
         """Whether callbacks hear of every step, while an execution runs, not only of the last."""
         self._options.asynchronous_callbacks = bool(asynchronous)
+
+
+def _memory_options(options: Options, given: dict[str, Any]) -> list[str]:
+    """Set the options that say where things are kept; returns the names of the others."""
+    for name, value in given.items():
+        if name in _MEMORY:
+            if value is not None and not isinstance(value, bool):
+                raise OptionError(f"{name} is True, False or None. Received: {name}={value!r}.")
+            keeps_open = name == "offload_weight_update_variables"
+            setattr(options, _MEMORY[name], value if keeps_open else bool(value))
+    return [name for name in given if name not in _MEMORY]
 
 
 def _reduction(value: Any) -> str:

@@ -136,6 +136,9 @@ class Training(Executions):
             replica_state=lambda name: "each" if layout.own_of_replicas(name) else "mean",
             observe=taps,
             run_dir=settings.run_dir,
+            offload_optimizer_state=settings.options.offload_optimizer_state,
+            shard_optimizer_state=settings.options.shard_optimizer_state,
+            offload_activations=settings.options.offload_activations,
         )
 
     def _deliver(self) -> None:

@@ -1,0 +1,56 @@
+"""The infeed of a model that is called: each call hands over the elements of one execution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.infeed import InfeedQueue, Staged
+
+
+class CallFeed(InfeedQueue):
+    """Feeds what `hand` was given last; there is nothing to read ahead, and so no thread."""
+
+    def __init__(self, spec: ElementSpec) -> None:
+        super().__init__([], prefetch=0)
+        self._form = spec
+        self._arrays: list[Any] = []
+
+    def spec(self) -> ElementSpec:
+        """The form of an element."""
+        return self._form
+
+    def hand(self, arrays: list[Any]) -> None:
+        """The elements of the next execution, stacked."""
+        self._arrays = arrays
+
+    def take(self, count: int, sharding: Any, *, then: int | None = None) -> Staged:
+        """Those elements. The caller's memory may be used: the call waits for the end.
+
+        For one device they stay on the host here, and travel with the call of the program: moving
+        them first costs as much again as the rest of a short call.
+        """
+        host, self._arrays = self._arrays, []
+        replicas = self.replicas or 1
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            return Staged(host, tuple(host), count, replicas)
+        shaped = [array.reshape(count, replicas, *array.shape[1:]) for array in host]
+        return Staged(host, tuple(jax.device_put(shaped, sharding)), count, replicas)
+
+    def started(self, ticket: Any) -> None:
+        """Nothing to do: what was handed over is used once."""
+
+    def put_back(self, staged: Staged, used: int) -> None:
+        """What was not used is let go of; the caller still has it."""
+
+    def elements_of(self, block: Any) -> Any:
+        """The elements that rows of a block stand for: themselves."""
+        return block
+
+    def rest(self) -> None:
+        """Nothing runs."""
+
+    def __repr__(self) -> str:
+        return f"CallFeed({', '.join(self._form.paths)})"

@@ -1,0 +1,199 @@
+"""Functions of PyTorch that run otherwise here than through torchax, because it does less.
+
+Each takes and returns tensors of the forward pass that is being traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch.nn.functional as functional
+
+from tailrace.torch.watching import Watch
+
+
+def _batch_norm(
+    watch: Watch,
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Batch normalisation that also advances the running statistics, as PyTorch's does."""
+    x = input.jax()
+    axes = (0, *range(2, x.ndim))
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    wide = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+    if training:
+        count = x.size // x.shape[1]
+        if count < 2:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {input.shape}"
+            )
+        mean = wide.mean(axes)
+        var = jnp.square(wide - mean.reshape(shape)).mean(axes)
+        if running_mean is not None:
+            unbiased = var * (count / (count - 1))
+            for state, value in ((running_mean, mean), (running_var, unbiased)):
+                old = state.jax()
+                new = old * (1 - momentum) + value.astype(old.dtype) * momentum
+                state.apply_jax_(lambda _, new=new: jax.lax.stop_gradient(new))
+    else:
+        mean, var = running_mean.jax().astype(wide.dtype), running_var.jax().astype(wide.dtype)
+    scale = jax.lax.rsqrt(var + eps)
+    if weight is not None:
+        scale = scale * weight.jax().astype(wide.dtype)
+    out = (wide - mean.reshape(shape)) * scale.reshape(shape)
+    if bias is not None:
+        out = out + bias.jax().astype(wide.dtype).reshape(shape)
+    return watch.tensor(out.astype(x.dtype))
+
+
+def _gaussian_nll_loss(
+    watch: Watch,
+    input: Any,
+    target: Any,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:
+    """Without PyTorch's check that no variance is negative, which would branch on values."""
+    mean, value = input.jax(), target.jax()
+    spread = jnp.asarray(var, mean.dtype) if isinstance(var, float) else var.jax()
+    if spread.ndim < mean.ndim and spread.ndim:
+        spread = spread[..., None]
+    # Clamped without touching the gradient, as PyTorch does.
+    spread = spread + jax.lax.stop_gradient(jnp.maximum(spread, eps) - spread)
+    loss = 0.5 * (jnp.log(spread) + jnp.square(mean - value) / spread)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return watch.tensor(_reduced(loss, reduction))
+
+
+def _multilabel_margin_loss(
+    watch: Watch,
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    """Targets are the classes before the first -1 of each row."""
+    x, y = input.jax(), target.jax()
+    one = x.ndim == 1
+    x, y = (x[None], y[None]) if one else (x, y)
+    classes = x.shape[1]
+    real = jnp.cumprod(y >= 0, axis=1).astype(bool)
+    hit = jax.nn.one_hot(jnp.where(real, y, classes), classes, dtype=bool).any(1)
+    scores = jnp.take_along_axis(x, jnp.where(real, y, 0), axis=1)
+    margins = jnp.maximum(0, 1 - (scores[:, :, None] - x[:, None, :]))
+    counted = real[:, :, None] & ~hit[:, None, :]
+    loss = jnp.where(counted, margins, 0).sum((1, 2)) / classes
+    return watch.tensor(_reduced(loss[0] if one else loss, reduction))
+
+
+def _ctc_loss(
+    watch: Watch,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Any:
+    """Through optax; targets are padded rows, [batch, length]."""
+    import optax
+
+    logits, labels = log_probs.jax(), targets.jax()
+    if logits.ndim != 3 or labels.ndim != 2:
+        raise NotImplementedError(
+            f"ctc_loss takes log-probabilities [time, batch, classes] and padded targets [batch, "
+            f"length]. Received: {list(logits.shape)} and {list(labels.shape)}"
+        )
+
+    def padding(lengths: Any, count: int) -> Any:
+        found = lengths.jax() if hasattr(lengths, "jax") else jnp.asarray(lengths)
+        return (jnp.arange(count)[None] >= found[:, None]).astype(logits.dtype), found
+
+    logits = jnp.swapaxes(logits, 0, 1)
+    unread, _ = padding(input_lengths, logits.shape[1])
+    unused, lengths = padding(target_lengths, labels.shape[1])
+    loss = optax.ctc_loss(logits, unread, labels, unused, blank_id=blank)
+    if zero_infinity:
+        loss = jnp.where(loss > 1e4, 0, loss)
+    if reduction == "mean":
+        return watch.tensor((loss / jnp.maximum(lengths, 1)).mean())
+    return watch.tensor(_reduced(loss, reduction))
+
+
+def _embedding_bag(
+    watch: Watch,
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """For bags of one length, given as rows."""
+    if offsets is not None or max_norm is not None or input.ndim != 2 or padding_idx is not None:
+        raise NotImplementedError(
+            "embedding_bag takes bags of one length, as the rows of a matrix, without offsets, "
+            "max_norm and padding_idx"
+        )
+    rows = weight.jax()[input.jax()]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.jax()[..., None]
+    return watch.tensor(getattr(rows, mode)(axis=1))
+
+
+def _adaptive_max_pool(
+    watch: Watch, input: Any, output_size: Any, return_indices: bool = False, *, dims: int
+) -> Any:
+    """Maxima over windows that share out each of the last dims as evenly as they can."""
+    if return_indices:
+        raise NotImplementedError("adaptive max pooling has no lowering for return_indices=True")
+    x = input.jax()
+    sizes = output_size if isinstance(output_size, tuple | list) else (output_size,) * dims
+    for axis, size in zip(range(x.ndim - dims, x.ndim), sizes, strict=True):
+        length = x.shape[axis]
+        count = length if size is None else size
+        windows = [
+            jax.lax.slice_in_dim(x, i * length // count, -(-(i + 1) * length // count), axis=axis)
+            for i in range(count)
+        ]
+        x = jnp.concatenate([window.max(axis, keepdims=True) for window in windows], axis)
+    return watch.tensor(x)
+
+
+def _reduced(loss: Any, reduction: str) -> Any:
+    return {"mean": jnp.mean, "sum": jnp.sum, "none": lambda x: x}[reduction](loss)
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    functional.adaptive_max_pool1d: functools.partial(_adaptive_max_pool, dims=1),
+    functional.adaptive_max_pool2d: functools.partial(_adaptive_max_pool, dims=2),
+    functional.adaptive_max_pool3d: functools.partial(_adaptive_max_pool, dims=3),
+    functional.batch_norm: _batch_norm,
+    functional.ctc_loss: _ctc_loss,
+    functional.embedding_bag: _embedding_bag,
+    functional.gaussian_nll_loss: _gaussian_nll_loss,
+    functional.multilabel_margin_loss: _multilabel_margin_loss,
+}
+"""Which functions of PyTorch are replaced, and by what: called with the watch in front."""

@@ -1,0 +1,215 @@
+"""A PyTorch optimizer as the optimizer of a training program.
+
+Its state lives on the device as {"hyper", "step", <slot>: {<parameter>: tensor}} and goes back into
+the PyTorch object, under PyTorch's own names, when weights are copied to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tailrace.errors import OptionError
+from tailrace.notes import note_once
+from tailrace.torch.arrays import array_of, dtype_on_device, tensor_of
+from tailrace.torch.errors import UsageError
+from tailrace.torch.optim.classes import LAMB
+from tailrace.torch.optim.rules import COLUMNS, GroupRule, Hypers, row_of
+
+_KINDS: tuple[tuple[type, str], ...] = (
+    (torch.optim.SGD, "sgd"),
+    (torch.optim.AdamW, "adam"),
+    (torch.optim.Adam, "adam"),
+    (torch.optim.RMSprop, "rmsprop"),
+    (LAMB, "lamb"),
+)
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.optim", "tailrace."))
+
+
+class DeviceOptimizer:
+    """What a PyTorch optimizer does, on the device.
+
+    Args:
+        optimizer: an instance of one of the supported classes.
+        names: the name of each parameter of the module, by the id of the tensor.
+        gradient_scale: gradients are multiplied by this first.
+        scaled_gradients: whether gradients are seen as those of the scaled loss.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        gradient_scale: float = 1,
+        scaled_gradients: bool = False,
+    ) -> None:
+        self.optimizer, self.gradient_scale = optimizer, gradient_scale
+        self.scaled_gradients = scaled_gradients
+        kind = next((name for one, name in _KINDS if isinstance(optimizer, one)), None)
+        if kind is None:
+            raise UsageError(
+                f"Unsupported optimizer type: updates run on the device, for torch.optim.SGD, Adam, "
+                f"AdamW, RMSprop and those of tt.optim. Received: {type(optimizer).__name__}. Use one "
+                f"of these."
+            )
+        self.kind = kind
+        if "step" in vars(type(optimizer)) and not _is_known(type(optimizer)):
+            note_once(
+                f"Updates run on the device by the rule of {kind!r}; the step method of "
+                f"{type(optimizer).__name__} is not called."
+            )
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.groups = tuple(self._rule(group, names) for group in optimizer.param_groups)
+        self.state_types = {
+            slot: dtype_on_device(dtype)
+            for slot, dtype in getattr(optimizer, "state_types", {}).items()
+            if dtype is not None
+        }
+        self.scaled = self.loss_scaling != 1
+        self.clipped = math.isfinite(getattr(optimizer, "max_grad_norm", math.inf))
+
+    @property
+    def loss_scaling(self) -> float:
+        """What the loss is multiplied with."""
+        return float(getattr(self.optimizer, "loss_scaling", 1.0))
+
+    @property
+    def accum_type(self) -> Any:
+        """The dtype of gradient accumulators; None: the parameter's."""
+        dtype = getattr(self.optimizer, "accum_type", None)
+        return None if dtype is None else dtype_on_device(dtype)
+
+    @property
+    def key(self) -> Any:
+        """Two optimizers with equal keys need the same program."""
+        types = tuple(sorted((k, str(v)) for k, v in self.state_types.items()))
+        scaling = self.scaled and self.loss_scaling
+        scale = (self.gradient_scale, str(self.accum_type), scaling, self.scaled_gradients)
+        return (self.groups, types, self.clipped, scale)
+
+    def keeps_scale(self, param: Any) -> bool:
+        """Whether the gradient of a parameter stays that of the scaled loss until the update.
+
+        In 16 bits it must: dividing it earlier would undo what the scaling is for.
+        """
+        return self.scaled_gradients or jnp.dtype(param.dtype).itemsize < 4
+
+    def hypers(self) -> np.ndarray:
+        """The numbers of all groups as they are now."""
+        scaling = self.loss_scaling
+        norm = float(getattr(self.optimizer, "max_grad_norm", math.inf))
+        return np.array(
+            [row_of(group, scaling, norm) for group in self.optimizer.param_groups], np.float32
+        )
+
+    # -- in the program -------------------------------------------------------------------------
+
+    def init(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """State to begin with; what the PyTorch object has already is taken over."""
+        state: dict[str, Any] = {"hyper": jnp.asarray(self.hypers()), "step": jnp.int32(0)}
+        for rule in self.groups:
+            for slot in rule.slots:
+                filled = state.setdefault(slot, {})
+                for name in rule.params:
+                    filled[name] = self._first(rule, slot, name, params[name])
+        steps = [float(found["step"]) for found in map(self._held, self.tensors) if "step" in found]
+        if steps:
+            state["step"] = jnp.int32(max(steps))
+        elif any(self._held(name) for name in self.tensors):  # SGD keeps no count
+            state["step"] = jnp.int32(1)
+        return state
+
+    def _first(self, rule: GroupRule, slot: str, name: str, param: Any) -> Any:
+        dtype = self.state_types.get(slot, param.dtype)
+        held = self._held(name).get(slot)
+        if held is not None:
+            return jnp.asarray(array_of(held), dtype)
+        return jnp.full(param.shape, rule.start(slot), dtype)
+
+    def _held(self, name: str) -> Mapping[str, Any]:
+        return self.optimizer.state.get(self.tensors[name], {})
+
+    def apply(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """Parameters and state after one step."""
+        step = state["step"] + 1
+        after = {slot: dict(v) if isinstance(v, dict) else v for slot, v in state.items()}
+        updated = dict(params)
+        wide = {n: grads[n].astype(jnp.float32) for rule in self.groups for n in rule.params}
+        if self.gradient_scale != 1:
+            wide = {name: grad * jnp.float32(self.gradient_scale) for name, grad in wide.items()}
+        if self.scaled:
+            scaling = state["hyper"][0, COLUMNS.index("loss_scaling")]
+            wide = {
+                name: grad / scaling if self.keeps_scale(params[name]) else grad
+                for name, grad in wide.items()
+            }
+        if self.clipped:
+            norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in wide.values()))
+            most = state["hyper"][0, COLUMNS.index("max_grad_norm")]
+            share = jnp.minimum(most / (norm + 1e-6), 1)
+            wide = {name: grad * share for name, grad in wide.items()}
+        for number, rule in enumerate(self.groups):
+            numbers = Hypers(state["hyper"][number])
+            for name in rule.params:
+                param = params[name]
+                slots = {slot: state[slot][name].astype(jnp.float32) for slot in rule.slots}
+                with jax.named_scope(name):
+                    new = rule.update(param.astype(jnp.float32), wide[name], slots, numbers, step)
+                updated[name] = new.astype(param.dtype)
+                for slot, value in slots.items():
+                    after[slot][name] = value
+        after["step"] = step
+        return updated, after
+
+    # -- on the host ----------------------------------------------------------------------------
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Put the state of the device into the PyTorch object."""
+        step = float(np.asarray(state["step"]))
+        for rule in self.groups:
+            for name in rule.params:
+                tensor = self.tensors[name]
+                found: dict[str, Any] = {
+                    slot: tensor_of(state[slot][name]).to(tensor.device) for slot in rule.slots
+                }
+                if self.kind != "sgd":
+                    found["step"] = torch.tensor(step)
+                if found:
+                    self.optimizer.state[tensor] = found
+
+    def _rule(self, group: Mapping[str, Any], names: Mapping[int, str]) -> GroupRule:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise OptionError(
+                    f"The optimizer of a model updates that model's parameters. It holds another "
+                    f"one, of shape {list(param.shape)}. Make it from module.parameters(), after the "
+                    f"module is complete."
+                )
+        trained = [param for param in group["params"] if param.requires_grad]
+        self.tensors.update({names[id(param)]: param for param in trained})
+        flags = {
+            flag
+            for flag in ("nesterov", "amsgrad", "maximize", "centered")
+            if group.get(flag, False)
+        }
+        flags |= {f for f in ("momentum", "dampening", "weight_decay") if group.get(f, 0) != 0}
+        if group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)):
+            flags.add("decoupled")
+        if self.kind == "lamb":
+            flags.add("decoupled")
+        if not getattr(self.optimizer, "bias_correction", True):
+            flags.add("uncorrected")
+        if getattr(self.optimizer, "use_tf_variant", False):
+            flags.add("tf")
+        if "momentum" not in flags:
+            flags -= {"dampening", "nesterov"}
+        return GroupRule(self.kind, tuple(names[id(p)] for p in trained), frozenset(flags))

@@ -1,0 +1,109 @@
+"""Layers and losses of PyTorch, one by one: forward and gradient equal PyTorch's own."""
+
+import copy
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+import torch
+from coverage_cases import LAYERS, LOSSES, REFUSED
+
+import tailrace as tr
+import tailrace.torch as tt
+from oracles import assert_close
+from tailrace.torch.arrays import array_of
+from tailrace.torch.containers import flatten
+from tailrace.torch.forward import weights_of
+from tailrace.torch.tracing import ModuleFunction, training_modes
+
+CASES = {**LAYERS, **LOSSES}
+SLOW = ("Transformer", "TransformerDecoderLayer", "LSTM (bidirectional)", "RNN", "ConvTranspose3d")
+"""Variants of others, that take long."""
+
+
+def total(leaves, xp):
+    """One number from all float outputs, each entry with a weight of its own."""
+    return sum(
+        (
+            value
+            * xp(
+                np.cos(np.arange(value.size if xp is np.asarray else value.numel()))
+                .astype(np.float32)
+                .reshape(value.shape)
+            )
+        ).sum()
+        for value in leaves
+    )
+
+
+def plainly(name, module, inputs):
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    if name in LOSSES and len(inputs) == 2:
+        inputs[1].requires_grad_(False)
+    leaves = [value for _, value in flatten(module(*inputs)) if torch.is_tensor(value)]
+    total([v for v in leaves if v.is_floating_point()], torch.as_tensor).backward()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    grads.update({f"input {i}": x.grad for i, x in enumerate(inputs) if x.is_floating_point()})
+    arrays = {name: g.numpy() for name, g in grads.items() if g is not None}
+    return [v.detach().numpy() for v in leaves], arrays
+
+
+def on_device(module, inputs):
+    function = ModuleFunction(module, training_modes(module))
+    params, buffers = (jax.tree.map(jax.numpy.asarray, tree) for tree in weights_of(module))
+    arrays = [array_of(x) for x in inputs]
+    floating = {f"input {i}": a for i, a in enumerate(arrays) if a.dtype.kind == "f"}
+
+    def run(wanted):
+        values = [wanted.get(f"input {i}", a) for i, a in enumerate(arrays)]
+        ran = function(
+            {name: wanted[name] for name in params},
+            buffers,
+            lambda wrap: (tuple(wrap(jax.numpy.asarray(v)) for v in values), {}),
+            jax.random.key(0),
+        )
+        leaves = [value for _, value in ran.leaves]
+        weighed = [v for v in leaves if v.dtype.kind == "f"]
+        with jax.numpy_dtype_promotion("standard"):
+            return total(weighed, np.asarray), leaves
+
+    grads, leaves = jax.jit(jax.grad(run, has_aux=True))({**params, **floating})
+    return leaves, grads
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in SLOW else [])
+        for name in CASES
+        if name not in REFUSED
+    ],
+)
+def test_forward_and_gradient(name):
+    make, inputs = CASES[name]
+    torch.manual_seed(0)
+    module, given = make(), inputs()
+    expected, expected_grads = plainly(name, copy.deepcopy(module), given)
+    found, grads = on_device(module, given)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(np.asarray(a), b)
+    assert_close({k: np.asarray(grads[k]) for k in expected_grads}, expected_grads)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    make, inputs = CASES[name]
+    with pytest.raises(tr.TailraceError, match=REFUSED[name]):
+        tt.inference_model(make())(*inputs())
+
+
+def test_the_guide_lists_what_is_tested():
+    guide = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "pytorch.md"
+    text = guide.read_text(encoding="utf-8")
+    cells = {cell.strip() for line in text.splitlines() for cell in re.split(r"[|,]", line)}
+    for name in CASES:
+        for part in name.split(", "):
+            assert part in cells or f"- {name}: " in text, name
