@@ -14,7 +14,9 @@ Y = (X.sum(axis=1) > 0).astype(np.int32)
 def trained(**options):
     keras.utils.set_random_seed(0)
     with tk.Strategy(replicas=2).scope():
-        model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(40), keras.layers.Dense(2)])
+        model = keras.Sequential(
+            [keras.Input((32,)), keras.layers.Dense(40), keras.layers.Dense(2)]
+        )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=keras.optimizers.Adam(0.01), loss=loss, steps_per_execution=4)
     model.set_gradient_accumulation_options(2, **options)
