@@ -186,9 +186,7 @@ def main() -> None:
     trainers = {name: trainer_of(name, steps) for name in SCHEDULES}
     trainers["one device"] = trainer_of(None, steps)
     contenders = [contender(name, trainer, steps) for name, trainer in trainers.items()]
-    contenders[
-        -1
-    ].note = "the unpipelined program; XLA uses both cores for a product in spite of the flag"
+    contenders[-1].note = "the unpipelined program; XLA uses both cores in spite of the flag"
 
     def run_all_threads() -> None:
         all_threads.tell(str(steps))
