@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -63,10 +64,12 @@ class Evaluator:
 
     def stream(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Iterator[Any]:
         """Results one by one, soon after they are made."""
-        for tree, _ in self._run(dataset, fn, read, None, live=True):
-            leaves, structure = jax.tree.flatten(tree)
-            for row in zip(*leaves, strict=True):
-                yield jax.tree.unflatten(structure, row)
+        # Closed here: since Python 3.12 a closed generator may keep what it iterates over alive.
+        with closing(self._run(dataset, fn, read, None, live=True)) as results:
+            for tree, _ in results:
+                leaves, structure = jax.tree.flatten(tree)
+                for row in zip(*leaves, strict=True):
+                    yield jax.tree.unflatten(structure, row)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -81,7 +84,7 @@ class Evaluator:
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
         live: bool = False,
-    ) -> Iterator[tuple[Any, ElementSpec]]:
+    ) -> Generator[tuple[Any, ElementSpec], None, None]:
         key, runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
         known = self._step.begin_evaluating(runner, read)
         replicas = runner.placement.replicas
