@@ -60,6 +60,7 @@ class IPUStrategyV1(Strategy):
             )
         super().adopt(model)
         model.tailrace.__class__ = _Settings
+        model.tailrace.options.offload_optimizer_state = None  # where it pays, as there
 
     def iterating(self) -> contextlib.AbstractContextManager[None]:
         """While the scope is open: `iter(dataset)` gives an infeed, unless it was switched off."""

@@ -292,14 +292,14 @@ class ShardedOptimizer(IpuOptimizer):
         super().__init__(optimizer, "ShardedOptimizer")
 
 
-def check_sharding(offload: bool | None, sharding: bool) -> None:
+def check_sharding(offload: bool | None, sharding: bool, *, honoured: bool = False) -> None:
     """The rule of the two options about where an optimizer's state lies, and what becomes of them."""
     if sharding and offload is False:
         raise IPUValueError(
             "To use replicated_optimizer_state_sharding, optimizer state must be offloaded by using "
             "offload_weight_update_variables."
         )
-    if offload or sharding:
+    if (offload or sharding) and not honoured:
         note_once(
             "offload_weight_update_variables and replicated_optimizer_state_sharding say where the "
             "optimizer's state lies; it stays on the device here, and no result changes."

@@ -157,7 +157,9 @@ class PipelineOptions:
         self._check_feeds()
         self._check_stage_options()
         check_sharding(
-            self.offload_weight_update_variables, self.replicated_optimizer_state_sharding
+            self.offload_weight_update_variables,
+            self.replicated_optimizer_state_sharding,
+            honoured=self.training,
         )
         self._check_plan()
         self._note_what_is_about_memory()
@@ -340,7 +342,7 @@ class PipelineOptions:
 
     def _note_what_is_about_memory(self) -> None:
         about_memory = (
-            "offload_activations",
+            *(() if self.training else ("offload_activations",)),
             "offload_gradient_accumulation_buffers",
             "replicated_weight_sharding",
             "offload_weights",

@@ -175,6 +175,9 @@ class Training:
             values,
             model_state={"variables": [jnp.asarray(value_of(v)) for v in self.buffers]},
             replicas=self.replicas,
+            offload_optimizer_state=options.offload_weight_update_variables,
+            shard_optimizer_state=bool(options.replicated_optimizer_state_sharding),
+            offload_activations=bool(options.offload_activations),
         )
 
     # -- the optimizer, as the engine has it ------------------------------------------------------

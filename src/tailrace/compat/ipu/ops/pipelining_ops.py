@@ -76,9 +76,10 @@ def pipeline(
         forward_propagation_stages_poplar_options: checked, and noted.
         backward_propagation_stages_poplar_options: checked, and noted.
         weight_update_poplar_options: checked, and noted.
-        offload_weight_update_variables: noted.
-        replicated_optimizer_state_sharding: noted.
-        offload_activations: noted.
+        offload_weight_update_variables: keep the optimizer's state in the host's memory between
+            updates; None: where that pays.
+        replicated_optimizer_state_sharding: let each replica keep a share of it.
+        offload_activations: keep what forwards leave for backwards in the host's memory.
         offload_gradient_accumulation_buffers: noted.
         replicated_weight_sharding: noted.
         offload_weights: noted.
