@@ -58,6 +58,7 @@ __all__ = [
     "trace_level",
     "user_frame",
     "value_of",
+    "variables",
     "version",
     "without_dead_code",
 ]
@@ -118,6 +119,11 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]
 def value_of(known: dict[Any, Any], var: Any) -> Any:
     """The value of a variable that was computed, or of a literal, which is its own."""
     return var.val if isinstance(var, Literal) else known[var]
+
+
+def variables(operands: Iterable[Any]) -> list[Any]:
+    """Those of an equation's operands, or of a program's results, that are no literals."""
+    return [var for var in operands if isinstance(var, Var)]
 
 
 def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:

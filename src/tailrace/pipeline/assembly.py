@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from tailrace._jax import Jaxpr, JaxprEqn, Literal, Var, scan_sizes
+from tailrace._jax import Jaxpr, JaxprEqn, Literal, scan_sizes, variables
 from tailrace.errors import PipelineError
 from tailrace.marks import unit_p
 from tailrace.pipeline.jobs import Dissection, Who
@@ -46,7 +46,7 @@ class Assembly:
         hosted: frozenset[int] = frozenset(),
         stash_on_host: bool = False,
     ) -> None:
-        self.loop, self.plan, self.replicas, self.each = loop, plan, replicas, each
+        self.plan, self.replicas, self.each = plan, replicas, each
         self.hosted, self.stash_on_host = hosted, stash_on_host
         self.body: Jaxpr = loop.params["jaxpr"].jaxpr
         self.num_devices = len(plan.devices)
@@ -119,12 +119,12 @@ class Assembly:
         number = {var: i for i, var in enumerate(jobs.body.invars[: jobs.consts])}
         for who, job in jobs.jobs.items():
             for index in job.equations:
-                for var in jobs.body.eqns[index].invars:
-                    if not isinstance(var, Literal) and var in number:
+                for var in variables(jobs.body.eqns[index].invars):
+                    if var in number:
                         need(self.inner.invars[number[var]], frozenset([self.device(who)]))
         for index in jobs.ahead:
-            for var in jobs.body.eqns[index].invars:
-                if not isinstance(var, Literal) and var in number:
+            for var in variables(jobs.body.eqns[index].invars):
+                if var in number:
                     need(self.inner.invars[number[var]], None)
         for carry in range(jobs.carried):
             var = self.inner.invars[jobs.consts + carry]
@@ -179,14 +179,14 @@ class Assembly:
         """Messages between units, gathered so that no device sends or receives two in one."""
         channels: list[Channel] = []
         for who, job in self.jobs.jobs.items():
-            for to, variables in job.sends.items():
+            for to, sent in job.sends.items():
                 ends = (self.device(who), self.device(to))
                 for channel in channels:
                     if channel.admits(ends):
                         break
                 else:
                     channels.append(channel := Channel())
-                channel.add((who, to), ends, variables)
+                channel.add((who, to), ends, sent)
         for channel in channels:
             channel.close()
         return channels
@@ -229,7 +229,7 @@ def _constants(body: Jaxpr) -> dict[Any, JaxprEqn]:
     """Large values made of nothing (zeros to accumulate in), by variable."""
     found: dict[Any, JaxprEqn] = {}
     for eqn in body.eqns:
-        operands = [v for v in eqn.invars if isinstance(v, Var)]
+        operands = variables(eqn.invars)
         if concerns_us(eqn) or eqn.effects or not all(v in found for v in operands):
             continue
         if operands or max((nbytes(v) for v in eqn.outvars), default=0) > _LARGE:
@@ -254,10 +254,9 @@ def _traced_back(
                 where = None if got is None or where is None else where | got
         if where == frozenset():
             continue
-        for var in eqn.invars:
-            if not isinstance(var, Literal):
-                old = want.get(var, frozenset())
-                want[var] = None if where is None or old is None else old | where
+        for var in variables(eqn.invars):
+            old = want.get(var, frozenset())
+            want[var] = None if where is None or old is None else old | where
     found: dict[Any, Devices] = {}
     for var in carried:
         devices = want.get(var, frozenset())

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace import _jax
-from tailrace._jax import ClosedJaxpr, JaxprEqn, Literal, Var, primitives
+from tailrace._jax import ClosedJaxpr, JaxprEqn, Var, primitives
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.marks import ProgramTrace, is_tracing, mark_p, tracing
 from tailrace.pipeline.boundary import stage_boundary
 from tailrace.pipeline.cuts import balanced_cut, stage_sums
 from tailrace.pipeline.pipeline import Pipeline
+from tailrace.pipeline.spread import nbytes
 
 _BACKWARD = 2.0
 """A backward multiplies twice what its forward multiplies once."""
@@ -173,8 +174,8 @@ def balance(
     edges = [0, *cut, len(eqns)]
     for number in range(stages):
         part = eqns[edges[number] : edges[number + 1]]
-        used = {v for eqn in part for v in eqn.invars if not isinstance(v, Literal)}
-        weights = sum(_nbytes(v) for v in closed.jaxpr.invars[:count] if v in used)
+        used = {v for eqn in part for v in _jax.variables(eqn.invars)}
+        weights = sum(nbytes(v) for v in closed.jaxpr.invars[:count] if v in used)
         proposed.append(
             ProposedStage(
                 float(sums[number] / sums.sum()),
@@ -197,7 +198,7 @@ def cost_of(eqn: JaxprEqn) -> float:
     if eqn.primitive is mark_p:
         return 0.0
     out = sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
-    moved = _FLOPS_PER_BYTE * sum(_nbytes(v) for v in [*eqn.invars, *eqn.outvars])
+    moved = _FLOPS_PER_BYTE * sum(nbytes(v) for v in [*eqn.invars, *eqn.outvars])
     work = 0.0
     if eqn.primitive is primitives.dot_general_p:
         ((contracted, _), _) = eqn.params["dimension_numbers"]
@@ -248,11 +249,11 @@ def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
     jaxpr = closed.jaxpr
     before = {v for eqn in jaxpr.eqns[:index] for v in eqn.outvars}
     later = [v for eqn in jaxpr.eqns[index:] for v in eqn.invars] + list(jaxpr.outvars)
-    return list(dict.fromkeys(v for v in later if not isinstance(v, Literal) and v in before))
+    return list(dict.fromkeys(v for v in _jax.variables(later) if v in before))
 
 
 def _crossing(closed: ClosedJaxpr, index: int) -> int:
-    return sum(_nbytes(v) for v in _alive(closed, index))
+    return sum(nbytes(v) for v in _alive(closed, index))
 
 
 def _cheap_cut(closed: ClosedJaxpr, costs: np.ndarray, stages: int) -> tuple[int, ...]:
@@ -281,9 +282,7 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
     for first, last in itertools.pairwise(edges):
         part = jaxpr.eqns[first:last]
         made = {v for eqn in part for v in eqn.outvars}
-        used = dict.fromkeys(
-            v for eqn in part for v in eqn.invars if not isinstance(v, Literal) and v not in made
-        )
+        used = dict.fromkeys(v for eqn in part for v in _jax.variables(eqn.invars) if v not in made)
         ends = [v for v in _alive(closed, last) if v in made] or [
             v for v in jaxpr.outvars if v in made
         ]
@@ -323,8 +322,3 @@ def _both_ways(stage: Callable[..., Any]) -> Callable[..., Any]:
         return stage(*values), pull([jnp.ones_like(x) for x in out])
 
     return jax.jit(both)
-
-
-def _nbytes(var: Any) -> int:
-    aval = var.aval
-    return math.prod(getattr(aval, "shape", ())) * getattr(aval.dtype, "itemsize", 8)

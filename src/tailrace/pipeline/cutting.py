@@ -12,13 +12,14 @@ traced to where they are used, so that nothing needless is kept or sent:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tailrace import _jax
-from tailrace._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, primitives
+from tailrace._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives, variables
 from tailrace.errors import PipelineError
 from tailrace.marks import ambient_p, mark_p
 from tailrace.pipeline.boundary import BESIDE, ROLE
@@ -68,11 +69,28 @@ class Cut:
     outvars: tuple[Any, ...]
     consts: dict[Any, Any]
 
+    def results(self, values: dict[Any, Any]) -> list[Any]:
+        """The outputs, from the values of variables."""
+        return [values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in self.outvars]
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """For each stage, how many members it has."""
         stages = [piece.stage for piece in self.pieces]
         return tuple(stages.count(stage) for stage in dict.fromkeys(stages))
+
+
+def cut_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Cut, Any]:
+    """Trace `function(params, model_state, batch, inputs)` on the forms of `args`, and cut it.
+
+    Returns:
+        The pieces, and the structure of what the function returns.
+    """
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*forms)
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    everywhere = range(counts[0] + counts[1], sum(counts))
+    return cut(closed, counts[0], everywhere), jax.tree.structure(shape)
 
 
 def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
@@ -90,23 +108,23 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
     anywhere = {jaxpr.invars[i] for i in batch}
     fixed = {*jaxpr.invars[:parameters], *consts}
     homes = _homes(
-        equations, regions, {*outvars_of(outvars), *passed}, fixed, anywhere | set(consts)
+        equations, regions, {*variables(outvars), *passed}, fixed, anywhere | set(consts)
     )
     made_in: dict[Any, set[tuple[int, int]]] = {}
     for eqn, home in zip(equations, homes, strict=True):
         for var in eqn.outvars:
             made_in[var] = home
-    results = outvars_of(outvars)
+    results = set(variables(outvars))
     used_in: dict[Any, set[tuple[int, int]]] = {}
     for eqn, home in zip(equations, homes, strict=True):
-        for var in _variables(eqn):
+        for var in variables(eqn.invars):
             used_in.setdefault(var, set()).update(home)
     pieces = []
     for region in order:
         own = [e for e, home in zip(equations, homes, strict=True) if region in home]
         made = [var for eqn in own for var in eqn.outvars]
         inside = set(made)
-        used = dict.fromkeys(v for eqn in own for v in _variables(eqn))
+        used = dict.fromkeys(v for eqn in own for v in variables(eqn.invars))
         inputs = tuple(v for v in used if v not in inside and v not in consts)
         _check_beside(region, inputs, made_in)
         outputs = tuple(
@@ -179,11 +197,6 @@ def _is_boundary(eqn: JaxprEqn) -> bool:
     return eqn.primitive is mark_p and eqn.params["tag"].role == ROLE
 
 
-def outvars_of(outvars: Sequence[Any]) -> set[Any]:
-    """The variables among the outputs."""
-    return {var for var in outvars if isinstance(var, Var)}
-
-
 def _regions(
     jaxpr: Jaxpr,
 ) -> tuple[list[tuple[int, int]], list[JaxprEqn], list[Any], set[Any], list[tuple[int, int]]]:
@@ -225,9 +238,9 @@ def _homes(
     is_light, is_loose = [], []
     for eqn in equations:
         quiet = not eqn.effects and eqn.primitive not in (mark_p, ambient_p)
-        variables = list(_variables(eqn))
-        is_light.append(quiet and all(var in light for var in variables))
-        is_loose.append(quiet and all(var in loose for var in variables))
+        operands = variables(eqn.invars)
+        is_light.append(quiet and all(var in light for var in operands))
+        is_loose.append(quiet and all(var in loose for var in operands))
         if is_light[-1]:
             light.update(eqn.outvars)
         if is_loose[-1]:
@@ -241,13 +254,9 @@ def _homes(
             used = used | {own}
         moves = is_light[index] or (is_loose[index] and own not in used and len(used) == 1)
         homes[index] = set(used) if moves and used else {own}
-        for var in _variables(eqn):
+        for var in variables(eqn.invars):
             users.setdefault(var, set()).update(homes[index])
     return homes
-
-
-def _variables(eqn: JaxprEqn) -> list[Any]:
-    return [var for var in eqn.invars if not isinstance(var, Literal)]
 
 
 def _form(var: Any) -> jax.ShapeDtypeStruct:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -15,10 +15,11 @@ from tailrace._jax import value_of
 from tailrace.devices import REPLICA, STAGE
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.machine import Machine
+from tailrace.pipeline.values import from_device
 from tailrace.program.executable import Executable, Placement
 from tailrace.program.segments import Segment
-from tailrace.tensors.frame import Ambient, Block, Emission, Emissions, Frame
-from tailrace.tensors.passes import Passes
+from tailrace.tensors.frame import Ambient, Block, Emissions, Frame
+from tailrace.tensors.passes import Passes, guarded
 from tailrace.tensors.walk import Position
 from tailrace.tensors.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
@@ -58,7 +59,10 @@ class PipelineExecutable(Executable):
     ) -> None:
         super().__init__(segment, placement, length=length, wanted=wanted, period=period)
         self.assembly = assembly
-        self._carried = [*held_keys(assembly), *everywhere_keys(assembly)]
+        self._carried = [
+            *(("held", i) for i in range(len(assembly.held_layout.buffers))),
+            *(("all", i) for i in assembly.everywhere),
+        ]
         self._writes = list(self._carried)
         self._guarding = any(want.guard for wants in wanted.values() for want in wants)
         self._collected = {
@@ -143,7 +147,8 @@ class PipelineExecutable(Executable):
 
         start: Any = (held, alike)
         if self._guarding:
-            one_pass, start = self._guarded(one_pass, machine), (start, jnp.asarray(stopped))
+            one_pass = guarded(one_pass, functools.partial(_is_good, machine))
+            start = (start, jnp.asarray(stopped))
         passes = Passes(one_pass, False, 1, length)
         if self._collected:
             passes = passes.collecting(self._collected)
@@ -156,7 +161,9 @@ class PipelineExecutable(Executable):
         held, alike = carry
         for key, emission in emitted.items():
             source = machine.emitting.sources.get(key)
-            frame.emit(key, *(emission if source is None else _from(source, emission)))
+            if source is not None:
+                emission = jax.tree.map(functools.partial(from_device, source), emission)
+            frame.emit(key, *emission)
         condense(frame, at_end=True)
         self._keys = list(frame.emitted)
         emitted = [jax.tree.map(lambda leaf: leaf[None], frame.emitted[key]) for key in self._keys]
@@ -170,44 +177,13 @@ class PipelineExecutable(Executable):
         ]
         return [*held, *alike], emitted, first_step + 0, jnp.asarray(frame.stopped)
 
-    def _guarded(self, one_pass: Any, machine: Machine) -> Any:
-        """A pass that keeps what it carries from the first pass on in which a flag is down."""
 
-        def guarded(carry: Any, x: Any, observing: bool) -> Any:
-            before, stopped = carry
-            after, (ys, emitted) = one_pass(before, x, observing)
-            good = jnp.array(True)
-            for key, emission in emitted.items():
-                if isinstance(key, FiniteKey):
-                    source = machine.emitting.sources.get(key)
-                    elsewhere = source is not None and lax.axis_index(STAGE) != source
-                    good = good & (fine(emission).all() | elsewhere)
-            good = lax.pmin(good.astype(jnp.int32), (REPLICA, STAGE)) > 0
-            stopped = stopped | ~good
-            kept = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), before, after)
-            return (kept, stopped), (ys, emitted)
-
-        return guarded
-
-
-def held_keys(assembly: Assembly) -> list[Any]:
-    """The keys of the buffers that devices hold for themselves."""
-    return [("held", i) for i in range(len(assembly.held_layout.buffers))]
-
-
-def everywhere_keys(assembly: Assembly) -> list[Any]:
-    """The keys of what all devices carry alike."""
-    return [("all", i) for i in assembly.everywhere]
-
-
-def _from(source: int, emission: Emission) -> Emission:
-    """What one device has made, on all of them."""
-
-    def one(value: Any) -> Any:
-        is_bool = value.dtype == np.bool_
-        number = value.astype(jnp.int8) if is_bool else value
-        mine = lax.axis_index(STAGE) == source
-        number = lax.psum(jnp.where(mine, number, jnp.zeros_like(number)), STAGE)
-        return number.astype(jnp.bool_) if is_bool else number
-
-    return jax.tree.map(one, emission)
+def _is_good(machine: Machine, emitted: Any) -> Any:
+    """Whether no flag that a step emitted is down, on the device that made it, in any replica."""
+    good = jnp.array(True)
+    for key, emission in emitted.items():
+        if isinstance(key, FiniteKey):
+            source = machine.emitting.sources.get(key)
+            elsewhere = source is not None and lax.axis_index(STAGE) != source
+            good = good & (fine(emission).all() | elsewhere)
+    return lax.pmin(good.astype(jnp.int32), (REPLICA, STAGE)) > 0

@@ -67,13 +67,13 @@ def halve(cut: Cut, parameters: int, loss: Any, recompute: bool | str) -> tuple[
     active = set(cut.invars[:parameters])
     for piece in cut.pieces:
         for eqn in piece.equations:
-            if any(not isinstance(v, _jax.Literal) and v in active for v in eqn.invars):
+            if any(v in active for v in _jax.variables(eqn.invars)):
                 active.update(v for v in eqn.outvars if _is_float(v))
     useful = {loss}
     for piece in reversed(cut.pieces):
         for eqn in reversed(piece.equations):
             if any(v in useful for v in eqn.outvars):
-                useful.update(v for v in eqn.invars if not isinstance(v, _jax.Literal))
+                useful.update(_jax.variables(eqn.invars))
     if loss not in active:
         raise PipelineError(
             "The loss of a pipeline depends on its parameters. This one does not: check that the "
@@ -175,9 +175,7 @@ def _at_checkpoints(piece: Piece) -> list[Piece]:
     parts: list[Piece] = []
     for group in reversed([g for g in groups if g]):
         made = [v for eqn in group for v in eqn.outvars]
-        used = dict.fromkeys(
-            v for eqn in group for v in eqn.invars if not isinstance(v, _jax.Literal)
-        )
+        used = dict.fromkeys(v for eqn in group for v in _jax.variables(eqn.invars))
         inputs = tuple(v for v in used if v not in set(made) and not _is_const(v, piece))
         outputs = tuple(v for v in made if v in later)
         parts.append(Piece(piece.stage, piece.member, tuple(group), inputs, outputs))

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from tailrace._jax import Var
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.marks import Tag, current_trace, inside_loop, mark
-from tailrace.pipeline.cutting import Cut, cut
+from tailrace.pipeline.cutting import cut_function
 from tailrace.pipeline.halves import call_forward, only_forward
 from tailrace.pipeline.layout import placement_of, read_mapping
 from tailrace.pipeline.pipeline import Pipeline
@@ -35,41 +33,44 @@ def microbatches_of(pipeline: Pipeline, sizes: tuple[int, ...], rounds: int = _R
 
 def stages_of(compute: Compute, args: Any) -> tuple[int, ...]:
     """How many members each stage of a function has, by the boundaries in it."""
-    return _cut(compute, args)[0].sizes
+    return cut_function(compute, args)[0].sizes
 
 
 def forward_pass(
-    compute: Compute, read: Any, infeed: InfeedQueue, out: OutfeedQueue, count: int, inputs: Any
+    compute: Compute,
+    read: Any,
+    infeed: InfeedQueue,
+    out: OutfeedQueue,
+    count: int,
+    inputs: Any,
+    advances: bool = False,
 ) -> Any:
-    """A pass over `count` elements, inside a loop: sends out what `compute` makes of each."""
+    """A pass over `count` elements, inside a loop: sends out what `compute` makes of each.
+
+    With `advances` it returns `(what is sent, next model_state)`: the model state goes on from element
+    to element.
+    """
 
     def one_pass(read: Any) -> Any:
         params, model_state = read
         with inside_loop(current_trace("tr.Pipeline")):
-            made, structure = _cut(compute, (*read, infeed.spec().tree(), inputs))
+            made, structure = cut_function(compute, (*read, infeed.spec().tree(), inputs))
         halves = only_forward(made)
 
         def one(carry: Any, batch: Any) -> Any:
-            leaves = jax.tree.leaves((params, model_state, batch, inputs))
+            state = carry if advances else model_state
+            leaves = jax.tree.leaves((params, state, batch, inputs))
             values: dict[Any, Any] = dict(zip(made.invars, leaves, strict=True))
             for each in halves:
                 call_forward(each, values)
-            results = [
-                values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in made.outvars
-            ]
-            out.enqueue(jax.tree.unflatten(structure, results))
+            sent = jax.tree.unflatten(structure, made.results(values))
+            if advances:
+                sent, carry = sent
+            out.enqueue(sent)
             return carry
 
-        repeat_with(whole, count, one, (), infeed)
+        after = repeat_with(whole, count, one, model_state if advances else (), infeed)
         # Marked, or the loop would not carry what it does not change, and every device would read all.
-        return mark(read, Tag("held"))
+        return mark((params, after if advances else model_state), Tag("held"))
 
     return repeat(1, one_pass, read)
-
-
-def _cut(compute: Compute, args: Any) -> tuple[Cut, Any]:
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    closed, shape = jax.make_jaxpr(compute, return_shape=True)(*forms)
-    counts = [len(jax.tree.leaves(arg)) for arg in args]
-    made = cut(closed, counts[0], range(counts[0] + counts[1], sum(counts)))
-    return made, jax.tree.structure(shape)

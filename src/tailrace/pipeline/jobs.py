@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tailrace._jax import Jaxpr, JaxprEqn, Literal, Var, scan_sizes
+from tailrace._jax import Jaxpr, JaxprEqn, Literal, Var, scan_sizes, variables
 from tailrace.errors import PipelineError
 from tailrace.marks import mark_p, unit_p
 from tailrace.tensors.walk import concerns_us
@@ -59,14 +59,12 @@ class Dissection:
     """The body of a loop over microbatches, as jobs.
 
     Attributes:
-        loop: the equation of the loop.
         jobs: by unit, in the order in which a microbatch meets them.
         loose: carried values that depend on no unit (the sum of weights), which are run ahead.
         ahead: equations that do that; `from_ahead` are variables they make.
     """
 
     def __init__(self, loop: JaxprEqn, sizes: tuple[int, ...], training: bool) -> None:
-        self.loop = loop
         self.body: Jaxpr = loop.params["jaxpr"].jaxpr
         self.consts, self.carried = scan_sizes(loop)
         self.sizes = sizes
@@ -103,7 +101,7 @@ class Dissection:
         same: dict[Any, Any] = {}
         for eqn in self.body.eqns:
             found: set[Any] = {"unit"} if eqn.primitive is unit_p else set()
-            for var in _variables(eqn.invars):
+            for var in variables(eqn.invars):
                 found |= depends.get(var, set())
             depends.update((var, found) for var in eqn.outvars)
             if eqn.primitive is mark_p:  # the same value by another name
@@ -131,7 +129,7 @@ class Dissection:
         """Whether an equation depends on the element, the counters and what is loose alone."""
         if eqn.primitive is unit_p:
             return False
-        found = set().union(*(self._depends.get(v, set()) for v in _variables(eqn.invars)))
+        found = set().union(*(self._depends.get(v, set()) for v in variables(eqn.invars)))
         return found <= set(self.loose)
 
     def _place_equations(self) -> None:
@@ -146,7 +144,7 @@ class Dissection:
                 continue
             homes = [
                 self._home[self._made[v]]
-                for v in _variables(eqn.invars)
+                for v in variables(eqn.invars)
                 if v in self._made and self._made[v] not in waiting
             ]
             homes = [home for home in homes if home is not None]
@@ -161,7 +159,7 @@ class Dissection:
             if writer is None:
                 continue
             reader = self._owner.setdefault(index, writer)
-            if self._rank[reader] != self._rank[writer] or reader != writer:
+            if reader != writer:
                 raise PipelineError(
                     f"Model state is read and written by one stage. Leaf {index} of what the loop "
                     f"carries is read first in stage {reader[1]} and written in stage {writer[1]}. "
@@ -190,7 +188,7 @@ class Dissection:
         waiting.discard(index)
         self._home[index] = who
         self.jobs[who].equations.append(index)
-        for var in _variables(self.body.eqns[index].invars):
+        for var in variables(self.body.eqns[index].invars):
             if var in self._number and self._number[var] not in self.loose:
                 self._owner.setdefault(self._number[var], who)
             elif self._made.get(var) in waiting:
@@ -210,7 +208,7 @@ class Dissection:
             needed: set[int] = set(counter) if job.equations else set()
             stack = list(job.equations)
             while stack:
-                for var in _variables(eqns[stack.pop()].invars):
+                for var in variables(eqns[stack.pop()].invars):
                     made = self._made.get(var)
                     if made is not None and self._home[made] is None and made not in needed:
                         needed.add(made)
@@ -245,7 +243,7 @@ class Dissection:
 
     def _closure(self, index: int) -> set[int]:
         found = {index}
-        for var in _variables(self.body.eqns[index].invars):
+        for var in variables(self.body.eqns[index].invars):
             if var in self._made:
                 found |= self._closure(self._made[var])
         return found
@@ -263,7 +261,7 @@ class Dissection:
                 made[var] = self._owner[number]
         for who, job in self.jobs.items():
             wanted = dict.fromkeys(
-                v for i in job.equations for v in _variables(self.body.eqns[i].invars)
+                v for i in job.equations for v in variables(self.body.eqns[i].invars)
             )
             for var in wanted:
                 if var in made and made[var] != who:
@@ -306,7 +304,3 @@ class Dissection:
     def _backward(self, start: int, end: int, member: int) -> Iterable[Who]:
         for stage in reversed(range(end, start)):
             yield ("B", stage, member if stage == end else 0)
-
-
-def _variables(operands: Iterable[Any]) -> list[Var]:
-    return [var for var in operands if not isinstance(var, Literal)]

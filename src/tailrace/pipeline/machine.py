@@ -13,7 +13,7 @@ from typing import Any
 
 from jax import lax
 
-from tailrace._jax import Literal
+from tailrace._jax import variables
 from tailrace.devices import STAGE
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.once import Emitting, empty, once_if
@@ -223,8 +223,7 @@ def _kept(spread: Spread, phase: int) -> dict[int, list[Any]]:
     for following in spread.phases[phase + 1 :]:
         later.update(following.sent)
         for index in [*following.reduced, *(i for each in following.local.values() for i in each)]:
-            operands = spread.equations[index].invars
-            later.update(spread.root(v) for v in operands if not isinstance(v, Literal))
+            later.update(map(spread.root, variables(spread.equations[index].invars)))
     if phase < len(spread.phases) - 1:
         later.update(spread.needed)
     made: dict[int, list[Any]] = {}

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tailrace._jax import JaxprEqn, Literal, Var
+from tailrace._jax import JaxprEqn, Literal, Var, variables
 from tailrace.marks import cross_replica_p, mark_p
 
 Devices = frozenset[int]
@@ -129,7 +129,7 @@ class Spread:
         return eqn.primitive is cross_replica_p and self.replicas > 1
 
     def _place(self, index: int, eqn: JaxprEqn) -> None:
-        operands = [self.root(v) for v in eqn.invars if not isinstance(v, Literal)]
+        operands = [self.root(v) for v in variables(eqn.invars)]
         if eqn.primitive is mark_p or (eqn.primitive is cross_replica_p and self.replicas == 1):
             for out, given in zip(eqn.outvars, eqn.invars, strict=True):
                 if not isinstance(given, Literal):
@@ -173,10 +173,9 @@ class Spread:
                         if var not in self.same:
                             self.made_at[var] = self._when[index]
             when = self._when[index] - (1 if reduction else 0)
-            for var in eqn.invars:
-                if not isinstance(var, Literal):
-                    root = self.root(var)
-                    late[root] = min(late.get(root, last), when)
+            for var in variables(eqn.invars):
+                root = self.root(var)
+                late[root] = min(late.get(root, last), when)
 
 
 def guess_homes(
@@ -191,7 +190,7 @@ def guess_homes(
     needs: dict[Any, set[int]] = {var: set() for var in unknown}
     everybody: set[Any] = set()
     for eqn in equations:
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+        operands = variables(eqn.invars)
         local = [v for v in operands if at.get(v) is not None]
         leaves = set().union(*(wild.get(v, set()) for v in operands))
         if not local:

@@ -32,7 +32,7 @@ from tailrace.marks import (
     path_name,
     tracing,
 )
-from tailrace.pipeline.cutting import Cut, cut
+from tailrace.pipeline.cutting import Cut, cut_function
 from tailrace.pipeline.halves import Halves, call_backward, call_forward, halve
 from tailrace.pipeline.inference import forward_pass, microbatches_of, stages_of
 from tailrace.pipeline.pipeline import Pipeline
@@ -57,6 +57,10 @@ class PipelineStep(Step):
         """The stages."""
         return cast(Pipeline, self.loss_fn)
 
+    @property
+    def _inputs(self) -> Any:
+        return jax.tree.map(jnp.asarray, self.pipeline.inputs)
+
     def _called(self, params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
         return self.pipeline(params, model_state, self.has_model_state, batch, inputs)
 
@@ -68,12 +72,11 @@ class PipelineStep(Step):
         def train(state: TrainState, inputs: Any) -> TrainState:
             return self.loop(state, infeed, inputs=inputs)
 
-        inputs = jax.tree.map(jnp.asarray, self.pipeline.inputs)
         flags = self.keeping.hosted if self.keeping else ()
         return PipelineRunner(
             train,
             form,
-            inputs,
+            self._inputs,
             self.pipeline,
             placement,
             each,
@@ -95,7 +98,7 @@ class PipelineStep(Step):
         self, compute: Any, out: OutfeedQueue, infeed: InfeedQueue, read: Any, placement: Placement
     ) -> LoopRunner:
         """The same, each stage on its device; on one device if the function has no boundaries."""
-        inputs = jax.tree.map(jnp.asarray, self.pipeline.inputs)
+        inputs = self._inputs
         with tracing(ProgramTrace(replicas=placement.replicas)) as trace, inside_loop(trace):
             sizes = stages_of(compute, (*read, infeed.spec().tree(), inputs))
         if len(sizes) < 2:
@@ -113,7 +116,7 @@ class PipelineStep(Step):
         """The values that such a runner's dispatches work on."""
         if not isinstance(runner, PipelineRunner):
             return super().begin_evaluating(runner, read)
-        return runner.begin(read, jax.tree.map(jnp.asarray, self.pipeline.inputs))
+        return runner.begin(read, self._inputs)
 
     def accumulated(self, state: TrainState, infeed: InfeedQueue, inputs: Any = ()) -> TrainState:
         """A step; every piece accumulates the gradients of the parameters that it uses."""
@@ -122,7 +125,7 @@ class PipelineStep(Step):
         weighted = accumulation.weight is not None
         with inside_loop(current_trace("tr.Pipeline")):
             model = self.model(named, infeed.spec().tree(), inputs)
-        _, structure = jax.tree.flatten(named.params)
+        structure = jax.tree.structure(named.params)
         zeros = jax.tree.leaves(accumulation.zeros(named.params))
 
         def one(carry: Any, batch: Any) -> Any:
@@ -145,22 +148,16 @@ class PipelineStep(Step):
         accumulated, model_state, total = repeat_with(
             whole, accumulation.microbatches, one, start, infeed
         )
-        sums = dict(enumerate(zeros))
-        found: set[int] = set()
+        sums: dict[int, Any] = {}
         for acc, used in zip(accumulated, model.uses, strict=True):
             for index, grad in zip(used, acc, strict=True):
-                sums[index] = sums[index] + grad if index in found else grad
-                found.add(index)
-        grads = jax.tree.unflatten(structure, [sums[i] for i in range(len(zeros))])
+                sums[index] = sums[index] + grad if index in sums else grad
+        grads = jax.tree.unflatten(structure, [sums.get(i, zero) for i, zero in enumerate(zeros)])
         return self.finish(named, grads, model_state, total)
 
     def model(self, state: TrainState, batch: Any, inputs: Any) -> Model:
         """The model for such elements, cut and differentiated."""
-
-        def forward(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
-            loss, after, aux = self.forward(params, model_state, batch, inputs)
-            return loss, after, aux
-
+        forward: Any = self.forward
         if self.activations is not None:
             self.activations.clear()
             forward = probed(forward, self._is_tapped, self.activations)
@@ -189,32 +186,29 @@ class Model:
     @classmethod
     def trace(cls, forward: Any, args: Any, sizes: tuple[int, ...], recompute: bool | str) -> Model:
         """Trace `forward(params, model_state, batch, inputs)` on the forms of `args`."""
-        forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         closes_over = PipelineError(
             "A stage of a pipeline uses a traced value that it was not given: it closes over it. "
             "Pass it through the stages, the dataset, or inputs=."
         )
         try:
-            closed, shape = jax.make_jaxpr(forward, return_shape=True)(*forms)
+            made, structure = cut_function(forward, args)
         except jax.errors.UnexpectedTracerError as error:
             raise closes_over from error
-        if any(isinstance(const, Tracer) for const in closed.consts):
+        if any(isinstance(const, Tracer) for const in made.consts.values()):
             raise closes_over
-        counts = [len(jax.tree.leaves(arg)) for arg in args]
-        everywhere = range(counts[0] + counts[1], sum(counts))
-        made = cut(closed, counts[0], everywhere)
         _check_sizes(made, sizes)
         loss = made.outvars[0]
         if not isinstance(loss, Var):
             raise PipelineError(
-                "The loss of a pipeline is computed by its last stage, not constant."
+                "The loss of a pipeline is computed by its last stage, not constant. Received: a "
+                "constant. Return a loss that depends on what the last stage gets."
             )
-        halves = halve(made, counts[0], loss, recompute)
-        index = {var: i for i, var in enumerate(made.invars[: counts[0]])}
-        uses = tuple(tuple(index[v] for v in h.wants if v in index) for h in halves)
         paths = jax.tree_util.tree_flatten_with_path(args[0])[0]
         names = tuple(path_name(path) or "params" for path, _ in paths)
-        return cls(made, halves, names, jax.tree.structure(shape), uses)
+        halves = halve(made, len(names), loss, recompute)
+        index = {var: i for i, var in enumerate(made.invars[: len(names)])}
+        uses = tuple(tuple(index[v] for v in h.wants if v in index) for h in halves)
+        return cls(made, halves, names, structure, uses)
 
     def run(
         self, params: Any, model_state: Any, batch: Any, inputs: Any
@@ -235,10 +229,7 @@ class Model:
             for var, gradient in back.items():
                 before = gradients.get(var)
                 gradients[var] = gradient if before is None else before + gradient
-        results = [
-            values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in self.cut.outvars
-        ]
-        loss, after, aux = jax.tree.unflatten(self.structure, results)
+        loss, after, aux = jax.tree.unflatten(self.structure, self.cut.results(values))
         loss = mark(loss, Tag("value", "loss"))
         return parts, after, Yield(loss, name_values("aux", aux), None)
 

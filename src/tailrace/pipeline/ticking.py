@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace._jax import Literal
+from tailrace._jax import value_of, variables
 from tailrace.devices import STAGE
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.jobs import Job
@@ -104,7 +104,7 @@ class Ticking:
         a, device = self.assembly, self.assembly.device(job.who)
         jobs, who = self.jobs, job.who
         body = jobs.body
-        used = {v for i in job.equations for v in body.eqns[i].invars if not isinstance(v, Literal)}
+        used = {v for i in job.equations for v in variables(body.eqns[i].invars)}
         view = values.on(device)
 
         def run(carry: Any, m: Any, slot: Any) -> Any:
@@ -132,8 +132,7 @@ class Ticking:
                 rewriter.run_equations([eqn], known, frame, self.position, index)
             condense(frame)
             for number in job.carries:
-                result = jobs.carry_out[number]
-                value = result.val if isinstance(result, Literal) else known[result]
+                value = value_of(known, jobs.carry_out[number])
                 a.carry_layout.write(device, carried, number, value)
             for var in job.puts:
                 a.stash_layout.write(device, stash, (who[1:], var), known[var], slot)
@@ -164,7 +163,7 @@ class Ticking:
             return {}, {}
         body = jobs.body
         inputs = [jobs.carry_in[n] for n in jobs.loose]
-        used = {v for i in jobs.ahead for v in body.eqns[i].invars if not isinstance(v, Literal)}
+        used = {v for i in jobs.ahead for v in variables(body.eqns[i].invars)}
         given = self._given(values, used)
         chosen = jobs.from_ahead
         start = [values.fetch(self.assembly.inner.invars[jobs.consts + n]) for n in jobs.loose]

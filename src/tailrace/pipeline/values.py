@@ -76,7 +76,7 @@ class Values:
 
     def operands(self, eqn: JaxprEqn) -> dict[Any, Any]:
         """The operands of an equation, by variable; its results can be added."""
-        return {v: self.fetch(v) for v in eqn.invars if not isinstance(v, Literal)}
+        return {v: self.fetch(v) for v in _jax.variables(eqn.invars)}
 
     def keep(self, eqn: JaxprEqn, made: Mapping[Any, Any]) -> None:
         """The results of an equation that was run."""
@@ -86,15 +86,19 @@ class Values:
 
     def send(self, var: Any, source: int) -> None:
         """Make known to all devices what one has."""
-        value = self.fetch(var, source)
-        is_bool = value.dtype == jnp.bool_
-        if is_bool:
-            value = value.astype(jnp.int8)
-        value = lax.psum(jnp.where(self.me == source, value, jnp.zeros_like(value)), STAGE)
-        self.known[var] = value.astype(jnp.bool_) if is_bool else value
+        self.known[var] = from_device(source, self.fetch(var, source))
 
     def _make(self, var: Any) -> Any:
         eqn = self.constants[var]
         with _jax.equation_context(eqn):
             outputs = _jax.bind_again(eqn, [self.fetch(v) for v in eqn.invars])
         return outputs[eqn.outvars.index(var)]
+
+
+def from_device(source: int, value: Any) -> Any:
+    """What one device of the stages has, on all of them."""
+    is_bool = value.dtype == jnp.bool_
+    number = value.astype(jnp.int8) if is_bool else value
+    mine = lax.axis_index(STAGE) == source
+    number = lax.psum(jnp.where(mine, number, jnp.zeros_like(number)), STAGE)
+    return number.astype(jnp.bool_) if is_bool else number

@@ -76,6 +76,22 @@ class Passes:
         return carry, (jax.tree.map(flat, ys), jax.tree.map(flat, every) | last)
 
 
+def guarded(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A pass that keeps what it carries from the first pass on whose emissions are not good.
+
+    It carries, besides, whether that has happened.
+    """
+
+    def run(carry: Any, x: Any, observing: bool) -> Any:
+        before, stopped = carry
+        after, (ys, emitted) = one_pass(before, x, observing)
+        stopped = stopped | ~is_good(emitted)
+        kept = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), before, after)
+        return (kept, stopped), (ys, emitted)
+
+    return run
+
+
 def _append(many: Any, one: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), many, one)
 

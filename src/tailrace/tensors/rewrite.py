@@ -36,7 +36,7 @@ from tailrace.marks import (
     queue_of,
 )
 from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
-from tailrace.tensors.passes import Passes, both, collected, zeros
+from tailrace.tensors.passes import Passes, both, collected, guarded, zeros
 from tailrace.tensors.walk import Position, concerns_us, elements_read, is_replay, loop_tag
 from tailrace.tensors.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
@@ -212,7 +212,7 @@ class Rewriter:
         }
         start: Any = list(init)
         if guarding:
-            one_pass, start = self._guarded(one_pass), (start, jnp.asarray(frame.stopped))
+            one_pass, start = guarded(one_pass, self._is_good), (start, jnp.asarray(frame.stopped))
         over = Passes(one_pass, params["reverse"], params["unroll"], length)
         period = self.period if outermost else 1
         if collected and loop_tag(body.jaxpr) is not None:
@@ -225,21 +225,13 @@ class Rewriter:
             frame.steps_before = frame.steps_before + length
         return [*carry, *ys]
 
-    def _guarded(self, one_pass: Callable[..., Any]) -> Callable[..., Any]:
-        """A pass that keeps what it carries from the first pass on in which a flag is down."""
-
-        def guarded(carry: Any, x: Any, observing: bool) -> Any:
-            before, stopped = carry
-            after, (ys, emitted) = one_pass(before, x, observing)
-            flags = [fine(e).all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
-            good = jnp.stack(flags).all()
-            if self.replica_axis is not None:
-                good = lax.pmin(good.astype(jnp.int32), self.replica_axis) > 0
-            stopped = stopped | ~good
-            kept = [jnp.where(stopped, old, new) for old, new in zip(before, after, strict=True)]
-            return (kept, stopped), (ys, emitted)
-
-        return guarded
+    def _is_good(self, emitted: Any) -> Any:
+        """Whether no flag that a pass emitted is down, on any replica."""
+        flags = [fine(e).all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
+        good = jnp.stack(flags).all()
+        if self.replica_axis is not None:
+            good = lax.pmin(good.astype(jnp.int32), self.replica_axis) > 0
+        return good
 
     def _while(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         params = eqn.params

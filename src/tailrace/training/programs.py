@@ -120,7 +120,10 @@ class Programs:
     def set_inputs(self, inputs: Sequence[Any]) -> None:
         """Other values for the `inputs` of a pipeline; nothing is compiled again."""
         if self.pipeline is None:
-            raise OptionError("inputs belong to a pipeline: tr.Pipeline(..., inputs=...).")
+            raise OptionError(
+                "inputs belong to a pipeline: tr.Pipeline(..., inputs=...). Received: inputs for a "
+                "trainer without one. Leave them out, or put them into the dataset."
+            )
         self.pipeline.set_inputs(inputs)
 
     def stop(self) -> None:
@@ -151,7 +154,9 @@ class Programs:
             return step.loop(state, infeed)
 
         traced = trace_program(train, (self._form, ()), self.replicas)
-        runner, _ = self._runner_for([example]) if example is not None else (self._runners[spec], 0)
+        if self.pipeline is None:
+            return look(traced, step.taps, found).catalogue
+        runner = self._runners[spec] if example is None else self._runner_for([example])[0]
         return look(traced, step.taps, found, runner.stage_of).catalogue
 
     # -- inside ---------------------------------------------------------------------------------

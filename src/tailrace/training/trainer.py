@@ -368,7 +368,8 @@ class Trainer(Programs):
             fn = self._step.outputs
         if not callable(fn):
             raise OptionError(
-                f"predict needs a function of parameters and batch. Received: {fn!r}."
+                f"predict needs a function of parameters and batch. Received: {fn!r}. Give it "
+                f"as predict(dataset, fn)."
             )
         if live:
             return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
@@ -417,7 +418,11 @@ class Trainer(Programs):
         if self._active is None or not isinstance(self._active[0], PipelineRunner):
             raise ProgramError(
                 "report tells what the stages of a pipeline cost, after a fit. Received: "
-                + ("no fit yet." if self.pipeline is not None else "a trainer without a pipeline.")
+                + (
+                    "no fit yet. Call trainer.fit first, or trainer.explain(example)."
+                    if self.pipeline is not None
+                    else "a trainer without a pipeline. Use trainer.explain(example)."
+                )
             )
         return pipeline_report(self._active[0].assembly, measured=self._seconds_per_step)
 
