@@ -7,8 +7,9 @@ breaks here.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,16 +65,23 @@ __all__ = [
 ]
 
 
-def define_marker(name: str) -> Primitive:
+def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
     """A primitive that returns its operands unchanged and is never removed as dead code.
 
     The derivative rules are the caller's to add; everything else (evaluation, lowering, batching,
     keeping it alive) is the same for every marker.
+
+    Args:
+        name: the primitive's.
+        is_shown: whether an equation with such parameters shows something to somebody. It is kept
+            even where JAX looks at nothing but effects: in a loop that is differentiated.
     """
     marker = Primitive(name)
     marker.multiple_results = True
     marker.def_impl(lambda *values, **_: list(values))
-    marker.def_abstract_eval(lambda *avals, **_: list(avals))
+    marker.def_effectful_abstract_eval(
+        lambda *avals, **params: (list(avals), _debug_effect() if is_shown(**params) else set())
+    )
     mlir.register_lowering(marker, lambda _context, *values, **__: list(values))
     batching.primitive_batchers[marker] = lambda values, dims, **params: (
         marker.bind(*values, **params),
@@ -82,6 +90,12 @@ def define_marker(name: str) -> Primitive:
     # A mark whose result nobody uses must survive: it says "show this", not "compute with this".
     pe.dce_rules[marker] = lambda used, eqn: ([True] * len(eqn.invars), eqn)
     return marker
+
+
+@functools.cache
+def _debug_effect() -> set[Any]:
+    """What `jax.debug` has its equations kept by, wherever effects are allowed at all."""
+    return set(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
 
 
 def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:

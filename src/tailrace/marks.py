@@ -54,7 +54,9 @@ class Tag:
     site: int = -1
 
 
-mark_p = _jax.define_marker("tailrace_mark")
+mark_p = _jax.define_marker(
+    "tailrace_mark", lambda *, tag: tag.site >= 0 and tag.direction == FORWARD
+)
 cross_replica_p = _jax.Primitive("tailrace_cross_replica")
 gather_p = _jax.Primitive("tailrace_gather")
 dequeue_p = _jax.Primitive("tailrace_dequeue")

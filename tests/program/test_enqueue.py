@@ -119,22 +119,37 @@ def test_inside_a_scan_of_the_model():
     assert_close(outfeed.dequeue(), np.float32(expected))
 
 
-def test_a_lost_enqueue_is_an_error_with_the_place():
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_unused_in_a_scan_that_is_differentiated(wrap):
     outfeed = tr.OutfeedQueue()
 
     def loss(w, x):
         def layer(h, scale):
-            outfeed.enqueue(h * scale)  # its result is not used: JAX drops it here
-            return jnp.tanh(h * scale * w), None
+            outfeed.enqueue(h * scale)  # JAX would drop it: nothing is made of its result
+            return wrap(lambda h: jnp.tanh(h * scale * w))(h), None
 
-        return jax.lax.scan(layer, x, jnp.float32([1, 2]))[0]
+        return wrap(lambda x: jax.lax.scan(layer, x, jnp.float32([1, 2]))[0])(x)
 
+    run(lambda w, x: w - 0.0 * jax.grad(loss)(w, x))
+    expected = [s for x in XS for s in (x, 2 * np.tanh(x * np.float32(0.5)))]
+    assert_close(outfeed.dequeue(), np.float32(expected))
+
+
+def test_an_enqueue_that_custom_derivatives_drop_is_an_error_with_the_place():
+    outfeed = tr.OutfeedQueue()
+
+    @jax.custom_vjp
+    def square(w):
+        outfeed.enqueue(w)  # differentiation runs the function below instead
+        return w * w
+
+    square.defvjp(lambda w: (w * w, w), lambda w, ct: (2 * w * ct,))
     with pytest.raises(
         ProgramError,
         match=r"OutfeedQueue.enqueue at .*test_enqueue.py:\d+ is not in the traced program.*"
-        r"Go on with the value",
+        r"forward function of its custom derivative",
     ):
-        run(lambda w, x: w - 0.1 * jax.grad(loss)(w, x))
+        run(lambda w, x: w - 0.1 * jax.grad(lambda w: jax.jit(square)(w) * x)(w))
 
 
 def test_inside_a_branch_only_what_was_made():

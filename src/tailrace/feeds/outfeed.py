@@ -63,11 +63,7 @@ class OutfeedQueue:
     # -- in a program ---------------------------------------------------------------------------
 
     def enqueue(self, values: Any) -> Any:
-        """Send `values` (a tree) out of the program, each time this is reached; returns them.
-
-        Inside differentiated code, go on with the returned values: an unused mark may be dropped
-        there (and is then reported as an error).
-        """
+        """Send `values` (a tree) out of the program, each time this is reached; returns them."""
         trace = current_trace("OutfeedQueue.enqueue")
         structure = jax.tree.structure(values)
         if not structure.num_leaves:

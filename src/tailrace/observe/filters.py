@@ -75,11 +75,7 @@ class MaybeOutfeedQueue:
         return value
 
     def maybe_enqueue(self) -> dict[str, Any] | None:
-        """Send what was collected, if anything was; returns it, marked, or None.
-
-        In a loop that is differentiated, go on with the returned values: see
-        `tr.OutfeedQueue.enqueue`.
-        """
+        """Send what was collected, if anything was; returns it, marked, or None."""
         trace = current_trace("MaybeOutfeedQueue.maybe_enqueue")
         if trace is not self._trace or not self._collected:
             return None

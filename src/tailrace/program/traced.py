@@ -110,9 +110,9 @@ def _check_nothing_lost(context: ProgramTrace, places: list[Place]) -> None:
     lost = [text for number, text in context.sites.items() if number not in found]
     if lost:
         raise ProgramError(
-            f"{lost[0]} is not in the traced program: its result is not used, and it stands in a "
-            f"loop that is differentiated, where JAX removes what nobody uses. Go on with the value "
-            f"that it returns (`x = ...(x)`) instead of `x`."
+            f"{lost[0]} is not in the traced program: it stands in a function that differentiation "
+            f"replaces by another, or in a branch that JAX found out to be never taken. Call it in "
+            f"the forward function of its custom derivative, or outside of that function."
         )
 
 

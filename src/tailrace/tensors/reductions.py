@@ -20,6 +20,9 @@ LONG_ROW = 4096
 """Values in a row of the packed array. Short rows suit the caches of a CPU; elsewhere fewer rows
 leave less to bring to the host and to merge there."""
 
+SUMS, SHORT = 8, 4096
+"""How many sums a CPU makes beside each other, of tensors with at least so many values."""
+
 STATS = np.dtype(
     [
         ("mean", np.float64),
@@ -42,7 +45,7 @@ def norm(value: Any) -> Any:
     """The Euclidean norm of all values, computed in float32."""
     wide = _wide(value)
     # Not a dot product: on a CPU that adds one by one, and loses a percent over 10 million values.
-    return jnp.sqrt((wide * wide).sum())
+    return jnp.sqrt(_total(wide * wide))
 
 
 def all_finite(values: Sequence[Any]) -> Any:
@@ -52,10 +55,23 @@ def all_finite(values: Sequence[Any]) -> Any:
     sum.
     """
     if jax.default_backend() == "cpu":
-        nought = sum((_wide(value) * 0).sum() for value in values)
+        nought = sum(_total(_wide(value) * 0) for value in values)
     else:  # one kernel for all of them
         nought = (jnp.concatenate([jnp.ravel(_wide(value)) for value in values]) * 0).sum()
     return jnp.isfinite(nought)
+
+
+def _total(value: Any) -> Any:
+    """The sum of all values.
+
+    On a CPU, XLA adds up to a single number one value at a time, on one core. Eight sums beside each
+    other take a third of the time.
+    """
+    if jax.default_backend() != "cpu" or value.size < SHORT:
+        return value.sum()
+    flat, even = jnp.ravel(value), value.size - value.size % SUMS
+    total = flat[:even].reshape(SUMS, -1).sum(axis=1).sum()
+    return total if even == value.size else total + flat[even:].sum()
 
 
 def histogram(value: Any) -> Any:

@@ -14,8 +14,8 @@ from tailrace.observe.prints import print_tensor as engine_print
 def print_tensor(input: Any, name: str = "") -> Operation:
     """Print a value to stderr each time this is reached.
 
-    As in the original it returns an operation, not the value; to print inside of a function that is
-    differentiated, use `tr.print_tensor`, which returns it.
+    As in the original it returns an operation, not the value. To print the gradient too, use
+    `tr.print_tensor`, and go on with what it returns.
     """
     scope = current()
     if scope is None or not scope.looking:
