@@ -24,6 +24,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
 from tailrace.devices import local_replicas
 from tailrace.errors import FeedError, OptionError
+from tailrace.feeds import memory
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.reader import Block, Reader
 from tailrace.feeds.resident import ResidentReader, resident_pays
@@ -219,6 +220,7 @@ class InfeedQueue:
             self._running.clear()
         if thread is not None:
             thread.stop()
+        memory.release()
 
     def close(self) -> None:
         """End the thread for good. A closed queue cannot be used again."""

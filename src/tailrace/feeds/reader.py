@@ -1,4 +1,4 @@
-"""Reading a dataset in blocks: many elements stacked in fresh arrays, and some of them put back.
+"""Reading a dataset in blocks: many elements stacked in arrays, and some of them put back.
 
 A reader is used by one thread at a time. Nothing that it was asked for is lost: when the dataset
 ends or fails in the middle of a block, what was read until then stays for the next reading.
@@ -18,23 +18,13 @@ from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.memory import allocate
+from tailrace.feeds.transfer import copy_into, put
 
 Block = list[np.ndarray]
 
 _END = object()
 """Stands for the element after the last one; `None` could be an element."""
-
-# XLA on the CPU uses an array as it is, without copying it, if it starts on such a boundary.
-_ALIGNMENT = 64
-
-
-def allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Fresh memory that a CPU device uses without a copy. Never reuse it: the device aliases it."""
-    dtype = np.dtype(dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def batch_spec(batches: Batches) -> ElementSpec:
@@ -127,12 +117,12 @@ class Reader:
         return count
 
     def to_device(self, block: Block, sharding: Any) -> tuple[Any, ...]:
-        """Move a block; on a CPU this aliases the block, which is why blocks are never reused."""
+        """Move a block; on a CPU this aliases the block, which is why nobody writes to it again."""
         if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
             # Each process has the elements of its own replicas.
             place = jax.make_array_from_process_local_data
             return tuple(place(sharding, leaf) for leaf in block)
-        return tuple(jax.device_put(leaf, sharding) for leaf in block)
+        return tuple(put(leaf, sharding) for leaf in block)
 
     def elements_of(self, block: Block) -> Block:
         """The elements that a block on the host stands for: itself."""
@@ -208,7 +198,10 @@ class Reader:
         if not self._is_plain(element):
             leaves = self._spec.conform(element, self._produced - 1)
         for leaf, target in zip(leaves, block, strict=True):
-            target[row] = leaf  # narrows 64 bits on the way, without a second copy
+            if target.ndim == 1:
+                target[row] = leaf
+            else:
+                copy_into(target[row], leaf)
 
     def _is_plain(self, element: Any) -> bool:
         """Whether an element is the expected tuple of arrays; cheaper to see than any tree."""
