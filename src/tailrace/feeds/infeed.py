@@ -220,7 +220,7 @@ class InfeedQueue:
             self._running.clear()
         if thread is not None:
             thread.stop()
-        memory.release()
+        memory.trim()
 
     def close(self) -> None:
         """End the thread for good. A closed queue cannot be used again."""

@@ -7,6 +7,7 @@ goes back into the pool, wherever that happens.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -26,23 +27,29 @@ class _Pool:
 
     def __init__(self) -> None:
         self._idle: dict[int, deque[np.ndarray]] = {}
+        self._older: dict[int, deque[np.ndarray]] = {}
+
+    @property
+    def idle_bytes(self) -> int:
+        """How much waits."""
+        waiting = [*list(self._idle.items()), *list(self._older.items())]
+        return sum(size * len(same) for size, same in waiting)
 
     def take(self, size: int) -> np.ndarray:
         """Memory of a size: some that waits, or fresh."""
-        try:
-            return self._idle[size].pop()
-        except (KeyError, IndexError):
-            return np.empty(size, np.uint8)
+        for waiting in (self._idle, self._older):
+            with contextlib.suppress(KeyError, IndexError):
+                return waiting[size].pop()
+        return np.empty(size, np.uint8)
 
     def give_back(self, memory: np.ndarray) -> None:
         """Nobody uses it any more."""
-        waiting = sum(size * len(same) for size, same in list(self._idle.items()))
-        if waiting + memory.nbytes <= MOST_IDLE:
+        if self.idle_bytes + memory.nbytes <= MOST_IDLE:
             self._idle.setdefault(memory.nbytes, deque()).append(memory)
 
-    def release(self) -> None:
-        """Give everything that waits back to the system."""
-        self._idle.clear()
+    def trim(self) -> None:
+        """Give back to the system what was not taken since the last time."""
+        self._older, self._idle = self._idle, {}
 
 
 class _Lent:
@@ -53,15 +60,21 @@ class _Lent:
         self.__array_interface__ = self._memory.__array_interface__
 
     def __del__(self) -> None:
-        self._give_back(self._memory)
+        if MOST_IDLE is not None:  # at the end of the process it is, and nothing is used again
+            self._give_back(self._memory)
 
 
 _pool = _Pool()
 
 
-def release() -> None:
-    """Give memory that waits to be used again back to the system."""
-    _pool.release()
+def trim() -> None:
+    """Give back to the system what was not used since the last time this was called."""
+    _pool.trim()
+
+
+def idle_bytes() -> int:
+    """How many bytes wait to be used again."""
+    return _pool.idle_bytes
 
 
 def allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
