@@ -106,9 +106,10 @@ def pack_statistics(values: Sequence[Any]) -> Any:
 
 
 def _any_finite(rows: Any) -> Any:
-    """A finite value of each row, the smallest; 0 where there is none."""
+    """A finite value of each row: the first, if it is one, or the smallest; 0 where there is none."""
     low = jnp.where(jnp.isfinite(rows), rows, jnp.inf).min(axis=1, keepdims=True)
-    return jnp.where(jnp.isfinite(low), low, 0)
+    first = rows[:, :1]
+    return jnp.where(jnp.isfinite(first), first, jnp.where(jnp.isfinite(low), low, 0))
 
 
 def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
@@ -132,22 +133,23 @@ def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
 
 
 def _careful(rows: Any, lengths: Any, shift: Any) -> Any:
-    there = lax.broadcasted_iota(jnp.int32, rows.shape, 1) < lengths[:, None]
-    finite = jnp.isfinite(rows) & there
+    """Statistics of any rows. Missing values equal the row's first: only counts must leave them out."""
+    finite = jnp.isfinite(rows)
     moved = jnp.where(finite, rows - shift, 0)
-    nan = jnp.isnan(rows) & there
-    other = there & ~finite & ~nan
-    zero = (rows == 0) & there
-    count = lambda mask: mask.sum(axis=1, dtype=rows.dtype)  # noqa: E731
+    missing = (rows.shape[1] - lengths).astype(rows.dtype)
+
+    def count(found: Any) -> Any:
+        return found.sum(axis=1, dtype=rows.dtype) - jnp.where(found[:, 0], missing, 0)
+
     return jnp.stack(
         [
             moved.sum(axis=1),
             (moved * moved).sum(axis=1),
             jnp.where(finite, rows, jnp.inf).min(axis=1),
             jnp.where(finite, rows, -jnp.inf).max(axis=1),
-            count(nan),
-            count(other),
-            count(zero),
+            count(jnp.isnan(rows)),
+            count(jnp.isinf(rows)),
+            count(rows == 0),
             shift[:, 0],
         ],
         axis=1,
