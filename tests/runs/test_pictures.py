@@ -1,6 +1,8 @@
 """Histograms and heat maps: what they count, what they say, and that they are pictures."""
 
+import itertools
 import sys
+import xml.etree.ElementTree
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 from small_runs import make_trainer, train
 
 import tailrace as tr
+from tailrace.observe.curves import small_curve
 from tailrace.observe.exponents import count_exponents, format_sentences, small_svg
-from tailrace.runs.pictures import Heatmap, heatmap, histogram
+from tailrace.runs.pictures import ExponentHistogram, Heatmap, heatmap, histogram
 from tailrace.tensors import reductions
 
 pytest.importorskip("matplotlib")
@@ -135,3 +138,75 @@ def test_errors(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(tr.errors.MissingDependency, match=r"A picture needs .*tailrace\[pictures"):
         run.histogram().figure()
+
+
+def test_zeros_are_not_taken_for_nothing():
+    """A zero has no logarithm; what is black, red and grey is said below the picture."""
+    values = np.array([[1.0, 2.0], [0.0, 0.0]])
+    text = Heatmap(("a", "b"), np.arange(2), values, "std")._repr_svg_()
+    assert "step (black: zero)" in text
+    values[0] = [np.nan, np.inf]
+    text = Heatmap(("a", "b"), np.arange(2), values, "std")._repr_svg_()
+    assert "step (black: zero; red: infinite; grey: nothing, or NaN)" in text
+    text = Heatmap(("a", "b"), np.arange(2), np.array([[-1.0, 1], [0, 1]]), "mean")._repr_svg_()
+    assert "black" not in text
+
+
+def test_many_tensors_have_few_labels():
+    names = tuple(f"grad/{number}" for number in range(1000))
+    figure = Heatmap(names, np.arange(2), np.ones((1000, 2)), "std").figure()
+    labels = figure.axes[0].get_yticklabels()
+    assert 100 < len(labels) <= 160
+    assert (labels[0].get_text(), labels[1].get_text()) == ("grad/0", "grad/7")
+    assert figure.get_size_inches()[1] < 40
+
+
+@pytest.mark.parametrize("least", [-3, -20, -29, -30, -31, -120])
+def test_labels_do_not_touch(least):
+    """Names of formats neither touch their own line nor each other; nor do the numbers below."""
+    counts = np.zeros(258, int)
+    counts[127 + least : 127 + 2] = 5
+    figure = ExponentHistogram(counts, ("grad/a",), np.arange(3)).figure()
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    ticks = [
+        label.get_window_extent()
+        for label in axes.get_xticklabels()
+        if low < label.get_position()[0] < high
+    ]
+    for left, right in itertools.pairwise(ticks):
+        assert left.x1 < right.x0
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 4
+    for box, text in zip(boxes, axes.texts, strict=True):
+        _, line = axes.transData.transform(text.xy)
+        assert box.y0 > line
+    for upper, lower in itertools.pairwise(boxes):
+        assert upper.y0 > lower.y1
+
+
+@pytest.mark.parametrize(
+    ("values", "lines", "marks"),
+    [
+        ([3.0, 2.0, 1.0], 1, 0),
+        ([1.0, np.nan, 2.0, 3.0, np.inf], 2, 2),
+        ([5.0], 1, 0),
+        ([2.0, 2.0], 1, 0),
+        ([np.nan, np.nan], 0, 2),
+        (list(np.linspace(0, 1, 100_000)), 1, 0),
+    ],
+)
+def test_curves(values, lines, marks):
+    text = small_curve(np.array(values))
+    assert (text.count("<polyline"), text.count("<rect")) == (lines, marks)
+    root = xml.etree.ElementTree.fromstring(text)
+    assert len(text) < 5000
+    assert "nan" not in text
+    assert root.tag.endswith("svg")
+
+
+def test_a_history_shows_its_curves(run):
+    text = run.history._repr_html_()
+    assert text.count("<polyline") == len(list(run.history)) == 2
+    assert "<svg" not in tr.History()._repr_html_()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr.storage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_parts import ONES, chosen, execution
@@ -18,7 +17,7 @@ from small_runs import assert_same_records
 
 import tailrace as tr
 from tailrace.observe.records import Records
-from tailrace.runs import writer
+from tailrace.runs import durable, writer
 from tailrace.runs.writer import RunWriter
 
 
@@ -42,19 +41,22 @@ def check_whole(run):
 def test_an_error_at_any_write(tmp_path, monkeypatch):
     """Many of the files that are written are once the one that fails."""
     monkeypatch.setattr(writer, "WRITE_EVERY_S", 0.0)
-    plain = zarr.storage.LocalStore.set
     counter = [0, -1]
 
-    async def fails(self, *args, **kwargs):
-        counter[0] += 1
-        if counter[0] == counter[1]:
-            raise OSError(28, "No space left on device")
-        return await plain(self, *args, **kwargs)
+    def failing_once(plain):
+        def call(*args):
+            counter[0] += 1
+            if counter[0] == counter[1]:
+                raise OSError(28, "No space left on device")
+            return plain(*args)
 
-    monkeypatch.setattr(zarr.storage.LocalStore, "set", fails)
+        return call
+
+    for name in ("_force", "_rename"):
+        monkeypatch.setattr(durable, name, failing_once(getattr(durable, name)))
     failing, seen = 0, set()
     while True:
-        failing += 6
+        failing += 29
         counter[:] = [0, failing]
         directory = tmp_path / str(failing)
         sink = RunWriter(directory)

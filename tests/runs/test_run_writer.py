@@ -5,14 +5,15 @@ import json
 import threading
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_runs import X, Y, assert_same_records, make_trainer, train
+from small_runs import PARAMS, X, Y, assert_same_records, make_trainer, train
 
 import tailrace as tr
-from tailrace.runs import writer
+from tailrace.runs import durable, writer
 from tailrace.runs.writer import THREAD
 
 TAPS = [
@@ -227,17 +228,14 @@ def test_trees_that_cannot_be_stored(tmp_path, reduce, text):
 
 def test_a_full_disk(tmp_path, monkeypatch):
     """The loop ends with a sentence; what was committed before can be read."""
-    import zarr.storage
+    plain, room = durable._force, [True]
 
-    plain = zarr.storage.LocalStore.set
-    room = [True]
-
-    async def fails(self, key, value, *args, **kwargs):
+    def fails(*args):
         if not room[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return await plain(self, key, value, *args, **kwargs)
+        plain(*args)
 
-    monkeypatch.setattr(zarr.storage.LocalStore, "set", fails)
+    monkeypatch.setattr(durable, "_force", fails)
 
     class Fill(tr.Callback):
         def on_execution_end(self, trainer, execution):
@@ -299,3 +297,48 @@ def test_a_loop_that_is_too_fast_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "MOST_WAITING", 1)
     train(make_trainer(tmp_path, steps_per_execution=2), 20)
     assert len(tr.open_run(tmp_path).history) == 20
+
+
+# -- pipelines ----------------------------------------------------------------------------------
+
+
+def first_stage(w, x, y):
+    with jax.named_scope("hidden"):
+        return jax.nn.relu(x @ w), y
+
+
+def second_stage(w, h, y):
+    return (h @ w)[:, 0], y
+
+
+def pipelined(run_dir):
+    pipeline = tr.Pipeline(
+        [first_stage, second_stage], lambda out, y: ((out - y) ** 2).mean(), accumulation=4
+    )
+    taps = ["grad/*", tr.Tap("*/hidden", reduce="norm"), tr.Tap("update/*", mode="final")]
+    trainer = tr.Trainer(
+        pipeline, optax.sgd(0.01), list(PARAMS.values()), observe=taps, run_dir=run_dir,
+        steps_per_execution=2,
+    )  # fmt: skip
+    trainer.fit(tr.batches((X, Y), 8, repeat=True), steps=6, progress=False)
+    return trainer
+
+
+def test_the_run_of_a_pipeline(tmp_path):
+    plain, stored = pipelined(None), pipelined(tmp_path)
+    run = tr.open_run(tmp_path)
+    assert_same_records(plain.records, run.records)
+    assert_same_records(plain.records, stored.records)
+    assert run.plan == stored.plan
+    assert run.plan.stages == 2
+    assert "<svg" in run.plan._repr_svg_()
+    first, second = run.records["grad/0"], run.records["grad/1"]
+    assert set(first.stages) == {0}
+    assert set(second.stages) == {1}
+    assert list(first.microbatches) == [0, 1, 2, 3] * 6
+    assert run.catalogue["grad/1"].stage == 1
+    xarray = pytest.importorskip("xarray")
+    found = xarray.open_zarr(tmp_path, group="records/0", consolidated=False)
+    assert found["stage"].dims == ("tensor",)
+    assert found["stage"].sel(tensor="grad/1") == 1
+    assert not tr.diff(plain, run)

@@ -198,6 +198,8 @@ class Part:
         steps: how many it had.
         replicas: how many replicas ran.
         period: periodic values are there for the last of every `period` steps.
+        ends: the last step of each execution, where several were joined and the tap has one value
+            an execution; the value has an axis of executions in place of that of the steps then.
     """
 
     one: Chosen
@@ -208,6 +210,7 @@ class Part:
     steps: int
     replicas: int
     period: int
+    ends: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -219,12 +222,16 @@ class Part:
         """What was kept of it."""
         return self.one.tap.kind
 
+    @property
+    def collected(self) -> bool:
+        """Whether an execution has one value."""
+        return self.one.tap.mode in (Mode.SUM, Mode.FINAL)
+
     def record(self) -> Record:
         """The finished records: flat, tagged, statistics merged."""
         one, value, valid, replicas = self.one, self.value, self.valid, self.replicas
-        collected = one.tap.mode in (Mode.SUM, Mode.FINAL)
         several = replicas > 1
-        loops = 0 if collected else one.loops
+        loops = len(self.ends[:1]) if self.collected else one.loops
         if several and not one.differs:
             value = jax.tree.map(lambda v: v[0], value)
             valid = valid[0] if valid is not None else None
@@ -233,54 +240,71 @@ class Part:
             value = jax.tree.map(lambda v: np.moveaxis(v, 0, loops), value)
             valid = np.moveaxis(np.asarray(valid), 0, loops) if valid is not None else None
         tags = self._tags(np.shape(jax.tree.leaves(value)[0])[:loops], replicas if several else 1)
-        flat = jax.tree.map(lambda v: v.reshape(len(tags), *v.shape[loops + several :]), value)
-        keep = np.ones(len(tags), bool)
-        ran = None
+        count = len(tags[0])
+        flat = jax.tree.map(lambda v: v.reshape(count, *v.shape[loops + several :]), value)
+        keep, ran = None, None
         if valid is not None:
             made = np.asarray(valid)
-            made = made.reshape(len(tags), *made.shape[loops + several :])
-            keep &= made.reshape(len(tags), -1).any(axis=1)
+            made = made.reshape(count, *made.shape[loops + several :])
+            keep = made.reshape(count, -1).any(axis=1)
             ran = made if made.ndim > 1 else None
         if one.tap.period > 1:
-            keep &= (tags[:, 0] + 1) % one.tap.period == 0
-        flat = jax.tree.map(lambda v: v[keep], flat)
+            seen = (tags[0] + 1) % one.tap.period == 0
+            keep = seen if keep is None else keep & seen
+        if keep is not None:
+            flat = jax.tree.map(lambda v: v[keep], flat)
+            tags = tuple(tag[keep] for tag in tags)
+            ran = None if ran is None else ran[keep]
         if self.size >= 0:
             flat = merge_statistics(flat, self.size)
-        absent = np.full(int(keep.sum()), -1)
+        elif keep is None:  # what the device gave is for reading only, and larger
+            flat = jax.tree.map(np.array, flat)
+        steps, microbatches, of_replica = tags
         own = one.tap.mode is not Mode.SUM and (loops > 1 or one.entry.kind in PER_MICROBATCH)
         return Record(
             self.name,
             self.kind,
             flat,
-            tags[keep, 0],
-            tags[keep, 1] if own else absent,
-            tags[keep, 2] if several else absent,
-            np.full(len(absent), one.entry.stage),
-            None if ran is None else ran[keep],
+            steps,
+            microbatches if own else _filled(len(steps), -1),
+            of_replica if several else _filled(len(steps), -1),
+            _filled(len(steps), one.entry.stage),
+            ran,
         )
 
-    def _tags(self, counts: tuple[int, ...], replicas: int) -> np.ndarray:
-        """(step, microbatch, replica) of each value, in order."""
+    def _tags(self, counts: tuple[int, ...], replicas: int) -> tuple[np.ndarray, ...]:
+        """Step, microbatch and replica of each value, in order; the tensors of a step share them."""
         made, start, stride = counts[0] if counts else 1, self.first_step, 1
-        if not counts and self.one.tap.mode in (Mode.SUM, Mode.FINAL):
+        if not counts and self.collected:
             start += self.steps - 1
         elif self.one.tap.period > 1 and self.period > 1:
             start, stride = start + self.period - 1, self.period
         first, count = 0, math.prod(counts[1:])
         if self.one.tap.mode is Mode.FINAL:
             first, count = self.one.microbatches - 1, 1
-        return _grid(start, stride, made, first, count, replicas)
+        at = self.ends or range(start, start + stride * made, stride)
+        return _grid(at, first, count, replicas)
 
 
-@functools.lru_cache(maxsize=8)  # the tensors of an execution share it
+@functools.lru_cache(maxsize=8)
 def _grid(
-    start: int, stride: int, count: int, microbatch: int, microbatches: int, replicas: int
-) -> np.ndarray:
-    """(step, microbatch, replica) of all values, for `count` evenly spaced steps."""
-    at = start + stride * np.arange(count)
+    at: range | tuple[int, ...], microbatch: int, microbatches: int, replicas: int
+) -> tuple[np.ndarray, ...]:
+    """Step, microbatch and replica of all values of the steps `at`; for reading only."""
+    steps = np.arange(at.start, at.stop, at.step) if isinstance(at, range) else np.array(at)
     micro = microbatch + np.arange(microbatches)
-    grid = np.meshgrid(at, micro, np.arange(replicas), indexing="ij")
-    return np.stack(grid, axis=-1).reshape(-1, 3)
+    grid = np.meshgrid(steps, micro, np.arange(replicas), indexing="ij")
+    return tuple(_for_reading(axis.reshape(-1)) for axis in grid)
+
+
+@functools.lru_cache(maxsize=8)
+def _filled(count: int, value: int) -> np.ndarray:
+    return _for_reading(np.full(count, value))
+
+
+def _for_reading(shared: np.ndarray) -> np.ndarray:
+    shared.flags.writeable = False
+    return shared
 
 
 def take_records(

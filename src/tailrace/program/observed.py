@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -22,8 +24,23 @@ from tailrace.tensors.naming import Namer
 from tailrace.tensors.taps import MOST_BYTES, StopOnNonfinite, check_bytes, parse_taps
 
 
+@dataclasses.dataclass(frozen=True)
+class OnDevice(Placement):
+    """One device, and not the first one."""
+
+    chosen: Any = None
+
+    def _spread(self, *axes: str | None) -> Any:
+        return self.chosen
+
+
 def observe(
-    function: Callable[..., Any], taps: Any, *, seed: int = 0, observe_bytes: int = MOST_BYTES
+    function: Callable[..., Any],
+    taps: Any,
+    *,
+    seed: int = 0,
+    observe_bytes: int = MOST_BYTES,
+    device: Any = None,
 ) -> Observed:
     """Wrap a function of arrays so that a call returns `(output, records)`.
 
@@ -38,6 +55,7 @@ def observe(
         seed: where the keys of `tr.key()` come from.
         observe_bytes: the most that the records of one call may take; more is refused before it
             runs.
+        device: the device of JAX to run on; None: the first one.
 
     Example:
         >>> import jax, jax.numpy as jnp, tailrace as tr
@@ -56,24 +74,35 @@ def observe(
             "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
             "apart. In a function of your own, tap the tensors and look at their NaN counts."
         )
-    return Observed(function, taps, seed, observe_bytes)
+    return Observed(function, taps, seed, observe_bytes, device)
 
 
 class Observed:
     """A function that also returns what was observed in it; made by `tr.observe`."""
 
     def __init__(
-        self, function: Callable[..., Any], taps: list[Any], seed: int, observe_bytes: int
+        self,
+        function: Callable[..., Any],
+        taps: list[Any],
+        seed: int,
+        observe_bytes: int,
+        device: Any = None,
     ) -> None:
         self._function, self.taps, self._seed = function, taps, seed
         self._observe_bytes = observe_bytes
-        self._placement = Placement()
+        self._placement = Placement() if device is None else OnDevice(chosen=device)
+        self._device = device
         self._versions: dict[Hashable, tuple[Traced, Sight, list[Executable]]] = {}
         self.calls = 0
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any) -> tuple[Any, Records]:
         """Run the function; returns its output and the records of this call."""
+        on = self._device
+        with contextlib.nullcontext() if on is None else jax.default_device(on):
+            return self._call(args)
+
+    def _call(self, args: tuple[Any, ...]) -> tuple[Any, Records]:
         traced, sight, executables = self._version(args)
         known = dict(zip(traced.jaxpr.constvars, self._placement.put(traced.consts), strict=True))
         leaves = self._placement.put(jax.tree.leaves(args))

@@ -1,8 +1,7 @@
 """Columns that grow together: the arrays of one Zarr group, appended row by row.
 
 Rows wait in memory until `write`. It puts them behind the rows that count already and leaves those
-alone, so that whatever ends a write, the rows that counted before it are as they were. Zarr writes a
-chunk into a file of its own and renames it.
+alone, so that whatever ends a write, the rows that counted before it are as they were.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.runs.layout import chunk_shape, stored_dtype
+from tailrace.runs.layout import CHUNK_NAMES, chunk_shape, codecs, stored_dtype
 
 
 class Columns:
@@ -24,21 +23,14 @@ class Columns:
 
     Attributes:
         committed: how many rows count; the caller makes it known to readers, then calls `counted`.
-        waiting_bytes: what waits in memory.
     """
 
     def __init__(self, group: Any, rows: str) -> None:
         self.group, self._rows = group, rows
         self.committed = 0
-        self.waiting_bytes = 0
         self._arrays: dict[str, Any] = {}
         self._waiting: dict[str, list[tuple[int, np.ndarray]]] = {}
         self._count = 0
-
-    @property
-    def waiting(self) -> int:
-        """How many rows wait."""
-        return self._count
 
     def add_fixed(self, name: str, values: np.ndarray, dims: Sequence[str]) -> None:
         """Write an array that does not grow, such as a coordinate of another dim."""
@@ -48,6 +40,8 @@ class Columns:
             chunks=tuple(max(1, n) for n in values.shape),
             dtype=str if values.dtype == object else values.dtype,
             dimension_names=tuple(dims),
+            compressors=codecs(),
+            chunk_key_encoding=CHUNK_NAMES,
             config={"write_empty_chunks": True},
         )
         array[...] = values
@@ -84,6 +78,8 @@ class Columns:
             dimension_names=(self._rows, *dims),
             fill_value=fill,
             attributes={**(attributes or {}), **own},
+            compressors=codecs(),
+            chunk_key_encoding=CHUNK_NAMES,
             config={"write_empty_chunks": True},
         )
 
@@ -94,7 +90,6 @@ class Columns:
         """Let `count` rows wait; columns that are not named have their fill value there."""
         for name, rows in values.items():
             self._waiting.setdefault(name, []).append((self._count, rows))
-            self.waiting_bytes += rows.nbytes
         self._count += count
 
     def write(self) -> int:
@@ -112,12 +107,12 @@ class Columns:
         """What was written counts now."""
         self.committed += self._count
         self._waiting.clear()
-        self._count = self.waiting_bytes = 0
+        self._count = 0
 
     def forget(self) -> None:
         """Let go of what waits: it could not be written."""
         self._waiting.clear()
-        self._count = self.waiting_bytes = 0
+        self._count = 0
 
 
 def _neighbours(pieces: list[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:

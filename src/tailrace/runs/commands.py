@@ -27,7 +27,7 @@ def histogram(subparsers: Subparsers) -> None:
         default=":",
         help="from which steps; -1: is the last one recorded (default: all)",
     )
-    _add_output(parser, "histogram.png")
+    _add_output(parser, "histogram.png", "histogram.svg")
     parser.set_defaults(run=_run_histogram)
 
 
@@ -50,7 +50,7 @@ def heatmap(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--field", default="std", help="which statistic, of taps with reduce='stats' (std)"
     )
-    _add_output(parser, "heatmap.png")
+    _add_output(parser, "heatmap.png", "heatmap.svg")
     parser.set_defaults(run=_run_heatmap)
 
 
@@ -117,19 +117,20 @@ def _add_run(parser: argparse.ArgumentParser, select: str = "grad/*") -> None:
     )
 
 
-def _add_output(parser: argparse.ArgumentParser, default: str) -> None:
+def _add_output(parser: argparse.ArgumentParser, *default: str) -> None:
     parser.add_argument(
         "-o",
         "--output",
         action="append",
         metavar="FILE",
-        help=f"the picture: .png, .svg or .pdf; may be given several times (default: {default})",
+        help=f"the picture: .png, .svg or .pdf; may be given several times (default: "
+        f"{' and '.join(default)})",
     )
     parser.set_defaults(default_output=default)
 
 
 def _save(picture: Any, arguments: argparse.Namespace) -> None:
-    for output in arguments.output or [arguments.default_output]:
+    for output in arguments.output or arguments.default_output:
         picture.save(output)
         print(f"Saved {output}")
 

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from tailrace._version import __version__
 from tailrace.errors import RunError
 from tailrace.notes import shown
+from tailrace.runs.durable import put_files
 from tailrace.runs.layout import FORMAT
 from tailrace.tensors.catalogue import Catalogue, Entry
 
@@ -43,9 +43,7 @@ def write_info(directory: Path, info: Mapping[str, Any]) -> None:
         "versions": versions(),
         **info,
     }
-    new = directory / f"{RUN_FILE}.partial"
-    new.write_text(json.dumps(whole, indent=1, default=str), encoding="utf-8")
-    os.replace(new, directory / RUN_FILE)
+    put_files(directory, {RUN_FILE: json.dumps(whole, indent=1, default=str).encode()})
 
 
 def read_info(directory: Path) -> dict[str, Any]:

@@ -31,6 +31,9 @@ CHUNK_BYTES = 1 << 20
 MOST_ROWS, MOST_TENSORS = 16_384, 16
 """The most that a chunk spans of either."""
 
+CHUNK_NAMES: Any = {"name": "default", "separator": "."}
+"""Chunks lie beside the description of their array, so that one folder is to be forced to the disk."""
+
 NOT_IN_ZARR = {"bfloat16": "float32", "int4": "int8", "uint4": "uint8", "int2": "int8"}
 """Dtypes that Zarr has no name for, and the wider ones that hold their values exactly."""
 
@@ -42,6 +45,13 @@ def import_zarr() -> Any:
     except ImportError as error:
         raise MissingDependency.for_feature("A run directory", "zarr", "records") from error
     return zarr
+
+
+def codecs() -> list[Any]:
+    """How chunks are compressed: fast, as it is done beside a training, and with a checksum."""
+    from zarr.codecs import BloscCodec, Crc32cCodec
+
+    return [BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()]
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, tensors: int | None) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ COLOURS = ("#1b6ca8", "#c0562b", "#3d8f5a", "#8b5fa8")
 """One for each format."""
 MOST_COLUMNS = 400
 """Steps beyond that share a column of a heat map."""
+MOST_LABELS = 160
+"""Rows of a heat map beyond that share the room of one, and only some have their names beside them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +67,7 @@ class ExponentHistogram:
         top = max(int(finite.max(initial=0)), int(counts[ZERO_BIN]), 1)
         edge_low, edge_high = low - 5, max(high + 4, 20)
         for number, form in enumerate(FORMATS):
-            colour, y = COLOURS[number], top * (1.36 - 0.085 * number)
+            colour, y = COLOURS[number], top * (1.37 - 0.095 * number)
             ends = [np.log2(v) for v in (form.smallest, form.smallest_normal, form.largest)]
             left, normal, right = np.clip(ends, edge_low, edge_high)
             axes.plot([left, normal], [y, y], color=colour, lw=1.2, ls=(0, (2, 2)))
@@ -74,12 +76,22 @@ class ExponentHistogram:
                 if at == end:
                     axes.axvline(at, ymax=y / (top * 1.46), color=colour, lw=0.8, ls=style)
             middle = (max(normal, low) + right) / 2
-            axes.text(middle, y, form.name, color=colour, fontsize=8, va="bottom", ha="center")
+            axes.annotate(  # above its line, which would hide what hangs below the letters
+                form.name,
+                (middle, y),
+                (0, 2.5),
+                textcoords="offset points",
+                color=colour,
+                fontsize=8,
+                va="bottom",
+                ha="center",
+            )
         axes.set_xlim(edge_low, edge_high)
         axes.set_ylim(0, top * 1.46)
         ticks = np.arange(-150, 140, 10 if edge_high - edge_low > 40 else 5)
-        ticks = ticks[(ticks > low - 2) & (ticks < edge_high)]
-        axes.set_xticks([low - 2.5, *ticks], ["zero", *map(str, ticks)])
+        zero = low - 2.5  # the labels of its neighbours would stand in its own
+        ticks = ticks[(ticks > zero + 0.06 * (edge_high - edge_low)) & (ticks < edge_high)]
+        axes.set_xticks([zero, *ticks], ["zero", *map(str, ticks)])
         axes.set_xlabel(
             "log2 |value|; lines: smallest (dotted), smallest normal (dashed), largest (solid)",
             fontsize=9,
@@ -160,22 +172,32 @@ class Heatmap:
     def figure(self) -> Any:
         """The picture, as a matplotlib figure."""
         rows = len(self.names)
-        figure = _figure(9, min(40, 1.6 + 0.22 * rows))
+        figure = _figure(9, 1.6 + 0.22 * min(rows, MOST_LABELS))
         axes = figure.add_subplot()
         with np.errstate(divide="ignore", invalid="ignore"):
             logged = np.log10(np.where(self.values > 0, self.values, np.nan))
         signed = bool((self.values < 0).any())
         shown_values = self.values if signed else logged
         masked = np.ma.masked_invalid(shown_values)
-        axes.set_facecolor("#f2f2f2")  # where nothing was recorded
-        image = axes.imshow(masked, aspect="auto", interpolation="nearest", cmap="viridis")
+        axes.set_facecolor("#d9d9d9")  # where nothing was recorded
+        drawn: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
+        image = axes.imshow(masked, **drawn, cmap="viridis")
+        said = []
+        if not signed and (self.values == 0).any():  # which has no logarithm
+            zeros = np.where(self.values == 0, 0.0, np.nan)
+            axes.imshow(np.ma.masked_invalid(zeros), **drawn, cmap="gray", vmin=0, vmax=1)
+            said.append("black: zero")
         infinite = np.isinf(self.values)
         if infinite.any():
             axes.plot(*np.nonzero(infinite)[::-1], "x", color="#d62728", ms=4)
-        axes.set_yticks(range(rows), [shown(name) for name in self.names], fontsize=8)
+            said.append("red: infinite")
+        if np.isnan(self.values).any():
+            said.append("grey: nothing, or NaN")
+        each = -(-rows // MOST_LABELS)
+        axes.set_yticks(range(0, rows, each), [shown(n) for n in self.names[::each]], fontsize=8)
         places = np.unique(np.linspace(0, len(self.steps) - 1, 8).astype(int))
         axes.set_xticks(places, [str(self.steps[p]) for p in places], fontsize=8)
-        axes.set_xlabel("step")
+        axes.set_xlabel(f"step ({'; '.join(said)})" if said else "step")
         label = self.what if signed else f"log10 of the {self.what}"
         figure.colorbar(image, ax=axes, label=label)
         figure.set_layout_engine("tight")

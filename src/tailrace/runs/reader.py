@@ -12,7 +12,7 @@ from tailrace.notes import shown
 from tailrace.observe.records import Records
 from tailrace.runs.info import read_catalogue, read_info
 from tailrace.runs.layout import import_zarr
-from tailrace.runs.stored import committed, damaged, read_rows, stored_records
+from tailrace.runs.stored import committed, describing, read_rows, stored_records
 from tailrace.tensors.catalogue import Catalogue
 from tailrace.training.history import History
 
@@ -67,10 +67,8 @@ class Run:
     def refresh(self) -> Run:
         """See what has been written since; returns the run itself."""
         zarr = import_zarr()
-        try:
+        with describing(self.directory, "zarr.json"):
             self._root = zarr.open_group(self.directory, mode="r", zarr_format=3)
-        except Exception as error:
-            raise damaged(self.directory, "zarr.json", error) from error
         self._counts = committed(self.directory, self._root)
         self._history = None
         return self
@@ -83,10 +81,8 @@ class Run:
     @property
     def catalogue(self) -> Catalogue:
         """The tensors of the step that ran."""
-        try:
+        with describing(self.directory, "the catalogue in run.json"):
             return read_catalogue(self.info["catalogue"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged(self.directory, "the catalogue in run.json", error) from error
 
     @property
     def plan(self) -> Any:
@@ -94,7 +90,8 @@ class Run:
         from tailrace.pipeline import Plan
 
         text = self.info.get("plan")
-        return None if text is None else Plan.from_json(text)
+        with describing(self.directory, "the plan in run.json"):
+            return None if text is None else Plan.from_json(text)
 
     @property
     def records(self) -> Records:
@@ -105,7 +102,8 @@ class Run:
     def history(self) -> History:
         """Loss and metrics, as `fit` returns them, of all fits that were written."""
         if self._history is None:
-            self._history = self._read_history()
+            with describing(self.directory, "history"):
+                self._history = self._read_history()
         return self._history
 
     def _read_history(self) -> History:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ class StoredPart:
 
     def record(self) -> Record:
         """Read them."""
+        with describing(self.table.directory, self.table.path):
+            return self._read()
+
+    def _read(self) -> Record:
         table, arrays = self.table, set(self.table.group.array_keys())
         steps = table.column("step")
         if STATS.names and set(STATS.names) <= arrays:
@@ -119,11 +124,9 @@ def stored_records(
     found: dict[tuple[str, str], list[StoredPart]] = {}
     for number, stop in enumerate(committed(directory, root)["records"]):
         path = f"records/{number}"
-        try:
+        with describing(directory, path):
             group = root[path]
             names, kind = list(group.attrs["names"]), str(group.attrs["kind"])
-        except Exception as error:
-            raise damaged(directory, path, error) from error
         start = starts[number] if number < len(starts) else 0
         if start == stop:
             continue
@@ -138,11 +141,12 @@ def stored_records(
 
 def committed(directory: Path, root: Any) -> dict[str, Any]:
     """How many rows count: of the history, and of each table."""
-    try:
+    with describing(directory, "zarr.json"):
         counts = root.attrs["committed"]
-        return {"history": int(counts["history"]), "records": [int(n) for n in counts["records"]]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(directory, "zarr.json", error) from error
+        history, records = int(counts["history"]), [int(n) for n in counts["records"]]
+        if min([history, *records]) < 0:
+            raise ValueError("a number of rows is negative")
+        return {"history": history, "records": records}
 
 
 def read_rows(
@@ -156,7 +160,7 @@ def read_rows(
 ) -> np.ndarray:
     """Rows of one array; a chunk that is missing or damaged is an error, not a row of zeros."""
     where = f"{path}/{name}"
-    try:
+    with describing(directory, where):
         array = group[name]
         if array.shape[0] < stop:
             raise RunError(
@@ -168,10 +172,6 @@ def read_rows(
         values = np.asarray(array[index])
         own = array.attrs.get("dtype")
         return values if own is None else values.astype(own_dtype(str(own)))
-    except TailraceError:
-        raise
-    except Exception as error:
-        raise damaged(directory, where, error) from error
 
 
 def _check_chunks(
@@ -193,6 +193,17 @@ def _check_chunks(
                     f"{'/'.join(map(str, chunk))} of {where} is missing. Other arrays can still "
                     f"be read."
                 )
+
+
+@contextlib.contextmanager
+def describing(directory: Path, where: str) -> Iterator[None]:
+    """Whatever goes wrong inside, said as a sentence about that part of the run."""
+    try:
+        yield
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise damaged(directory, where, error) from error
 
 
 def damaged(directory: Path, where: str, error: Exception) -> RunError:

@@ -16,6 +16,9 @@ from tailrace.tensors.reductions import NUM_BINS, STATS
 COORDINATES = "step microbatch replica stage"
 """What xarray is told: these arrays are coordinates."""
 
+TAGS = ("steps", "microbatches", "replicas")
+"""What says when a value was made; the tensors of an execution mostly share these arrays."""
+
 
 def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
     """The records of one execution, those together that share a table, by what identifies it.
@@ -41,10 +44,8 @@ def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
 
 
 def _same_moments(one: Record, other: Record) -> bool:
-    return all(
-        np.array_equal(getattr(one, tag), getattr(other, tag))
-        for tag in ("steps", "microbatches", "replicas")
-    )
+    tags = [(getattr(one, tag), getattr(other, tag)) for tag in TAGS]
+    return all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in tags)
 
 
 def _forms(record: Record) -> list[Any]:

@@ -1,9 +1,10 @@
 """The writer of a run directory: a thread that follows the training loop and stays behind it.
 
-The loop hands over what an execution left behind and goes on. The thread makes rows of it, lets them
-wait, and writes them every few seconds: first the arrays, last, in one file, how many rows of each
-count. A reader that goes by those counts sees whole executions only, whenever it looks and however
-the writer ended. What waits is bounded: a loop that is faster than the disk waits for it.
+The loop hands over what an execution left behind and goes on. Executions wait as they came; every few
+seconds the thread makes rows of all of them and writes: first the arrays, last, in one file, how many
+rows of each count. All of it is forced to the disk in that order, so that a reader that goes by those
+counts sees whole executions only, whenever it looks and however the writer, or the machine, ended.
+What waits is bounded: a loop that is faster than the disk waits for it.
 """
 
 from __future__ import annotations
@@ -15,27 +16,32 @@ import uuid
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import RunError, TailraceError
 from tailrace.observe.records import Source
 from tailrace.observe.sinks import Finished
 from tailrace.runs.info import RUN_FILE, write_info
+from tailrace.runs.joining import join_executions
 from tailrace.runs.layout import FORMAT, import_zarr
 from tailrace.runs.lock import DirectoryLock
 from tailrace.runs.tables import HistoryTable, RecordTable, put_in_tables
 
+if TYPE_CHECKING:
+    from tailrace.runs.buffered import BufferedStore
+
 THREAD = "tailrace-run-writer"
 WRITE_EVERY_S = 2.0
-"""How long rows wait at least before they are written."""
-SHARE = 0.01
-"""The part of the time that writing may take; it is done less often where it takes long."""
-SETTLE_S = 0.1
-"""Zarr writes several files at a time; those beside one that failed are let come to their end."""
+"""How long executions wait at least before they are written."""
+SHARE, DISK_SHARE = 0.005, 0.1
+"""The part of the time that writing may take from the processor, and that it may wait for the disk,
+which costs the training nothing. It is done less often where either takes longer."""
 MOST_WAITING = 1 << 26
-"""Bytes of rows that wait in memory; more are written at once."""
+"""Bytes of executions that wait in memory; more are written at once."""
 MOST_QUEUED = 1 << 28
 """Bytes of executions that may be queued; the training loop waits beyond that."""
+COUNTS = "zarr.json"
+"""The file that says how many rows count: the description of the root."""
 
 
 class RunWriter:
@@ -44,6 +50,9 @@ class RunWriter:
     Args:
         directory: where to; it must not hold a run yet.
 
+    Attributes:
+        writes: how often it has written; many executions are written at a time.
+
     Raises:
         RunError: there is a run, or something that is no directory.
     """
@@ -51,14 +60,16 @@ class RunWriter:
     def __init__(self, directory: Any) -> None:
         import_zarr()
         self.directory = Path(directory)
+        self.writes = 0
         self._lock = DirectoryLock(self.directory)
         self._identity = uuid.uuid4().hex
+        self._store: BufferedStore | None = None
         self._root: Any = None
         self._history: HistoryTable | None = None
         self._tables: dict[Hashable, RecordTable] = {}
         self._starts: dict[Hashable, int] = {}
         self._changed = threading.Condition()
-        self._queue: deque[Finished] = deque()
+        self._queue: deque[tuple[Finished, int]] = deque()
         self._queued_bytes = 0
         self._closing = False
         self._asked = self._answered = 0  # requests to write at once
@@ -90,9 +101,10 @@ class RunWriter:
             while self._queue and self._queued_bytes + size > MOST_QUEUED and not self._failure:
                 self._changed.wait()
             if self._failure is None:
-                self._queue.append(done)
+                self._queue.append((done, size))
                 self._queued_bytes += size
-                self._changed.notify_all()
+                if self._queued_bytes > MOST_WAITING:
+                    self._changed.notify_all()  # otherwise the thread sleeps on until it is time
         self._tell()
 
     def stored(self) -> dict[tuple[str, str], list[Source]]:
@@ -102,7 +114,8 @@ class RunWriter:
         if self._root is None:
             return {}
         self._flush()
-        return stored_records(self.directory, self._root, list(self._starts.values()))
+        root = import_zarr().open_group(self.directory, mode="r", zarr_format=3)
+        return stored_records(self.directory, root, list(self._starts.values()))
 
     # -- a fit ------------------------------------------------------------------------------------
 
@@ -123,13 +136,17 @@ class RunWriter:
         self._thread.start()
 
     def _create(self, info: Mapping[str, Any]) -> None:
-        root = import_zarr().open_group(self.directory, mode="a", zarr_format=3)
+        from tailrace.runs.buffered import BufferedStore
+
+        store = BufferedStore(self.directory)
+        root = import_zarr().open_group(store, mode="a", zarr_format=3)
         history = HistoryTable(root.create_group("history"))
         root.create_group("records")
         root.attrs.put(_state({"history": 0, "records": []}, writing=True))
+        store.flush(last=COUNTS)
         # Last: a directory without this file holds no run.
         write_info(self.directory, {**info, "run": self._identity})
-        self._root, self._history = root, history
+        self._store, self._root, self._history = store, root, history
 
     def _end(self) -> None:
         with self._changed:
@@ -162,7 +179,6 @@ class RunWriter:
             with self._sentence("could not be written any further"):
                 self._follow()
         except TailraceError as error:
-            time.sleep(SETTLE_S)
             with self._changed:
                 self._failure = error if isinstance(error, RunError) else RunError(str(error))
                 self._queue.clear()
@@ -174,30 +190,48 @@ class RunWriter:
 
     def _follow(self) -> None:
         following = time.monotonic() + WRITE_EVERY_S
-        while True:
+        ending = False
+        while not ending:
             with self._changed:
-                if not (self._queue or self._closing or self._asked > self._answered):
-                    self._changed.wait(timeout=max(0.01, following - time.monotonic()))
-                taken = list(self._queue)
+                while not self._is_hurried() and (wait := following - time.monotonic()) > 0:
+                    self._changed.wait(timeout=wait)
+                taken = [done for done, _ in self._queue]
                 ending, asked = self._closing, self._asked
-            for done in taken:
-                self._take(done)
-                with self._changed:
-                    self._queue.popleft()
-                    self._queued_bytes -= done.nbytes
-                    self._changed.notify_all()
-            now = time.monotonic()
-            waiting = self._waiting()
-            hurry = asked > self._answered or waiting > MOST_WAITING
-            if ending or hurry or (waiting and now >= following):
-                self._commit(writing=not ending)
-                took = time.monotonic() - now
-                following = now + max(WRITE_EVERY_S, took / SHARE)
-                with self._changed:
-                    self._answered = asked
-                    self._changed.notify_all()
-            if ending:
-                return
+            started = time.monotonic()
+            pause = self._write(taken, writing=not ending) if taken or ending else 0.0
+            following = started + max(WRITE_EVERY_S, pause)
+            with self._changed:
+                for _ in taken:
+                    self._queued_bytes -= self._queue.popleft()[1]
+                taken.clear()  # they are not kept while the thread sleeps
+                self._answered = asked
+                self._changed.notify_all()
+
+    def _is_hurried(self) -> bool:
+        return self._closing or self._asked > self._answered or self._queued_bytes > MOST_WAITING
+
+    def _write(self, taken: list[Finished], *, writing: bool) -> float:
+        """Write executions, then, in one file, that they count; returns when to do so again, in s.
+
+        Args:
+            taken: the executions.
+            writing: whether there may be more.
+        """
+        assert self._history is not None
+        assert self._store is not None
+        for done in join_executions(taken):
+            self._take(done)
+        started = time.monotonic()
+        history, tables = self._history.columns, [t.columns for t in self._tables.values()]
+        counts = {"history": history.write(), "records": [table.write() for table in tables]}
+        self._root.attrs.put(_state(counts, writing=writing))
+        encoded, busy = time.monotonic(), time.thread_time()
+        self._store.flush(last=COUNTS)
+        for columns in (history, *tables):
+            columns.counted()
+        self.writes += 1
+        busy = encoded - started + time.thread_time() - busy
+        return max(busy / SHARE, (time.monotonic() - encoded) / DISK_SHARE)
 
     def _take(self, done: Finished) -> None:
         assert self._history is not None
@@ -210,20 +244,6 @@ class RunWriter:
                 self._starts[key] = 0
             self._tables[key].append(records)
 
-    def _waiting(self) -> int:
-        assert self._history is not None
-        tables = [self._history, *self._tables.values()]
-        return sum(table.columns.waiting_bytes for table in tables)
-
-    def _commit(self, *, writing: bool) -> None:
-        """Write what waits, then, in one file, that it counts."""
-        assert self._history is not None
-        history, tables = self._history.columns, [t.columns for t in self._tables.values()]
-        counts = {"history": history.write(), "records": [table.write() for table in tables]}
-        self._root.attrs.put(_state(counts, writing=writing))
-        for columns in (history, *tables):
-            columns.counted()
-
     # -- what goes wrong --------------------------------------------------------------------------
 
     def _refuse_what_is_there(self) -> None:
@@ -234,7 +254,7 @@ class RunWriter:
         there = ""
         if (self.directory / RUN_FILE).exists():
             there = "holds one already"
-        elif (self.directory / "zarr.json").exists():
+        elif (self.directory / COUNTS).exists():
             there = "holds arrays that belong to none, or to one that was never begun"
         if there:
             raise RunError(

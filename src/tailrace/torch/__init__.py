@@ -16,6 +16,7 @@ from tailrace.torch.blocks import module_repr as module_repr  # noqa: E402
 from tailrace.torch.blocks import recomputation_checkpoint as recomputation_checkpoint  # noqa: E402
 from tailrace.torch.blocks import remove_blocks as remove_blocks  # noqa: E402
 from tailrace.torch.containers import register_container as register_container  # noqa: E402
+from tailrace.torch.functions import as_function as as_function  # noqa: E402
 from tailrace.torch.inference import InferenceModel as InferenceModel  # noqa: E402
 from tailrace.torch.loader import DataLoader as DataLoader  # noqa: E402
 from tailrace.torch.loader import DataLoaderMode as DataLoaderMode  # noqa: E402

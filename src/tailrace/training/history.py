@@ -91,12 +91,14 @@ class History:
     def _repr_html_(self) -> str:
         import html
 
+        from tailrace.observe.curves import small_curve
+
         rows = "".join(
-            f"<tr><td>{html.escape(shown(name))}</td><td>{self[name][0]:.5g}</td><td>{self[name][-1]:.5g}</td></tr>"
-            for name in self._parts
-            if len(self)
+            f"<tr><td>{html.escape(shown(name))}</td><td>{values[0]:.5g}</td>"
+            f"<td>{values[-1]:.5g}</td><td>{small_curve(values)}</td></tr>"
+            for name, values in ((name, self[name]) for name in self._parts if len(self))
         )
-        head = "<tr><th></th><th>first step</th><th>last step</th></tr>"
+        head = "<tr><th></th><th>first step</th><th>last step</th><th></th></tr>"
         return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"
 
 
