@@ -54,6 +54,7 @@ __all__ = [
     "key_generator",
     "name_stack_of",
     "primitives",
+    "replayed",
     "scan_sizes",
     "scopes_of",
     "trace_level",
@@ -188,6 +189,21 @@ def keeps_apart(eqn: JaxprEqn) -> bool:
     """Whether a recomputation must not be merged with the original that it repeats."""
     prevent = eqn.params.get("prevent_cse", True)
     return any(prevent) if isinstance(prevent, tuple | list) else bool(prevent)
+
+
+def replayed(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(*args)`, a list, emitted as what it is: a forward pass, repeated for its backward."""
+    leaves, structure = jax.tree.flatten(args)
+    again = jax.checkpoint(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
+    closed = jax.make_jaxpr(again)(*leaves)
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    known.update(zip(closed.jaxpr.invars, leaves, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive is primitives.remat_p:
+            eqn = eqn.replace(params={**eqn.params, "differentiated": True})
+        made = bind_again(eqn, [value_of(known, var) for var in eqn.invars])
+        known.update(zip(eqn.outvars, made, strict=True))
+    return [value_of(known, var) for var in closed.jaxpr.outvars]
 
 
 def scopes_of(eqn: JaxprEqn) -> list[tuple[str, int]]:

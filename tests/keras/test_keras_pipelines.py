@@ -8,6 +8,7 @@ from keras_oracle import digits_like
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_close
+from tailrace.keras.wrappers import Wrapper
 
 L = keras.layers
 
@@ -149,6 +150,76 @@ def test_replicas_of_a_pipeline_with_batch_norm():
     loss, accuracy = staged.evaluate(x, y, batch_size=8, verbose=0)
     assert 0 <= accuracy <= 1 < loss
     assert staged.predict(x, batch_size=8, verbose=0).shape == (32, 4)
+
+
+def mapped(gradient, value):
+    """Not linear: what it makes of a sum is not the sum of what it makes."""
+    return keras.ops.clip(gradient, -0.02, 0.05) + 0.1 * value
+
+
+class Idle(L.Layer):
+    """A weight without a gradient: what the function makes of zero counts all the same."""
+
+    def build(self, shape):
+        self.idle = self.add_weight(shape=(3,), initializer="ones", name="idle")
+
+    def call(self, x):
+        return x
+
+
+def chain_with_an_idle_weight():
+    layers = [keras.Input((6,)), dense(5, "a"), Idle(name="i"), L.Dense(4, "softmax")]
+    model = keras.Sequential(layers)
+    model.set_pipeline_stage_assignment([0, 0, 1])
+    return model
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_function_of_each_gradient(scaled):
+    def optimizer():
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        if scaled:
+            inner = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+        return tk.MapGradientOptimizer(tk.MapGradientOptimizer(inner, lambda g, v: 2.0 * g), mapped)
+
+    call = {"count": 4, "execution": 4}
+    plain, _ = trained(chain_with_an_idle_weight, False, optimizer=optimizer(), **call)
+    staged, _ = trained(chain_with_an_idle_weight, True, optimizer=optimizer(), **call)
+    assert_close(staged.get_weights(), plain.get_weights())
+    if scaled:
+        return
+    without, _ = trained(chain_with_an_idle_weight, True, **call)
+    apart = np.abs(staged.get_weights()[0] - without.get_weights()[0]).max()
+    assert apart > 1e-3, "the function changes something"
+
+
+def test_functions_of_gradients_that_a_pipeline_refuses():
+    shared = {"loss": {"early": "mse", "late": "sparse_categorical_crossentropy"}}
+    with pytest.raises(
+        tr.TailraceError, match=r"'shared/kernel' .* parts that stages \[0, 2\] make"
+    ):
+        trained(
+            branched,
+            True,
+            **shared,
+            optimizer=tk.MapGradientOptimizer("sgd", mapped),
+            targets=lambda y: {"early": np.stack([y, y], 1).astype(np.float32), "late": y},
+        )
+    queue = tk.MaybeOutfeedQueue()
+    model = made(cut_chain)
+    model.set_pipelining_options(4)
+    inner = tk.MapGradientOptimizer("sgd", mapped)
+    sending = tk.OutfeedOptimizer(inner, queue, "after_compute", model=model)
+    model.compile(sending, "sparse_categorical_crossentropy", steps_per_execution=4)
+    with pytest.raises(ValueError, match="Put it inside the MapGradientOptimizer"):
+        model.fit(*digits_like(32), batch_size=8, verbose=0)
+
+    class Other(Wrapper):
+        sees_each = True
+
+    model.compile(Other("sgd"), "sparse_categorical_crossentropy", steps_per_execution=4)
+    with pytest.raises(ValueError, match="Other cannot change them all at once"):
+        model.fit(*digits_like(32), batch_size=8, verbose=0)
 
 
 def small_resnet():

@@ -1,5 +1,7 @@
 """Pipelines with shared optimizer state, and pipelines in several processes."""
 
+import itertools
+import re
 from pathlib import Path
 
 import jax
@@ -9,7 +11,8 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_close, regression
-from tailrace.program import keeping
+from tailrace.pipeline import runner, slots
+from tailrace.program import activations, keeping, offload
 
 OPTIMIZERS = {
     "adam": optax.adam(1e-2),
@@ -86,6 +89,81 @@ def test_each_replica_of_a_stage_holds_one_share(monkeypatch):
     ]
     # Of the largest stage: 30 parameters for all; half of two moments of each for each replica.
     assert sorted(held) == [(2, 3, 30), (3, 30)]
+
+
+# -- every option with every other --------------------------------------------------------------
+
+STATE, SHARES, ACTIVATIONS = (
+    "offload_optimizer_state",
+    "shard_optimizer_state",
+    "offload_activations",
+)
+USUAL = {(STATE,), (STATE, SHARES, ACTIVATIONS)}
+
+
+@pytest.fixture
+def as_if_moved(monkeypatch):
+    """The program of an accelerator, in which moving changes nothing."""
+    monkeypatch.setattr(keeping, "LEAST", 2)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 8)
+    monkeypatch.setattr(activations, "LEAST_BYTES", 8)
+    monkeypatch.setattr(offload, "obstacle", lambda device, guarded: None)
+    monkeypatch.setattr(offload, "memory_moves", lambda: offload.NO_MOVES)
+    monkeypatch.setattr(slots, "to_host", lambda value: value)
+    monkeypatch.setattr(slots, "to_device", lambda value: value)
+    monkeypatch.setattr(runner, "HOST_MEMORY", "device")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(chosen, marks=() if chosen in USUAL else pytest.mark.exhaustive)
+        for count in (1, 2, 3)
+        for chosen in itertools.combinations((STATE, SHARES, ACTIVATIONS), count)
+    ],
+    ids="+".join,
+)
+def test_every_option_with_every_other_in_a_pipeline(as_if_moved, chosen):
+    stages, params, loss, plain = parts()
+    optimizer, replicas = OPTIMIZERS["clip, then adam"], 2 if SHARES in chosen else 1
+    pipelined = tr.Trainer(
+        tr.Pipeline(stages, loss, accumulation=6), optimizer, params, replicas=replicas,
+        **dict.fromkeys(chosen, True),
+    )  # fmt: skip
+    pipelined.fit(regression(36), steps=3)
+    expected = tr.Trainer(plain, optimizer, params, replicas=replicas, accumulation=6)
+    expected.fit(regression(36), steps=3)
+    assert_close(pipelined.history.loss, expected.history.loss)
+    assert_close(pipelined.params, expected.params)
+    assert_close(pipelined.state.optimizer_state, expected.state.optimizer_state)
+    told = " ".join(pipelined.decisions)
+    assert ("between updates" in told) == (STATE in chosen)
+    assert ("shared out over 2 replicas" in told) == (SHARES in chosen)
+    assert ("what forwards keep for backwards" in told) == (ACTIVATIONS in chosen)
+    (assembly,) = [one.assembly for one in pipelined._runners.values()]
+    assert any(assembly.held_layout.hosted) == (STATE in chosen)
+    assert any(assembly.stash_layout.hosted) == (ACTIVATIONS in chosen)
+
+
+def test_the_state_of_a_pipeline_is_updated_where_it_lies(as_if_moved):
+    """Or it would be copied, which for what lies in the host's memory takes longer than moving it."""
+    rng = np.random.default_rng(0)
+    width = 72  # large enough for a buffer of its own, and found by its shape
+    params = [rng.normal(size=(width, width)).astype(np.float32) / 9 for _ in range(2)]
+    stages = [lambda p, h, y: (jax.numpy.tanh(h @ p), y)] * 2
+    loss = lambda h, y: ((h.mean(1) - y) ** 2).mean()  # noqa: E731
+    for mapping in ([0, 0], [0, 1]):
+        pipeline = tr.Pipeline(stages, loss, accumulation=4, device_mapping=mapping)
+        trainer = tr.Trainer(
+            pipeline, optax.adam(0.1), params, offload_optimizer_state=True, steps_per_execution=1
+        )
+        trainer.fit(regression(4, features=width), steps=1)
+        (one,) = trainer._runners.values()
+        (executable,) = [e for e in one._executables.values() if e.compiled is not None]
+        copies = re.findall(
+            rf"f32\[(?:1,)?{width},{width}\]\S* copy\(", executable.compiled.as_text()
+        )
+        assert len(copies) <= 2  # of accumulators; there are six leaves of that shape
 
 
 def test_a_cpu_has_no_memory_to_keep_a_pipelines_state_in():

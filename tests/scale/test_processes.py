@@ -93,6 +93,11 @@ def test_two_processes_equal_the_plain_loop(tmp_path):
     # Written once: one run, with the records of all replicas.
     stored = tr.open_run(run)
     assert_close(np.float32(stored.history["loss"]), np.float32(said[0]["losses"]))
+    found = tr.diff(stored, one_process, rtol=1e-4, atol=1e-6)
+    assert not found, found
+    assert found.compared == 4  # two tensors, loss and metric of each microbatch and replica
+    assert sorted(set(stored.records["grad/out"].replicas)) == [0, 1, 2, 3]
+    assert stored.is_ended
     assert "Traceback" not in text
 
 

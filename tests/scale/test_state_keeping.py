@@ -261,25 +261,14 @@ def test_more_than_the_host_has_memory_for(monkeypatch):
     offload.check_fits(10, None, "tpu")
 
 
-def test_activations_on_a_cpu_stay(caplog):
-    trainer = trained(OPTIMIZERS["adamw"], 2, offload_activations=True)
-    assert trainer.decisions[0].startswith("Activations stay on the device: the device is a CPU")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_too_much_state_is_refused_before_it_is_made(as_if_moved, monkeypatch, replicas):
+    from tailrace.program.first_state import FirstState
 
-
-def test_activations_elsewhere_are_computed_with_the_same_result(monkeypatch):
-    # Where moving is not possible, the order of operations is tested: products kept, rest again.
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    wrap = lambda forward: jax.checkpoint(forward, policy=policy)  # noqa: E731
-    monkeypatch.setattr("tailrace.training.trainer.activations_on_host", lambda *_: (wrap, "kept"))
-    trainer = trained(OPTIMIZERS["adamw"], 2, 2, offload_activations=True, observe=["grad/*"])
-    assert_close(trainer.params, expected(OPTIMIZERS["adamw"], 2, 2)[0])
-    assert "kept" in trainer.decisions
-    wrapper, told = offload.activations_on_host(Device())
-    assert "matrix products" in told
-    moved = jax.make_jaxpr(jax.grad(wrapper(lambda w, x: jnp.sin(x @ w).sum())))
-    assert "pinned_host" in str(moved(jnp.ones((3, 3)), jnp.ones((2, 3)))) or "<host>" in str(
-        moved(jnp.ones((3, 3)), jnp.ones((2, 3)))
-    )
+    monkeypatch.setattr(offload, "free_host_memory", lambda: 100)
+    monkeypatch.setattr(FirstState, "leaves", lambda self: pytest.fail("it was made"))
+    with pytest.raises(OptionError, match="offload_optimizer_state=True would keep 0.0 GB in the"):
+        trained(OPTIMIZERS["adamw"], 2, replicas, offload_optimizer_state=True)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,10 @@ def test_offloading_and_running_means_are_translated():
     opts.TensorLocations.setOptimizerLocation(location)
     assert opts.TensorLocations.location_optimizer == {"onChip": 0}
     assert opts.native().offload_optimizer_state
+    assert not opts.native().shard_optimizer_state
+    location.useReplicatedTensorSharding()
+    opts.TensorLocations.setOptimizerLocation(location)
+    assert opts.native().shard_optimizer_state
     opts.Training.setMeanAccumulationAndReplicationReductionStrategy(
         poptorch.MeanReductionStrategy.Running
     )

@@ -46,6 +46,32 @@ def test_trains_like_pytorch(iterations, microbatches, replicas, reduction):
     assert_close(weights(module), weights(reference))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_state_in_shares_and_activations_elsewhere_change_nothing(shared):
+    """The options about memory, with the optimizer that has most state."""
+    kept = {
+        "shard_optimizer_state": shared,
+        "offload_activations": not shared,
+        "offload_optimizer_state": not shared,
+    }
+    found = []
+    for options in ({}, kept):
+        model, module, _ = training(
+            lambda: SeedModel(hidden=128),  # large enough for its state to be shared
+            optimizer=lambda m: tt.optim.AdamW(m.parameters(), lr=0.01),
+            device_iterations=2,
+            accumulation=2,
+            replicas=2,
+            **options,
+        )
+        for call in range(2):
+            model(*digits(4 * 8, seed=call))
+        found.append(weights(module))
+    assert_close(found[1], found[0])
+    decided = " ".join(model._engine.trainer.decisions)
+    assert ("2 of 10 leaves" in decided) is shared
+
+
 def test_weights_come_back_when_they_are_read():
     model, module, reference = training()
     before = module.fc1.weight.detach().clone()

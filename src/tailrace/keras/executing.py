@@ -10,9 +10,11 @@ import jax
 import keras
 
 from tailrace.errors import DataError
+from tailrace.feeds import memory
 from tailrace.feeds.infeed import Staged
 from tailrace.keras.logs import Later, Number, Series, Unheard
 from tailrace.keras.pacing import Pacing
+from tailrace.keras.resident import Resident
 from tailrace.keras.staging import Batches, Block, Form
 from tailrace.notes import note_once
 from tailrace.program.executable import Placement
@@ -59,6 +61,7 @@ class Executions:
         self._latest_count = 0
         self._forms: dict[Any, Form] = {}
         self._batches: Batches | None = None
+        self._resident: Resident | None = None
         self._tickets: deque[tuple[Any, int]] = deque()
 
     @property
@@ -131,6 +134,8 @@ class Executions:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
+        self._resident = None
+        memory.trim()
 
     def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Series]:
         """The metrics that are numbers, as one dispatch or several sent them out."""
@@ -157,7 +162,11 @@ class Executions:
         if self._batches is None or self._batches.iterator is not iterator:
             if self._batches is not None:
                 self._batches.close()
-            self._batches = Batches(iterator, self.element, self._forms, self.pacing.most)
+            if self.pacing.resident and self._resident is None:
+                self._resident = Resident(self.pacing.resident)
+            self._batches = Batches(
+                iterator, self.element, self._forms, self.pacing.most, self._resident
+            )
         return self._batches
 
     def _wait(self, ticket: Any, block: Block) -> None:
@@ -166,10 +175,15 @@ class Executions:
         if len(self._tickets) <= IN_FLIGHT:
             return
         size = block.form.spec.nbytes * block.count
-        if len(self._tickets) > max(IN_FLIGHT, min(MOST_IN_FLIGHT, MOST_BYTES // (size + 1))):
+        most = max(IN_FLIGHT, min(MOST_IN_FLIGHT, MOST_BYTES // (size + 1)))
+        if len(self._tickets) <= most:
+            return
+        done, kept = 0, most if most == IN_FLIGHT else most // 2
+        while len(self._tickets) > kept:  # of many short ones not each is waited for
             ticket, count = self._tickets.popleft()
-            jax.block_until_ready(ticket)
-            self.pacing.ready(count / self.pacing.execution)
+            done += count
+        jax.block_until_ready(ticket)
+        self.pacing.ready(done / self.pacing.execution)
 
     def _whole(self, block: Block) -> Block | None:
         """A block without the batches at its end that do not fill a step."""

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.errors import ProgramError
+from tailrace.errors import DeviceError, PipelineError, PlanError, ProgramError, ReplicaError
+from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.keras.executing import Executions, as_batch
 from tailrace.keras.outfeeds import silent
 from tailrace.keras.staging import Block
 from tailrace.keras.state import Layout, for_replicas, merged, on_one_device
+from tailrace.notes import note_once
+from tailrace.pipeline.forwarding import ForwardRunner, stages_in
 from tailrace.program.executable import Numbers, Placement
 from tailrace.program.loops import repeat_with, whole
 from tailrace.program.runner import LoopRunner
@@ -30,6 +33,8 @@ class Looping(Executions):
     """
 
     drops_remainder = True
+    called = step_called = ""
+    """What the user calls, and which of Keras' steps it runs."""
     kinds: tuple[str, ...] = ()
     read_only = 1
     """How many of them, from the start, the step leaves alone."""
@@ -39,6 +44,8 @@ class Looping(Executions):
         self.layout = Layout(model)
         self.variables = [getattr(self.layout, kind) for kind in self.kinds]
         self.out = OutfeedQueue()
+        self._pipeline = model.tailrace.forward_pipeline()
+        """The stages that the step goes through; None: it runs whole on one device."""
         self._runners: dict[Any, LoopRunner] = {}
         self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
         self._token = tuple([None] * len(self.kinds))  # an object of its own
@@ -71,8 +78,7 @@ class Looping(Executions):
         """Give the variables their values."""
         if self._active is None:
             return
-        runner, known = self._active
-        carried = runner.carried(known)
+        carried = self._carried()
         for kind, values in zip(self.variables[self.read_only :], carried, strict=True):
             for variable, value in zip(kind.all, values, strict=True):
                 variable.assign(self._of_one(variable, value))
@@ -91,18 +97,30 @@ class Looping(Executions):
                 assert self._start is not None
                 carried, read = self._start
             else:
-                before, known = self._active
-                carried, read = before.carried(known), self._read
-            self._active = (runner, runner.begin(tuple(carried), tuple(read)))
+                carried, read = self._carried(), self._read
+            state: Any = (tuple(carried), tuple(read))
+            if isinstance(runner, ForwardRunner):
+                state = ((tuple(read), tuple(carried)), ())
+            self._active = (runner, runner.begin(*state))
             self._start = None
         known = self._active[1]
-        block.form.feed.block = block.staged
+        # Of a pipeline, only now its devices are known.
+        self._sharding = runner.placement.shared_out
+        block.form.feed.block = block.on(self._sharding, self.replicas)
         passes = block.count // self.replicas
+        if isinstance(runner, ForwardRunner):
+            passes //= runner.per_pass
         emitted, ticket = runner.dispatch(known, passes, Numbers(0, self._step), 0)
         self._step += passes
-        value = emitted.pop(self.out).value
+        value = runner.by_element(emitted.pop(self.out).value)
         runner.traced.deliver(emitted)
         return ticket, self.result(jax.tree.unflatten(self._structure(runner), value))
+
+    def _carried(self) -> Any:
+        """What the steps have changed so far."""
+        assert self._active is not None
+        runner, known = self._active
+        return runner.changed(known) if isinstance(runner, ForwardRunner) else runner.carried(known)
 
     def result(self, sent: Any) -> Any:
         """What is made of what a dispatch sent out: metrics, by default."""
@@ -112,33 +130,69 @@ class Looping(Executions):
         return runner.traced.outfeeds[self.out].structure
 
     def _runner_for(self, block: Block) -> LoopRunner:
-        form = block.form
-        if form not in self._runners:
-            feed = form.feed
-            feed.bind_replicas(self.replicas)
-
-            def body(carried: Any, element: Any, read: Any) -> Any:
-                sent, state = self.step((*read, *carried), self.batch(element))
-                self.out.enqueue(sent)
-                after = jax.tree.map(
-                    lambda old, new: jnp.asarray(new, old.dtype),
-                    carried,
-                    tuple(list(part) for part in state[self.read_only :]),
-                )
-                # What comes back as it went in would no longer be carried, but read; and each
-                # replica has its own.
-                return jax.lax.optimization_barrier(after) if self.replicas > 1 else after
-
-            def program(carried: Any, read: Any) -> Any:
-                return repeat_with(whole, 1, lambda c, b: body(c, b, read), carried, feed)
-
+        form, count = block.form, block.count // self.replicas
+        key = (form, count) if self._pipeline else form
+        if key not in self._runners:
+            form.feed.bind_replicas(self.replicas)
             shapes = [[_shape(v) for v in kind.all] for kind in self.variables]
-            carried = tuple(shapes[self.read_only :])
-            own = [True] * len(jax.tree.leaves(carried))
-            self._runners[form] = LoopRunner(
-                program, carried, tuple(shapes[: self.read_only]), self.placement, own
+            read, carried = tuple(shapes[: self.read_only]), tuple(shapes[self.read_only :])
+            if self._pipeline is not None:
+                try:
+                    self._runners[key] = self._through_stages(read, carried, form.feed, count)
+                except (DeviceError, PipelineError, PlanError, ReplicaError) as error:
+                    note_once(
+                        f"{self.called} runs the whole model on one device of each replica, not as a "
+                        f"pipeline over the stages' devices: {error}"
+                    )
+                    self._pipeline = None
+                    return self._runner_for(block)
+            else:
+                self._runners[key] = self._whole_model(read, carried, form.feed)
+        return self._runners[key]
+
+    def _advanced(self, carried: Any, element: Any, read: Any) -> tuple[Any, Any]:
+        """What one batch sends out, and what is carried on."""
+        sent, state = self.step((*read, *carried), self.batch(element))
+        after = jax.tree.map(
+            lambda old, new: jnp.asarray(new, old.dtype),
+            carried,
+            tuple(list(part) for part in state[self.read_only :]),
+        )
+        return sent, after
+
+    def _whole_model(self, read: Any, carried: Any, feed: InfeedQueue) -> LoopRunner:
+        """The step in a loop, on one device of each replica."""
+
+        def body(carried: Any, element: Any, read: Any) -> Any:
+            sent, after = self._advanced(carried, element, read)
+            self.out.enqueue(sent)
+            # What comes back as it went in would no longer be carried, but read; and each replica
+            # has its own.
+            return jax.lax.optimization_barrier(after) if self.replicas > 1 else after
+
+        def program(carried: Any, read: Any) -> Any:
+            return repeat_with(whole, 1, lambda c, b: body(c, b, read), carried, feed)
+
+        own = [True] * len(jax.tree.leaves(carried))
+        return LoopRunner(program, carried, read, self.placement, own)
+
+    def _through_stages(self, read: Any, carried: Any, feed: InfeedQueue, count: int) -> LoopRunner:
+        """The step as a pipeline, each stage on its device."""
+        assert self._pipeline is not None
+
+        def compute(read: Any, carried: Any, element: Any, _: Any) -> Any:
+            with self.model.tailrace.in_stages():
+                return self._advanced(carried, element, read)
+
+        form = (read, carried, feed.spec().tree(), ())
+        if len(stages := stages_in(compute, form, self.replicas)) < 2:
+            raise PipelineError(
+                f"`{self.step_called}` does not go through the stages of the model. Call the model "
+                f"itself in it: `self(x)`."
             )
-        return self._runners[form]
+        return ForwardRunner(
+            stages, compute, read, carried, feed, self.out, count, self._pipeline, self.placement
+        )
 
     def batch(self, element: Any) -> Any:
         """The batch that the step gets."""
@@ -166,6 +220,7 @@ class Looping(Executions):
 class Evaluating(Looping):
     """`test_step` in a loop: metrics are what it is about."""
 
+    called, step_called = "evaluate", "test_step"
     kinds = ("trainable", "others", "metrics")
 
     def run(self, state: Any, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
@@ -188,6 +243,7 @@ class Stepping(Evaluating):
     """An overridden `train_step` in a loop."""
 
     drops_remainder = False
+    called, step_called = "fit", "train_step"
     kinds = ("trainable", "others", "optimizer", "metrics")
     read_only = 0
 
@@ -218,6 +274,7 @@ class Stepping(Evaluating):
 class Predicting(Looping):
     """`predict_step` in a loop: what it returns for each batch is sent out."""
 
+    called, step_called = "predict", "predict_step"
     kinds = ("trainable", "others")
 
     def run(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:

@@ -14,15 +14,24 @@ import keras
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.assigning import Assigning
-from tailrace.keras.counting import batches_in, check_accumulation, check_enough, per_replica
+from tailrace.keras.counting import (
+    batches_in,
+    check_accumulation,
+    check_enough,
+    per_replica,
+)
 from tailrace.keras.logs import Number
 from tailrace.keras.looping import Evaluating, Predicting, Stepping
-from tailrace.keras.options import MetricReduction, Settings
-from tailrace.keras.pacing import Pacing
+from tailrace.keras.options import Settings
+from tailrace.keras.pacing import PIPELINED_BYTES, Pacing
+from tailrace.keras.resident import are_arrays, arrays_in, as_rows, keeps
 from tailrace.keras.setters import Setters
 from tailrace.keras.stages import in_scope
 from tailrace.keras.training import Training
 from tailrace.keras.wrappers import overrides
+from tailrace.program.pieces import MOST_BYTES
+
+_DATA = ("x", "y", "sample_weight")
 
 
 class Watch(keras.callbacks.Callback):
@@ -113,6 +122,9 @@ class TailraceModel(Setters, Assigning):
         bound.apply_defaults()
         call = bound.arguments
         pacing = self._pacing_of_fit(call)
+        if self._keeps_arrays(call):
+            call.update({name: as_rows(call[name]) for name in _DATA})
+            pacing.resident = len(arrays_in([call[name] for name in _DATA]))
         callbacks = call["callbacks"]
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.callbacks.append(Watch(pacing))
@@ -209,11 +221,10 @@ class TailraceModel(Setters, Assigning):
     def get_metrics_result(self) -> dict[str, Any]:
         """The metrics now; with replicas, as `set_replication_options` says."""
         found = super().get_metrics_result()  # type: ignore[misc]
-        options = self.tailrace.options
-        method = MetricReduction.parse(options.replicated_metric_reduction_method)
+        settings = self.tailrace
         program = self.__dict__.get("_tailrace_active")
         latest = getattr(program, "latest", None)
-        if self.tailrace.replicas == 1 or method is MetricReduction.MERGED or not latest:
+        if settings.replicas == 1 or settings.merges_metrics or not latest:
             return found
         return {
             name: jax.numpy.asarray(Number(latest[name])) if name in latest else value
@@ -286,8 +297,26 @@ class TailraceModel(Setters, Assigning):
             batches=each * replicas,
             most=needed,
             ahead=settings.options.prefetch > 0,
+            most_bytes=PIPELINED_BYTES if settings.is_pipelined else MOST_BYTES,
             drops=(steps or size or 0) % replicas != 0,
         )
+
+    def _keeps_arrays(self, call: dict[str, Any]) -> bool:
+        """Whether what `fit` is given is kept on the device whole."""
+        settings = self.tailrace
+        asked, data = settings.options.resident, [call[name] for name in _DATA]
+        one_device = settings.replicas == 1 and not settings.is_pipelined
+        possible = one_device and are_arrays(data) and not call["validation_split"]
+        if asked and not possible:
+            raise OptionError(
+                f"resident=True keeps the arrays given to fit on the one device that trains: numpy "
+                f"arrays, whose floats are of the type that Keras computes in "
+                f"({keras.config.floatx()}), not split by validation_split. Received: "
+                f"{'other data' if one_device else 'a model with replicas or stages'}. Leave it out."
+            )
+        if asked is not None or not possible:
+            return bool(asked)
+        return keeps(data, call["epochs"] - call["initial_epoch"])
 
     def _pacing_of_test(self, call: dict[str, Any], validating: bool) -> Pacing:
         settings = self.tailrace

@@ -10,7 +10,7 @@ import keras
 
 from tailrace.errors import ProgramError
 from tailrace.keras.state import SCALE, Layout
-from tailrace.keras.wrappers import Wrapper, overrides, wrappers_of
+from tailrace.keras.wrappers import MapGradientOptimizer, Wrapper, overrides, wrappers_of
 
 
 def applied(
@@ -52,8 +52,10 @@ class Updates:
     def __init__(self, optimizer: Any, layout: Layout, start: dict[str, Any]) -> None:
         check_optimizer(optimizer)
         self.optimizer, self._layout, self._start = optimizer, layout, start
-        seen = any(wrapper.sees_each for wrapper in wrappers_of(optimizer))
-        self.each = self._each if seen else None
+        wrappers = wrappers_of(optimizer)
+        self.each = self._each if any(wrapper.sees_each for wrapper in wrappers) else None
+        self._maps = [one for one in reversed(wrappers) if isinstance(one, MapGradientOptimizer)]
+        self.each_alone = self._each_alone if self._maps else None
         scaled = layout.scale is not None or optimizer.loss_scale_factor is not None
         self.unscaled = self._unscaled if scaled else None
 
@@ -69,6 +71,12 @@ class Updates:
             if wrapper.sees_each:
                 found = wrapper.each(found, values, variables.all)
         return {**grads, **variables.tree(found)}
+
+    def _each_alone(self, name: str, gradient: Any, value: Any) -> Any:
+        """The same for one gradient, on the device of the stage that makes it."""
+        for wrapper in self._maps if name != SCALE else ():
+            gradient = wrapper.mapped(gradient, value)
+        return gradient
 
     def _unscaled(self, grads: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
         """The gradients of one microbatch as they would be if the loss were not scaled."""

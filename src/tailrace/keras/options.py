@@ -14,9 +14,10 @@ import numpy as np
 from tailrace.errors import OptionError
 from tailrace.keras.assignments import check_no_gaps
 from tailrace.keras.graph import has_flow
-from tailrace.keras.outfeeds import OutfeedOptimizer
+from tailrace.keras.outfeeds import check_wrappers
 from tailrace.keras.staged import StagedCall, StagedFlow
-from tailrace.keras.wrappers import accumulation_of, wrappers_of
+from tailrace.keras.wrappers import accumulation_of
+from tailrace.pipeline.forwarding import ForwardPipeline
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.program.accumulation import Accumulation, Reduction
 
@@ -70,6 +71,7 @@ class Options:
     asynchronous_callbacks: bool = False
     replicated_metric_reduction_method: str = "merged"
     prefetch: int = 1
+    resident: bool | None = None
     offload_optimizer_state: bool | None = False
     shard_optimizer_state: bool = False
     offload_activations: bool = False
@@ -155,12 +157,20 @@ class Settings:
 
     def loss_function(self, loss: Callable[..., Any]) -> Any:
         """What a trainer is given: the loss, or a pipeline of it."""
+        return self._pipeline(Pipeline, loss) if self.is_pipelined else loss
+
+    def forward_pipeline(self) -> ForwardPipeline | None:
+        """How batches go through the stages without coming back; None without a pipeline."""
         stages = self.stages
         if stages is None:
-            return loss
+            return None
+        check_no_gaps(stages)
+        return self._pipeline(ForwardPipeline, self.model)
+
+    def _pipeline(self, kind: Any, function: Any) -> Any:
         options = self.options
-        return Pipeline(
-            loss,
+        return kind(
+            function,
             accumulation=Accumulation(
                 self.microbatches, reduction=Reduction.parse(options.pipelining_reduction_method)
             ),
@@ -187,13 +197,7 @@ class Settings:
                 "it again. Give the bare optimizer, and set_pipelining_options("
                 "gradient_accumulation_steps_per_replica=...)."
             )
-        for wrapper in wrappers_of(self.model.optimizer):
-            if wrapper.sees_each and not isinstance(wrapper, OutfeedOptimizer):
-                raise OptionError(
-                    f"In a pipeline the gradients of one batch are made by several devices, so "
-                    f"{type(wrapper).__name__} cannot change them. Change those of a step: override "
-                    f"`apply_gradients` of an optimizer."
-                )
+        check_wrappers(self.model.optimizer)
 
     def staged(self) -> Any:
         """The forward pass of the model, stage by stage; None without a pipeline."""
@@ -211,15 +215,29 @@ class Settings:
         """While a step of evaluation is traced as one of training."""
         before = self.seen, self.layout
         self.seen, self.layout = Seen(), layout
+        try:
+            with self.in_stages():
+                yield self.seen
+        finally:
+            self.seen, self.layout = before
+
+    @contextlib.contextmanager
+    def in_stages(self) -> Iterator[None]:
+        """Inside, a call of the model goes stage by stage, if it is cut into stages."""
         staged = self.staged()
         if staged is not None:
             self.model.__dict__["call"] = staged  # in front of that of its class, while traced
         try:
-            yield self.seen
+            yield
         finally:
-            self.seen, self.layout = before
             if staged is not None:
                 del self.model.__dict__["call"]
+
+    @property
+    def merges_metrics(self) -> bool:
+        """Whether metrics are those of one metric that saw the batches of all replicas."""
+        method = MetricReduction.parse(self.options.replicated_metric_reduction_method)
+        return method is MetricReduction.MERGED
 
     def metric_reduction(self, values: np.ndarray) -> Any:
         """One value of those of all replicas, for the logs of a batch."""

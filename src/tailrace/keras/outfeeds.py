@@ -20,7 +20,7 @@ import numpy as np
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue
 from tailrace.keras.state import names_of
-from tailrace.keras.wrappers import Wrapper
+from tailrace.keras.wrappers import MapGradientOptimizer, Wrapper, wrappers_of
 from tailrace.marks import current_trace
 from tailrace.observe import filters as native
 from tailrace.observe.table import print_summary
@@ -228,6 +228,32 @@ def _names_in(model: Any) -> dict[int, str]:
     variables = model.trainable_variables
     names = names_of(variables, model.name)
     return {id(v): name for v, name in zip(variables, names, strict=True)}
+
+
+def check_wrappers(optimizer: Any) -> None:
+    """Refuse wrappers that a pipeline cannot ask about the gradients of each batch.
+
+    They are made by several devices: one gradient at a time is changed where it is made, and what is
+    sent is observed there before.
+    """
+    sending = None
+    for wrapper in wrappers_of(optimizer):  # from the outside in: the innermost sees them first
+        if not wrapper.sees_each:
+            continue
+        if isinstance(wrapper, OutfeedOptimizer):
+            sending = wrapper
+        elif not isinstance(wrapper, MapGradientOptimizer):
+            raise OptionError(
+                f"In a pipeline the gradients of one batch are made by several devices, so "
+                f"{type(wrapper).__name__} cannot change them all at once. Change one at a time with "
+                f"a MapGradientOptimizer, or those of a step: override `apply_gradients`."
+            )
+        elif sending is not None:
+            raise OptionError(
+                "In a pipeline an OutfeedOptimizer sends the gradients of each batch as they are "
+                "made, before a MapGradientOptimizer inside it changes them. Put it inside the "
+                "MapGradientOptimizer, or send those of a step (BEFORE_APPLY)."
+            )
 
 
 class OutfeedCallback(keras.callbacks.Callback):

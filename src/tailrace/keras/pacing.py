@@ -16,6 +16,12 @@ LONG_S = 1.0
 TOGETHER = 128
 """Executions of fewer batches run together, up to so many, while nobody listens."""
 
+PIPELINED_BYTES = 64 << 20
+"""Batches of one dispatch of a pipeline: one for several devices costs more than one for one."""
+
+SHORTEST = 4
+"""Pieces that are all alike may be so many times as short as they could be."""
+
 PIECES = 10
 """Into how many pieces an execution is cut whose steps are reported while it runs."""
 
@@ -33,6 +39,8 @@ class Pacing:
         every_step: callbacks to be told of every step, not only the last one of an execution.
         bar: the progress bar, to be moved while a long execution runs.
         ahead: whether to read on while an execution runs.
+        resident: how many arrays, of which batches are slices, are kept on the device.
+        most_bytes: of the batches of one dispatch.
         drops: whether batches at the end of an epoch are left out.
         heard: whether any callback listens to the logs of batches.
         alone: whether callbacks look at the model between executions. Where none does, short ones
@@ -47,9 +55,12 @@ class Pacing:
     every_step: Sequence[Any] = ()
     bar: Any = None
     ahead: bool = False
+    resident: int = 0
+    most_bytes: int = MOST_BYTES
     drops: bool = False
     heard: bool = True
     alone: bool = True
+    _together: bool = False
     _left: int | None = None
     _owed: int = 0
     _number: int = 0
@@ -66,12 +77,14 @@ class Pacing:
 
     def wanted(self, bytes_per_batch: int = 0) -> int:
         """How many batches the next execution takes, with those that run together with it."""
+        self._together = False
         if self._left is None:
             return self.execution
         if self.alone or self.execution >= TOGETHER or not self.batches:
             return min(self.execution, self._left)
         most = min(TOGETHER, MOST_BYTES // max(1, bytes_per_batch))
         count = good_piece(self.batches // self.execution, max(1, most // self.execution))
+        self._together = count > 1
         return min(count * self.execution, self._left)
 
     def already(self) -> bool:
@@ -89,9 +102,13 @@ class Pacing:
         """How many of the batches that are wanted one dispatch takes."""
         if wanted == 1:
             return 1
-        most = max(1, MOST_BYTES // max(1, bytes_per_batch))
+        most = max(1, self.most_bytes // max(1, bytes_per_batch))
         if self.every_step or (self.bar is not None and self._seconds > LONG_S):
             most = min(most, max(1, self.execution // PIECES))
+        longest = min(wanted, most)
+        for piece in range(longest - longest % self.unit, longest // SHORTEST, -self.unit):
+            if wanted % piece == 0:
+                return piece
         return good_piece(wanted, most, self.unit)
 
     def reads_on(self, after: int) -> bool:
@@ -113,6 +130,11 @@ class Pacing:
         if self._ready_at is not None:
             self._seconds = (now - self._ready_at) / max(share, 1e-9)
         self._ready_at = now
+
+    @property
+    def hears_steps(self) -> bool:
+        """Whether anybody wants the logs of steps before the last one of a dispatch."""
+        return bool(self.every_step) or (self.heard and self._together)
 
     # -- telling --------------------------------------------------------------------------------
 

@@ -163,10 +163,13 @@ class Setters:
         self.forget_programs()
 
     def set_infeed_queue_options(self, **kwargs: Any) -> None:
-        """Options of the infeed: `prefetch` (or `prefetch_depth`).
+        """Options of the infeed: `prefetch` (or `prefetch_depth`), `resident`.
 
-        With 0 nothing is read before it is needed; with any other number the next execution is read
-        while one runs. Further options of the original are noted and have no effect.
+        With a prefetch of 0 nothing is read before it is needed; with any other number the next
+        execution is read while one runs. `resident` says whether numpy arrays given to `fit` are kept
+        on the device whole while it runs, so that only the numbers of rows travel (what is written to
+        them meanwhile is not seen); None: on an accelerator, if they take up to 1 GB. Further options
+        of the original are noted and have no effect.
         """
         for name, value in kwargs.items():
             if name in ("dataset", "infeed_spec", "element_spec"):
@@ -181,11 +184,19 @@ class Setters:
                         f"Received: {name}={value!r}."
                     )
                 self._options.prefetch = value
+            elif name == "resident":
+                if value not in (None, True, False):
+                    raise OptionError(
+                        f"resident is True, False, or None to decide by size. "
+                        f"Received: resident={value!r}."
+                    )
+                self._options.resident = value
             elif name in ("device_ordinal", "buffer_depth", "use_io_tiles", "optimise_latency"):
                 _note_chip(name)
             else:
                 raise OptionError(
-                    f"set_infeed_queue_options takes prefetch_depth. Received: {name}={value!r}."
+                    f"set_infeed_queue_options takes prefetch_depth and resident. "
+                    f"Received: {name}={value!r}."
                 )
         self.forget_programs()
 

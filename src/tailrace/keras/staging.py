@@ -21,8 +21,10 @@ from tailrace.data.dtypes import check_numeric
 from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue, Staged
-from tailrace.feeds.reader import allocate
+from tailrace.feeds.memory import allocate
+from tailrace.feeds.transfer import put
 from tailrace.feeds.worker import Worker
+from tailrace.keras.resident import Resident, data_of, rows_of
 
 THREAD_FROM = 8
 """Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
@@ -36,6 +38,13 @@ class Block:
     count: int
     staged: Staged
     sharding: Any = None
+
+    def on(self, sharding: Any, replicas: int) -> Staged:
+        """The block where `sharding` says; moved there if it was read before that was known."""
+        if self.sharding != sharding:
+            self.staged = moved(self.staged.host, self.count, replicas, sharding)
+            self.sharding = sharding
+        return self.staged
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,6 +63,8 @@ class HandFeed(InfeedQueue):
         super().__init__([], prefetch=0)
         self._spec = spec
         self.block: Staged | None = None
+        self.sources: list[np.ndarray | None] | None = None
+        """For each leaf the array on the device that blocks on the host are row numbers of."""
 
     def spec(self) -> ElementSpec:
         """The form of a batch."""
@@ -70,6 +81,13 @@ class HandFeed(InfeedQueue):
         """Keep a block that a failed dispatch did not use."""
         self.block = staged
 
+    def elements_of(self, block: Any) -> Any:
+        """The elements that a block on the host stands for."""
+        if self.sources is None:
+            return block
+        pairs = zip(block, self.sources, strict=True)
+        return [leaf if one is None else np.asarray(one)[leaf] for leaf, one in pairs]
+
     def started(self, ticket: Any) -> None:
         """Nothing waits for blocks here."""
 
@@ -85,6 +103,7 @@ class Batches:
         shape: makes the element that programs see from a batch.
         forms: the forms seen so far, by structure, shapes and dtypes; kept by the caller.
         most: how many batches may be read in all; None: all there are.
+        resident: keeps the arrays that batches are rows of on the device, where they are.
     """
 
     def __init__(
@@ -93,7 +112,9 @@ class Batches:
         shape: Callable[[Any], Any],
         forms: dict[Any, Form],
         most: int | None = None,
+        resident: Resident | None = None,
     ) -> None:
+        self._resident = resident
         self.iterator = iterator
         self._source = _without_transfer(iterator)
         self._shape, self._forms, self._left = shape, forms, most
@@ -127,7 +148,7 @@ class Batches:
         if block is not None and block.count > count:  # read for an execution of another length
             self._rest = (block.form, [leaf[count:] for leaf in block.staged.host])
             part = [leaf[:count] for leaf in block.staged.host]
-            block = Block(block.form, count, moved(part, count, replicas, sharding), sharding)
+            block = self._moved(block.form, count, part, replicas, sharding)
         if ahead and block is not None and count >= THREAD_FROM:
             if self._worker is None:
                 self._worker = Worker("tailrace-infeed-keras")
@@ -151,8 +172,7 @@ class Batches:
             if len(rows[0]) > count:
                 self._rest = (form, [leaf[count:] for leaf in rows])
                 rows = [leaf[:count] for leaf in rows]
-            found = len(rows[0])
-            return Block(form, found, moved(rows, found, replicas, sharding), sharding)
+            return self._moved(form, len(rows[0]), rows, replicas, sharding)
         first = self._next()
         if first is None:
             return None
@@ -160,32 +180,54 @@ class Batches:
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = _form_of(batch, self._shape)
-        if count == 1:  # travels with the call as it is, as it does in Keras
+        ours = self._resident and self._resident.sources([leaves[n] for n in form.order])
+        spread = isinstance(sharding, jax.sharding.NamedSharding)
+        if count == 1 and not spread:  # travels with the call as it is, as it does in Keras
             wanted = zip(form.order, form.spec.leaves, strict=True)
-            alone = [leaves[n].astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
+            alone = [data_of(leaves[n]).astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
-        block = [allocate((count, *leaf.shape), leaf.dtype) for leaf in form.spec.leaves]
-        row = 0
-        while True:
-            for target, number in zip(block, form.order, strict=True):
-                target[row] = leaves[number]
-            row += 1
-            if row == count:
-                break
+        form.feed.sources = ours
+        sources = ours or [None] * len(form.order)
+        block = [
+            allocate((count, *leaf.shape), leaf.dtype)
+            if source is None
+            else np.empty((count, leaf.shape[0]), np.int32)
+            for leaf, source in zip(form.spec.leaves, sources, strict=True)
+        ]
+        found = 0
+        for found, batch_leaves in enumerate(self._alike(key, leaves, count), start=1):
+            for target, number, source in zip(block, form.order, sources, strict=True):
+                leaf = batch_leaves[number]
+                target[found - 1] = data_of(leaf) if source is None else rows_of(leaf)
+        if found < count:
+            block = [leaf[:found] for leaf in block]
+        return self._moved(form, found, block, replicas, sharding)
+
+    def _moved(
+        self, form: Form, count: int, block: list[np.ndarray], replicas: int, sharding: Any
+    ) -> Block:
+        """A block that was read, on the device too."""
+        sources = form.feed.sources
+        if sources is None or self._resident is None:
+            return Block(form, count, moved(block, count, replicas, sharding), sharding)
+        device = self._resident.gathered(block, sources, form.spec.leaves, sharding)
+        return Block(form, count, Staged(block, device, count, replicas), sharding)
+
+    def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:
+        """The leaves of a batch, and of those that follow and look like it: up to `count` in all."""
+        yield leaves
+        for _ in range(count - 1):
             try:
                 following = self._next()
             except Exception as error:  # what was read before it counts; it is raised afterwards
                 self.failure = error
-                break
+                return
             if following is None:
-                break
+                return
             if following[0] != key:
                 self._held = following
-                break
-            leaves = following[1]
-        if row < count:
-            block = [leaf[:row] for leaf in block]
-        return Block(form, row, moved(block, row, replicas, sharding), sharding)
+                return
+            yield following[1]
 
     def _next(self) -> tuple[Any, list[Any], Any] | None:
         if self.failure is not None:
@@ -219,7 +261,7 @@ def moved(block: list[np.ndarray], count: int, replicas: int, sharding: Any) -> 
         shaped = [leaf.reshape(passes, replicas, *leaf.shape[1:]) for leaf in whole]
         device = tuple(jax.device_put(leaf, sharding) for leaf in shaped)
     else:
-        device = tuple(jax.device_put(leaf, sharding) for leaf in block)
+        device = tuple(put(leaf, sharding) for leaf in block)
     return Staged(block, device, passes, replicas)
 
 

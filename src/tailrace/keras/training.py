@@ -8,6 +8,7 @@ values when Keras wants to have them again (`fill`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,17 +18,21 @@ import keras
 import numpy as np
 
 from tailrace.keras.executing import Executions, as_batch, part
+from tailrace.keras.logs import Final, Series
 from tailrace.keras.optimizing import Updates
 from tailrace.keras.outfeeds import OutfeedOptimizer
-from tailrace.keras.staging import Block, Form, moved
+from tailrace.keras.staging import Block, Form
 from tailrace.keras.state import SCALE, Layout, for_replicas, merged, on_one_device
-from tailrace.keras.wrappers import wrappers_of
+from tailrace.keras.wrappers import overrides, wrappers_of
 from tailrace.program.executable import Placement
 from tailrace.program.pieces import next_piece
 from tailrace.program.step import TrainState
 from tailrace.tensors.taps import Tap
 from tailrace.training.fitting import Fit
 from tailrace.training.trainer import Trainer
+
+QUIET_FROM = 32
+"""Metrics of so many steps and more are computed once, behind them, if nobody wants each."""
 
 
 class Training(Executions):
@@ -123,7 +128,8 @@ class Training(Executions):
         taps = [settings.observe] if isinstance(settings.observe, str) else [*settings.observe]
         if settings.is_pipelined:
             wrappers = wrappers_of(self.model.optimizer)
-            self._observing = [w for w in wrappers if w.sees_each]  # type: ignore[misc]
+            sending = [one for one in wrappers if isinstance(one, OutfeedOptimizer)]
+            self._observing = [one for one in sending if one.sees_each]
             taps += [Tap(name, reduce="tensor") for w in self._observing for name in w.wanted()]
         return Trainer(
             settings.loss_function(self.loss),
@@ -186,15 +192,15 @@ class Training(Executions):
         assert trainer is not None
         if trainer.pipeline is not None:  # only once it is traced, its devices are known
             self._sharding = fit.runner.placement.shared_out
-            if block.sharding != self._sharding:
-                host = block.staged.host
-                block.staged = moved(host, block.count, self.replicas, self._sharding)
+            block.on(self._sharding, self.replicas)
         count = self.per_step // self.replicas
         steps, ran = block.count // self.per_step, 0
         most = trainer.pace.most_steps if trainer.pace is not None else None
         piece = steps if most is None else min(steps, max(1, most))  # what taps return must fit
         sent: list[dict[str, Any]] = []
         ticket = None
+        quiet = self._is_quiet(fit, steps)
+        fit.runner.muted = frozenset([trainer.scalars]) if quiet else frozenset()
         while ran < steps:
             length, period = next_piece(piece, steps - ran, trainer.step, fit.sight.period)
             whole = length == steps
@@ -202,12 +208,47 @@ class Training(Executions):
             ticket = fit.run(length, 0, period)
             self._dirty = True
             ran += length
-            sent.append(self._scalars(fit))
-            if self._nothing_to_take(fit):
+            if not quiet:
+                sent.append(self._scalars(fit))
+            if quiet or self._nothing_to_take(fit):
                 fit.pending.clear()
             elif len(fit.pending) > 1:
                 fit.take_in()
+        if quiet:
+            return ticket, self._metrics_now(fit) if self.pacing.heard else {}
         return ticket, self.log_series(*sent)
+
+    # -- steps that nobody hears of -------------------------------------------------------------
+
+    def _is_quiet(self, fit: Fit, steps: int) -> bool:
+        """Whether nothing has to leave the program step by step.
+
+        Keras makes the logs of an epoch from the metrics' variables. So are those of an execution,
+        where the steps in it are not reported and there are enough of them to pay for it.
+        """
+        if self.pacing.hears_steps or not self._nothing_to_take(fit):
+            return False
+        assert self.trainer is not None
+        if self.replicas > 1 or self.trainer.pipeline is not None:
+            merged = self.replicas == 1 or self.model.tailrace.merges_metrics
+            return merged and not self.pacing.heard
+        own = overrides(self.model, "compute_metrics", keras.Model)
+        return not self.pacing.heard or (steps >= QUIET_FROM and not own)
+
+    def _metrics_now(self, fit: Fit) -> dict[str, Series]:
+        """The metrics that are numbers, computed from their variables as they are now."""
+        state = fit.runner.carried(fit.known).model_state
+        found = self._results(self.layout.metrics.values(state))
+        return {name: Final(value) for name, value in found.items() if not jnp.ndim(value)}
+
+    @functools.cached_property
+    def _results(self) -> Any:
+        def results(values: list[Any]) -> Any:
+            mapping = zip(self.layout.metrics.all, values, strict=True)
+            with keras.StatelessScope(state_mapping=list(mapping)):
+                return keras.tree.map_structure(jnp.asarray, self.model.get_metrics_result())
+
+        return jax.jit(results)
 
     def _scalars(self, fit: Fit) -> dict[str, Any]:
         """The metrics that the latest dispatch sent out, still on the device."""
@@ -241,6 +282,8 @@ class Training(Executions):
         return self._fit[1]
 
     def _leave(self) -> None:
+        if self._fit is not None:
+            self._fit[1].runner.muted = frozenset()
         self._fit = None
         self._contexts.close()
 

@@ -221,7 +221,11 @@ class MapGradientOptimizer(Wrapper):
 
     def each(self, grads: list[Any], values: list[Any], variables: list[Any]) -> list[Any]:
         """The function, applied to each pair."""
-        return [self._map(g, v) for g, v in zip(grads, values, strict=True)]
+        return [self.mapped(g, v) for g, v in zip(grads, values, strict=True)]
+
+    def mapped(self, gradient: Any, value: Any) -> Any:
+        """The function, applied to one pair."""
+        return self._map(gradient, value)
 
 
 def accumulation_of(optimizer: Any) -> Accumulation | None:

@@ -16,7 +16,7 @@ from tailrace.devices import REPLICA, STAGE
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.machine import Machine
 from tailrace.pipeline.values import from_device
-from tailrace.program.executable import Executable, Placement
+from tailrace.program.executable import Executable, Numbers, Placement
 from tailrace.program.segments import Segment
 from tailrace.tensors.frame import Ambient, Block, Emissions, Frame
 from tailrace.tensors.passes import Passes, guarded
@@ -56,8 +56,11 @@ class PipelineExecutable(Executable):
         length: int,
         wanted: dict[Position, list[Wanted]],
         period: int,
+        muted: frozenset[Any] = frozenset(),
     ) -> None:
-        super().__init__(segment, placement, length=length, wanted=wanted, period=period)
+        super().__init__(
+            segment, placement, length=length, wanted=wanted, period=period, muted=muted
+        )
         self.assembly = assembly
         self._carried = [
             *(("held", i) for i in range(len(assembly.held_layout.buffers))),
@@ -102,7 +105,8 @@ class PipelineExecutable(Executable):
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
         a = self.assembly
-        seed, first_step, offset, stopped = numbers
+        numbers, stopped = numbers
+        seed, first_step, offset = Numbers.read(numbers)
         ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
         frame = Frame(ambient, observing=self._observing, stopped=stopped)
         count = len(a.held_layout.buffers)

@@ -71,6 +71,7 @@ def forward_pass(
 
         after = repeat_with(whole, count, one, model_state if advances else (), infeed)
         # Marked, or the loop would not carry what it does not change, and every device would read all.
-        return mark((params, after if advances else model_state), Tag("held"))
+        state = after if advances else model_state
+        return mark(params, Tag("held")), mark(state, Tag("held"))
 
     return repeat(1, one_pass, read)

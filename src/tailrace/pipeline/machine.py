@@ -125,8 +125,10 @@ class Machine:
                     kept: dict[int, list[Any]] = kept,
                     scratch: Layout = scratch,
                 ) -> Any:
+                    # What the block overwrites is read from where it lies: read from outside, it
+                    # would be copied first.
+                    inside = values.on(device).reading(layout, buffers)
                     buffers, stores = list(buffers), list(stores)
-                    inside = values.on(device)
                     for index in equations:
                         first = device == spread.where(index)[0]
                         rewriter = self.rewriter if first else self.silent

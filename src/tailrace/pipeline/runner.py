@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,10 @@ from tailrace.errors import PipelineError
 from tailrace.marks import path_name, unit_p
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.executable import PipelineExecutable, PipelinePlacement
+from tailrace.pipeline.patching import Patches, cut_out, patched
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.pipeline.slots import wrapped
+from tailrace.pipeline.slots import Slot, wrapped
+from tailrace.program.activations import check_fits
 from tailrace.program.executable import Executable, Numbers, Placement
 from tailrace.program.offload import HOST_MEMORY
 from tailrace.program.runner import LoopRunner
@@ -67,6 +69,10 @@ class PipelineRunner(LoopRunner):
         self.plan = plan
         away = frozenset(results[i] for i in hosted if results[i] >= 0)
         self.assembly = Assembly(loop, plan, placement.replicas, self._own, away, stash_on_host)
+        if stash_on_host:
+            device, mesh = self.placement.device, self.placement.mesh
+            local = len(mesh.local_devices)
+            check_fits(self.assembly.stash_layout.nbytes * local, device.platform)
         self._results = results
         self._stages = self._stages_by_name(carried)
 
@@ -103,9 +109,11 @@ class PipelineRunner(LoopRunner):
 
     def carried(self, known: dict[Any, Any]) -> Any:
         """What the loop carries now, as the tree that it was given."""
-        leaves = []
-        for var, number in zip(self.traced.jaxpr.outvars, self._results, strict=True):
-            leaves.append(value_of(known, var) if number < 0 else self._leaf(known, number))
+        carried = self._leaves(known, [number for number in self._results if number >= 0])
+        leaves = [
+            value_of(known, var) if number < 0 else carried[number]
+            for var, number in zip(self.traced.jaxpr.outvars, self._results, strict=True)
+        ]
         return jax.tree.unflatten(self.traced.out_structure, leaves)
 
     def carried_by(self, known: dict[Any, Any], replica: int) -> list[Any]:
@@ -120,13 +128,16 @@ class PipelineRunner(LoopRunner):
 
     def replace(self, known: dict[Any, Any], leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""
-        total = len(self._loop.start)
-        values: list[Any] = [None] * total
-        for number in range(total):
-            values[number] = self._leaf(known, number)
-        for number, value in leaves.items():
-            values[self._results[number]] = value
-        self._fill(known, values)
+        given = {self._results[number]: value for number, value in leaves.items()}
+        layout = self.assembly.held_layout
+        self._fill_everywhere(known, given)
+        for index, (each, hosted) in enumerate(zip(layout.each, layout.hosted, strict=True)):
+            patches = self._patches(index, given)
+            if patches and hosted:
+                held = self._leaves(known, range(len(self._loop.start)))
+                self._fill_held(known, {**held, **given}, index)
+            elif patches:
+                known["held", index] = patched(known["held", index], patches, each)
 
     def stage_of(self, entry: Entry) -> int:
         """The stage that a tensor belongs to, by its name; -1 if to none or several."""
@@ -176,54 +187,86 @@ class PipelineRunner(LoopRunner):
 
     def _fill(self, known: dict[Any, Any], leaves: Sequence[Any]) -> None:
         """Put values into the buffers of the devices that hold them."""
+        given = dict(enumerate(leaves))
+        self._fill_everywhere(known, given)
+        for index in range(len(self.assembly.held_layout.buffers)):
+            self._fill_held(known, given, index)
+
+    def _fill_everywhere(self, known: dict[Any, Any], given: Mapping[int, Any]) -> None:
         a, placement = self.assembly, self.placement
-        layout, replicas = a.held_layout, placement.replicas
         for number in a.everywhere:
-            value = leaves[number]
+            if number not in given:
+                continue
+            value = given[number]
             if number in a.each:
-                value = _for_each(value, self._form(number), replicas)
+                value = _for_each(value, self._form(number), placement.replicas)
                 known["all", number] = placement.own_each(value)
             else:
                 known["all", number] = placement.own(value)
-        for index, (form, each) in enumerate(zip(layout.buffers, layout.each, strict=True)):
-            lead = (replicas, a.num_devices) if each else (a.num_devices,)
-            block = np.zeros((*lead, math.prod(form.shape)), form.dtype)
-            for device, slots in enumerate(layout.slots):
-                for number, slot in slots.items():
-                    if slot.buffer != index:
-                        continue
-                    value = leaves[number]  # type: ignore[index]
-                    if slot.form.is_key:
-                        value = jax.random.key_data(value)
-                    if each:
-                        value = _for_each(value, self._form(number), replicas)
-                    flat = np.asarray(value).reshape(*lead[:-1], -1)
-                    stop = slot.offset + flat.shape[-1]
-                    block[..., device, slot.offset : stop] = flat
-            spec = PartitionSpec(REPLICA, STAGE) if each else PartitionSpec(STAGE)
-            sharding = NamedSharding(placement.mesh, spec)
-            if layout.hosted[index]:
-                sharding = sharding.with_memory_kind(HOST_MEMORY)
-            block = block.reshape(*lead, *form.shape)
-            known["held", index] = _owned(jax.device_put(block, sharding))
 
-    def _leaf(self, known: dict[Any, Any], number: int) -> Any:
-        """A value that the loop carries, from where it lies, on the first device of all."""
+    def _fill_held(self, known: dict[Any, Any], given: Mapping[int, Any], index: int) -> None:
+        """Make one buffer anew, with the values of all devices."""
+        a, placement, layout = self.assembly, self.placement, self.assembly.held_layout
+        form, each = layout.buffers[index], layout.each[index]
+        lead = (placement.replicas, a.num_devices) if each else (a.num_devices,)
+        block = np.zeros((*lead, math.prod(form.shape)), form.dtype)
+        for (replica, device), parts in self._patches(index, given).items():
+            for place, flat in parts.items():
+                where = (replica, device) if each else (device,)
+                block[(*where, slice(place, place + len(flat)))] = np.asarray(flat)
+        spec = PartitionSpec(REPLICA, STAGE) if each else PartitionSpec(STAGE)
+        sharding = NamedSharding(placement.mesh, spec)
+        if layout.hosted[index]:
+            sharding = sharding.with_memory_kind(HOST_MEMORY)
+        block = block.reshape(*lead, *form.shape)
+        known["held", index] = _owned(jax.device_put(block, sharding))
+
+    def _patches(self, index: int, given: Mapping[int, Any]) -> Patches:
+        """Where in a buffer the values of some leaves belong."""
+        layout, replicas = self.assembly.held_layout, self.placement.replicas
+        each = layout.each[index]
+        found: dict[tuple[int, int], dict[int, Any]] = {}
+        for device, slots in enumerate(layout.slots):
+            for number, slot in slots.items():
+                if slot.buffer != index or number not in given:
+                    continue
+                value = given[number]  # type: ignore[index]
+                if slot.form.is_key:
+                    value = jax.random.key_data(value)
+                if each:
+                    value = _for_each(value, self._form(number), replicas)
+                rows = np.asarray(value).reshape(replicas if each else 1, -1)
+                for replica, row in enumerate(rows):
+                    found.setdefault((replica, device), {})[slot.offset] = row
+        return found
+
+    def _leaves(self, known: dict[Any, Any], numbers: Iterable[int]) -> dict[int, Any]:
+        """Values that the loop carries, from where they lie, on the first device of all."""
         a, first = self.assembly, self.placement.device
-        if number in a.everywhere:
-            return jax.device_put(self.placement.readable(known["all", number]), first)
-        device = min(d for d, slots in enumerate(a.held_layout.slots) if number in slots)
-        slot = a.held_layout.slots[device][number]
-        flat = self._rows(known["held", slot.buffer], device, slot.form.each)
-        if slot.form.hosted:
-            flat = [np.asarray(row) for row in flat]
-        flat = [jax.device_put(f[slot.offset : slot.offset + slot.form.size], first) for f in flat]
-        values = [f.reshape(slot.form.stored.shape) for f in flat]
-        value = jnp.stack(values) if slot.form.each else values[0]
-        return wrapped(value, slot.form)
+        found: dict[int, Any] = {}
+        together: dict[tuple[int, int], dict[int, Slot]] = {}
+        for number in dict.fromkeys(numbers):
+            if number in a.everywhere:
+                value = self.placement.readable(known["all", number])
+                found[number] = jax.device_put(value, first)
+                continue
+            device = min(d for d, slots in enumerate(a.held_layout.slots) if number in slots)
+            slot = a.held_layout.slots[device][number]
+            together.setdefault((slot.buffer, device), {})[number] = slot
+        for (buffer, device), slots in together.items():
+            forms = [slot.form for slot in slots.values()]
+            rows = self._rows(known["held", buffer], device, forms[0].each)
+            places = tuple((slot.offset, slot.form.stored.shape) for slot in slots.values())
+            parts = jax.device_put([cut_out(row, places) for row in rows], first)
+            for number, form, *values in zip(slots, forms, *parts, strict=True):
+                value = jnp.stack(values) if form.each else values[0]
+                found[number] = wrapped(value, form)
+        return found
 
     def _rows(self, buffer: Any, device: int, each: bool) -> list[Any]:
         """What one device of each replica has in a buffer, flat; of one replica if all are alike."""
+        if buffer.sharding.memory_kind == HOST_MEMORY:  # where no operation can be done with it
+            buffer = jax.device_put(buffer, buffer.sharding.with_memory_kind("device"))
         if not self.placement.in_one_process:  # the device may be another process's
             whole = self.placement.readable(buffer)
             return [row[device].reshape(-1) for row in (whole if each else [whole])]
@@ -239,7 +282,7 @@ class PipelineRunner(LoopRunner):
         return self.assembly.carry_in[number].aval
 
     def _executable(self, segment: Any, length: int | None, period: int = 1) -> Executable:
-        key = (segment.first, length, period)
+        key = (segment.first, length, period, self.muted)
         if segment is self._loop and key not in self._executables:
             assert length is not None
             self._executables[key] = PipelineExecutable(
@@ -249,6 +292,7 @@ class PipelineRunner(LoopRunner):
                 length=length,
                 wanted=self.wanted,
                 period=period,
+                muted=self.muted,
             )
         return super()._executable(segment, length, period)
 

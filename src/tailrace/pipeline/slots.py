@@ -139,7 +139,7 @@ class Layout:
         """The value of a device under `key`."""
         slot = self.slots[device][key]
         form, flat = slot.form, buffers[slot.buffer]
-        if form.hosted and index is None:
+        if form.hosted and (index is None or flat.ndim > 1):
             flat = to_device(flat)
         if flat.ndim > 1:
             return wrapped(flat, form)

@@ -125,6 +125,8 @@ class PipelineStep(Step):
         weighted = accumulation.weight is not None
         with inside_loop(current_trace("tr.Pipeline")):
             model = self.model(named, infeed.spec().tree(), inputs)
+        change = getattr(self.optimizer, "each_alone", None)
+        uses = (*model.uses, model.idle) if callable(change) else model.uses
         structure = jax.tree.structure(named.params)
         zeros = jax.tree.leaves(accumulation.zeros(named.params))
 
@@ -133,6 +135,8 @@ class PipelineStep(Step):
             batch = name_values("input", batch)
             before = name_values("buffer", model_state)
             grads, model_state, out = model.run(named.params, before, batch, inputs)
+            if callable(change):
+                grads = model.changed(grads, named.params, change)
             out = out._replace(weight=self._weight(batch))
             self._send(out)
             after = total + out.weight if weighted else None
@@ -144,12 +148,12 @@ class PipelineStep(Step):
             return accumulated, model_state, after
 
         total = jnp.float32(0) if weighted else None
-        start = ([[zeros[i] for i in used] for used in model.uses], named.model_state, total)
+        start = ([[zeros[i] for i in used] for used in uses], named.model_state, total)
         accumulated, model_state, total = repeat_with(
             whole, accumulation.microbatches, one, start, infeed
         )
         sums: dict[int, Any] = {}
-        for acc, used in zip(accumulated, model.uses, strict=True):
+        for acc, used in zip(accumulated, uses, strict=True):
             for index, grad in zip(used, acc, strict=True):
                 sums[index] = sums[index] + grad if index in sums else grad
         grads = jax.tree.unflatten(structure, [sums.get(i, zero) for i, zero in enumerate(zeros)])
@@ -232,6 +236,32 @@ class Model:
         loss, after, aux = jax.tree.unflatten(self.structure, self.cut.results(values))
         loss = mark(loss, Tag("value", "loss"))
         return parts, after, Yield(loss, name_values("aux", aux), None)
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The parameters that no piece has a gradient of, by number."""
+        return tuple(i for i in range(len(self.names)) if all(i not in used for used in self.uses))
+
+    def changed(self, grads: list[list[Any]], params: Any, change: Any) -> list[list[Any]]:
+        """Gradients by piece, then of `idle`, each made another by `change(name, gradient, value)`."""
+        values = jax.tree.leaves(params)
+        stages: dict[int, list[int]] = {}
+        for halves, used in zip(self.halves, self.uses, strict=True):
+            for index in used:
+                stages.setdefault(index, []).append(halves.piece.stage)
+        for index, several in stages.items():
+            if len(several) > 1:
+                raise PipelineError(
+                    f"The gradient of one microbatch is changed by a function of it, but that of "
+                    f"{self.names[index]!r} is the sum of parts that stages {several} make on devices "
+                    f"of their own: they meet once a step. Use the weight in one stage only, or "
+                    f"change the gradients of a step."
+                )
+        none = [jnp.zeros_like(values[i]) for i in self.idle]
+        return [
+            [change(self.names[i], grad, values[i]) for i, grad in zip(used, each, strict=True)]
+            for used, each in zip((*self.uses, self.idle), (*grads, none), strict=True)
+        ]
 
     def _named(self, piece: int, back: dict[Any, Any]) -> list[Any]:
         """The gradients of a piece's parameters, marked with their names."""

@@ -46,6 +46,13 @@ class Values:
         """The values as one device sees them, for a block of its own."""
         return dataclasses.replace(self, device=device, own={}, frame=self.frame.inner())
 
+    def reading(self, layout: Layout, buffers: Sequence[Any]) -> Values:
+        """The same, with what lies in a layout read from other buffers."""
+        stores = [
+            (each, buffers if each is layout else held, keys) for each, held, keys in self.stores
+        ]
+        return dataclasses.replace(self, stores=stores)
+
     def add_store(self, layout: Layout, buffers: Sequence[Any], keys: Mapping[Any, Any]) -> None:
         """Variables that are in buffers from now on."""
         self.stores.append((layout, buffers, keys))

@@ -19,6 +19,7 @@ from tailrace.errors import FeedError, ReplicaError
 from tailrace.feeds.infeed import InfeedQueue, Staged
 from tailrace.marks import FORWARD, TANGENT, Tag
 from tailrace.program.agreement import Agreement
+from tailrace.program.packing import Packing
 from tailrace.program.segments import Segment
 from tailrace.tensors.frame import Ambient, Block, Emission, Frame
 from tailrace.tensors.rewrite import Rewriter
@@ -128,14 +129,15 @@ class Numbers:
     first_step: int
     offset: int = 0
 
-    def as_arrays(self) -> tuple[Any, ...]:
-        """As arguments of the compiled program."""
-        # numpy's scalars travel with the call; JAX's would be moved to the device one by one.
-        return (
-            np.uint32(self.seed % 2**32),
-            np.int32(self.first_step),
-            np.int32(self.offset),
-        )
+    def as_array(self) -> np.ndarray:
+        """As one argument of the compiled program: each would be a transfer of its own."""
+        seed = np.uint32(self.seed % 2**32).view(np.int32)
+        return np.array([seed, self.first_step, self.offset], np.int32)
+
+    @staticmethod
+    def read(array: Any) -> tuple[Any, Any, Any]:
+        """The numbers in that argument, inside the program: seed, first step, offset."""
+        return jax.lax.bitcast_convert_type(array[0], jnp.uint32), array[1], array[2]
 
 
 class Executable:
@@ -150,6 +152,8 @@ class Executable:
         each: what a loop carries that every replica has its own of: outside, replicas are dim 0.
         spread: what a loop carries of which each replica has a share: outside, they stand behind
             each other along dim 0.
+        muted: outfeeds that nothing leaves through.
+        packed: whether what leaves one device leaves it in few pieces, for `np.asarray` alone.
     """
 
     def __init__(
@@ -162,6 +166,8 @@ class Executable:
         period: int = 1,
         each: frozenset[Any] = frozenset(),
         spread: frozenset[Any] = frozenset(),
+        muted: frozenset[Any] = frozenset(),
+        packed: bool = False,
     ) -> None:
         self.segment, self.placement, self.length = segment, placement, length
         self.elements = {
@@ -170,7 +176,7 @@ class Executable:
         }
         self._rewriter = Rewriter(
             wanted or {},
-            on_mark=_OnMark(segment.is_loop, placement.replicas, placement.mesh is None),
+            on_mark=_OnMark(segment.is_loop, placement.replicas, placement.mesh is None, muted),
             replica_axis=devices.REPLICA if placement.replicas > 1 else None,
             replicas=placement.replicas,
             period=max(period, 1),
@@ -178,6 +184,7 @@ class Executable:
         self._observing = period > 0
         self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
+        self._packing = Packing() if packed and placement.mesh is None else None
         self._agreement: Agreement | None = None
         self._compiled: Any = None
         # What a loop carries is overwritten from piece to piece; nothing else is.
@@ -212,7 +219,7 @@ class Executable:
             [known[var] for var in self._carried],
             [known[var] for var in self.segment.reads],
             [tuple(staged[queue]) for queue, count in self.elements.items() if count],
-            (*numbers.as_arrays(), np.bool_(False) if stopped is None else stopped),
+            (numbers.as_array(), np.bool_(False) if stopped is None else stopped),
         )
 
     def _jitted(self) -> Any:
@@ -235,7 +242,8 @@ class Executable:
         return jax.jit(function, donate_argnums=(0,))
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
-        seed, first_step, offset, stopped = numbers
+        numbers, stopped = numbers
+        seed, first_step, offset = Numbers.read(numbers)
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
         blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
@@ -267,6 +275,8 @@ class Executable:
             emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
         elif several:  # each process has the results of all: they are one program's
             emitted = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, devices.REPLICA), emitted)
+        elif self._packing is not None:
+            emitted = self._packing.pack(emitted)
         # Ready when the execution is over, and donated by nobody.
         ticket = first_step + 0
         writes = self.segment.writes
@@ -312,6 +322,8 @@ class Executable:
         known[STOPPED] = stopped
         if not self.placement.in_one_process:
             emitted = jax.tree.map(self.placement.readable, emitted)
+        if self._packing is not None:
+            emitted = self._packing.unpack(emitted)
         emissions = dict(zip(self._keys, emitted, strict=True))
         self._return_unread(emissions, taken)
         return emissions, ticket
@@ -361,12 +373,20 @@ def _no_elements(queue: InfeedQueue) -> tuple[Any, ...]:
 class _OnMark:
     """What happens at marks that send something out."""
 
-    def __init__(self, in_pieces: bool, replicas: int, alone: bool = True) -> None:
-        self.in_pieces, self.replicas, self.alone = in_pieces, replicas, alone
+    def __init__(
+        self,
+        in_pieces: bool,
+        replicas: int,
+        alone: bool = True,
+        muted: frozenset[Any] = frozenset(),
+    ) -> None:
+        self.in_pieces, self.replicas, self.alone, self.muted = in_pieces, replicas, alone, muted
 
     def __call__(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
         if tag.role == "outfeed" and tag.direction == FORWARD:
             queue = tag.payload.queue
+            if queue in self.muted:
+                return inputs
             if queue.live and not self.in_pieces:
                 self._send_now(queue, tag.payload.structure, inputs)
             else:

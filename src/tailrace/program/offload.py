@@ -22,7 +22,6 @@ from jax import lax
 
 from tailrace.errors import OptionError
 from tailrace.marks import Tag, ambient, mark
-from tailrace.notes import note_once
 
 HOST_MEMORY = "pinned_host"
 
@@ -83,49 +82,38 @@ def obstacle(device: Any, guarded: bool) -> str | None:
     return None
 
 
-def activations_on_host(
-    device: Any, pipelined: bool = False
-) -> tuple[Callable[[Any], Any] | None, str]:
-    """A wrapper of a forward pass that keeps its products on the host, and a sentence about it.
-
-    A pipeline puts its stash there instead, and does not use the wrapper.
-    """
-    why_not = obstacle(device, guarded=False)
-    if why_not is not None:
-        told = f"Activations stay on the device: {why_not}."
-        note_once(told)
-        return None, told
-    if pipelined:
-        told = "Activations: what forwards keep for backwards lies in the host's memory."
-        return lambda forward: forward, told
-    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
-    return (
-        lambda forward: jax.checkpoint(forward, policy=policy),
-        "Activations: the results of matrix products lie in the host's memory until the backward "
-        "pass; the rest is computed again.",
-    )
-
-
 def check_activations(wanted: Any) -> None:
     """The option is a switch."""
     if not isinstance(wanted, bool):
         raise OptionError(f"offload_activations is True or False. Received: {wanted!r}.")
 
 
-def check_fits(needed: int, available: int | None, platform: str) -> None:
+_INSTEAD = (
+    "Leave it out, share the state out over replicas (shard_optimizer_state=True), or use an "
+    "optimizer with less state."
+)
+"""What somebody can do whose optimizer has too much state."""
+
+
+def check_fits(
+    needed: int,
+    available: int | None,
+    platform: str,
+    option: str = "offload_optimizer_state",
+    instead: str = _INSTEAD,
+) -> None:
     """Refuse to keep more on the host than it has memory for."""
     if available is not None and needed > available:
         raise OptionError(
-            f"offload_optimizer_state=True would keep {needed / 1e9:,.1f} GB in the host's memory, "
-            f"which has {available / 1e9:,.1f} GB free. Leave it out, share the state out over "
-            f"replicas (shard_optimizer_state=True), or use an optimizer with less state."
+            f"{option}=True would keep {needed / 1e9:,.1f} GB in the host's memory, which has "
+            f"{available / 1e9:,.1f} GB free. {instead}"
         )
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     pool = float(limit) if limit and limit.replace(".", "", 1).isdigit() else _POOL_GB
     if platform in ("gpu", "cuda", "rocm") and needed > pool * 1e9:
         raise OptionError(
-            f"offload_optimizer_state=True would keep {needed / 1e9:,.1f} GB in pinned memory, of "
-            f"which the GPU client allocates {pool:g} GB at most. Set "
+            f"{option}=True would keep {needed / 1e9:,.1f} GB in pinned memory, of which the GPU "
+            f"client allocates {pool:g} GB at most. Set "
             f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={-(-needed // 10**9) + 8} before JAX starts."
         )
 

@@ -6,6 +6,7 @@ given one dataset after another, as long as their elements look alike.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from tailrace._jax import value_of
 from tailrace.errors import ProgramError
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.program.drift import check_in_step
 from tailrace.program.executable import Executable, Numbers, Placement
 from tailrace.program.keeping import StateKeeping
@@ -63,6 +65,10 @@ class LoopRunner:
                 f"A runner runs one loop at the top of a program. Received: {len(loops)} loops."
             )
         self.wanted: dict[Position, list[Wanted]] = {}
+        self.muted: frozenset[OutfeedQueue] = frozenset()
+        """Outfeeds through which nothing leaves, for as long as they stand here."""
+        self.packed = False
+        """Whether what leaves one device leaves it in few pieces; set before the first dispatch."""
         self.executions = 0
         self.compile_s = 0.0
         self.keep_elements = False
@@ -76,7 +82,8 @@ class LoopRunner:
             if flag and var in own
         )
         hosted = _flags((), keeping.hosted if keeping and keeping.moves_memory else (), kept_from)
-        self._spread = self._chosen(shared) - self._each
+        kept = _flags((), keeping.shared if keeping else (), kept_from)
+        self._spread = self._chosen(kept) - self._each
         self._hosted = self._chosen(hosted)
         self._before = [s for s in self._segments if s.first < self._loop.first]
         self._executables: dict[Hashable, Executable] = {}
@@ -182,6 +189,12 @@ class LoopRunner:
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
 
+    def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
+        """The same loop on the same values, of which other things leave."""
+        other = copy.copy(self)
+        other.wanted, other._executables = wanted, {}
+        return other
+
     def compiled(self, known: dict[Any, Any], length: int, period: int = 1) -> Executable:
         """The executable for dispatches of `length` passes, compiled without running it."""
         executable = self._executable(self._loop, length, period)
@@ -205,7 +218,7 @@ class LoopRunner:
         return sharding
 
     def _executable(self, segment: Any, length: int | None, period: int = 1) -> Executable:
-        key = (segment.first, length, period)
+        key = (segment.first, length, period, self.muted)
         if key not in self._executables:
             self._executables[key] = Executable(
                 segment,
@@ -215,6 +228,8 @@ class LoopRunner:
                 period=period,
                 each=self._each if segment.is_loop else frozenset(),
                 spread=self._spread if segment.is_loop else frozenset(),
+                muted=self.muted,
+                packed=self.packed,
             )
         return self._executables[key]
 

@@ -34,6 +34,7 @@ from tailrace.tensors.probe import probed
 from tailrace.tensors.taps import Tap
 
 if TYPE_CHECKING:
+    from tailrace.program.activations import HeldActivations
     from tailrace.program.keeping import StateKeeping
 
 _ALONE = "params"
@@ -64,8 +65,9 @@ class Step:
         loss_fn: `loss_fn(params, *batch)`, or `loss_fn(params, model_state, *batch)`.
         optimizer: an optax transformation; or an object with `init(params)` and `apply(grads, state,
             params)`, which returns the new parameters and state (optimizers of other libraries). It
-            may also have `each(grads, params)`, for the gradients of each microbatch, and
-            `unscaled(grads, params)`, for what observers see where the loss is scaled.
+            may also have `each(grads, params)`, for the gradients of each microbatch (in a pipeline
+            `each_alone(name, gradient, value)`, for one at a time), and `unscaled(grads, params)`,
+            for what observers see where the loss is scaled.
         accumulation: how many microbatches make a step, and how.
         has_model_state: which of the two forms `loss_fn` has.
         scalars: where the loss, the scalar aux values and the weight of each microbatch go.
@@ -74,8 +76,8 @@ class Step:
         taps: what is observed; activations among it are marked before differentiation.
         activations: the activations and their gradients, by name, found while tracing.
         keeping: where the optimizer's state lies between updates, if not whole on each device.
-        hold_activations: wraps the forward pass so that what the backward pass needs of it is held
-            elsewhere; None leaves that to JAX.
+        hold_activations: differentiates the forward pass so that what the backward pass needs of it
+            is held elsewhere; None leaves that to JAX.
     """
 
     loss_fn: Callable[..., Any]
@@ -87,7 +89,7 @@ class Step:
     taps: tuple[Tap, ...] = ()
     activations: list[Entry] | None = None
     keeping: StateKeeping | None = None
-    hold_activations: Callable[[Any], Any] | None = None
+    hold_activations: HeldActivations | None = None
 
     def loop(self, state: TrainState, infeed: InfeedQueue, length: int = 1) -> TrainState:
         """`length` steps, fed by `infeed`: the body of a training program."""
@@ -174,8 +176,9 @@ class Step:
             self.activations.clear()
             forward = probed(forward, self._is_tapped, self.activations)
         if self.hold_activations is not None:
-            forward = self.hold_activations(forward)
-        value_and_grad = jax.value_and_grad(forward, has_aux=True)
+            value_and_grad = self.hold_activations.value_and_grad(forward)
+        else:
+            value_and_grad = jax.value_and_grad(forward, has_aux=True)
         (loss, (after, aux)), grads = value_and_grad(state.params)
         if callable(unscaled := getattr(self.optimizer, "unscaled", None)):
             name_values("grad", unscaled(grads, state.params), _ALONE)

@@ -174,21 +174,16 @@ class Rewriter:
         consts, init, xs = _split(inputs, *_jax.scan_sizes(eqn))
         length = params["length"]
         counts = elements_read(body.jaxpr.eqns)
-        elements = Emissions(
-            (
-                queue,
-                tuple(
-                    leaf.reshape(length, count, *leaf.shape[1:])
-                    for leaf in frame.blocks[queue].take_many(length * count)
-                ),
-            )
-            for queue, count in counts.items()
-        )
+        elements = {queue: frame.blocks[queue].take_many(length * n) for queue, n in counts.items()}
+        numbers = jnp.arange(length, dtype=jnp.int32) if elements else None
         outermost = loop_tag(body.jaxpr) is not None and not frame.counters
 
         def one_pass(carry: Any, x: Any, observing: bool) -> Any:
-            values, slices = x
-            blocks = {queue: Block(leaves) for queue, leaves in slices.items()}
+            values, number = x
+            blocks = {
+                queue: Block(tuple(_rows(leaf, number, counts[queue]) for leaf in leaves))
+                for queue, leaves in elements.items()
+            }
             inside = frame.inner(blocks, observing=observing)
             inner_inputs = [*consts, *carry, *values]
             outputs = self.run(body.jaxpr, body.consts, inner_inputs, inside, (*here, 0))
@@ -217,7 +212,7 @@ class Rewriter:
         period = self.period if outermost else 1
         if collected and loop_tag(body.jaxpr) is not None:
             over = over.collecting(collected)
-        carry, (ys, emitted) = over.run(start, (list(xs), elements), period, frame.observing)
+        carry, (ys, emitted) = over.run(start, (list(xs), numbers), period, frame.observing)
         if guarding:
             carry, frame.stopped = carry
         frame.emitted.update(emitted)
@@ -354,3 +349,13 @@ def _split(values: Sequence[Any], *sizes: int) -> list[list[Any]]:
         parts.append(list(values[start : start + size]))
         start += size
     return [*parts, list(values[start:])]
+
+
+def _rows(leaf: Any, number: Any, count: int) -> Any:
+    """The `count` rows of one pass.
+
+    Cut out pass by pass: given another shape before the loop, all rows would be copied by XLA.
+    """
+    if not len(leaf):  # of a loop without passes, which is traced all the same
+        return jnp.zeros((count, *leaf.shape[1:]), leaf.dtype)
+    return lax.dynamic_slice_in_dim(leaf, number * count, count)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+
+from tailrace import devices
 
 _NARROWED = {
     torch.int64: torch.int32,
@@ -31,6 +34,7 @@ def dtype_on_device(dtype: torch.dtype) -> np.dtype:
     return _numpy_dtype(_NARROWED.get(dtype, dtype))
 
 
+@functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     if dtype in _BITS:
         return np.dtype(_BITS[dtype][1])
@@ -38,17 +42,37 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as an array of the dtype that it has on the device; shares memory where it can."""
+    """A tensor as an array of the dtype that it has on the device; shares memory where it can.
+
+    Copies are numpy's: PyTorch's would wake up its threads, which takes longer than most of them.
+    """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
-    if tensor.dtype in _NARROWED and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        tensor = tensor.to(_NARROWED[tensor.dtype])
     tensor = tensor.contiguous()
     if tensor.dtype in _BITS:
         integer, dtype = _BITS[tensor.dtype]
         return tensor.view(integer).numpy().view(dtype)
-    return tensor.numpy()
+    return tensor.numpy().astype(dtype_on_device(tensor.dtype), copy=False)
+
+
+def is_resident(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on the device that programs of one device run on."""
+    if not tensor.is_cuda:
+        return False
+    device = devices.available()[0]
+    return device.platform == "gpu" and device.local_hardware_id == tensor.device.index
+
+
+def rows_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
+    """A tensor of a call as an array of another shape: on the device where it lies there."""
+    if not is_resident(tensor):
+        return array_of(tensor).reshape(shape)
+    tensor = tensor.detach()
+    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        tensor = tensor.to(_NARROWED.get(tensor.dtype, tensor.dtype))
+    # JAX waits for what PyTorch is still computing: the protocol makes their streams meet.
+    return jax.dlpack.from_dlpack(tensor.reshape(shape).contiguous())
 
 
 def tensor_of(array: Any) -> torch.Tensor:

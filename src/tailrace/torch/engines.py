@@ -1,6 +1,6 @@
-"""The programs behind models: a training loop, and a loop of forward passes.
+"""The program behind a training model: a `tr.Trainer` whose executions are calls.
 
-Both run one execution a call. What they emit is handed back by tap, still as it left the program.
+What a call emits is handed back by tap, still as it left the program.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.errors import OptionError, PlanError
-from tailrace.marks import name_values, path_name
+from tailrace.marks import path_name
 from tailrace.notes import note_once
-from tailrace.observe.records import Part, Records, take_records
+from tailrace.observe.records import Part, Records
 from tailrace.observe.sinks import Finished, Sink
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.planning import plan
 from tailrace.pipeline.timing import PipelineSchedule
-from tailrace.program.executable import Numbers, Placement
-from tailrace.program.loops import repeat_with, whole
-from tailrace.program.runner import LoopRunner
-from tailrace.program.sight import Sight, look
+from tailrace.program.executable import Numbers
 from tailrace.program.step import TrainState
-from tailrace.tensors.catalogue import Catalogue, Entry, matches
-from tailrace.tensors.probe import probed
-from tailrace.tensors.taps import Tap, check_bytes, parse_taps
+from tailrace.tensors.catalogue import Catalogue
+from tailrace.tensors.taps import Tap, parse_taps
 from tailrace.torch.feed import CallFeed
 from tailrace.torch.forward import Forward
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.options import Execution, ModelOptions
+from tailrace.torch.portions import Portions
 from tailrace.training.history import History
 from tailrace.training.trainer import Trainer
 
@@ -126,6 +123,8 @@ class TrainingEngine:
             accumulation=accumulation,
             replicas=options.replicas,
             offload_optimizer_state=options.offload_optimizer_state,
+            shard_optimizer_state=options.shard_optimizer_state,
+            offload_activations=options.offload_activations,
             model_state=dict(buffers),
             seed=seed,
             observe=[*own_taps, *user_taps(options.observe)],
@@ -140,21 +139,24 @@ class TrainingEngine:
         paths = jax.tree_util.tree_flatten_with_path(self.trainer.current())[0]
         self._hyper = next(i for i, (path, _) in enumerate(paths) if path_name(path) == _HYPER)
         self._open = contextlib.ExitStack()
-        self._fit = self._open.enter_context(self.trainer.fitting(self.feed))
+        self._fit = fit = self._open.enter_context(self.trainer.fitting(self.feed))
+        steps, resident = options.device_iterations, forward.form.resident
+        self._portions = Portions(fit.runner, fit.sight, steps, resident)
 
     def compile(self) -> None:
         """Compile without running anything."""
-        fit = self._fit
-        fit.runner.compiled(fit.known, self.options.device_iterations, fit.sight.period)
+        self._portions.compile(self._fit.known)
 
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
         """One execution; returns what its taps emitted."""
         trainer, fit = self.trainer, self._fit
         self.records.clear()
         trainer.history = History(trainer.step, self.options.microbatches, self.options.replicas)
-        self.feed.hand(blocks)
-        fit.run(self.options.device_iterations, 0, fit.sight.period)
-        to_host(fit.pending[-1][3])
+        first, steps = trainer.step, self.options.device_iterations
+        self.feed.hand(blocks, self._portions.counts)
+        emitted, _ = self._portions.dispatch(fit.known, Numbers(trainer.seed, first))
+        fit.pending.append((first, steps, fit.sight.period, emitted, fit.runner.taken))
+        trainer.step += steps
         fit.take_in()
         return self.records.latest
 
@@ -220,108 +222,6 @@ def _fitting_schedule(mapping: list[int], microbatches: int) -> PipelineSchedule
         return schedule
     note_once(f"The pipeline runs one stage at a time, with the same results. {reason}")
     return PipelineSchedule.SEQUENTIAL
-
-
-class InferenceEngine:
-    """A loop of forward passes, fed by calls."""
-
-    def __init__(
-        self,
-        forward: Forward,
-        options: ModelOptions,
-        params: Mapping[str, Any],
-        buffers: Mapping[str, Any],
-        own_taps: Sequence[Any],
-        seed: int,
-    ) -> None:
-        self.options, self.seed, self.calls = options, seed, 0
-        self.feed = feed = CallFeed(forward.form.spec())
-        self.taps = [*own_taps, *user_taps(options.observe)]
-        self.records = CallRecords()
-        found: list[Entry] = []
-        placement = Placement(options.replicas)
-        feed.bind_replicas(options.replicas)
-
-        def wants(entry: Entry) -> bool:
-            return any(matches(tap.select, entry) for tap in self.taps)
-
-        def body(state: Any, element: Any, params: Any) -> Any:
-            params = name_values("param", params)
-            element = name_values("input", element)
-            state = name_values("buffer", state)
-            found.clear()
-            run = probed(lambda p, s, e: forward(p, s, e)[1], wants, found)
-            return run(params, state, element)
-
-        def program(state: Any, read: Any) -> Any:
-            return repeat_with(whole, 1, lambda s, e: body(s, e, read), state, feed)
-
-        self.params = {name: jnp.asarray(value) for name, value in params.items()}
-        carried = dict(buffers)
-        self.runner = LoopRunner(program, carried, self.params, placement)
-        self.sight: Sight = look(
-            self.runner.traced,
-            self.taps,
-            [e for e in found if e.kind != "cotangent"],
-        )
-        self.runner.wanted = self.sight.wanted
-        check_bytes(
-            self.sight.chosen, options.device_iterations, 1, options.replicas, options.observe_bytes
-        )
-        self.known = self.runner.begin(carried, self.params)
-
-    @property
-    def catalogue(self) -> Catalogue:
-        """Every tensor of the forward pass."""
-        return self.sight.catalogue
-
-    @property
-    def buffers(self) -> Any:
-        """The buffers on the device."""
-        return self.runner.carried(self.known)
-
-    def put(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-        """Other weights from now on; they are copied."""
-        self.params = {name: jnp.array(value) for name, value in params.items()}
-        self.known = self.runner.begin(dict(buffers), self.params)
-
-    def compile(self) -> None:
-        """Compile without running anything."""
-        self.runner.compiled(self.known, self.options.device_iterations, self.sight.period)
-
-    def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
-        """One execution; returns what its taps emitted."""
-        steps = self.options.device_iterations
-        self.feed.hand(blocks)
-        emitted, ticket = self.runner.dispatch(
-            self.known, steps, Numbers(self.seed, self.calls), 0, self.sight.period
-        )
-        to_host(emitted)
-        jax.block_until_ready(ticket)
-        parts = take_records(
-            emitted,
-            self.sight.chosen,
-            first_step=self.calls,
-            steps=steps,
-            replicas=self.options.replicas,
-            period=self.sight.period,
-        )
-        self.calls += steps
-        self.records.clear()
-        for part in parts:
-            self.records.add(part)
-        return self.records.latest
-
-    def close(self) -> None:
-        """Nothing stays open."""
-
-
-def to_host(emitted: Mapping[Any, Any]) -> None:
-    """Start copying everything to the host at once: one by one, each would wait for the device."""
-    if jax.default_backend() == "cpu":
-        return
-    for leaf in jax.tree.leaves([emission.value for emission in emitted.values()]):
-        leaf.copy_to_host_async()
 
 
 def user_taps(observe: Any) -> list[Tap]:

@@ -8,11 +8,12 @@ import torch
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.arrays import tensor_of
-from tailrace.torch.engines import InferenceEngine
 from tailrace.torch.forward import Forward, weights_of
 from tailrace.torch.models import Model
 from tailrace.torch.options import ModelOptions
+from tailrace.torch.passes import InferenceEngine
 from tailrace.torch.saving import check_same_form, read_state, write_state
+from tailrace.torch.staged_passes import StagedInferenceEngine, can_be_staged
 from tailrace.torch.weights import trainer_of
 
 
@@ -77,7 +78,9 @@ class InferenceModel(Model):
         return super()._make_engine(forward, params, buffers, taps)
 
     def _new_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
-        return InferenceEngine(forward, self._options, params, buffers, taps, self._seed)
+        staged = can_be_staged(forward, self._options)
+        kind = StagedInferenceEngine if staged else InferenceEngine
+        return kind(forward, self._options, params, buffers, taps, self._seed)
 
     def _version(self) -> tuple[Any, int] | None:
         training = trainer_of(self.module)

@@ -18,7 +18,7 @@ import torch
 from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.notes import note_once
-from tailrace.torch.arrays import array_of, dtype_on_device
+from tailrace.torch.arrays import dtype_on_device, is_resident, rows_of
 from tailrace.torch.containers import flatten, is_custom, rebuild
 from tailrace.torch.errors import CallError, UsageError
 
@@ -46,6 +46,11 @@ class CallForm:
         args: positional arguments of the first call.
         kwargs: its keyword arguments.
         pieces: into how many microbatches a call is cut.
+
+    Attributes:
+        names: of the tensors.
+        shapes: their shapes and dtypes.
+        resident: whether those of the first call are on the device already.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class CallForm:
                 f"{self._named}. Give at least one tensor."
             )
         self.shapes = [(tuple(t.shape), t.dtype) for _, t in tensors]
+        self.resident = all(is_resident(t) for _, t in tensors)
         self._check_divisible([t for _, t in tensors])
         self._all_positional = not kwargs and all(isinstance(a, torch.Tensor) for a in args)
 
@@ -96,7 +102,7 @@ class CallForm:
         """Arrays of a whole call, [microbatches, *microbatch], in the spec's order."""
         found = {}
         for name, tensor, (shape, _) in zip(self.names, tensors, self.shapes, strict=True):
-            found[name] = array_of(tensor).reshape(self.pieces, *self._cut(shape))
+            found[name] = rows_of(tensor, (self.pieces, *self._cut(shape)))
         return [found[name] for name in sorted(found)]
 
     def _cut(self, shape: tuple[int, ...]) -> tuple[int, ...]:

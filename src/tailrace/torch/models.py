@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from tailrace.errors import OptionError
@@ -41,7 +42,7 @@ class Model:
         self._returned = options.resolved_mode(self._default_mode)
         self._training = training_modes(module)
         self._anchors: dict[str, Anchor] = {}
-        self._anchored: dict[str, torch.Tensor] = {}
+        self._anchored: dict[str, np.ndarray] = {}
         self._forward: Forward | None = None
         self._engine: Any = None
         self._parts: dict[tuple[str, str], Any] = {}
@@ -153,8 +154,8 @@ class Model:
             options = self._options
             counts = (options.device_iterations, options.microbatches, options.replicas)
             shape = anchor.shape(part.one.entry)
-            self._anchored[name] = tensor_of(anchor.returned.arrange(part, *counts, shape))
-        return self._anchored[name].clone()
+            self._anchored[name] = anchor.returned.arrange(part, *counts, shape)
+        return tensor_of(self._anchored[name])
 
     @property
     def records(self) -> Records:

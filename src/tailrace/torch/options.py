@@ -36,6 +36,8 @@ class ModelOptions:
         reduction: of gradients over microbatches and replicas: "mean", "sum" or "running_mean".
         precision: of matrix products: "default", "high" or "highest".
         offload_optimizer_state: keep the optimizer's state off the device between updates.
+        shard_optimizer_state: give each replica a share of it, instead of all of it.
+        offload_activations: keep what backward passes need of forward passes off the device.
         seed: where random numbers (dropout) come from.
         execution: "pipelined" or "sharded", for a module with blocks on several devices.
         stages: how blocks make stages: by "device", a new one for each block ("increment"), or a
@@ -56,6 +58,8 @@ class ModelOptions:
     reduction: Reduction | str | None = None
     precision: str | None = None
     offload_optimizer_state: bool = False
+    shard_optimizer_state: bool = False
+    offload_activations: bool = False
     seed: int | None = None
     execution: Execution | str = Execution.PIPELINED
     stages: Any = "device"

@@ -26,10 +26,12 @@ from tailrace.pipeline.report import report as pipeline_report
 from tailrace.pipeline.runner import PipelineRunner, place_pipeline
 from tailrace.pipeline.step import PipelineStep
 from tailrace.program.accumulation import Accumulation
+from tailrace.program.activations import activations_on_host
 from tailrace.program.executable import Placement
 from tailrace.program.explain import Explanation, explain
+from tailrace.program.first_state import FirstState
 from tailrace.program.keeping import StateKeeping, check_options, decide
-from tailrace.program.offload import activations_on_host, check_activations
+from tailrace.program.offload import check_activations
 from tailrace.program.pieces import LIVE_S
 from tailrace.program.runner import LoopRunner
 from tailrace.program.sight import Sight
@@ -76,8 +78,9 @@ class Trainer(Programs):
             computed. None: with accumulation. Where the device has no such memory the state stays;
             `trainer.decisions` says what was decided.
         shard_optimizer_state: let each replica keep, and update, one share of the optimizer's state.
-        offload_activations: keep what the backward pass needs of the forward pass (the results of
-            matrix products; the rest is computed again) in the host's memory in between.
+        offload_activations: cut the forward pass into parts, keep what crosses the cuts in the host's
+            memory until the backward pass, and compute the rest again, part by part. Of a pipeline,
+            what its forwards keep for its backwards lies there.
         model_state: state that the model updates itself, such as that of BatchNorm. It advances
             with each microbatch.
         replica_state: what becomes of the model state over replicas: "mean" averages its floats
@@ -171,8 +174,9 @@ class Trainer(Programs):
         )
         params = jax.tree.map(jnp.asarray, params)
         model_state = jax.tree.map(jnp.asarray, model_state)
-        state = TrainState(params, optimizer.init(params), model_state)
-        self._form = jax.eval_shape(lambda: state)
+        first = FirstState(optimizer.init, params)
+        self._form = jax.eval_shape(lambda: TrainState(params, (), model_state))
+        self._form = self._form._replace(optimizer_state=first.forms)
         self.decisions: tuple[str, ...] = ()
         self._keeping: StateKeeping | None = None
         if shard_optimizer_state or offload_optimizer_state is not False:
@@ -186,19 +190,23 @@ class Trainer(Programs):
                 pipelined=pipeline is not None,
             )
         if offload_activations:
-            hold, told = activations_on_host(self.placement.device, pipeline is not None)
-            self.decisions += (told,)
+            hold, told = activations_on_host(
+                self.placement.device, pipeline is not None, self.placement.local_replicas
+            )
+            self.decisions += told
             self._step = dataclasses.replace(self._step, hold_activations=hold)
         # Of a pipeline on the host, until it is known which device holds what.
         place = self.placement.own if pipeline is None else on_host
         if self._keeping is None:
-            self._state: TrainState | None = jax.tree.map(place, state)
+            made = jax.tree.unflatten(
+                jax.tree.structure(first.forms), [place(leaf) for leaf in first.leaves()]
+            )
         else:
-            held = self._keeping.hold(state.optimizer_state, self.placement)
-            state = jax.tree.map(place, state._replace(optimizer_state=()))
-            self._state = state._replace(optimizer_state=held)
+            made = self._keeping.hold(first.leaves(), self.placement)
             self._form = self._form._replace(optimizer_state=self._keeping.held_forms)
             self._step = dataclasses.replace(self._step, keeping=self._keeping)
+        placed = jax.tree.map(place, (params, model_state))
+        self._state: TrainState | None = TrainState(placed[0], made, placed[1])
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
         self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
@@ -397,7 +405,7 @@ class Trainer(Programs):
                 "model state": state.model_state,
             },
             keeping=self._keeping,
-            decisions=self.decisions,
+            decisions=(*self.decisions, *getattr(self._step.hold_activations, "said", ())),
             effective_batch_size=self.effective_batch_size(infeed.spec()),
             microbatches=self.accumulation.microbatches,
             flops_of_update=self._flops_of_update(state),

@@ -422,8 +422,6 @@ class Options(OptionsDict):
 
             observe = [stop_on_nonfinite()]
         location = self.TensorLocations.location_optimizer
-        if location.get("useReplicatedTensorSharding"):
-            noted("useReplicatedTensorSharding")
         return ModelOptions(
             device_iterations=self.device_iterations,
             accumulation=training.gradient_accumulation,
@@ -432,6 +430,7 @@ class Options(OptionsDict):
             output_return_period=self.output_return_period,
             reduction=reduction,
             offload_optimizer_state=location.get("onChip") == 0,
+            shard_optimizer_state=bool(location.get("useReplicatedTensorSharding")),
             seed=self.random_seed,
             execution=strategy.execution,
             stages=strategy.staging(),
