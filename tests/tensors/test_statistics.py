@@ -1,5 +1,7 @@
 """Statistics, histograms and norms against numpy; parts merged against the whole."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,6 +17,7 @@ from tailrace.tensors.reductions import (
     _careful,
     _quick,
     _rows,
+    all_finite,
     histogram,
     merge_statistics,
     norm,
@@ -229,3 +232,16 @@ def test_the_norm_of_many_values_is_as_good_as_that_of_few():
     values = np.random.default_rng(0).normal(1, 1, 2_000_000).astype(np.float32)
     expected = np.sqrt((values.astype(np.float64) ** 2).sum())
     np.testing.assert_allclose(np.asarray(jax.jit(norm)(values)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 5000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_value_that_is_not_finite_is_seen_wherever_it_is(size, dtype):
+    tell = jax.jit(lambda *values: all_finite(values))
+    fine = np.full(size, 3e38, as_dtype(dtype))  # their sum would not be finite
+    other = np.ones((3, 2), np.float32)
+    assert tell(fine, other)
+    for place, bad in itertools.product({0, size // 2, size - 1}, [np.nan, np.inf, -np.inf]):
+        values = fine.copy()
+        values[place] = bad
+        assert not tell(values, other), (place, bad)

@@ -23,6 +23,9 @@ leave less to bring to the host and to merge there."""
 SUMS, SHORT = 8, 4096
 """How many sums a CPU makes beside each other, of tensors with at least so many values."""
 
+FACTORS = 128
+"""Values in a row of the matrix that is multiplied by noughts."""
+
 STATS = np.dtype(
     [
         ("mean", np.float64),
@@ -51,14 +54,24 @@ def norm(value: Any) -> Any:
 def all_finite(values: Sequence[Any]) -> Any:
     """Whether all values of several tensors are finite.
 
-    Nought times a value is nought, or NaN if the value is not finite; and nothing is faster than a
-    sum.
+    Nought times a value is nought, or NaN if the value is not finite; and nothing is faster than
+    adding that up: on a CPU as a product of matrices, which is what its libraries do best.
     """
     if jax.default_backend() == "cpu":
-        nought = sum(_total(_wide(value) * 0) for value in values)
+        nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)
     else:  # one kernel for all of them
         nought = (jnp.concatenate([jnp.ravel(_wide(value)) for value in values]) * 0).sum()
     return jnp.isfinite(nought)
+
+
+def _nought(flat: Any) -> Any:
+    """Nought if all values are finite, else NaN."""
+    even = flat.size - flat.size % FACTORS
+    rest = (flat[even:] * 0).sum()
+    if not even:
+        return rest
+    noughts = lax.optimization_barrier(jnp.zeros(FACTORS, flat.dtype))  # no compiler may know them
+    return (flat[:even].reshape(-1, FACTORS) @ noughts).sum() + rest
 
 
 def _total(value: Any) -> Any:
