@@ -134,7 +134,6 @@ def test_pieces_of_an_execution():
     assert Pacing(100).piece(size, 100) == 100
     assert Pacing(500).piece(size, 500) == 250
     assert Pacing(500, unit=4).piece(size, 500) == 100, "all alike, if a little shorter"
-    assert Pacing(500, unit=4, most_bytes=64 << 20).piece(size, 500) == 500
     assert Pacing(499).piece(size, 499) == 250
     assert Pacing(7).piece(1 << 30, 7) == 1
     assert Pacing(64).piece(1 << 10, 64) == 64

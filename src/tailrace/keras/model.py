@@ -23,13 +23,12 @@ from tailrace.keras.counting import (
 from tailrace.keras.logs import Number
 from tailrace.keras.looping import Evaluating, Predicting, Stepping
 from tailrace.keras.options import Settings
-from tailrace.keras.pacing import PIPELINED_BYTES, Pacing
+from tailrace.keras.pacing import Pacing
 from tailrace.keras.resident import are_arrays, arrays_in, as_rows, keeps
 from tailrace.keras.setters import Setters
 from tailrace.keras.stages import in_scope
 from tailrace.keras.training import Training
 from tailrace.keras.wrappers import overrides
-from tailrace.program.pieces import MOST_BYTES
 
 _DATA = ("x", "y", "sample_weight")
 
@@ -297,7 +296,6 @@ class TailraceModel(Setters, Assigning):
             batches=each * replicas,
             most=needed,
             ahead=settings.options.prefetch > 0,
-            most_bytes=PIPELINED_BYTES if settings.is_pipelined else MOST_BYTES,
             drops=(steps or size or 0) % replicas != 0,
         )
 

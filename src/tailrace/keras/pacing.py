@@ -16,9 +16,6 @@ LONG_S = 1.0
 TOGETHER = 128
 """Executions of fewer batches run together, up to so many, while nobody listens."""
 
-PIPELINED_BYTES = 64 << 20
-"""Batches of one dispatch of a pipeline: one for several devices costs more than one for one."""
-
 SHORTEST = 4
 """Pieces that are all alike may be so many times as short as they could be."""
 
@@ -40,7 +37,6 @@ class Pacing:
         bar: the progress bar, to be moved while a long execution runs.
         ahead: whether to read on while an execution runs.
         resident: how many arrays, of which batches are slices, are kept on the device.
-        most_bytes: of the batches of one dispatch.
         drops: whether batches at the end of an epoch are left out.
         heard: whether any callback listens to the logs of batches.
         alone: whether callbacks look at the model between executions. Where none does, short ones
@@ -56,7 +52,6 @@ class Pacing:
     bar: Any = None
     ahead: bool = False
     resident: int = 0
-    most_bytes: int = MOST_BYTES
     drops: bool = False
     heard: bool = True
     alone: bool = True
@@ -102,7 +97,7 @@ class Pacing:
         """How many of the batches that are wanted one dispatch takes."""
         if wanted == 1:
             return 1
-        most = max(1, self.most_bytes // max(1, bytes_per_batch))
+        most = max(1, MOST_BYTES // max(1, bytes_per_batch))
         if self.every_step or (self.bar is not None and self._seconds > LONG_S):
             most = min(most, max(1, self.execution // PIECES))
         longest = min(wanted, most)
