@@ -38,6 +38,7 @@ __all__ = [
     "ShapedArray",
     "Var",
     "Tracer",
+    "acts_on_host",
     "ad",
     "batching",
     "bind_again",
@@ -97,6 +98,18 @@ def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
 def _debug_effect() -> set[Any]:
     """What `jax.debug` has its equations kept by, wherever effects are allowed at all."""
     return set(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
+
+
+def acts_on_host(equations: Iterable[JaxprEqn], besides: Primitive) -> bool:
+    """Whether any equation has effects, itself or inside; those of one primitive do not count."""
+
+    def acts(eqn: JaxprEqn) -> bool:
+        if eqn.primitive is besides or not eqn.effects:
+            return False
+        inner = inner_jaxprs(eqn)
+        return not inner or any(acts_on_host(jaxpr.eqns, besides) for _, _, jaxpr, _ in inner)
+
+    return any(map(acts, equations))
 
 
 def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:

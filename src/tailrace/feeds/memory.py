@@ -32,7 +32,7 @@ class _Pool:
     @property
     def idle_bytes(self) -> int:
         """How much waits."""
-        waiting = [*list(self._idle.items()), *list(self._older.items())]
+        waiting = [*self._idle.copy().items(), *self._older.copy().items()]
         return sum(size * len(same) for size, same in waiting)
 
     def take(self, size: int) -> np.ndarray:

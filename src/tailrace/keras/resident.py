@@ -73,6 +73,28 @@ def _empty(like: np.ndarray, count: int) -> np.ndarray:
     return np.ndarray(shape, like.dtype, np.full((), strange, like.dtype), 0, (0,) * len(shape))
 
 
+class RowNumbers(np.ndarray):
+    """Numbers of rows, which know the array that has those rows; so do parts of them."""
+
+    source: np.ndarray | None
+
+    def __array_finalize__(self, made_from: Any) -> None:
+        """Called by numpy for each new array of this kind."""
+        self.source = getattr(made_from, "source", None)
+
+    @classmethod
+    def of(cls, source: np.ndarray, shape: tuple[int, ...]) -> RowNumbers:
+        """Room for so many of them."""
+        made = np.empty(shape, np.int32).view(cls)
+        made.source = source
+        return made
+
+    def elements(self) -> np.ndarray:
+        """The rows."""
+        assert self.source is not None
+        return self.source[self.view(np.ndarray)]
+
+
 def slice_of(leaf: Any) -> Slice | None:
     """What was noted of a leaf of a batch, if it is a slice."""
     found = _slices.get(id(leaf))
@@ -144,25 +166,22 @@ class Resident:
             raise ProgramError(_UNKNOWN)
         return [None if one is None else one.source for one in found]
 
-    def gathered(
-        self, block: Sequence[np.ndarray], sources: Sequence[Any], forms: Any, device: Any
-    ) -> tuple[Any, ...]:
+    def gathered(self, block: Sequence[np.ndarray], forms: Any, device: Any) -> tuple[Any, ...]:
         """The leaves of a block on the device: rows of the arrays there, and what else there is.
 
         Args:
             block: for each leaf numbers of rows, or the leaf itself.
-            sources: the arrays that have those rows; None where there is none.
             forms: the dtype, and shape, that a batch has.
             device: where to.
         """
-        made = {n: put(leaf, device) for n, leaf in enumerate(block) if sources[n] is None}
-        numbers = [n for n in range(len(block)) if n not in made]
-        arrays = [self._on_device(sources[n], forms[n].dtype, device) for n in numbers]
-        rows = jax.device_put([block[n] for n in numbers], device)
-        made.update(zip(numbers, _gather(arrays, rows), strict=True))
+        rows = {n: leaf for n, leaf in enumerate(block) if isinstance(leaf, RowNumbers)}
+        made = {n: put(leaf, device) for n, leaf in enumerate(block) if n not in rows}
+        arrays = [self._on_device(leaf.source, forms[n].dtype, device) for n, leaf in rows.items()]
+        numbers = jax.device_put([leaf.view(np.ndarray) for leaf in rows.values()], device)
+        made.update(zip(rows, _gather(arrays, numbers), strict=True))
         return tuple(made[n] for n in range(len(block)))
 
-    def _on_device(self, source: np.ndarray, dtype: Any, device: Any) -> Any:
+    def _on_device(self, source: Any, dtype: Any, device: Any) -> Any:
         key = (source.ctypes.data, source.shape, source.strides, source.dtype, device)
         if key not in self._kept:
             whole = put(source.astype(dtype, copy=False), device)

@@ -24,7 +24,7 @@ from tailrace.feeds.infeed import InfeedQueue, Staged
 from tailrace.feeds.memory import allocate
 from tailrace.feeds.transfer import put
 from tailrace.feeds.worker import Worker
-from tailrace.keras.resident import Resident, data_of, rows_of
+from tailrace.keras.resident import Resident, RowNumbers, data_of, rows_of
 
 THREAD_FROM = 8
 """Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
@@ -63,8 +63,6 @@ class HandFeed(InfeedQueue):
         super().__init__([], prefetch=0)
         self._spec = spec
         self.block: Staged | None = None
-        self.sources: list[np.ndarray | None] | None = None
-        """For each leaf the array on the device that blocks on the host are row numbers of."""
 
     def spec(self) -> ElementSpec:
         """The form of a batch."""
@@ -83,10 +81,7 @@ class HandFeed(InfeedQueue):
 
     def elements_of(self, block: Any) -> Any:
         """The elements that a block on the host stands for."""
-        if self.sources is None:
-            return block
-        pairs = zip(block, self.sources, strict=True)
-        return [leaf if one is None else np.asarray(one)[leaf] for leaf, one in pairs]
+        return [leaf.elements() if isinstance(leaf, RowNumbers) else leaf for leaf in block]
 
     def started(self, ticket: Any) -> None:
         """Nothing waits for blocks here."""
@@ -186,12 +181,11 @@ class Batches:
             wanted = zip(form.order, form.spec.leaves, strict=True)
             alone = [data_of(leaves[n]).astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
-        form.feed.sources = ours
         sources = ours or [None] * len(form.order)
         block = [
             allocate((count, *leaf.shape), leaf.dtype)
             if source is None
-            else np.empty((count, leaf.shape[0]), np.int32)
+            else RowNumbers.of(source, (count, leaf.shape[0]))
             for leaf, source in zip(form.spec.leaves, sources, strict=True)
         ]
         found = 0
@@ -207,10 +201,9 @@ class Batches:
         self, form: Form, count: int, block: list[np.ndarray], replicas: int, sharding: Any
     ) -> Block:
         """A block that was read, on the device too."""
-        sources = form.feed.sources
-        if sources is None or self._resident is None:
+        if self._resident is None or not any(isinstance(leaf, RowNumbers) for leaf in block):
             return Block(form, count, moved(block, count, replicas, sharding), sharding)
-        device = self._resident.gathered(block, sources, form.spec.leaves, sharding)
+        device = self._resident.gathered(block, form.spec.leaves, sharding)
         return Block(form, count, Staged(block, device, count, replicas), sharding)
 
     def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:

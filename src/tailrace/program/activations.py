@@ -25,7 +25,7 @@ from jax import lax
 
 from tailrace import _jax
 from tailrace._jax import JaxprEqn, Var
-from tailrace.marks import ambient
+from tailrace.marks import ambient, mark_p
 from tailrace.notes import logger, note_once
 from tailrace.program import layer_loops, offload
 from tailrace.program.offload import PARTS, Moves
@@ -71,19 +71,19 @@ class HeldActivations:
                 return out
 
             closed = opened(jax.make_jaxpr(flat)(*leaves), leaves)
-            # What has effects on the host may not be run twice.
-            cut = segments(closed.jaxpr, 1 if closed.effects else self.parts)
+            once = _jax.acts_on_host(closed.jaxpr.eqns, besides=mark_p)
+            cut = segments(closed.jaxpr, 1 if once else self.parts)
             passes = _Passes(self, cut, closed)
             if not any(passes.crossing):  # nothing to send: then nothing is computed again either
                 cut = segments(closed.jaxpr, 1)
                 passes = _Passes(self, cut, closed)
-            self._say(cut, passes)
+            self._say(cut, passes, once)
             outputs, grads = passes.run(leaves)
             return jax.tree.unflatten(form[0], outputs), jax.tree.unflatten(structure, grads)
 
         return call
 
-    def _say(self, cut: Segments, passes: _Passes) -> None:
+    def _say(self, cut: Segments, passes: _Passes, once: bool) -> None:
         sent = sum(nbytes(var.aval) for each in passes.crossing for var in each)
         loops = sum(
             layer_loops.carried_bytes(eqn, self.least)
@@ -91,7 +91,14 @@ class HeldActivations:
             for eqn in part.equations
         )
         self.check(sent + loops)
-        if not sent + loops:
+        if once and not sent + loops:
+            told = (
+                "Activations stay on the device: the forward pass has effects on the host "
+                "(jax.debug.print, a callback), and would have to run again. Leave them out, or use "
+                "tr.print_tensor."
+            )
+            note_once(told)
+        elif not sent + loops:
             told = (
                 "Activations stay on the device: there is no place to cut the forward pass where "
                 "less crosses the cut than it would save."
@@ -208,6 +215,8 @@ class _Passes:
         move: Callable[[Any], Any] = lambda value: value,
     ) -> list[Any]:
         """`values`, moved, but not before all that is awaited is there."""
+        if not awaited:
+            return [move(value) for value in values]
 
         def instead(values: Sequence[Any], awaited: Sequence[Any]) -> list[Any]:
             some = [read(one).reshape(-1)[0].astype(jnp.float32) for one in awaited]

@@ -362,7 +362,7 @@ class Executable:
         for key in [k for k in emissions if isinstance(k, tuple) and k[0] == "read"]:
             read = emissions.pop(key).value
             queue = key[1]
-            used = int(jnp.max(read)) * self.placement.local_replicas
+            used = int(np.asarray(read).max()) * self.placement.local_replicas
             queue.put_back(taken[queue], used)
 
 

@@ -32,7 +32,12 @@ class FirstState:
 
     def __init__(self, init: Callable[[Any], Any], params: Any) -> None:
         given = jax.tree.leaves(params)
-        closed, self.forms = jax.make_jaxpr(init, return_shape=True)(params)
+        try:
+            closed, self.forms = jax.make_jaxpr(init, return_shape=True)(params)
+        except jax.errors.JAXTypeError:  # it looks at values: all of it is made at once
+            made = jax.tree.map(jnp.asarray, init(params))
+            closed, self.forms = jax.make_jaxpr(lambda: made, return_shape=True)()
+            given = []
         jaxpr = closed.jaxpr
         self._results = list(jaxpr.outvars)
         self._equations = jaxpr.eqns

@@ -60,7 +60,7 @@ def _make_folder(folder: str) -> set[str]:
     """Make a folder; returns it and those that it is new in, as their lists of files change."""
     changed = {folder}
     above = folder
-    while not os.path.isdir(above):
+    while not os.path.isdir(above) and os.path.dirname(above) != above:
         above = os.path.dirname(above)
         changed.add(above)
     if len(changed) > 1:

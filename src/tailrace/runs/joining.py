@@ -62,7 +62,7 @@ def _continues(before: Part, part: Part) -> bool:
         and before.size == part.size
         and before.replicas == part.replicas
         and before.period == part.period
-        and before.steps % before.period == 0
+        and before.steps % max(1, before.period) == 0  # 0: nothing periodic was looked at
         and (before.valid is None) == (part.valid is None)
         and (part.collected or part.one.loops > 0)
     )

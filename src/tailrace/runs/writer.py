@@ -59,7 +59,7 @@ class RunWriter:
 
     def __init__(self, directory: Any) -> None:
         import_zarr()
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # also if the process goes elsewhere
         self.writes = 0
         self._lock = DirectoryLock(self.directory)
         self._identity = uuid.uuid4().hex
@@ -72,6 +72,7 @@ class RunWriter:
         self._queue: deque[tuple[Finished, int]] = deque()
         self._queued_bytes = 0
         self._closing = False
+        self._blocked = False  # the training waits for room
         self._asked = self._answered = 0  # requests to write at once
         self._thread: threading.Thread | None = None
         self._failure: RunError | None = None
@@ -99,7 +100,10 @@ class RunWriter:
         size = done.nbytes
         with self._changed:
             while self._queue and self._queued_bytes + size > MOST_QUEUED and not self._failure:
+                self._blocked = True
+                self._changed.notify_all()
                 self._changed.wait()
+            self._blocked = False
             if self._failure is None:
                 self._queue.append((done, size))
                 self._queued_bytes += size
@@ -208,7 +212,8 @@ class RunWriter:
                 self._changed.notify_all()
 
     def _is_hurried(self) -> bool:
-        return self._closing or self._asked > self._answered or self._queued_bytes > MOST_WAITING
+        waiting = self._blocked or self._queued_bytes > MOST_WAITING
+        return self._closing or self._asked > self._answered or waiting
 
     def _write(self, taken: list[Finished], *, writing: bool) -> float:
         """Write executions, then, in one file, that they count; returns when to do so again, in s.

@@ -12,6 +12,9 @@ import torch
 
 from tailrace import devices
 
+ALIGNMENT = 128
+"""Where arrays of JAX begin on a GPU: at multiples of this. Slices of tensors may begin anywhere."""
+
 _NARROWED = {
     torch.int64: torch.int32,
     torch.float64: torch.float32,
@@ -71,8 +74,11 @@ def rows_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
     tensor = tensor.detach()
     if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         tensor = tensor.to(_NARROWED.get(tensor.dtype, tensor.dtype))
+    tensor = tensor.reshape(shape).contiguous()
+    if tensor.data_ptr() % ALIGNMENT:
+        tensor = tensor.clone()
     # JAX waits for what PyTorch is still computing: the protocol makes their streams meet.
-    return jax.dlpack.from_dlpack(tensor.reshape(shape).contiguous())
+    return jax.dlpack.from_dlpack(tensor)
 
 
 def tensor_of(array: Any) -> torch.Tensor:
