@@ -155,6 +155,18 @@ def test_a_bad_batch_is_found_again(keep):
     assert caught.value.step == 7
 
 
+def test_a_bad_batch_that_travelled_alone_is_found_again():
+    """The last batch of 129 is a block of its own: its data, not the numbers of its rows."""
+    x, y = digits_like(129)
+    x[128] = np.inf
+    model = tk.adopt(classifier())
+    model.set_infeed_queue_options(resident=True, prefetch_depth=0)
+    observe = [tr.stop_on_nonfinite()]
+    model.compile("sgd", SPARSE["loss"](), observe=observe)
+    with pytest.raises(tr.TailraceError, match="step 128"):
+        model.fit(x, y, batch_size=1, verbose=0, shuffle=False)
+
+
 def test_where_it_cannot_be():
     x, y = digits_like(32)
     model = tk.adopt(classifier())

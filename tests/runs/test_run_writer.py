@@ -342,3 +342,29 @@ def test_the_run_of_a_pipeline(tmp_path):
     assert found["stage"].dims == ("tensor",)
     assert found["stage"].sel(tensor="grad/1") == 1
     assert not tr.diff(plain, run)
+
+
+def test_executions_in_which_no_periodic_tap_looks(tmp_path):
+    taps = [tr.Tap("param/*"), tr.Tap("grad/*", mode=tr.every(10))]
+    plain, stored = make_trainer(None, taps), make_trainer(tmp_path, taps)
+    for trainer in (plain, stored):
+        trainer.fit([(X[:8], Y[:8])] * 3, epochs=7, progress=False)
+    assert_same_records(plain.records, tr.open_run(tmp_path).records)
+
+
+def test_a_run_stays_where_it_was_begun(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer("run", TAPS)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    train(trainer, 8)
+    assert len(tr.open_run(tmp_path / "run").history.steps) == 8
+
+
+def test_training_that_waits_for_room_is_not_left_waiting(tmp_path, monkeypatch):
+    """Room comes when the writer is done, which would otherwise be in an hour."""
+    monkeypatch.setattr(writer, "MOST_QUEUED", 1)
+    monkeypatch.setattr(writer, "WRITE_EVERY_S", 3600.0)
+    trainer = make_trainer(tmp_path, TAPS)
+    train(trainer, 23)
+    assert len(tr.open_run(tmp_path).history.steps) == 23

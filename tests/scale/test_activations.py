@@ -186,11 +186,12 @@ def test_everything_is_seen_once(as_if_moved):
 
     def loss(params, x):
         first = x @ params[0]
-        first = sent.enqueue({"first": first})["first"]
+        sent.enqueue({"first": first})
         return deep(params[1:], first)
 
     taps = [tr.Tap(what, reduce="tensor") for what in ("activation/*", "cotangent/*", "grad/*")]
     held = trained(loss, kernels(), observe=taps)
+    assert "into 4 parts" in held._step.hold_activations.said[0]
     seen = sent.dequeue()["first"]
     plain = trained(loss, kernels(), observe=taps, offloaded=False)
     assert_close(seen, sent.dequeue()["first"])
@@ -198,6 +199,19 @@ def test_everything_is_seen_once(as_if_moved):
     assert any(name.startswith("cotangent/layer3") for name in held.records.names)
     for name in plain.records.names:
         assert_close(held.records[name].values, plain.records[name].values)
+
+
+def test_work_after_the_loss_has_no_gradient(as_if_moved):
+    """The last parts make what is only reported."""
+
+    def loss(params, x):
+        made, aux = deep(params[:5], x)
+        for kernel in params[5:]:
+            x = jnp.tanh(x @ jax.lax.stop_gradient(kernel)) + x
+        return made, {**aux, "other": jnp.abs(x).mean()}
+
+    held, plain = trained(loss, kernels()), trained(loss, kernels(), offloaded=False)
+    assert_close(held.params, plain.params)
 
 
 # -- the order ----------------------------------------------------------------------------------
@@ -269,14 +283,14 @@ def test_cuts_stand_where_little_crosses():
     assert [sum(v.aval.size for v in each) for each in cut.crossing(8)] == [32, 32, 0, 0]
 
 
-def test_a_forward_pass_that_cannot_be_cut_stays_whole(as_if_moved, caplog):
+def test_effects_on_the_host_are_not_repeated(as_if_moved, caplog):
     def loss(params, x):
         jax.debug.callback(lambda: None)  # may not run twice
         return deep(params, x)
 
     with caplog.at_level("WARNING", "tailrace"):
         held = trained(loss, kernels())
-    assert "there is no place to cut the forward pass" in caplog.text
+    assert "the forward pass has effects on the host" in caplog.text
     assert_bits_equal(held.params, trained(loss, kernels(), offloaded=False).params)
 
 

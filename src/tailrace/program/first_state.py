@@ -32,12 +32,7 @@ class FirstState:
 
     def __init__(self, init: Callable[[Any], Any], params: Any) -> None:
         given = jax.tree.leaves(params)
-        try:
-            closed, self.forms = jax.make_jaxpr(init, return_shape=True)(params)
-        except jax.errors.JAXTypeError:  # it looks at values: all of it is made at once
-            made = jax.tree.map(jnp.asarray, init(params))
-            closed, self.forms = jax.make_jaxpr(lambda: made, return_shape=True)()
-            given = []
+        closed, self.forms = jax.make_jaxpr(init, return_shape=True)(params)
         jaxpr = closed.jaxpr
         self._results = list(jaxpr.outvars)
         self._equations = jaxpr.eqns
