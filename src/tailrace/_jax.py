@@ -8,6 +8,7 @@ breaks here.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -54,6 +55,7 @@ __all__ = [
     "keeps_apart",
     "key_generator",
     "name_stack_of",
+    "nbytes",
     "primitives",
     "replayed",
     "scan_sizes",
@@ -152,6 +154,11 @@ def value_of(known: dict[Any, Any], var: Any) -> Any:
 def variables(operands: Iterable[Any]) -> list[Any]:
     """Those of an equation's operands, or of a program's results, that are no literals."""
     return [var for var in operands if isinstance(var, Var)]
+
+
+def nbytes(form: Any) -> int:
+    """The bytes of an array of this shape and dtype; a random key, which tells no size, counts 8."""
+    return math.prod(form.shape) * getattr(form.dtype, "itemsize", 8)
 
 
 def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from tailrace._jax import Jaxpr, JaxprEqn, Literal, scan_sizes, variables
+from tailrace._jax import Jaxpr, JaxprEqn, Literal, nbytes, scan_sizes, variables
 from tailrace.errors import PipelineError
 from tailrace.marks import unit_p
 from tailrace.pipeline.jobs import Dissection, Who
 from tailrace.pipeline.planning import Plan
 from tailrace.pipeline.slots import Form, Layout
-from tailrace.pipeline.spread import Devices, Spread, guess_homes, nbytes
+from tailrace.pipeline.spread import Devices, Spread, guess_homes
 from tailrace.tensors.walk import concerns_us
 
 _LARGE = 16_384
@@ -232,7 +232,7 @@ def _constants(body: Jaxpr) -> dict[Any, JaxprEqn]:
         operands = variables(eqn.invars)
         if concerns_us(eqn) or eqn.effects or not all(v in found for v in operands):
             continue
-        if operands or max((nbytes(v) for v in eqn.outvars), default=0) > _LARGE:
+        if operands or max((nbytes(v.aval) for v in eqn.outvars), default=0) > _LARGE:
             found.update((v, eqn) for v in eqn.outvars)
     return found
 

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace import _jax
-from tailrace._jax import ClosedJaxpr, JaxprEqn, Var, primitives
+from tailrace._jax import ClosedJaxpr, JaxprEqn, Var, nbytes, primitives
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.marks import ProgramTrace, is_tracing, mark_p, tracing
 from tailrace.pipeline.boundary import stage_boundary
 from tailrace.pipeline.cuts import balanced_cut, stage_sums
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.pipeline.spread import nbytes
 
 _BACKWARD = 2.0
 """A backward multiplies twice what its forward multiplies once."""
@@ -175,7 +174,7 @@ def balance(
     for number in range(stages):
         part = eqns[edges[number] : edges[number + 1]]
         used = {v for eqn in part for v in _jax.variables(eqn.invars)}
-        weights = sum(nbytes(v) for v in closed.jaxpr.invars[:count] if v in used)
+        weights = sum(nbytes(v.aval) for v in closed.jaxpr.invars[:count] if v in used)
         proposed.append(
             ProposedStage(
                 float(sums[number] / sums.sum()),
@@ -198,7 +197,7 @@ def cost_of(eqn: JaxprEqn) -> float:
     if eqn.primitive is mark_p:
         return 0.0
     out = sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
-    moved = _FLOPS_PER_BYTE * sum(nbytes(v) for v in [*eqn.invars, *eqn.outvars])
+    moved = _FLOPS_PER_BYTE * sum(nbytes(v.aval) for v in [*eqn.invars, *eqn.outvars])
     work = 0.0
     if eqn.primitive is primitives.dot_general_p:
         ((contracted, _), _) = eqn.params["dimension_numbers"]
@@ -253,7 +252,7 @@ def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
 
 
 def _crossing(closed: ClosedJaxpr, index: int) -> int:
-    return sum(nbytes(v) for v in _alive(closed, index))
+    return sum(nbytes(v.aval) for v in _alive(closed, index))
 
 
 def _cheap_cut(closed: ClosedJaxpr, costs: np.ndarray, stages: int) -> tuple[int, ...]:

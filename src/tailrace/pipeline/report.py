@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace._jax import Var
+from tailrace._jax import Var, nbytes
 from tailrace.marks import unit_p
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.jobs import Who
@@ -216,7 +216,7 @@ def _stage(a: Assembly, who: Who, times: dict[Who, float]) -> StageCost:
         sum(slots[n].form.nbytes for n in held),
         stash,
         a.plan.slots(stage) if a.plan.training else 0,
-        sum(var.aval.size * var.aval.dtype.itemsize for var in sent),
+        sum(nbytes(var.aval) for var in sent),
         times.get(who),
         times.get(("B", stage, member)),
     )

@@ -10,11 +10,10 @@ replicas, between phases: within a phase no device waits for another.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tailrace._jax import JaxprEqn, Literal, Var, variables
+from tailrace._jax import JaxprEqn, Literal, Var, nbytes, variables
 from tailrace.marks import cross_replica_p, mark_p
 
 Devices = frozenset[int]
@@ -136,14 +135,14 @@ class Spread:
                     self.same[out] = self.root(given)
         local = [v for v in operands if self.at.get(v) is not None]
         where = _common([self.at[v] for v in local])
-        if where is None and any(nbytes(v) > _SMALL for v in local):
-            largest = self.at[max(local, key=nbytes)]
+        if where is None and any(nbytes(v.aval) > _SMALL for v in local):
+            largest = self.at[max(local, key=lambda v: nbytes(v.aval))]
             assert largest is not None
             where = frozenset([min(largest)])
         # Numbers that meet others which were sent go the same way: a norm over all stages, summed leaf
         # by leaf, takes one exchange and not one for each stage.
         sent = any(self.at.get(v) is None and self.made_at.get(v, 0) for v in operands)
-        if sent and all(nbytes(v) <= _NUMBER for v in [*operands, *eqn.outvars]):
+        if sent and all(nbytes(v.aval) <= _NUMBER for v in [*operands, *eqn.outvars]):
             where = None
         when = max([self.ready(v, where) for v in operands], default=0)
         if self._is_reduction(eqn) and where is not None:
@@ -197,8 +196,8 @@ def guess_homes(
             wild.update((v, leaves) for v in eqn.outvars)
             continue
         where = _common([at[v] for v in local])
-        if where is None and any(nbytes(v) > _SMALL for v in local):
-            largest = at[max(local, key=nbytes)]
+        if where is None and any(nbytes(v.aval) > _SMALL for v in local):
+            largest = at[max(local, key=lambda v: nbytes(v.aval))]
             assert largest is not None
             where = frozenset([min(largest)])
         for leaf in leaves:
@@ -223,8 +222,3 @@ def _common(places: Iterable[Devices | None]) -> Devices | None:
         if not found:
             return None
     return found
-
-
-def nbytes(var: Any) -> int:
-    """Bytes of a variable's value."""
-    return math.prod(var.aval.shape) * getattr(var.aval.dtype, "itemsize", 8)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from tailrace._jax import nbytes
 from tailrace.marks import Tag, mark, path_name
-from tailrace.program.keeping import is_tapped, nbytes
+from tailrace.program.keeping import is_tapped
 from tailrace.program.offload import after_accumulation, in_parts
 from tailrace.program.step import apply_rule
 from tailrace.program.update_graph import PIECE, WHOLE, Evaluation, UpdateGraph, Value

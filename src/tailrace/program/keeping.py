@@ -7,7 +7,6 @@ held instead, and computes the update from what is held.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from tailrace._jax import nbytes
 from tailrace.errors import OptionError
 from tailrace.marks import path_name
 from tailrace.notes import logger, note_once
@@ -263,13 +263,3 @@ def _told_shares(leaves: Sequence[Any], shared: Sequence[bool], replicas: int) -
 def _leaf_names(forms: Any) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(forms)[0]
     return [f"optimizer/{path_name(path) or '0'}" for path, _ in paths]
-
-
-@functools.cache
-def _itemsize(dtype: Any) -> int:
-    return getattr(dtype, "itemsize", 8)  # a random key has none
-
-
-def nbytes(form: Any) -> int:
-    """The bytes of an array of this form."""
-    return math.prod(form.shape) * _itemsize(form.dtype)
