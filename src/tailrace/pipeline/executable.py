@@ -105,8 +105,8 @@ class PipelineExecutable(Executable):
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
         a = self.assembly
-        numbers, stopped = numbers
-        seed, first_step, offset = Numbers.read(numbers)
+        array, stopped = numbers
+        seed, first_step, offset = Numbers.read(array)
         ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
         frame = Frame(ambient, observing=self._observing, stopped=stopped)
         count = len(a.held_layout.buffers)
@@ -179,7 +179,7 @@ class PipelineExecutable(Executable):
             value[None] if number in a.each else value
             for number, value in zip(a.everywhere, alike, strict=True)
         ]
-        return [*held, *alike], emitted, first_step + 0, jnp.asarray(frame.stopped)
+        return [*held, *alike], emitted, *self._what_follows(numbers, frame)
 
 
 def _is_good(machine: Machine, emitted: Any) -> Any:

@@ -33,6 +33,9 @@ STEPS = ("steps",)
 STOPPED = "stopped"
 """Under this key, what was run keeps whether a guard has stopped it, for what is run next."""
 
+NUMBERS = "numbers"
+"""Under this key, it keeps the numbers of a dispatch that goes on from there, with their array."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -121,9 +124,13 @@ class Placement:
         return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What each dispatch is told besides its data."""
+    """What each dispatch is told besides its data.
+
+    To a GPU, sending these few numbers takes as long as starting a short program. So each dispatch
+    makes those of the one that goes on from there: only if that one is told others, they are sent.
+    """
 
     seed: int
     first_step: int
@@ -133,6 +140,15 @@ class Numbers:
         """As one argument of the compiled program: each would be a transfer of its own."""
         seed = np.uint32(self.seed % 2**32).view(np.int32)
         return np.array([seed, self.first_step, self.offset], np.int32)
+
+    def after(self, steps: int) -> Numbers:
+        """Those of a dispatch that goes on after so many steps."""
+        return Numbers(self.seed, self.first_step + steps, self.offset)
+
+    @staticmethod
+    def advanced(array: Any, steps: int) -> Any:
+        """The same inside the program, of that argument."""
+        return array + jnp.array([0, steps, 0], jnp.int32)
 
     @staticmethod
     def read(array: Any) -> tuple[Any, Any, Any]:
@@ -182,6 +198,7 @@ class Executable:
             period=max(period, 1),
         )
         self._observing = period > 0
+        self._steps = length or 0
         self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
         self._packing = Packing() if packed and placement.mesh is None else None
@@ -215,11 +232,15 @@ class Executable:
         self, known: dict[Any, Any], staged: dict[InfeedQueue, Any], numbers: Numbers
     ) -> tuple[Any, ...]:
         stopped = known.get(STOPPED)
+        foreseen, array = known.get(NUMBERS, (None, None))
         return (
             [known[var] for var in self._carried],
             [known[var] for var in self.segment.reads],
             [tuple(staged[queue]) for queue, count in self.elements.items() if count],
-            (numbers.as_array(), np.bool_(False) if stopped is None else stopped),
+            (
+                array if foreseen == numbers else numbers.as_array(),
+                np.bool_(False) if stopped is None else stopped,
+            ),
         )
 
     def _jitted(self) -> Any:
@@ -242,8 +263,8 @@ class Executable:
         return jax.jit(function, donate_argnums=(0,))
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
-        numbers, stopped = numbers
-        seed, first_step, offset = Numbers.read(numbers)
+        array, stopped = numbers
+        seed, first_step, offset = Numbers.read(array)
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
         blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
@@ -277,11 +298,15 @@ class Executable:
             emitted = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, devices.REPLICA), emitted)
         elif self._packing is not None:
             emitted = self._packing.pack(emitted)
-        # Ready when the execution is over, and donated by nobody.
-        ticket = first_step + 0
         writes = self.segment.writes
         results = [known[v][None] if several and v in self._each else known[v] for v in writes]
-        return results, emitted, ticket, jnp.asarray(frame.stopped)
+        return results, emitted, *self._what_follows(numbers, frame)
+
+    def _what_follows(self, numbers: Any, frame: Frame) -> tuple[Any, Any]:
+        """The numbers of what goes on from here, and whether it is stopped; None: as before."""
+        array, stopped = numbers
+        changed = None if frame.stopped is stopped else jnp.asarray(frame.stopped)
+        return Numbers.advanced(array, self._steps), changed
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
         """The loop, cut to the length of this piece, starting from where the last piece ended."""
@@ -310,6 +335,7 @@ class Executable:
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(known, blocks)
+            # The ticket is ready when the execution is over, and donated by nobody.
             results, emitted, ticket, stopped = compiled(*self._arguments(known, blocks, numbers))
         except BaseException:
             for queue, staged in taken.items():
@@ -319,7 +345,9 @@ class Executable:
             queue.started(ticket)
         self.taken = taken if self.keep_elements else {}
         known.update(zip(self._writes, results, strict=True))
-        known[STOPPED] = stopped
+        known[NUMBERS] = (numbers.after(self._steps), ticket)
+        if stopped is not None:
+            known[STOPPED] = stopped
         if not self.placement.in_one_process:
             emitted = jax.tree.map(self.placement.readable, emitted)
         if self._packing is not None:
