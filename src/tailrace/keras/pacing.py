@@ -14,7 +14,8 @@ LONG_S = 1.0
 """An execution that takes longer is cut, so that the progress bar moves while it runs."""
 
 TOGETHER = 128
-"""Executions of fewer batches run together, up to so many, while nobody listens."""
+"""Executions of fewer batches run together, up to so many, while nobody listens. Longer ones are cut
+into pieces of so many where only the numbers of rows are read."""
 
 SHORTEST = 4
 """Pieces that are all alike may be so many times as short as they could be."""
@@ -100,6 +101,8 @@ class Pacing:
         most = max(1, MOST_BYTES // max(1, bytes_per_batch))
         if self.every_step or (self.bar is not None and self._seconds > LONG_S):
             most = min(most, max(1, self.execution // PIECES))
+        if self.resident:  # little travels: what counts is how soon the first piece is read
+            most = min(most, TOGETHER)
         longest = min(wanted, most)
         for piece in range(longest - longest % self.unit, longest // SHORTEST, -self.unit):
             if wanted % piece == 0:

@@ -8,9 +8,8 @@ That each batch is known again is checked, so that nobody ever trains on such nu
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,37 +32,43 @@ _UNKNOWN = (
 )
 
 
-class Slice(NamedTuple):
-    """What is noted of a slice: itself, the array it is of, and the numbers of its rows there."""
+class Slice(np.ndarray):
+    """Rows of an array. Whatever is made of it in turn is not noted, and so not taken for rows."""
 
-    itself: weakref.ref[np.ndarray]
-    source: np.ndarray
-    rows: Any
-
-
-_slices: dict[int, Slice] = {}
-"""Of the slices that are alive, by their ids."""
+    source: np.ndarray | None = None
+    """The array it is of."""
+    rows: Any = None
+    """Which rows of it these are: a slice, or their numbers."""
 
 
 class Rows(np.ndarray):
-    """An array whose slices are noted. They are plain arrays: those of whole rows chosen by number,
-    empty ones."""
+    """An array whose slices know what they are; those of whole rows chosen by number are empty."""
+
+    _empty: np.ndarray | None = None
 
     def __getitem__(self, index: Any) -> Any:
         """A slice."""
-        whole = self.view(np.ndarray)
-        if isinstance(index, slice):
-            return _noted(whole[index], whole, range(*index.indices(len(whole))))
-        if isinstance(index, np.ndarray) and index.ndim == 1 and index.dtype.kind == "i":
-            return _noted(_empty(whole, len(index)), whole, index)
-        return whole[index]
+        if isinstance(index, slice) and _is_plain(index, len(self)):
+            found = super().__getitem__(index).view(Slice)
+        elif isinstance(index, np.ndarray) and index.ndim == 1 and index.dtype.kind == "i":
+            if self._empty is None or len(self._empty) != len(index):
+                self._empty = _empty(self, len(index))
+            found = self._empty.view(Slice)
+        else:
+            return self.view(np.ndarray)[index]
+        found.source, found.rows = self, index
+        return found
 
 
-def _noted(found: np.ndarray, source: np.ndarray, rows: Any) -> np.ndarray:
-    key = id(found)
-    # `source` is made anew for each slice, from one and the same memory.
-    _slices[key] = Slice(weakref.ref(found, lambda _: _slices.pop(key, None)), source, rows)
-    return found
+def _is_plain(index: slice, length: int) -> bool:
+    """Whether a slice is of rows one after another, counted from the start."""
+    start, stop = index.start, index.stop
+    return (
+        index.step is None
+        and start is not None
+        and stop is not None
+        and 0 <= start < stop <= length
+    )
 
 
 def _empty(like: np.ndarray, count: int) -> np.ndarray:
@@ -83,38 +88,29 @@ class RowNumbers(np.ndarray):
         self.source = getattr(made_from, "source", None)
 
     @classmethod
-    def of(cls, source: np.ndarray, shape: tuple[int, ...]) -> RowNumbers:
-        """Room for so many of them."""
-        made = np.empty(shape, np.int32).view(cls)
+    def of(cls, source: np.ndarray, numbers: np.ndarray) -> RowNumbers:
+        """Numbers of rows of an array."""
+        made = numbers.view(cls)
         made.source = source
         return made
 
     def elements(self) -> np.ndarray:
         """The rows."""
         assert self.source is not None
-        return self.source[self.view(np.ndarray)]
+        return self.source.view(np.ndarray)[self.view(np.ndarray)]
 
 
-def slice_of(leaf: Any) -> Slice | None:
-    """What was noted of a leaf of a batch, if it is a slice."""
-    found = _slices.get(id(leaf))
-    return found if found is not None and found.itself() is leaf else None
-
-
-def rows_of(leaf: Any) -> Any:
-    """The numbers of the rows that a slice holds."""
-    found = slice_of(leaf)
-    if found is None:
-        raise ProgramError(_UNKNOWN)
-    return found.rows
+def source_of(leaf: Any) -> np.ndarray | None:
+    """The array that a leaf of a batch is a slice of, if it is one."""
+    return leaf.source if type(leaf) is Slice else None
 
 
 def data_of(leaf: Any) -> np.ndarray:
     """What a leaf of a batch holds, wherever it is."""
-    found = slice_of(leaf)
-    if found is None or isinstance(found.rows, range):
-        return leaf
-    return found.source[found.rows]
+    source = source_of(leaf)
+    if source is None or isinstance(leaf.rows, slice):
+        return leaf.view(np.ndarray)
+    return source.view(np.ndarray)[leaf.rows]
 
 
 def keeps(data: Any, epochs: int) -> bool:
@@ -161,35 +157,61 @@ class Resident:
 
     def sources(self, leaves: Sequence[Any]) -> list[np.ndarray | None]:
         """For each leaf of a batch the array that it is a slice of; None if it is none."""
-        found = [slice_of(leaf) for leaf in leaves]
+        found = [source_of(leaf) for leaf in leaves]
         if sum(one is not None for one in found) != self._count:
             raise ProgramError(_UNKNOWN)
-        return [None if one is None else one.source for one in found]
+        return found
 
     def gathered(self, block: Sequence[np.ndarray], forms: Any, device: Any) -> tuple[Any, ...]:
         """The leaves of a block on the device: rows of the arrays there, and what else there is.
 
         Args:
-            block: for each leaf numbers of rows, or the leaf itself.
+            block: for each leaf numbers of rows, the same for all that have them, or the leaf itself.
             forms: the dtype, and shape, that a batch has.
             device: where to.
         """
         rows = {n: leaf for n, leaf in enumerate(block) if isinstance(leaf, RowNumbers)}
         made = {n: put(leaf, device) for n, leaf in enumerate(block) if n not in rows}
         arrays = [self._on_device(leaf.source, forms[n].dtype, device) for n, leaf in rows.items()]
-        numbers = jax.device_put([leaf.view(np.ndarray) for leaf in rows.values()], device)
-        made.update(zip(rows, _gather(arrays, numbers), strict=True))
+        numbers = next(iter(rows.values())).view(np.ndarray)
+        made.update(zip(rows, _gather(arrays, jax.device_put(numbers, device)), strict=True))
         return tuple(made[n] for n in range(len(block)))
 
     def _on_device(self, source: Any, dtype: Any, device: Any) -> Any:
         key = (source.ctypes.data, source.shape, source.strides, source.dtype, device)
         if key not in self._kept:
-            whole = put(source.astype(dtype, copy=False), device)
+            whole = put(source.view(np.ndarray).astype(dtype, copy=False), device)
             self._kept[key] = (source, whole)  # with the source: its memory stays its own
         return self._kept[key][1]
 
 
+def same_rows(leaves: Sequence[Any]) -> Any:
+    """The rows that slices hold of their arrays: those of one batch all hold the same."""
+    rows = getattr(leaves[0], "rows", None)
+    for leaf in leaves:
+        if type(leaf) is not Slice or rows is None or not _equal(leaf.rows, rows):
+            raise ProgramError(_UNKNOWN)
+    return rows
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether rows are the same; for all leaves of a batch, Keras gives one and the same object."""
+    return one is other or (type(one) is type(other) and bool(np.all(one == other)))
+
+
+def numbers_of(batches: Sequence[Any]) -> np.ndarray:
+    """The numbers of the rows of some batches, a batch to a row; batches are of one size.
+
+    >>> numbers_of([slice(4, 6), slice(8, 10)])
+    array([[4, 5],
+           [8, 9]], dtype=int32)
+    """
+    if all(isinstance(rows, slice) for rows in batches):
+        starts = np.array([rows.start for rows in batches], np.int32)
+        return starts[:, None] + np.arange(batches[0].stop - batches[0].start, dtype=np.int32)
+    return np.stack(batches).astype(np.int32, copy=False)
+
+
 @jax.jit
-def _gather(arrays: list[Any], rows: list[Any]) -> list[Any]:
-    pairs = zip(arrays, rows, strict=True)
-    return [jnp.take(array, number, axis=0, mode="clip") for array, number in pairs]
+def _gather(arrays: list[Any], rows: Any) -> list[Any]:
+    return [jnp.take(array, rows, axis=0, mode="clip") for array in arrays]

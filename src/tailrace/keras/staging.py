@@ -24,10 +24,19 @@ from tailrace.feeds.infeed import InfeedQueue, Staged
 from tailrace.feeds.memory import allocate
 from tailrace.feeds.transfer import put
 from tailrace.feeds.worker import Worker
-from tailrace.keras.resident import Resident, RowNumbers, data_of, rows_of
+from tailrace.keras.resident import (
+    Resident,
+    RowNumbers,
+    Slice,
+    data_of,
+    numbers_of,
+    same_rows,
+)
 
 THREAD_FROM = 8
 """Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
+
+_ARRAYS = frozenset({np.ndarray, Slice})
 
 
 @dataclasses.dataclass(eq=False)
@@ -182,19 +191,28 @@ class Batches:
             alone = [data_of(leaves[n]).astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
         sources = ours or [None] * len(form.order)
-        block = [
-            allocate((count, *leaf.shape), leaf.dtype)
-            if source is None
-            else RowNumbers.of(source, (count, leaf.shape[0]))
+        kept = [n for n, source in zip(form.order, sources, strict=True) if source is not None]
+        block: list[Any] = [
+            allocate((count, *leaf.shape), leaf.dtype) if source is None else None
             for leaf, source in zip(form.spec.leaves, sources, strict=True)
         ]
+        pairs = zip(block, form.order, strict=True)
+        copied = [(target, n) for target, n in pairs if target is not None]
+        rows: list[Any] = []
         found = 0
         for found, batch_leaves in enumerate(self._alike(key, leaves, count), start=1):
-            for target, number, source in zip(block, form.order, sources, strict=True):
-                leaf = batch_leaves[number]
-                target[found - 1] = data_of(leaf) if source is None else rows_of(leaf)
+            for target, n in copied:
+                target[found - 1] = data_of(batch_leaves[n])
+            if kept:
+                rows.append(same_rows([batch_leaves[n] for n in kept]))
         if found < count:
-            block = [leaf[:found] for leaf in block]
+            block = [None if leaf is None else leaf[:found] for leaf in block]
+        if kept:
+            numbers = numbers_of(rows)
+            block = [
+                leaf if source is None else RowNumbers.of(source, numbers)
+                for leaf, source in zip(block, sources, strict=True)
+            ]
         return self._moved(form, found, block, replicas, sharding)
 
     def _moved(
@@ -237,11 +255,11 @@ class Batches:
         except StopIteration:
             self._left = 0
             return None
-        if type(batch) is tuple and all(type(part) is np.ndarray for part in batch):
+        if type(batch) is tuple and _ARRAYS.issuperset(map(type, batch)):
             leaves, structure = list(batch), len(batch)  # most batches: cheaper to see than a tree
         else:
             leaves, structure = jax.tree.flatten(batch)
-            leaves = [leaf if type(leaf) is np.ndarray else np.asarray(leaf) for leaf in leaves]
+            leaves = [leaf if type(leaf) in _ARRAYS else np.asarray(leaf) for leaf in leaves]
         key = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
         return key, leaves, batch
 
