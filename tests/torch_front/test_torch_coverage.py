@@ -93,6 +93,52 @@ def test_forward_and_gradient(name):
     assert_close({k: np.asarray(grads[k]) for k in expected_grads}, expected_grads)
 
 
+class ClassLosses(torch.nn.Module):
+    """Losses of classes, with every option; rows, images, and a single row."""
+
+    def forward(self, rows, images, row, classes, pixels, one):
+        weight = torch.tensor([1.0, 2.0, 0.5, 4.0])
+        options = [
+            *({"reduction": how} for how in ("none", "sum", "mean")),
+            {"weight": weight},
+            {"weight": weight, "ignore_index": 2, "reduction": "none"},
+            {"weight": weight, "ignore_index": 2},
+            {"ignore_index": 1},
+            {"size_average": False},
+            {"reduce": False},
+        ]
+        nll, entropy = torch.nn.functional.nll_loss, torch.nn.functional.cross_entropy
+        return [
+            loss(values, targets, **given)
+            for loss in (nll, entropy)
+            for values, targets in ((rows, classes), (images, pixels), (row, one))
+            for given in options
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+def test_losses_of_classes():
+    torch.manual_seed(0)
+    values = [torch.randn(5, 4), torch.randn(2, 4, 3, 2), torch.randn(4)]
+    classes = [torch.tensor([0, 3, 2, 1, 2]), torch.randint(0, 4, (2, 3, 2)), torch.tensor(3)]
+    expected, expected_grads = plainly("", ClassLosses(), [*values, *classes])
+    found, grads = on_device(ClassLosses(), [*values, *classes])
+    assert len(found) == len(expected) == 54
+    for a, b in zip(found, expected, strict=True):
+        assert_close(np.asarray(a), b)
+    assert_close({k: np.asarray(grads[k]) for k in expected_grads}, expected_grads)
+
+
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_a_class_that_there_is_not_is_no_number(wrong):
+    class Loss(torch.nn.Module):
+        def forward(self, x, y):
+            return torch.nn.functional.cross_entropy(x, y, reduction="none")
+
+    found = tt.inference_model(Loss())(torch.zeros(3, 4), torch.tensor([0, wrong, -100]))
+    assert_close(found.numpy(), np.array([np.log(4), np.nan, 0], np.float32))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
     make, inputs = CASES[name]

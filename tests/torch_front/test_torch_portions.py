@@ -177,15 +177,16 @@ def test_tensors_on_the_device_need_no_portions(divided, monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "megabytes", "period", "ending", "expected"),
     [
-        (100, 10, 1, True, (49, 49, 2)),
+        (100, 5, 1, True, (49, 49, 2)),
+        (100, 10, 1, True, (24, 24, 24, 24, 4)),
         (100, 300, 1, True, (*[6] * 16, 4)),
-        (100, 20, 1, False, (25, 25, 25, 25)),
-        (100, 20, 10, True, (20, 20, 20, 20, 20)),
+        (100, 10, 1, False, (25, 25, 25, 25)),
+        (100, 10, 10, True, (20, 20, 20, 20, 20)),
         (100, 20, 7, True, (100,)),
-        (100, 5, 1, True, (100,)),
+        (100, 2, 1, True, (100,)),
         (1, 300, 1, True, (1,)),
         (2, 300, 1, True, (1, 1)),
-        (97, 20, 1, False, (25, 25, 25, 22)),
+        (97, 10, 1, False, (25, 25, 25, 22)),
     ],
 )
 def test_lengths(steps, megabytes, period, ending, expected):

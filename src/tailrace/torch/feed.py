@@ -15,6 +15,9 @@ from tailrace.feeds.infeed import InfeedQueue, Staged
 AHEAD = 8
 """The elements of so many portions are on their way at a time: one copy does not fill the way."""
 
+SMALL_BYTES = 1 << 16
+"""What is smaller travels with the call of the program, which takes less than moving it first."""
+
 
 class CallFeed(InfeedQueue):
     """Feeds what `hand` was given last; there is nothing to read ahead, and so no thread."""
@@ -58,11 +61,16 @@ class CallFeed(InfeedQueue):
         return Staged(host, tuple(jax.device_put(shaped, sharding)), count, replicas)
 
     def _portion(self, device: Any) -> Staged:
-        while self._waiting and len(self._travelling) < AHEAD:
+        sent = []
+        while self._waiting and len(self._travelling) + len(sent) < AHEAD:
             start, stop = self._waiting.popleft()
-            host = [array[start:stop] for array in self._arrays]
-            moved = tuple(jax.device_put(host, device))
-            self._travelling.append(Staged(host, moved, stop - start, 1))
+            sent.append([array[start:stop] for array in self._arrays])
+        # All at once: each call costs as much as a small copy.
+        large = [leaf for host in sent for leaf in host if leaf.nbytes >= SMALL_BYTES]
+        moved = iter(jax.device_put(large, device) if large else ())
+        for host in sent:
+            leaves = tuple(leaf if leaf.nbytes < SMALL_BYTES else next(moved) for leaf in host)
+            self._travelling.append(Staged(host, leaves, len(host[0]), 1))
         if not self._waiting:
             self._arrays = []
         return self._travelling.popleft()

@@ -58,6 +58,55 @@ def _batch_norm(
     return watch.tensor(out.astype(x.dtype))
 
 
+def _nll_loss(
+    watch: Watch,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    """Classes are compared with, not looked up: on a GPU a lookup and its gradient are kernels of
+    their own, and this is a part of what stands beside it."""
+    x, classes = input.jax(), target.jax()
+    axis = min(1, x.ndim - 1)
+    shape = (-1, *(1,) * (x.ndim - 1 - axis))
+    counted = classes != ignore_index
+    chosen = jnp.expand_dims(jnp.where(counted, classes, -1), axis)
+    hit = chosen == jnp.arange(x.shape[axis]).reshape(shape)
+    loss = -jnp.where(hit, x, 0).sum(axis)
+    # No class of this number: PyTorch stops with an error on the CPU; here it cannot be overlooked.
+    loss = jnp.where(counted & ((classes < 0) | (classes >= x.shape[axis])), jnp.nan, loss)
+    if weight is None:
+        share = counted.astype(x.dtype)
+    else:
+        share = jnp.where(hit, weight.jax().astype(x.dtype).reshape(shape), 0).sum(axis)
+        loss = loss * share
+    how = _reduction(reduction, size_average, reduce)
+    return watch.tensor(loss.sum() / share.sum() if how == "mean" else _reduced(loss, how))
+
+
+def _cross_entropy(
+    watch: Watch,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Of classes; that of probabilities, and with smoothed labels, is torchax's."""
+    if label_smoothing or jnp.issubdtype(target.jax().dtype, jnp.floating):
+        return NotImplemented
+    axis = min(1, input.ndim - 1)
+    logs = watch.tensor(jax.nn.log_softmax(input.jax(), axis))
+    return _nll_loss(watch, logs, target, weight, size_average, ignore_index, reduce, reduction)
+
+
 def _gaussian_nll_loss(
     watch: Watch,
     input: Any,
@@ -99,7 +148,8 @@ def _multilabel_margin_loss(
     margins = jnp.maximum(0, 1 - (scores[:, :, None] - x[:, None, :]))
     counted = real[:, :, None] & ~hit[:, None, :]
     loss = jnp.where(counted, margins, 0).sum((1, 2)) / classes
-    return watch.tensor(_reduced(loss[0] if one else loss, reduction))
+    how = _reduction(reduction, size_average, reduce)
+    return watch.tensor(_reduced(loss[0] if one else loss, how))
 
 
 def _ctc_loss(
@@ -182,6 +232,15 @@ def _adaptive_max_pool(
     return watch.tensor(x)
 
 
+def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
+    """How a loss is reduced; PyTorch's older flags win, as they do there."""
+    if size_average is None and reduce is None:
+        return reduction
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
+
+
 def _reduced(loss: Any, reduction: str) -> Any:
     return {"mean": jnp.mean, "sum": jnp.sum, "none": lambda x: x}[reduction](loss)
 
@@ -191,9 +250,12 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.adaptive_max_pool2d: functools.partial(_adaptive_max_pool, dims=2),
     functional.adaptive_max_pool3d: functools.partial(_adaptive_max_pool, dims=3),
     functional.batch_norm: _batch_norm,
+    functional.cross_entropy: _cross_entropy,
     functional.ctc_loss: _ctc_loss,
     functional.embedding_bag: _embedding_bag,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     functional.multilabel_margin_loss: _multilabel_margin_loss,
+    functional.nll_loss: _nll_loss,
 }
-"""Which functions of PyTorch are replaced, and by what: called with the watch in front."""
+"""Which functions of PyTorch are replaced, and by what: called with the watch in front. What returns
+NotImplemented is not replaced."""

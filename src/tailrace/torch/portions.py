@@ -27,7 +27,7 @@ from tailrace.tensors.frame import Emission
 from tailrace.tensors.taps import Mode, StopOnNonfinite
 from tailrace.tensors.walk import BRANCH, WHILE, walk
 
-LEAST_BYTES = 9 << 19
+LEAST_BYTES = 9 << 18
 """The elements of a portion, in bytes: with less, dispatching it takes as long as moving them."""
 
 MOST_PORTIONS = 16
@@ -43,7 +43,7 @@ def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -
         period: portions are multiples of this.
         ending: whether the last portion is to be a short one of its own.
 
-    >>> lengths_of(100, 10 << 20, ending=True), lengths_of(100, 10 << 20), lengths_of(100, 1 << 20)
+    >>> lengths_of(100, 5 << 20, ending=True), lengths_of(100, 5 << 20), lengths_of(100, 1 << 20)
     ((49, 49, 2), (50, 50), (100,))
     """
     units, rest = divmod(steps, period)
@@ -100,14 +100,12 @@ class Portions:
         """Run a call; returns what it emitted, on the host, and what is ready when it is over."""
         parts: list[dict[Hashable, Emission]] = []
         ticket: Any = None
-        step = numbers.first_step
         for number, length in enumerate(self.lengths, start=1):
             runner = self._runner if number == len(self.lengths) else self._body
-            at = dataclasses.replace(numbers, first_step=step)
-            emitted, ticket = runner.dispatch(known, length, at, 0, self._period)
-            start_copying(list(emitted.values()))
+            emitted, ticket = runner.dispatch(known, length, numbers, 0, self._period)
             parts.append(emitted)
-            step += length
+            numbers = numbers.after(length)
+        start_copying([list(part.values()) for part in parts])
         return joined(parts), ticket
 
 
@@ -116,15 +114,21 @@ def joined(parts: Sequence[Mapping[Hashable, Emission]]) -> dict[Hashable, Emiss
 
     What the last one alone has belongs to the last step.
     """
-    *body, last = parts
+    # In this order: while the last one computes, what those before it made is read.
+    *body, last = [_on_host(part) for part in parts]
     if not body:
-        leaves, structure = jax.tree.flatten(list(last.values()))
-        values = jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves])
-        return dict(zip(last, values, strict=True))
+        return last
     return {
         key: jax.tree.map(_concatenated, *(part[key] for part in body if key in part), emission)
         for key, emission in last.items()
     }
+
+
+def _on_host(part: Mapping[Hashable, Emission]) -> dict[Hashable, Emission]:
+    """What a portion emitted, once it is there."""
+    leaves, structure = jax.tree.flatten(list(part.values()))
+    values = jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves])
+    return dict(zip(part, values, strict=True))
 
 
 def on_accelerator(runner: LoopRunner) -> bool:
@@ -147,6 +151,5 @@ def _divisible(runner: LoopRunner, sight: Sight) -> bool:
     return True
 
 
-def _concatenated(*leaves: Any) -> np.ndarray:
-    arrays = [np.asarray(leaf) for leaf in leaves]
+def _concatenated(*arrays: Any) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

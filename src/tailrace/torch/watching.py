@@ -93,10 +93,11 @@ class WatchingMode(TorchFunctionMode):
             args, kwargs = rebuild(args, self._constant), rebuild(kwargs, self._constant)
         if ours:
             args, kwargs = self.cast(func, args, kwargs)
+        out: Any = NotImplemented
         if ours and func in self.replaced:
             with jax.named_scope(func.__name__):
                 out = self.replaced[func](self.watch, *args, **kwargs)
-        else:
+        if out is NotImplemented:
             out = func(*args, **kwargs)
         if ours:
             self._note(out)
