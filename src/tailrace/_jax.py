@@ -241,7 +241,9 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return any(type(i).__name__ == "Transform" and i.name == "transpose" for i in stack)
 
 
-_LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "keras", "optax", "torchax", "tailrace", "haiku")
+_LIBRARIES = frozenset(
+    ["jax", "jaxlib", "flax", "equinox", "haiku", "keras", "optax", "tailrace", "torch", "torchax"]
+)
 _OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 

@@ -67,6 +67,20 @@ def test_several_inputs_and_other_arrays_of_the_same_form(gathered):
     assert {len(block) for block in gathered} == {3}
 
 
+def test_weights_that_keras_repeats_for_several_outputs(gathered):
+    def two_outputs():
+        given = keras.Input((6,))
+        return keras.Model(given, [L.Dense(1, name="a")(given), L.Dense(1, name="b")(given)])
+
+    x, y = digits_like(40)
+    y = y.astype(np.float32)
+    pair = twins(two_outputs, execution=5, loss=lambda: "mse")
+    pair[1].set_infeed_queue_options(resident=True)
+    weights = np.linspace(0, 1, 40, dtype=np.float32)
+    assert_same(pair, fit_both(pair, x, [y, 2 * y], batch_size=8, sample_weight=weights))
+    assert {len(block) for block in gathered} == {5}
+
+
 class Looks(keras.callbacks.Callback):
     """Looks at the model after each batch: none can run together with another."""
 
@@ -121,7 +135,9 @@ def test_batches_that_are_not_known_again_are_refused():
     assert_bits_equal(resident.data_of(taken := x[rows]), np.asarray(x)[rows])
     assert taken.shape == (3, 6)
     batches = [(x[rows], y[rows]), (x[rows].copy(), y[rows])]
-    for number, kept in ((1, resident.Resident(2)), (2, resident.Resident(3))):
+    lost = np.zeros(32, np.float32)
+    for number, given in ((1, [x, y]), (2, [x, y, lost]), (2, [lost, lost])):
+        kept = resident.Resident(given)
         found = staging.Batches(iter(batches[-number:]), as_element, {}, None, kept)
         with pytest.raises(tr.TailraceError, match="took one for data. Switch it off"):
             found.take(2, 1, jax.devices()[0], ahead=False)
@@ -131,7 +147,7 @@ def test_what_stands_for_elements_on_the_host():
     x, y = (resident.as_rows(part) for part in digits_like(32))
     rows = np.array([[3, 1], [2, 7]])
     batches = [(x[each], y[each]) for each in rows]
-    found = staging.Batches(iter(batches), as_element, {}, None, resident.Resident(2))
+    found = staging.Batches(iter(batches), as_element, {}, None, resident.Resident([x, y]))
     block = found.take(2, 1, jax.devices()[0], ahead=False)
     for leaf, elements in zip(
         block.staged.device, block.form.feed.elements_of(block.staged.host), strict=True

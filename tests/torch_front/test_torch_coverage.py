@@ -139,6 +139,68 @@ def test_a_class_that_there_is_not_is_no_number(wrong):
     assert_close(found.numpy(), np.array([np.log(4), np.nan, 0], np.float32))
 
 
+X = torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "sentence"),
+    [
+        ("cross_entropy", (X, torch.tensor([[0], [1], [2]])), "multi-target not supported"),
+        ("nll_loss", (X, torch.tensor([[0], [1], [2]])), "multi-target not supported"),
+        ("cross_entropy", (X, torch.eye(4)[:3].long()), "Expected floating point type for target"),
+        ("cross_entropy", (X, torch.tensor([1])), r"match target batch_size \(1\)"),
+        ("nll_loss", (X, torch.zeros(3)), "(?i)dtype|type"),
+        (
+            "nll_loss",
+            (X, torch.tensor([0, 1, 2]), torch.ones(1)),
+            "weight tensor should be defined",
+        ),
+        ("nll_loss", (X, torch.tensor([0, 1, 2]), None, None, -100, None, "avg"), "avg is not a"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused_as_by_torch(loss, given, sentence):
+    class Loss(torch.nn.Module):
+        def forward(self, *given):
+            return getattr(torch.nn.functional, loss)(*given, *others)
+
+    tensors = [part for part in given[:3] if isinstance(part, torch.Tensor)]
+    others = given[len(tensors) :]
+    with pytest.raises(tr.TailraceError, match=sentence):
+        on_device(Loss(), tensors)
+
+
+@pytest.mark.parametrize("classes", [200, 256, 300])
+def test_classes_of_one_byte(classes):
+    class Loss(torch.nn.Module):
+        def forward(self, x, y, row):
+            nll = torch.nn.functional.nll_loss
+            return nll(x, y, reduction="none"), nll(row, y[:1])
+
+    torch.manual_seed(0)
+    given = [
+        torch.randn(3, classes),
+        torch.tensor([1, 156, 199], dtype=torch.uint8),
+        torch.randn(classes),
+    ]
+    for a, b in zip(on_device(Loss(), given)[0], Loss()(*given), strict=True):
+        assert_close(np.asarray(a), b.numpy())
+
+
+def test_a_guard_finds_the_row_whose_class_there_is_not():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = torch.nn.Linear(4, 2)
+
+        def forward(self, x, y):
+            return torch.nn.functional.cross_entropy(self.dense(x), y)
+
+    model = tt.training_model(Model(), device_iterations=2, observe=[tr.stop_on_nonfinite()])
+    found = "'select_n' in 'cross_entropy' at .*test_torch_coverage.py.*first in row 1"
+    with pytest.raises(tr.TailraceError, match=f"step 1.*{found}"):
+        model(torch.ones(6, 4), torch.tensor([0, 1, 0, 1, 7, 1]))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
     make, inputs = CASES[name]

@@ -123,7 +123,7 @@ class TailraceModel(Setters, Assigning):
         pacing = self._pacing_of_fit(call)
         if self._keeps_arrays(call):
             call.update({name: as_rows(call[name]) for name in _DATA})
-            pacing.resident = len(arrays_in([call[name] for name in _DATA]))
+            pacing.resident = arrays_in([call[name] for name in _DATA])
         callbacks = call["callbacks"]
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.callbacks.append(Watch(pacing))

@@ -37,7 +37,7 @@ class Pacing:
         every_step: callbacks to be told of every step, not only the last one of an execution.
         bar: the progress bar, to be moved while a long execution runs.
         ahead: whether to read on while an execution runs.
-        resident: how many arrays, of which batches are slices, are kept on the device.
+        resident: the arrays, of which batches are slices, that are kept on the device.
         drops: whether batches at the end of an epoch are left out.
         heard: whether any callback listens to the logs of batches.
         alone: whether callbacks look at the model between executions. Where none does, short ones
@@ -52,7 +52,7 @@ class Pacing:
     every_step: Sequence[Any] = ()
     bar: Any = None
     ahead: bool = False
-    resident: int = 0
+    resident: Sequence[Any] = ()
     drops: bool = False
     heard: bool = True
     alone: bool = True

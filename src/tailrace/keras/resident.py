@@ -148,17 +148,19 @@ class Resident:
     """The arrays that are on the device for the time of one fit.
 
     Args:
-        count: how many there are.
+        arrays: all that Keras was given.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._count, self._different = len(arrays), _different(arrays)
         self._kept: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def sources(self, leaves: Sequence[Any]) -> list[np.ndarray | None]:
         """For each leaf of a batch the array that it is a slice of; None if it is none."""
         found = [source_of(leaf) for leaf in leaves]
-        if sum(one is not None for one in found) != self._count:
+        ours = [source for source in found if source is not None]
+        # More of them are all right: Keras repeats one array of weights for several outputs.
+        if len(ours) < self._count or _different(ours) < self._different:
             raise ProgramError(_UNKNOWN)
         return found
 
@@ -183,6 +185,11 @@ class Resident:
             whole = put(source.view(np.ndarray).astype(dtype, copy=False), device)
             self._kept[key] = (source, whole)  # with the source: its memory stays its own
         return self._kept[key][1]
+
+
+def _different(arrays: Sequence[np.ndarray]) -> int:
+    """How many arrays there are, the same ones counted once."""
+    return len({array.ctypes.data for array in arrays})
 
 
 def same_rows(leaves: Sequence[Any]) -> Any:

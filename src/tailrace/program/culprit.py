@@ -70,11 +70,15 @@ class Finder(Rewriter):
         super().__init__()
         self.culprit: Culprit | None = None
         self.bad: list[str] = []
+        self._around: list[JaxprEqn] = []
+        """The equations that the one at hand stands in, from the outermost."""
 
     def _equation(
         self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position
     ) -> list[Any]:
+        self._around.append(eqn)
         outputs = self._emit(eqn, inputs, frame, here)
+        self._around.pop()
         inside = bool(_jax.inner_jaxprs(eqn))
         if self.culprit is None and not inside and eqn.primitive not in (mark_p, ambient_p):
             self._inspect(eqn, inputs, outputs, frame)
@@ -86,6 +90,9 @@ class Finder(Rewriter):
 
     def _inspect(self, eqn: JaxprEqn, inputs: list[Any], outputs: list[Any], frame: Frame) -> None:
         before = [_floats(value) for value in inputs]
+        if eqn.primitive.name == "select_n" and not self.bad:
+            # NaN throughout, though no tensor was bad so far: a mark for what is wrong, as meant.
+            before = [v for v in before if v is None or not v.size or not np.isnan(v).all()]
         for output in outputs:
             values = _floats(output)
             if values is None or np.isfinite(values).all():
@@ -99,16 +106,17 @@ class Finder(Rewriter):
             bad = np.isnan(values) if nan else np.isinf(values)
             finite = [v[np.isfinite(v)] for v in before if v is not None and np.isfinite(v).any()]
             together = np.concatenate([v.ravel() for v in finite]) if finite else np.array([np.nan])
+            chain = [*self._around, eqn]
             self.culprit = Culprit(
                 eqn.primitive.name if eqn.primitive is not dequeue_p else INFEED,
-                "/".join(name for name, _ in _jax.scopes_of(eqn)),
-                _jax.user_frame(eqn),
+                "/".join(name for one in chain for name, _ in _jax.scopes_of(one)),
+                next(filter(None, map(_jax.user_frame, reversed(chain))), ""),
                 int(frame.microbatch()),
                 float(together.min()),
                 float(together.max()),
                 int(np.argwhere(bad)[0][0]) if bad.ndim else -1,
                 "NaN" if nan else "Inf",
-                _jax.is_backward(eqn),
+                any(map(_jax.is_backward, chain)),
             )
             return
 

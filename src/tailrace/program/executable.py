@@ -345,7 +345,8 @@ class Executable:
             queue.started(ticket)
         self.taken = taken if self.keep_elements else {}
         known.update(zip(self._writes, results, strict=True))
-        known[NUMBERS] = (numbers.after(self._steps), ticket)
+        if self.segment.is_loop:
+            known[NUMBERS] = (numbers.after(self._steps), ticket)
         if stopped is not None:
             known[STOPPED] = stopped
         if not self.placement.in_one_process:

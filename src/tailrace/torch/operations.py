@@ -71,21 +71,33 @@ def _nll_loss(
     """Classes are compared with, not looked up: on a GPU a lookup and its gradient are kernels of
     their own, and this is a part of what stands beside it."""
     x, classes = input.jax(), target.jax()
+    if x.ndim == classes.ndim == 1 and len(classes) == 1:
+        classes = classes[0]  # one row, and its class
     axis = min(1, x.ndim - 1)
+    how = _reduction(reduction, size_average, reduce)
+    if not _fit_together(x, classes, weight, axis) or how not in _REDUCTIONS:
+        return NotImplemented  # refused there, in PyTorch's words
+    classes = classes.astype(jnp.int32)
     shape = (-1, *(1,) * (x.ndim - 1 - axis))
     counted = classes != ignore_index
     chosen = jnp.expand_dims(jnp.where(counted, classes, -1), axis)
     hit = chosen == jnp.arange(x.shape[axis]).reshape(shape)
     loss = -jnp.where(hit, x, 0).sum(axis)
-    # No class of this number: PyTorch stops with an error on the CPU; here it cannot be overlooked.
+    # No class of this number: PyTorch would stop with an error.
     loss = jnp.where(counted & ((classes < 0) | (classes >= x.shape[axis])), jnp.nan, loss)
     if weight is None:
         share = counted.astype(x.dtype)
     else:
         share = jnp.where(hit, weight.jax().astype(x.dtype).reshape(shape), 0).sum(axis)
         loss = loss * share
-    how = _reduction(reduction, size_average, reduce)
     return watch.tensor(loss.sum() / share.sum() if how == "mean" else _reduced(loss, how))
+
+
+def _fit_together(x: Any, classes: Any, weight: Any, axis: int) -> bool:
+    """Whether there is one class for each row, and one weight for each class."""
+    rows = (*x.shape[:axis], *x.shape[axis + 1 :])
+    weighed = weight is None or tuple(weight.shape) == (x.shape[axis],)
+    return classes.shape == rows and jnp.issubdtype(classes.dtype, jnp.integer) and weighed
 
 
 def _cross_entropy(
@@ -242,7 +254,16 @@ def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
 
 
 def _reduced(loss: Any, reduction: str) -> Any:
-    return {"mean": jnp.mean, "sum": jnp.sum, "none": lambda x: x}[reduction](loss)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return _REDUCTIONS[reduction](loss)
+
+
+_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "mean": jnp.mean,
+    "sum": jnp.sum,
+    "none": lambda loss: loss,
+}
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

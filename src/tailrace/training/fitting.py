@@ -172,7 +172,7 @@ class Fit:
         if bad is not None:
             # What was dispatched after the bad step changed nothing: the guard stays down until here.
             trainer.step = first_step + bad[0]
-            self.known.pop(STOPPED)
+            self.known.pop(STOPPED, None)
             self.pending.clear()
             raise diagnose(
                 self.runner,

@@ -20,7 +20,7 @@ from tailrace.notes import note_once
 from tailrace.torch.arrays import array_of, dtype_on_device, tensor_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.optim.classes import LAMB
-from tailrace.torch.optim.rules import COLUMNS, GroupRule, Hypers, row_of
+from tailrace.torch.optim.rules import GroupRule, Hypers, row_of
 
 _KINDS: tuple[tuple[type, str], ...] = (
     (torch.optim.SGD, "sgd"),
@@ -147,14 +147,14 @@ class DeviceOptimizer:
         if self.gradient_scale != 1:
             wide = {name: grad * jnp.float32(self.gradient_scale) for name, grad in wide.items()}
         if self.scaled:
-            scaling = state["hyper"][0, COLUMNS.index("loss_scaling")]
+            scaling = Hypers(state["hyper"][0]).loss_scaling
             wide = {
                 name: grad / scaling if self.keeps_scale(params[name]) else grad
                 for name, grad in wide.items()
             }
         if self.clipped:
             norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in wide.values()))
-            most = state["hyper"][0, COLUMNS.index("max_grad_norm")]
+            most = Hypers(state["hyper"][0]).max_grad_norm
             share = jnp.minimum(most / (norm + 1e-6), 1)
             wide = {name: grad * share for name, grad in wide.items()}
         for number, rule in enumerate(self.groups):
