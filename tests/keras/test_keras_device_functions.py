@@ -112,3 +112,87 @@ def test_what_belongs_into_a_device_function_says_so():
         strategy.run(lambda it: next(it), [iterator])
     with pytest.raises(tr.TailraceError, match="strategy.run takes a function"):
         strategy.run(3)
+
+
+class Loop:
+    """A loop whose objects are its attributes."""
+
+    def __init__(self, count):
+        self.model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+        self.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        self.mean, self.count = keras.metrics.Mean(), count
+
+    def run(self, iterator):
+        def step():
+            x, y = next(iterator)
+
+            def loss_of():
+                loss = keras.losses.sparse_categorical_crossentropy(y, self.model(x), True)
+                return keras.ops.mean(loss)
+
+            variables = self.model.trainable_variables
+            loss, grads = tk.value_and_grad(loss_of, variables)
+            self.optimizer.apply_gradients(zip(grads, variables, strict=True))
+            self.mean.update_state(loss)
+
+        tk.repeat(self.count, step)
+
+
+@pytest.mark.parametrize("given", ["attributes", "closure", "nested"])
+def test_state_is_found_wherever_the_function_has_it_from(given):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(48, 6)).astype("float32"), rng.integers(0, 4, 48).astype("int32")
+    keras.utils.set_random_seed(1)
+    loop, strategy = Loop(6), tk.Strategy()
+    start = [np.array(w) for w in loop.model.get_weights()]
+
+    def closed_over(iterator):
+        Loop.run(loop, iterator)
+
+    def with_parts(iterator, parts):
+        assert parts[0]["loop"] is loop.model
+        Loop.run(loop, iterator)
+
+    with strategy.scope():
+        iterator = iter(tr.batches((x, y), 8))
+        if given == "attributes":
+            strategy.run(loop.run, args=[iterator])
+        elif given == "closure":
+            strategy.run(closed_over, args=[iterator])
+        else:
+            parts = [{"loop": loop.model, "more": (loop.optimizer, {"mean": loop.mean})}]
+            strategy.run(with_parts, args=[iterator, parts])
+    plain = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+    plain.set_weights(start)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+    history = plain.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"]
+    assert_close(loop.model.get_weights(), plain.get_weights())
+    assert int(loop.optimizer.iterations) == 6
+    assert_close(float(loop.mean.result()), history[0])
+
+
+def test_state_that_it_cannot_find_is_told():
+    class Hidden:
+        __slots__ = ("mean", "model")
+
+    hidden, strategy = Hidden(), tk.Strategy()
+    hidden.mean = keras.metrics.Mean()
+    hidden.model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    def counts():
+        tk.repeat(2, lambda: hidden.mean.update_state(1.0))
+
+    def trains():
+        def loss():
+            return keras.ops.sum(hidden.model(np.ones((1, 2), "float32")))
+
+        tk.repeat(2, lambda: tk.value_and_grad(loss, hidden.model.trainable_variables) and None)
+
+    with strategy.scope():
+        for function, what in (
+            (counts, "changes a Keras variable"),
+            (trains, "gradient in '.*dense"),
+        ):
+            with pytest.raises(tr.TailraceError, match=f"{what}.*strategy.run.fn, args="):
+                strategy.run(function)

@@ -195,7 +195,8 @@ class OutfeedQueue:
                 return (
                     f"Elements that wait in an outfeed together have one shape and dtype: "
                     f"{_path_called(path)} is {old}{list(was)}. Received: {new}{list(now)} from "
-                    f"another program. Dequeue before that one runs, or use a second OutfeedQueue."
+                    f"another program. Dequeue before that one runs, or use a second OutfeedQueue; "
+                    f"where it is the last batch that is smaller, leave it out of the data."
                 )
         raise AssertionError
 

@@ -32,6 +32,7 @@ import keras
 from tailrace.data.batches import Batches
 from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.keras.reached import reached_by, variables_of
 from tailrace.marks import dequeue
 from tailrace.program.loops import repeat as repeat_on_device
 from tailrace.program.program import Program
@@ -153,7 +154,11 @@ def value_and_grad(
     if running.looking:
         function()
         raise _Seen
-    wanted = [next(i for i, v in enumerate(running.variables) if v is w) for w in variables]
+    known = {id(variable): number for number, variable in enumerate(running.variables)}
+    for variable in variables:
+        if id(variable) not in known:
+            raise _unknown(f"tk.value_and_grad is asked for the gradient in {variable.path!r}")
+    wanted = [known[id(variable)] for variable in variables]
     values = running.values()
 
     def call(given: list[Any]) -> Any:
@@ -176,8 +181,18 @@ def _in_scope(running: Running, values: Sequence[Any], call: Callable[[], Any]) 
     mapping = list(zip(running.variables, values, strict=True))
     with keras.StatelessScope(state_mapping=mapping) as scope:
         out = call()
+    if len(scope.state_mapping) > len(mapping):
+        raise _unknown("The function changes a Keras variable")
     after = [jnp.asarray(scope.get_current_value(v), v.dtype) for v in running.variables]
     return out, after
+
+
+def _unknown(what: str) -> ProgramError:
+    return ProgramError(
+        f"{what} of an object that the program does not know of: it knows what is among the arguments, "
+        f"also in lists and dicts, in the closure of the function, or among the globals that it names. "
+        f"Give the model, optimizer or metric to strategy.run(fn, args=[...])."
+    )
 
 
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
@@ -205,7 +220,7 @@ class DeviceFunctions:
                 named = dict(zip(kwargs, values[len(args) :], strict=True))
                 return fn(*values[: len(args)], **named)
 
-            variables = _looked_through(call, arrays, given)
+            variables = _looked_through(call, arrays, reached_by(fn, given))
             program = compile_program(_program(call, variables), replicas=self._replicas)
             # `given` is kept, so that nothing else takes the identity of one of them.
             self._programs[key] = (program, variables, given)
@@ -229,12 +244,12 @@ def _program(call: Callable[[Any], Any], variables: list[Any]) -> Callable[..., 
     return device_function
 
 
-def _looked_through(call: Callable[[Any], Any], arrays: list[Any], given: list[Any]) -> list[Any]:
+def _looked_through(call: Callable[[Any], Any], arrays: list[Any], reached: list[Any]) -> list[Any]:
     """All variables that a function may use; models and optimizers in it are built on the way."""
     token = _running.set(Running([], looking=True))
     try:
-        models = [one for one in given if isinstance(one, keras.layers.Layer)]
-        optimizers = [one for one in given if isinstance(one, keras.optimizers.Optimizer)]
+        models = [one for one in reached if isinstance(one, keras.layers.Layer)]
+        optimizers = [one for one in reached if isinstance(one, keras.optimizers.Optimizer)]
         if not all(layer.built for layer in models):
             _build(call, arrays)
         trained = [v for model in models for v in model.trainable_variables]
@@ -243,10 +258,7 @@ def _looked_through(call: Callable[[Any], Any], arrays: list[Any], given: list[A
                 optimizer.build(trained)
     finally:
         _running.reset(token)
-    found: dict[int, Any] = {}
-    for one in given:
-        for variable in getattr(one, "variables", ()) or ():
-            found.setdefault(id(variable), variable)
+    found = {id(variable): variable for one in reached for variable in variables_of(one)}
     return list(found.values())
 
 

@@ -31,6 +31,10 @@ from tailrace.keras.training import Training
 from tailrace.keras.wrappers import overrides
 
 _DATA = ("x", "y", "sample_weight")
+_SINGLE = (
+    "train_on_batch, test_on_batch and predict_on_batch take one batch, and a step of this model takes "
+    "{} (replicas x microbatches). Give that many batches to fit, evaluate or predict instead."
+)
 
 
 class Watch(keras.callbacks.Callback):
@@ -71,17 +75,7 @@ class TailraceModel(Setters, Assigning):
             run_dir: a new directory that keeps history and records while training goes on.
             **kwargs: as in Keras.
         """
-        if kwargs.get("run_eagerly"):
-            raise ProgramError(
-                "Keras models cannot run eagerly when using tk.Strategy: an execution is one program "
-                "on the device. Received: run_eagerly=True. Leave it out, or use a model outside "
-                "the scope."
-            )
-        if kwargs.get("jit_compile", "auto") is False:
-            raise ProgramError(
-                "An execution is one compiled program. Received: jit_compile=False. Leave it out, or "
-                "use a model outside the scope."
-            )
+        _check_compiled(kwargs.get("run_eagerly"), kwargs.get("jit_compile", "auto"))
         super().compile(*args, **kwargs)  # type: ignore[misc]
         settings = self.tailrace
         settings.observe, settings.run_dir = observe, run_dir
@@ -243,6 +237,8 @@ class TailraceModel(Setters, Assigning):
             running = self.__dict__.get("_tailrace_running", {}).get(mode)
             program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
             try:
+                if running is None and program.per_step > 1:
+                    raise ProgramError(_SINGLE.format(program.per_step))
                 return program.run(state, iterator)
             except Exception as error:
                 if not isinstance(error, StopIteration):
@@ -258,6 +254,7 @@ class TailraceModel(Setters, Assigning):
     @contextlib.contextmanager
     def _running(self, mode: str, pacing: Pacing, same_execution: bool = False) -> Iterator[None]:
         """While Keras' trainer runs: it counts executions in batches over all replicas."""
+        _check_compiled(self.run_eagerly)  # type: ignore[attr-defined]
         running = self.__dict__.setdefault("_tailrace_running", {})
         before, running[mode] = running.get(mode), pacing
         configured = self.steps_per_execution
@@ -321,7 +318,9 @@ class TailraceModel(Setters, Assigning):
         replicas = settings.replicas
         if validating:  # as many batches to an execution as in training, and what is left
             outer = self.__dict__["_tailrace_running"]["train"]
-            return Pacing(outer.execution, unit=replicas, replicas=replicas, ahead=True)
+            steps = call.get("steps")
+            most = None if steps is None else steps - steps % replicas
+            return Pacing(outer.execution, replicas, replicas, batches=most, most=most, ahead=True)
         steps = call.get("steps")
         size = batches_in(call.get("x"), call.get("batch_size"))
         each, execution = per_replica(steps, size, self.steps_per_execution, replicas)
@@ -342,6 +341,21 @@ def _remainders(dropped: bool) -> Iterator[None]:
         if dropped:
             warnings.filterwarnings("ignore", "Your input ran out of data")
         yield
+
+
+def _check_compiled(run_eagerly: Any, jit_compile: Any = "auto") -> None:
+    """Refuse to run what was asked to be run step by step."""
+    if run_eagerly:
+        raise ProgramError(
+            "Keras models cannot run eagerly when using tk.Strategy: an execution is one program "
+            "on the device. Received: run_eagerly=True. Leave it out, or use a model outside "
+            "the scope."
+        )
+    if jit_compile is False:
+        raise ProgramError(
+            "An execution is one compiled program. Received: jit_compile=False. Leave it out, or "
+            "use a model outside the scope."
+        )
 
 
 def _listens(callback: Any) -> bool:

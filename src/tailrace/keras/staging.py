@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -183,7 +183,7 @@ class Batches:
         key, leaves, batch = first
         form = self._forms.get(key)
         if form is None:
-            form = self._forms[key] = _form_of(batch, self._shape)
+            form = self._forms[key] = _form_of(batch, self._shape, self._forms.values())
         ours = self._resident and self._resident.sources([leaves[n] for n in form.order])
         spread = isinstance(sharding, jax.sharding.NamedSharding)
         if count == 1 and not spread:  # travels with the call as it is, as it does in Keras
@@ -276,7 +276,7 @@ def moved(block: list[np.ndarray], count: int, replicas: int, sharding: Any) -> 
     return Staged(block, device, passes, replicas)
 
 
-def _form_of(batch: Any, shape: Callable[[Any], Any]) -> Form:
+def _form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
     leaves, structure = jax.tree.flatten(batch)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         check_numeric(jax.tree_util.keystr(path), np.asarray(leaf))
@@ -287,7 +287,9 @@ def _form_of(batch: Any, shape: Callable[[Any], Any]) -> Form:
             f"A batch is (inputs,), (inputs, targets) or (inputs, targets, sample_weights). "
             f"Received: {structure}."
         )
-    return Form(spec, tuple(order), HandFeed(spec))
+    # (x, y) and (x, y, None) are one to a program, and so share its feed.
+    feed = next((other.feed for other in others if other.spec == spec), None)
+    return Form(spec, tuple(order), feed or HandFeed(spec))
 
 
 def _without_transfer(iterator: Iterator[Any]) -> Iterator[Any]:
