@@ -32,6 +32,7 @@ import keras
 from tailrace.data.batches import Batches
 from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.keras.optimizing import check_in_loop
 from tailrace.keras.reached import reached_by, variables_of
 from tailrace.marks import dequeue
 from tailrace.program.loops import repeat as repeat_on_device
@@ -254,6 +255,7 @@ def _looked_through(call: Callable[[Any], Any], arrays: list[Any], reached: list
             _build(call, arrays)
         trained = [v for model in models for v in model.trainable_variables]
         for optimizer in optimizers:
+            check_in_loop(optimizer)
             if not optimizer.built:
                 optimizer.build(trained)
     finally:

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from tailrace.errors import ProgramError
+from tailrace.keras.masks import with_mask
 
 Tensor = tuple[str, int, int]
 """A tensor: the path of the layer that makes it, which of its calls, which of its outputs."""
@@ -248,6 +249,7 @@ def run_flow(
     inputs: Any,
     training: Any,
     between: Callable[[Call, dict[Tensor, Any]], dict[Tensor, Any]],
+    mask: Any = None,
 ) -> Any:
     """What the model returns, its calls made in this order.
 
@@ -258,8 +260,12 @@ def run_flow(
         inputs: what the model is called with.
         training: as in a call of the model.
         between: given a call that comes next and the values still needed; returns the values.
+        mask: as in a call of the model: masks of the inputs, or None.
     """
     values: dict[Tensor, Any] = dict(zip(flow.inputs, _standard(model, inputs), strict=True))
+    if mask is not None:
+        masks: list[Any] = list(keras.tree.flatten(mask))  # type: ignore[arg-type]
+        values = {t: with_mask(v, m) for (t, v), m in zip(values.items(), masks, strict=True)}
     wanted = {leaf.tensor for leaf in keras.tree.flatten(flow.outputs)}
     last_use = {tensor: n for n, call in enumerate(order) for tensor in call.inputs}
     for number, call in enumerate(order):

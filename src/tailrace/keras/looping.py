@@ -7,15 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 
 from tailrace.errors import DeviceError, PipelineError, PlanError, ProgramError, ReplicaError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.keras.executing import Executions, as_batch
+from tailrace.keras.optimizing import check_optimizer
 from tailrace.keras.outfeeds import silent
 from tailrace.keras.staging import Block
 from tailrace.keras.state import Layout, for_replicas, merged, on_one_device
+from tailrace.keras.wrappers import Wrapper, overrides
 from tailrace.notes import note_once
 from tailrace.pipeline.forwarding import ForwardRunner, stages_in
 from tailrace.program.executable import Numbers, Placement
@@ -250,6 +253,7 @@ class Stepping(Evaluating):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         settings = model.tailrace
+        self._check_optimizer()
         for what, wrong in (
             ("replicas", settings.replicas > 1),
             ("gradient accumulation by Tailrace", settings.microbatches > 1),
@@ -264,6 +268,21 @@ class Stepping(Evaluating):
                     f"it does not go with {what}. Override `compute_loss` instead, or leave {what} "
                     f"out."
                 )
+
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer that the step would call otherwise than it is written."""
+        optimizer = self.model.optimizer
+        check_optimizer(optimizer)
+        # A wrapper calls what is inside as it is written.
+        bare = optimizer is not None and not isinstance(optimizer, Wrapper)
+        if bare and overrides(optimizer, "apply_gradients", keras.optimizers.Optimizer):
+            raise ProgramError(
+                f"The function `train_step` for the model {self.model.name!r} has been overridden: in "
+                f"it Keras on JAX calls `optimizer.stateless_apply`, which passes by "
+                f"`apply_gradients`. Received: {type(optimizer).__name__}, which overrides "
+                f"`apply_gradients`. Override `update_step` or `apply` of the optimizer instead, or "
+                f"`compute_loss` of the model instead of `train_step`."
+            )
 
     def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
         """One batch."""

@@ -11,12 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.errors import OptionError
+from tailrace.errors import OptionError, PlanError
 from tailrace.keras.assignments import check_no_gaps
 from tailrace.keras.graph import has_flow
 from tailrace.keras.outfeeds import check_wrappers
 from tailrace.keras.staged import StagedCall, StagedFlow
 from tailrace.keras.wrappers import accumulation_of
+from tailrace.notes import note_once
 from tailrace.pipeline.forwarding import ForwardPipeline
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.program.accumulation import Accumulation, Reduction
@@ -184,7 +185,7 @@ class Settings:
         stages = self.stages
         if stages is None:
             return
-        check_no_gaps(stages)
+        count = check_no_gaps(stages)
         if self.options.pipelining_gradient_accumulation_steps_per_replica is None:
             raise OptionError(
                 "The model is pipelined, however gradient_accumulation_steps_per_replica has not "
@@ -198,6 +199,38 @@ class Settings:
                 "gradient_accumulation_steps_per_replica=...)."
             )
         check_wrappers(self.model.optimizer)
+        try:
+            self._pipeline(Pipeline, self.model).plan((1,) * count)
+        except PlanError as error:
+            self.staged()  # stages in a wrong order are said first
+            # A plan calls the count of microbatches by its own name; here it has another.
+            named = "gradient_accumulation_steps_per_replica="
+            raise PlanError(str(error).replace("microbatches=", named)) from None
+        self._note_unused()
+
+    def _note_unused(self) -> None:
+        """Say which options of a model without stages a pipeline does not use."""
+        options = self.options
+        unused = {
+            "gradient_accumulation_steps_per_replica": (
+                options.gradient_accumulation_steps_per_replica,
+                (1, options.pipelining_gradient_accumulation_steps_per_replica),
+            ),
+            "gradient_accumulation_reduction_method": (
+                options.gradient_accumulation_reduction_method,
+                ("sum", options.pipelining_reduction_method),
+            ),
+            "dtype": (options.gradient_accumulation_dtype, (None,)),
+        }
+        given = [f"{n}={v!r}" for n, (v, same) in unused.items() if v not in same]
+        if given:
+            note_once(
+                f"set_gradient_accumulation_options({', '.join(given)}) is for models without stages "
+                f"and has no effect on the pipelined model {self.model.name!r}: a pipeline accumulates "
+                f"as set_pipelining_options says, gradient_accumulation_steps_per_replica="
+                f"{options.pipelining_gradient_accumulation_steps_per_replica} and "
+                f"gradient_accumulation_reduction_method={options.pipelining_reduction_method!r}."
+            )
 
     def staged(self) -> Any:
         """The forward pass of the model, stage by stage; None without a pipeline."""

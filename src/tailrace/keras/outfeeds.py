@@ -20,7 +20,12 @@ import numpy as np
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue
 from tailrace.keras.state import names_of
-from tailrace.keras.wrappers import MapGradientOptimizer, Wrapper, wrappers_of
+from tailrace.keras.wrappers import (
+    MapGradientOptimizer,
+    Wrapper,
+    wrappers_by_scale,
+    wrappers_of,
+)
 from tailrace.marks import current_trace
 from tailrace.observe import filters as native
 from tailrace.observe.table import print_summary
@@ -141,6 +146,10 @@ class MaybeOutfeed(keras.layers.Layer):
         return {**super().get_config(), "final_outfeed": self.final_outfeed}
 
 
+_NO_MODEL = object()
+"""In place of the model, whose names are not asked for where there is no queue."""
+
+
 class OutfeedOptimizerMode(enum.StrEnum):
     """Which gradients an `OutfeedOptimizer` sends.
 
@@ -151,8 +160,11 @@ class OutfeedOptimizerMode(enum.StrEnum):
     BEFORE_APPLY = "before_apply"
 
 
+@keras.saving.register_keras_serializable("tailrace")
 class OutfeedOptimizer(Wrapper):
     """Sends gradients to an outfeed, and lets another optimizer do its work.
+
+    The queue is not saved: a loaded one sends nothing.
 
     Args:
         wrapped_optimizer: any Keras optimizer.
@@ -166,7 +178,7 @@ class OutfeedOptimizer(Wrapper):
     def __init__(
         self,
         wrapped_optimizer: Any,
-        outfeed_queue: MaybeOutfeedQueue,
+        outfeed_queue: MaybeOutfeedQueue | None,
         outfeed_optimizer_mode: Any = OutfeedOptimizerMode.BEFORE_APPLY,
         name: str = "OutfeedOptimizer",
         model: Any = None,
@@ -200,7 +212,7 @@ class OutfeedOptimizer(Wrapper):
         return grads if after_compute else self._sent(grads, variables)
 
     def _sent(self, grads: list[Any], variables: list[Any]) -> list[Any]:
-        if not _sends():
+        if self._queue is None or not _sends():
             return grads
         names = self._names()
         keys = [f"{names.get(id(v), v.path)}:0_grad" for v in variables]
@@ -211,16 +223,28 @@ class OutfeedOptimizer(Wrapper):
         sent = self._queue.maybe_enqueue() or {}
         return [sent.get(key, grad) for key, grad in zip(keys, grads, strict=True)]
 
+    def get_config(self) -> dict[str, Any]:
+        """Without the queue and the model, which are not saved."""
+        return {**super().get_config(), "outfeed_optimizer_mode": str(self.mode)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Make it again, without a queue."""
+        without: Any = {"outfeed_queue": None, "model": _NO_MODEL}
+        return super().from_config({**config, **without}, custom_objects)
+
     # -- in a pipeline, where gradients of a batch are made by several devices ---------------------
 
     def wanted(self) -> dict[str, str]:
         """What is observed instead of sent: the names of gradients, and the keys they go by."""
+        if self._queue is None:
+            return {}
         keys = {f"grad/{name}": f"{name}:0_grad" for name in reversed(self._names().values())}
         return {name: key for name, key in keys.items() if self._queue.selects(key)}
 
     def deliver(self, found: dict[str, Any], replicas: int) -> None:
         """Put what was observed into the queue, as if it had been sent."""
-        if found:
+        if found and self._queue is not None:
             self._queue.deliver(OrderedDict(found), replicas)
 
 
@@ -230,12 +254,26 @@ def _names_in(model: Any) -> dict[int, str]:
     return {id(v): name for v, name in zip(variables, names, strict=True)}
 
 
+def scale_is_elsewhere(wrapper: Wrapper) -> str:
+    """Why a wrapper inside a scaler of the loss cannot see gradients of each batch in a pipeline."""
+    return (
+        f"In a pipeline the scale of the loss is known where the loss is computed, not in the stages "
+        f"that make the gradients of one batch. Received: {type(wrapper).__name__} inside a "
+        f"LossScaleOptimizer (under the policy mixed_float16, Keras' compile puts one around). Put it "
+        f"around a LossScaleOptimizer, with auto_scale_loss=False: it then sees gradients of the "
+        f"scaled loss. Or change or send the gradients of a step."
+    )
+
+
 def check_wrappers(optimizer: Any) -> None:
     """Refuse wrappers that a pipeline cannot ask about the gradients of each batch.
 
     They are made by several devices: one gradient at a time is changed where it is made, and what is
     sent is observed there before.
     """
+    for wrapper in wrappers_by_scale(optimizer)[1]:
+        if wrapper.sees_each:
+            raise OptionError(scale_is_elsewhere(wrapper))
     sending = None
     for wrapper in wrappers_of(optimizer):  # from the outside in: the innermost sees them first
         if not wrapper.sees_each:

@@ -16,8 +16,8 @@ import keras
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.graph import Call, Flow, Tensor, flow_of, run_flow
+from tailrace.keras.masks import masked_boundary
 from tailrace.keras.stages import MADE, current_stage, in_scope
-from tailrace.pipeline.boundary import stage_boundary
 
 
 def by_call(flow: Flow, stages: Any) -> dict[int, int]:
@@ -65,18 +65,16 @@ class StagedFlow:
 
     def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **_: Any) -> Any:
         """What the model returns."""
-        del mask  # masks travel with the values
         here = 0
 
         def between(call: Call, values: dict[Tensor, Any]) -> dict[Tensor, Any]:
             nonlocal here
             while here < self._stages[id(call)]:
                 here += 1
-                marked = stage_boundary(list(values.values()))
-                values = dict(zip(values, marked, strict=True))
+                values = dict(zip(values, masked_boundary([*values.values()]), strict=True))
             return values
 
-        return run_flow(self._model, self._flow, self._order, inputs, training, between)
+        return run_flow(self._model, self._flow, self._order, inputs, training, between, mask)
 
 
 # -- subclassed models --------------------------------------------------------------------------
@@ -116,7 +114,7 @@ class Following:
             self.here += 1
             flat = keras.tree.flatten((args, kwargs))
             arrays = [n for n, one in enumerate(flat) if hasattr(one, "shape")]
-            marked = stage_boundary([flat[n] for n in arrays])
+            marked = masked_boundary([flat[n] for n in arrays])
             for n, value in zip(arrays, marked, strict=True):
                 flat[n] = value
             args, kwargs = keras.tree.pack_sequence_as((args, kwargs), flat)
@@ -144,9 +142,9 @@ def following(found: Following) -> Iterator[Following]:
         now = _running.get()
         if now is None or now.depth:
             return call(layer, *args, **kwargs)
-        args, kwargs = now.enter(layer, args, kwargs)
-        now.depth += 1
+        now.depth += 1  # at once: a boundary carries masks with layers of its own
         try:
+            args, kwargs = now.enter(layer, args, kwargs)
             return call(layer, *args, **kwargs)
         finally:
             now.depth -= 1

@@ -1,130 +1,20 @@
-"""Optimizers around optimizers: accumulation, replicas, mapped gradients.
-
-A wrapper is a Keras optimizer itself. Hyperparameters, read or set, are those of the optimizer
-inside.
-"""
+"""Optimizers around optimizers: accumulation, replicas, mapped gradients; and chains of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 
 from tailrace.errors import OptionError
+from tailrace.keras.state import scaling
+from tailrace.keras.wrapping import Wrapper as Wrapper
+from tailrace.keras.wrapping import overrides as overrides
+from tailrace.notes import note_once
 from tailrace.program.accumulation import Accumulation, Reduction
 from tailrace.program.inside import cross_replica_mean
-
-
-def overrides(thing: Any, name: str, base: type) -> bool:
-    """Whether the class of `thing` has a version of its own of a method of `base`."""
-    return getattr(type(thing), name, None) is not getattr(base, name)
-
-
-class Wrapper(keras.optimizers.Optimizer):
-    """An optimizer that does something with gradients and leaves the rest to another.
-
-    Args:
-        inner_optimizer: any Keras optimizer.
-        name: the name of the wrapper.
-    """
-
-    sees_each = False
-    """Whether `each` is called for each microbatch."""
-
-    def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
-        inner_optimizer = keras.optimizers.get(inner_optimizer)
-        if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
-            raise OptionError(
-                f"{type(self).__name__} wraps a Keras optimizer. "
-                f"Received: {type(inner_optimizer).__name__}."
-            )
-        super().__init__(learning_rate=0.0, name=name or type(self).__name__)
-        self.inner_optimizer = inner_optimizer
-        self.loss_scale_factor = inner_optimizer.loss_scale_factor
-
-    # -- what wrappers do -----------------------------------------------------------------------
-
-    def each(self, grads: list[Any], values: list[Any], variables: list[Any]) -> list[Any]:
-        """The gradients of one microbatch, before they are accumulated."""
-        return grads
-
-    def before_apply(self, grads: list[Any], variables: list[Any]) -> list[Any]:
-        """The gradients of a step, before they are applied."""
-        return grads
-
-    # -- an optimizer, all the same -------------------------------------------------------------
-
-    @property
-    def variables(self) -> list[Any]:
-        """Those of the optimizer inside."""
-        return self.inner_optimizer.variables
-
-    def build(self, variables: Any) -> None:
-        """Build the optimizer inside."""
-        if not self.inner_optimizer.built:
-            self.inner_optimizer.build(variables)
-        object.__setattr__(self, "_wrapped_variables", list(variables))  # not its own: not tracked
-        self.built = True
-
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """One update, by the optimizer inside."""
-        from tailrace.keras.optimizing import applied
-
-        grads = self.before_apply(list(grads), self._wrapped_variables)
-        return applied(
-            self.inner_optimizer,
-            optimizer_variables,
-            grads,
-            trainable_variables,
-            self._wrapped_variables,
-        )
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """One update of the variables themselves, outside of a program."""
-        if not self.built:
-            self.build(trainable_variables)
-        grads = self.before_apply(list(grads), list(trainable_variables or self._wrapped_variables))
-        self.inner_optimizer.apply(grads, trainable_variables)
-
-    @property
-    def learning_rate(self) -> Any:
-        """That of the optimizer inside."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        if "inner_optimizer" in self.__dict__:
-            self.inner_optimizer.learning_rate = value
-
-    @property
-    def iterations(self) -> Any:
-        """How many updates there were."""
-        return self.inner_optimizer.iterations
-
-    def scale_loss(self, loss: Any) -> Any:
-        """As the optimizer inside scales it."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """What the optimizer inside does at the end of training."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
-    def get_config(self) -> dict[str, Any]:
-        """The wrapper and, inside, the optimizer."""
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        return {"name": self.name, "inner_optimizer": inner}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Make it again."""
-        config = dict(config)
-        inner = keras.saving.deserialize_keras_object(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(inner, **config)
 
 
 @keras.saving.register_keras_serializable("tailrace")
@@ -183,19 +73,40 @@ class GradientAccumulationOptimizer(Wrapper):
         reduction = Reduction.parse(getattr(reduction_method, "value", reduction_method))
         self.accumulation = Accumulation(num_mini_batches, dtype=dtype, reduction=reduction)
 
+    def check_alone(self) -> None:
+        """One batch is nothing to accumulate."""
+        count = self.accumulation.microbatches
+        raise OptionError(
+            f"A GradientAccumulationOptimizer accumulates in `fit` of a model with Tailrace's trainer "
+            f"(tk.adopt(model), or made in the scope of a tk.Strategy), which knows its batches. Here "
+            f"it is called with the gradients of one batch, by plain Keras, an overridden `train_step` "
+            f"or a loop in strategy.run. Let the optimizer inside count them: "
+            f"{type(self.inner_optimizer).__name__}(..., gradient_accumulation_steps={count}), which "
+            f"takes their mean."
+        )
+
     def get_config(self) -> dict[str, Any]:
         """The wrapper, how it accumulates, and the optimizer."""
         dtype = self.accumulation.dtype
+        if dtype is not None and not _has_name(dtype):
+            note_once(
+                "A GradientAccumulationOptimizer was saved without the function that chooses dtypes "
+                "of accumulators: a loaded one has those of the variables."
+            )
         return {
             **super().get_config(),
             "num_mini_batches": self.accumulation.microbatches,
-            "dtype": None if dtype is None or callable(dtype) else str(dtype),
+            "dtype": str(jnp.dtype(dtype)) if dtype is not None and _has_name(dtype) else None,
             "reduction_method": str(self.accumulation.reduction),
         }
 
 
+@keras.saving.register_keras_serializable("tailrace")
 class MapGradientOptimizer(Wrapper):
     """Applies a function to the gradients of each batch, before they are accumulated.
+
+    Inside a `LossScaleOptimizer` it sees the gradients of the loss; a step whose gradients are not
+    finite, before the function or after it, is skipped. Saved is the name of the function.
 
     Args:
         wrapped_optimizer: any Keras optimizer.
@@ -221,33 +132,90 @@ class MapGradientOptimizer(Wrapper):
 
     def each(self, grads: list[Any], values: list[Any], variables: list[Any]) -> list[Any]:
         """The function, applied to each pair."""
-        return [self.mapped(g, v) for g, v in zip(grads, values, strict=True)]
+        pairs = zip(grads, values, strict=True)
+        return [g if g is None else self.mapped(g, v) for g, v in pairs]
 
     def mapped(self, gradient: Any, value: Any) -> Any:
         """The function, applied to one pair."""
         return self._map(gradient, value)
 
+    def get_config(self) -> dict[str, Any]:
+        """The wrapper, the name of its function, and the optimizer."""
+        function = _registered_name(self._map)
+        if keras.saving.get_registered_object(function) is not self._map:
+            note_once(
+                f"A MapGradientOptimizer is saved with the name of its function, {function!r}, which "
+                f"is not registered: loading will not find it by itself. Decorate the function with "
+                f"@keras.saving.register_keras_serializable()."
+            )
+        return {**super().get_config(), "gradient_mapping_function": function}
 
-def accumulation_of(optimizer: Any) -> Accumulation | None:
-    """What a `GradientAccumulationOptimizer` asks for, which must be the outermost."""
-    if isinstance(optimizer, GradientAccumulationOptimizer):
-        return optimizer.accumulation
-    inside: Sequence[Any] = ()
-    while isinstance(optimizer, Wrapper):
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Make it again; the function is looked up by its name."""
+        config = dict(config)
+        function = config["gradient_mapping_function"]
+        found = keras.saving.get_registered_object(function, custom_objects)
+        if found is None or isinstance(found, type):  # a callable object goes by its class
+            raise OptionError(
+                f"A MapGradientOptimizer is saved with the name of its function. Received: "
+                f"{function!r}, which is not known here. Register the function with "
+                f"@keras.saving.register_keras_serializable() before saving and loading, or give "
+                f"custom_objects={{{function!r}: the function}}; or load with compile=False and "
+                f"compile again."
+            )
+        return super().from_config({**config, "gradient_mapping_function": found}, custom_objects)
+
+
+# -- chains of them -------------------------------------------------------------------------------
+
+
+def chain_of(optimizer: Any) -> list[Any]:
+    """An optimizer and those inside it, through wrappers and scalers; from the outside in."""
+    found = [optimizer]
+    while isinstance(optimizer, Wrapper | keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
-        inside = (*inside, optimizer)
-    if any(isinstance(one, GradientAccumulationOptimizer) for one in inside):
-        raise OptionError(
-            "A GradientAccumulationOptimizer must be the outermost optimizer: others inside it see "
-            "what was accumulated. Wrap it the other way round."
-        )
-    return None
+        found.append(optimizer)
+    return found
 
 
 def wrappers_of(optimizer: Any) -> list[Wrapper]:
     """The wrappers around an optimizer, from the outside in."""
-    found = []
-    while isinstance(optimizer, Wrapper):
-        found.append(optimizer)
-        optimizer = optimizer.inner_optimizer
-    return found
+    return [one for one in chain_of(optimizer) if isinstance(one, Wrapper)]
+
+
+def wrappers_by_scale(optimizer: Any) -> tuple[list[Wrapper], list[Wrapper]]:
+    """The wrappers around a scaler of the loss, and those inside; without a scaler, all are around."""
+    inside = wrappers_of(scaling(optimizer))
+    return [one for one in wrappers_of(optimizer) if all(one is not w for w in inside)], inside
+
+
+def accumulation_of(optimizer: Any) -> Accumulation | None:
+    """What a `GradientAccumulationOptimizer` asks for, which must be the outermost wrapper."""
+    for number, wrapper in enumerate(wrappers_of(optimizer)):
+        if not isinstance(wrapper, GradientAccumulationOptimizer):
+            continue
+        if number:
+            raise OptionError(
+                "A GradientAccumulationOptimizer must be the outermost optimizer: others inside it see "
+                "what was accumulated. Wrap it the other way round."
+            )
+        return wrapper.accumulation
+    return None
+
+
+def _has_name(dtype: Any) -> bool:
+    """Whether this is a dtype, and not a function that returns one."""
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        return False
+    return True
+
+
+def _registered_name(function: Any) -> str:
+    """The name by which a function is found again; that of its class for a callable object."""
+    try:
+        return keras.saving.get_registered_name(function)
+    except (AttributeError, TypeError):
+        return type(function).__name__

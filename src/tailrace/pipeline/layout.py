@@ -160,6 +160,20 @@ def placement_of(mapping: DeviceMapping) -> Placement:
     return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in mapping)
 
 
+def require_devices(named: Sequence[int], replicas: int, there: int) -> None:
+    """Refuse a mapping that names devices which a replica does not have."""
+    each = there // replicas
+    beyond = [device for device in named if device >= each]
+    if beyond:
+        shared = f" ({there} for {replicas} replicas)" if replicas > 1 else ""
+        raise PlanError(
+            f"device_mapping numbers the devices of a replica from 0, and a replica has {each} here"
+            f"{shared}. Received: device {', '.join(map(str, beyond))}. Use numbers below {each}; "
+            f"several stages may share a device. Or use tr.configure(devices="
+            f"{(max(beyond) + 1) * replicas}) before JAX starts."
+        )
+
+
 def require_one_stage_a_device(placement: Placement) -> None:
     """Refuse a mapping that an Interleaved training schedule cannot run."""
     owner: dict[int, int] = {}

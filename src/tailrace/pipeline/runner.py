@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tailrace._jax import JaxprEqn, Var, value_of
-from tailrace.devices import REPLICA, STAGE, resolve_replicas
+from tailrace.devices import REPLICA, STAGE, available, resolve_replicas
 from tailrace.errors import PipelineError
 from tailrace.marks import path_name, unit_p
 from tailrace.pipeline.assembly import Assembly
 from tailrace.pipeline.executable import PipelineExecutable, PipelinePlacement
+from tailrace.pipeline.layout import require_devices
 from tailrace.pipeline.patching import Patches, cut_out, patched
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.slots import Slot, wrapped
@@ -61,6 +62,7 @@ class PipelineRunner(LoopRunner):
         sizes, count = _sizes(loop)
         plan = pipeline.plan(sizes, training, count)
         self.placement = PipelinePlacement(placement.replicas, len(plan.devices))
+        require_devices(plan.devices, placement.replicas, len(available()))
         self._consts = self.placement.put(self.traced.consts)
         own = frozenset(i for i, flag in enumerate(each or ()) if flag and placement.replicas > 1)
         number: dict[Any, int] = {var: i for i, var in enumerate(loop.outvars)}

@@ -137,7 +137,7 @@ class TrainingEngine:
         stored = self.trainer.sink.stored if self.trainer.sink else None
         self.trainer.records = self.records = CallRecords(stored)
         paths = jax.tree_util.tree_flatten_with_path(self.trainer.current())[0]
-        self._hyper = next(i for i, (path, _) in enumerate(paths) if path_name(path) == _HYPER)
+        self._leaves = {path_name(path): number for number, (path, _) in enumerate(paths)}
         self._open = contextlib.ExitStack()
         self._fit = fit = self._open.enter_context(self.trainer.fitting(self.feed))
         steps, resident = options.device_iterations, forward.form.resident
@@ -174,9 +174,19 @@ class TrainingEngine:
         """Go on from another state, which is copied."""
         self.trainer.replace(dict(enumerate(jax.tree.leaves(state))))
 
+    def put_weights(self, values: Mapping[str, Any]) -> None:
+        """Go on from other values of some parameters and buffers."""
+        state = self.state
+        leaves = {}
+        for name, value in values.items():
+            kind = "params" if name in state.params else "model_state"
+            like = getattr(state, kind)[name]
+            leaves[self._leaves[f"{kind}/{name}"]] = jnp.array(value, like.dtype)
+        self.trainer.replace(leaves)
+
     def set_hypers(self, values: Any) -> None:
         """Other learning rates and the like, from the next step on."""
-        self.trainer.replace({self._hyper: jnp.asarray(values)})
+        self.trainer.replace({self._leaves[_HYPER]: jnp.asarray(values)})
 
     def close(self) -> None:
         """End; history and records on disk are complete after this."""

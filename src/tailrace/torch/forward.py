@@ -10,11 +10,14 @@ import jax
 import torch
 
 from tailrace.marks import ProgramTrace, Tag, mark, tracing
+from tailrace.notes import note_once
 from tailrace.program.inside import key
 from tailrace.torch.arrays import array_of, tensor_of
+from tailrace.torch.backward_hooks import refuse_backward_hooks
 from tailrace.torch.containers import rebuild
+from tailrace.torch.dependence import inputs_with_gradient
 from tailrace.torch.inputs import CallForm
-from tailrace.torch.losses import final_loss
+from tailrace.torch.losses import computed_after, final_loss
 from tailrace.torch.tracing import ModuleFunction, Ran
 
 
@@ -33,6 +36,7 @@ class Forward:
         template: what forward returns, with a placeholder for each of them.
         loss: which of the losses computed is the final one; None where none is looked for.
         devices: the device of each stage that the blocks in forward make; empty without blocks.
+        unused: the parameters that the loss does not depend on; PyTorch gives them no gradient.
     """
 
     function: ModuleFunction
@@ -41,10 +45,15 @@ class Forward:
     template: Any = None
     loss: int | None = None
     devices: list[int] = dataclasses.field(default_factory=list)
+    unused: frozenset[str] = frozenset()
 
     def learn(self, params: Mapping[str, Any], buffers: Mapping[str, Any], training: bool) -> None:
         """Trace once, without running anything, to see what there is."""
         seen: list[Ran] = []
+        module = self.function.module
+        self.function.differentiated = training
+        if training:
+            refuse_backward_hooks(module)
 
         def look(params: Any, buffers: Any, element: Any, seed: Any) -> list[Any]:
             ran = self._run(params, buffers, element, seed)
@@ -56,11 +65,36 @@ class Forward:
         with tracing(ProgramTrace()):
             closed = jax.make_jaxpr(look)(params, buffers, element, seed)
         (ran,) = seen
-        count = len(ran.losses)
-        self.loss = final_loss(closed.jaxpr, closed.jaxpr.outvars[:count]) if training else None
+        if training:
+            refuse_backward_hooks(module)  # forward may have made some
+            self.loss = self._find_loss(closed.jaxpr, ran, sorted(params))
+        else:
+            self.loss = None
+        if self.loss is not None:
+            used = inputs_with_gradient(closed.jaxpr, [closed.jaxpr.outvars[self.loss]])
+            inputs = zip(sorted(params), closed.jaxpr.invars, strict=False)
+            self.unused = frozenset(name for name, var in inputs if var not in used)
         self.devices = [device for _, device in ran.watch.stages]
         self.names = [name for name, _ in ran.leaves]
         self.template = rebuild(ran.outputs, _placed)
+
+    def _find_loss(self, jaxpr: Any, ran: Ran, params: list[str]) -> int:
+        """Which of the losses trains; says so where something is computed from it afterwards."""
+        module = self.function.module
+        trained = {name for name, value in module.named_parameters() if value.requires_grad}
+        inputs = {v for n, v in zip(params, jaxpr.invars, strict=False) if n in trained}
+        count = len(ran.losses)
+        found = final_loss(jaxpr, jaxpr.outvars[:count], inputs)
+        after = computed_after(jaxpr, jaxpr.outvars[found], jaxpr.outvars[count:])
+        if after:
+            names = ", ".join(repr(ran.leaves[number][0]) for number in after)
+            note_once(
+                f"{type(module).__name__} trains by the result of a loss function, and what is "
+                f"computed from it afterwards (output {names}) does not count. If that is the loss, "
+                f"mark it: tt.identity_loss(value, reduction='mean'), or 'none'. If it is for show, "
+                f"detach() it."
+            )
+        return found
 
     @property
     def spread(self) -> bool:

@@ -14,7 +14,7 @@ from tailrace.torch.options import ModelOptions
 from tailrace.torch.passes import InferenceEngine
 from tailrace.torch.saving import check_same_form, read_state, write_state
 from tailrace.torch.staged_passes import StagedInferenceEngine, can_be_staged
-from tailrace.torch.weights import trainer_of
+from tailrace.torch.weights import owners_of, trainer_of
 
 
 class InferenceModel(Model):
@@ -27,7 +27,7 @@ class InferenceModel(Model):
                 f"{options.microbatches}. Use device_iterations for more batches to a call."
             )
         super().__init__(module, options)
-        self._seen: tuple[Any, int] | None = None
+        self._seen: tuple[Any, ...] = ()
 
     def copy_weights_to_device(self) -> None:
         """Use the weights that the module has now."""
@@ -82,14 +82,20 @@ class InferenceModel(Model):
         kind = StagedInferenceEngine if staged else InferenceEngine
         return kind(forward, self._options, params, buffers, taps, self._seed)
 
-    def _version(self) -> tuple[Any, int] | None:
-        training = trainer_of(self.module)
-        return None if training is None else (training, training.version)
+    def _version(self) -> tuple[Any, ...]:
+        """How often each training model that holds some of the weights has changed them."""
+        holding = {other: None for one in owners_of(self.module) for other in one._holders()}
+        return tuple((one, one.version) for one in holding)
 
     def _before_run(self) -> None:
         """Take over what a training model of the same module has learnt since."""
         version = self._version()
-        if self._engine is not None and version is not None and version != self._seen:
-            state = version[0]._state()
-            self._engine.put(state.params, state.model_state)
-            self._seen = version
+        if self._engine is None or not version or version == self._seen:
+            return
+        self._seen = version
+        training = trainer_of(self.module)
+        if training is None:  # inside of modules that train
+            self._engine.put(*weights_of(self.module))
+            return
+        state = training._latest()
+        self._engine.put(state.params, state.model_state)

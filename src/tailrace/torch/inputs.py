@@ -19,7 +19,7 @@ from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.notes import note_once
 from tailrace.torch.arrays import dtype_on_device, is_resident, rows_of
-from tailrace.torch.containers import flatten, is_custom, rebuild
+from tailrace.torch.containers import fields_beside, flatten, is_custom, is_dataclass, rebuild
 from tailrace.torch.errors import CallError, UsageError
 
 _ADVICE = (
@@ -185,6 +185,7 @@ class CallForm:
                 raise CallError(self._keys(name, expected, found))
             for key in expected:
                 self._compare(f"{name}.{key}", expected[key], found[key], shapes)
+            self._compare_fields(name, expected, found, shapes)
         elif isinstance(expected, tuple | list):
             if len(expected) != len(found):
                 raise CallError(
@@ -197,10 +198,19 @@ class CallForm:
             pairs = zip(flatten(expected), flatten(found), strict=False)
             for number, ((_, a), (_, b)) in enumerate(pairs):
                 self._compare(f"{name}.{number}", a, b, shapes)
+        elif is_dataclass(expected):
+            self._compare_fields(name, expected, found, shapes)
         elif expected != found:
             raise CallError(
                 f"Value mismatch for {name}: expected {expected} but got {found}.{_ADVICE}"
             )
+
+    def _compare_fields(self, name: str, expected: Any, found: Any, shapes: Any) -> None:
+        ours, theirs = fields_beside(expected), fields_beside(found)
+        if list(ours) != list(theirs):
+            raise CallError(self._keys(name, ours, theirs))
+        for field in ours:
+            self._compare(f"{name}.{field}", ours[field], theirs[field], shapes)
 
     @staticmethod
     def _keys(name: str, expected: Any, found: Any) -> str:

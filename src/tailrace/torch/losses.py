@@ -6,7 +6,7 @@ must feed into one final loss, which need not be returned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as functional
 
 from tailrace import _jax
 from tailrace.errors import OptionError, ProgramError
+from tailrace.torch.dependence import inputs_with_gradient
 from tailrace.torch.watching import current_watch
 
 LOSS_FUNCTIONS = frozenset(
@@ -69,12 +70,16 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     return out if watch is None else watch.mark_loss(out)
 
 
-def final_loss(jaxpr: Any, losses: Sequence[Any]) -> int:
+def final_loss(jaxpr: Any, losses: Sequence[Any], trained: Collection[Any]) -> int:
     """Which of the variables `losses` is the final one, into which all others feed.
+
+    One that depends on nothing that trains, such as a metric computed without gradients, does not
+    count, as long as another one does.
 
     Args:
         jaxpr: the forward pass, traced.
         losses: the results of loss functions in it, in the order they were computed.
+        trained: its inputs that are parameters with a gradient.
     """
     if not losses:
         raise ProgramError(
@@ -92,8 +97,10 @@ def final_loss(jaxpr: Any, losses: Sequence[Any]) -> int:
         )
         for out in eqn.outvars:
             behind[out] = reached.union(numbers.get(out, ()))
-    feeding: set[int] = set()
-    for var in losses:
+    training = {var for var in numbers if inputs_with_gradient(jaxpr, [var]).intersection(trained)}
+    counted = training or set(numbers)
+    feeding = {number for var in set(numbers) - counted for number in numbers[var]}
+    for var in counted:
         own = set(numbers[var])
         feeding |= behind.get(var, frozenset()) - own
         feeding |= {n for n in own if n != max(own)}
@@ -105,3 +112,21 @@ def final_loss(jaxpr: Any, losses: Sequence[Any]) -> int:
             f"{len(losses)} losses, of which {len(final)} feed into no other."
         )
     return final[0]
+
+
+def computed_after(jaxpr: Any, loss: Any, results: Sequence[Any]) -> list[int]:
+    """Which of `results` are computed from `loss`, with a gradient, and are not the loss itself."""
+    reached, same = {loss}, {loss}
+    for eqn in jaxpr.eqns:
+        sources = _jax.variables(eqn.invars)
+        if reached.isdisjoint(sources) or eqn.primitive.name == "stop_gradient":
+            continue
+        reached.update(eqn.outvars)
+        if eqn.primitive.name in _SAME and not same.isdisjoint(sources):
+            same.update(eqn.outvars)
+    found = enumerate(results)
+    return [n for n, var in found if isinstance(var, _jax.Var) and var in reached - same]
+
+
+_SAME = frozenset(["copy", "copy_p", "convert_element_type", "reshape", "squeeze"])
+"""Equations that leave a loss what it is."""

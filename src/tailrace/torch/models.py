@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tailrace.errors import OptionError
+from tailrace.errors import OptionError, SelectionError
 from tailrace.notes import note_once
 from tailrace.observe.records import Records
 from tailrace.tensors.catalogue import Catalogue
@@ -57,6 +57,7 @@ class Model:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one execution; arguments are those of the module's forward."""
+        self._before_call()
         if not self.is_compiled:
             self._build(args, kwargs)
         form = self._form
@@ -77,6 +78,7 @@ class Model:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile for arguments like these, without running anything."""
+        self._before_call()
         if self.is_compiled:
             note_once("Call to compile() ignored: the model is compiled already.")
             return
@@ -179,7 +181,15 @@ class Model:
         params, buffers = weights_of(self.module)
         forward.learn(params, buffers, self._default_mode is OutputMode.FINAL)
         self._forward = forward
-        self._engine = self._make_engine(forward, params, buffers, self._taps(forward))
+        self._before_making(forward)
+        taps = self._taps(forward)
+        try:
+            self._engine = self._make_engine(forward, params, buffers, taps)
+        except SelectionError as error:
+            text, _, _ = str(error).partition(" All names:")
+            raise SelectionError(
+                f"{text} All names: model.tensor_names(), after compiling without it."
+            ) from None
 
     def _taps(self, forward: Forward) -> list[Any]:
         count = self._options.microbatches
@@ -193,6 +203,12 @@ class Model:
 
     def _new_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
         raise NotImplementedError
+
+    def _before_call(self) -> None:
+        """What must happen before a call, which builds the program if there is none."""
+
+    def _before_making(self, forward: Forward) -> None:
+        """What must happen once the forward pass is known, before the program is made."""
 
     def _before_run(self) -> None:
         """What must happen before an execution."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from typing import Any
 
-from tailrace.errors import OptionError
+from tailrace.errors import OptionError, PlanError
+from tailrace.pipeline.halves import RECOMPUTE
+from tailrace.pipeline.timing import PipelineSchedule
 from tailrace.program.accumulation import Accumulation, Reduction
 from tailrace.tensors.taps import MOST_BYTES
 from tailrace.torch.blocks import Staging
@@ -84,6 +87,17 @@ class ModelOptions:
         object.__setattr__(
             self, "returned", Returned.of(self.output_mode, self.output_return_period)
         )
+        period = self.output_return_period
+        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+            raise OptionError(
+                f"output_return_period is a number of at least 1: of how many values one is returned. "
+                f"Received: output_return_period={period!r}."
+            )
+        self._check_pipeline()
+        if not isinstance(self.run_dir, str | os.PathLike | None):
+            raise OptionError(
+                f"run_dir is the path of a directory, or None. Received: run_dir={self.run_dir!r}."
+            )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise OptionError(
                 f"precision is one of {', '.join(map(repr, PRECISIONS))}. "
@@ -106,6 +120,22 @@ class ModelOptions:
             raise OptionError(
                 f"execution is 'pipelined' or 'sharded'. Received: execution={self.execution!r}."
             ) from None
+
+    def _check_pipeline(self) -> None:
+        """Also where there is no pipeline: what is wrong should not wait for one."""
+        if self.schedule not in ("auto", *PipelineSchedule):
+            try:
+                PipelineSchedule(self.schedule)
+            except PlanError:
+                names = ", ".join(repr(str(one)) for one in PipelineSchedule)
+                raise OptionError(
+                    f"schedule is 'auto', {names}. Received: schedule={self.schedule!r}."
+                ) from None
+        if self.recompute not in RECOMPUTE:
+            raise OptionError(
+                f"recompute is False, True, 'then' or 'interleaved'. "
+                f"Received: recompute={self.recompute!r}."
+            )
 
     @property
     def microbatches(self) -> int:

@@ -50,7 +50,7 @@ def environment() -> Any:
         device = property(lambda _: unnamed_device())
         torchax.tensor.Tensor.device = device  # they ask for it by the name that it did not get
         importlib.import_module("torchax.view").View.device = device
-        return torchax.default_env()
+        return importlib.import_module("tailrace.torch.lowerings").make_environment()
 
 
 def unnamed_device() -> Any:

@@ -11,18 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import torch
+from torch.nn.modules import transformer
 
+from tailrace import _jax
 from tailrace.errors import ProgramError, TailraceError
 from tailrace.notes import note_once
 from tailrace.torch.autocasting import cast_arguments
+from tailrace.torch.backward_hooks import refusals
 from tailrace.torch.blocks import Staging
-from tailrace.torch.containers import flatten, rebuild
+from tailrace.torch.containers import flatten, held_elsewhere, rebuild
+from tailrace.torch.custom_functions import custom_functions
 from tailrace.torch.losses import LOSS_FUNCTIONS
 from tailrace.torch.operations import REPLACED
 from tailrace.torch.pairing import environment, unnamed_device
@@ -56,12 +62,14 @@ class ModuleFunction:
         training: for each module inside, whether it is in training mode.
         precision: of matrix products, as `jax.default_matmul_precision` has it; None: JAX's own.
         staging: which stage a block belongs to.
+        differentiated: whether gradients of it may be asked for.
     """
 
     module: torch.nn.Module
     training: Mapping[str, bool]
     precision: str | None = None
     staging: Staging = dataclasses.field(default_factory=Staging)
+    differentiated: bool = True
 
     def __call__(
         self,
@@ -94,7 +102,7 @@ class ModuleFunction:
             stack.enter_context(jax.numpy_dtype_promotion("standard"))
             if self.precision is not None:
                 stack.enter_context(jax.default_matmul_precision(self.precision))
-            stack.enter_context(_slow_attention())
+            stack.enter_context(_without_looking_at_values())
             stack.enter_context(_modes(self.module, self.training))
             stack.enter_context(env.override_property(prng=key))
             stack.enter_context(watched(watch))
@@ -105,7 +113,10 @@ class ModuleFunction:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(env)
             stack.enter_context(unnamed_device())
-            stack.enter_context(WatchingMode(watch, LOSS_FUNCTIONS, REPLACED, cast_arguments))
+            replaced = {**REPLACED, **refusals(self.differentiated)}
+            mode = functools.partial(WatchingMode, watch, LOSS_FUNCTIONS, replaced, cast_arguments)
+            stack.enter_context(custom_functions(watch, self.differentiated, mode))
+            stack.enter_context(mode())
             try:
                 out = torch.func.functional_call(
                     self.module, {**weights, **states}, args, kwargs, tie_weights=True
@@ -127,6 +138,14 @@ class ModuleFunction:
                     f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
                 )
         after = {name: v.astype(buffers[name].dtype) for name, v in after.items()}
+        if lost := held_elsewhere(out, is_traced):
+            attribute, kind = lost
+            raise ProgramError(
+                f"A model returns tensors, alone or in tuples, lists, dicts, named tuples and "
+                f"dataclasses. {type(self.module).__name__} returns a {kind.__name__}, which holds "
+                f"tensors in {attribute!r}. Return the tensors themselves, or say how a "
+                f"{kind.__name__} is taken apart: tt.register_container({kind.__name__}, parser)."
+            )
         outputs = rebuild(out, lambda v: v.jax() if is_traced(v) else v)
         leaves = [(path or "0", v) for path, v in flatten(outputs) if isinstance(v, jax.Array)]
         return Ran(outputs, leaves, watch.losses, after, watch)
@@ -183,14 +202,28 @@ def _quiet():
 
 
 @contextlib.contextmanager
-def _slow_attention():
-    """Without PyTorch's fused attention, which is one opaque operation."""
-    fast = torch.backends.mha.get_fastpath_enabled()
+def _without_looking_at_values():
+    """Without those parts of PyTorch that look at values to choose or to check.
+
+    Fused attention is one opaque operation; transformers compare a mask with the causal one, to say
+    so to attention, which gets the mask anyway; distributions check their parameters.
+    """
+    distribution: Any = torch.distributions.Distribution
+    fast, checked = torch.backends.mha.get_fastpath_enabled(), distribution._validate_args
+    detect = transformer._detect_is_causal_mask
     torch.backends.mha.set_fastpath_enabled(False)
+    distribution.set_default_validate_args(False)
+    transformer._detect_is_causal_mask = _said_to_be_causal
     try:
         yield
     finally:
+        transformer._detect_is_causal_mask = detect
+        distribution.set_default_validate_args(checked)
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
 
 
 def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Exception:
@@ -201,14 +234,34 @@ def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Excepti
     where = f"module {watch.module!r} of {name}" if watch.module else f"forward of {name}"
     text = str(error).strip()
     kind = type(error).__name__
+    if any(frame.f_globals.get("__name__") in _TRANSFORMS for frame in _frames(error)):
+        return ProgramError(
+            f"A transformation of torch.func (such as grad or vmap) in {where} cannot be traced: it "
+            f"wraps tensors in a class of PyTorch's own. Write what it does with batched operations, "
+            f"or as a formula. ({kind}: {text})"
+        )
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        return ProgramError(
+            f"The forward pass is traced once and then runs on the device, so no shape may depend on "
+            f"the values of a tensor. A mask as an index, x[mask], does that in {where}. Keep all "
+            f"elements: torch.where(mask, x, other), or x * mask; for a mean over the mask, "
+            f"(x * mask).sum() / mask.sum()."
+        )
+    of_values = jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError
+    branches = isinstance(error, of_values)
+    if (branches or "_is_all_true" in text) and (function := _looks_at_values(error)):
+        return ProgramError(
+            f"The forward pass is traced once and then runs on the device, so Python cannot look at "
+            f"the value of a tensor. {function} of PyTorch does, called in {where}. Do without it, or "
+            f"give it other arguments: checks and choices by values can often be switched off. "
+            f"({text.splitlines()[0]})"
+        )
     if "no lowering" in text or isinstance(error, NotImplementedError):
         return ProgramError(
             f"An operation in {where} cannot run on the device: {text}. Replace it by others, or "
             f"move it out of the model. docs/guides/pytorch.md lists what works."
         )
-    if isinstance(
-        error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError
-    ):
+    if branches:
         return ProgramError(
             f"The forward pass is traced once and then runs on the device, so Python cannot branch "
             f"on the value of a tensor, and no shape may depend on one. It does in {where}. "
@@ -221,3 +274,25 @@ def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Excepti
             f"memory instead. ({kind}: {text})"
         )
     return ProgramError(f"{kind} in {where}: {text}")
+
+
+def _looks_at_values(error: Exception) -> str | None:
+    """The function of PyTorch's own that branched on a value; None where the user's code did."""
+    innermost = None
+    for frame in _frames(error):
+        name = str(frame.f_globals.get("__name__"))
+        if not _jax.is_library(frame.f_code.co_filename):
+            innermost = None
+        elif name.startswith("torch.") and not name.startswith(_MACHINERY):
+            innermost = f"{name}.{frame.f_code.co_qualname}"
+    return innermost
+
+
+def _frames(error: Exception) -> list[Any]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+_TRANSFORMS = frozenset(f"torch._functorch.{n}" for n in ("apis", "eager_transforms", "vmap"))
+
+_MACHINERY = ("torch._", "torch.overrides", "torch.utils", "torch.nn.modules.module")
+"""What stands in each traceback, and decides nothing."""

@@ -19,6 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from tailrace.errors import ProgramError
+from tailrace.torch.aliases import Aliases
 from tailrace.torch.containers import flatten, rebuild
 
 _watching: contextvars.ContextVar[Watch | None] = contextvars.ContextVar(
@@ -44,6 +45,7 @@ class Watch:
         blocks: how many blocks began.
         latest: the tensor that was computed last.
         outside_of_blocks: whether a block has ended and none has begun since.
+        aliases: which tensors are views of others.
     """
 
     env: Any
@@ -54,6 +56,7 @@ class Watch:
     blocks: int = 0
     latest: Any = None
     outside_of_blocks: bool = False
+    aliases: Aliases = dataclasses.field(default_factory=Aliases)
 
     def mark_loss(self, value: Any) -> Any:
         """Note a tensor as a loss; returns it."""
@@ -84,6 +87,12 @@ class WatchingMode(TorchFunctionMode):
         self.watch, self.losses, self.replaced, self.cast = watch, losses, replaced, cast
         self._constants: dict[int, tuple[Any, Any]] = {}
 
+    def __exit__(self, *given: Any) -> None:
+        """Let what was written through views arrive, such as in buffers."""
+        super().__exit__(*given)
+        if given[0] is None:
+            self.watch.aliases.settle()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, as PyTorch asks modes to."""
         kwargs = kwargs or {}
@@ -92,6 +101,7 @@ class WatchingMode(TorchFunctionMode):
         if ours and ours < len(tensors):
             args, kwargs = rebuild(args, self._constant), rebuild(kwargs, self._constant)
         if ours:
+            self.watch.aliases.settle()
             args, kwargs = self.cast(func, args, kwargs)
         out: Any = NotImplemented
         if ours and func in self.replaced:
@@ -103,6 +113,9 @@ class WatchingMode(TorchFunctionMode):
             self._note(out)
         if not torch.is_grad_enabled():
             out = self._stopped(out, tensors)
+        if ours:
+            self.watch.aliases.note(func, out, args, kwargs)
+            self.watch.aliases.settle()
         if func in self.losses and is_traced(out):
             out = self.watch.mark_loss(out)
         return out

@@ -7,7 +7,6 @@ own for as long as they are wrapped, which behave like the originals in everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,39 +14,54 @@ import torch
 from tailrace.torch.errors import WrappedError
 
 
-def trainer_of(module: torch.nn.Module) -> Any:
-    """The training model that a module is wrapped in; None if it is in none.
+def owners_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """The training models that a module is inside of, or wrapped in itself.
 
-    The module keeps that model alive: its weights are there and nowhere else.
+    The module keeps those models alive: its weights are there and nowhere else.
     """
-    return vars(type(module)).get("_tailrace_owner")
+    return vars(type(module)).get("_tailrace_owners", ())
 
 
-def link(module: torch.nn.Module, owner: Any, refresh: Callable[[Any], None]) -> None:
-    """Let reading the weights of `module` call `refresh(owner)` first."""
+def trainer_of(module: torch.nn.Module) -> Any:
+    """The training model that a module is wrapped in; None if it is in none."""
+    return next((owner for owner in owners_of(module) if owner.module is module), None)
+
+
+def link(module: torch.nn.Module, owner: Any) -> None:
+    """Let reading the weights of `module` call `owner._refresh()` first.
+
+    Giving a module inside another parameter or another module calls `owner._note_restructuring()`.
+    """
     if trainer_of(module) is not None:
         raise WrappedError(
             "Model has already been wrapped in 'training_model'. Call destroy() on the wrapped model "
             "to unwrap it before wrapping it again."
         )
     for inner in module.modules():
-        inner.__class__ = _reading_class(type(inner), owner, refresh)
+        inner.__class__ = _owned_class(inner, (*owners_of(inner), owner))
 
 
-def unlink(module: torch.nn.Module) -> None:
-    """Give a module and those inside their own classes back."""
+def unlink(module: torch.nn.Module, owner: Any) -> None:
+    """Take the owner away again: without another one, modules get their own classes back."""
     for inner in module.modules():
-        original = vars(type(inner)).get("_tailrace_original")
-        if original is not None:
-            inner.__class__ = original
+        left = tuple(one for one in owners_of(inner) if one is not owner)
+        inner.__class__ = _owned_class(inner, left)
 
 
-def _reading_class(original: type, owner: Any, refresh: Callable[[Any], None]) -> type:
+def _owned_class(module: torch.nn.Module, owners: tuple[Any, ...]) -> type:
+    original = vars(type(module)).get("_tailrace_original", type(module))
+    return _reading_class(original, owners) if owners else original
+
+
+def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
     def before_reading() -> None:
-        refresh(owner)
+        for owner in owners:
+            owner._refresh()
 
-    if "_tailrace_original" in vars(original):
-        original = vars(original)["_tailrace_original"]  # shared with another wrapped module
+    def before_restructuring() -> None:
+        for owner in owners:
+            owner._refresh()
+            owner._note_restructuring()
 
     def refreshed(name: str) -> property:
         def read(self: Any) -> Any:
@@ -65,6 +79,25 @@ def _reading_class(original: type, owner: Any, refresh: Callable[[Any], None]) -
             before_reading()
         return original.__getattr__(self, name)  # type: ignore[attr-defined]
 
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        here = self.__dict__["_modules"].get(name)
+        if (here is not None or isinstance(value, torch.nn.Module)) and value is not here:
+            before_restructuring()
+        original.__setattr__(self, name, value)  # type: ignore[misc]
+
+    def register_parameter(self: Any, name: str, param: Any) -> None:
+        before_restructuring()
+        original.register_parameter(self, name, param)  # type: ignore[attr-defined]
+
+    def add_module(self: Any, name: str, module: Any) -> None:
+        before_restructuring()
+        original.add_module(self, name, module)  # type: ignore[attr-defined]
+
+    def delete(self: Any, name: str) -> None:
+        if name in self.__dict__["_modules"] or name in self.__dict__["_parameters"]:
+            before_restructuring()
+        original.__delattr__(self, name)  # type: ignore[misc]
+
     def reduce(self: Any, protocol: Any) -> Any:
         before_reading()
         made: Any = super(type(self), self).__reduce_ex__(protocol)
@@ -80,10 +113,14 @@ def _reading_class(original: type, owner: Any, refresh: Callable[[Any], None]) -
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
             "_tailrace_original": original,
-            "_tailrace_owner": owner,
+            "_tailrace_owners": owners,
             "_parameters": refreshed("_parameters"),
             "_buffers": refreshed("_buffers"),
             "__getattr__": getattribute,
+            "__setattr__": set_attribute,
+            "__delattr__": delete,
+            "register_parameter": register_parameter,
+            "add_module": add_module,
             "__reduce_ex__": reduce,
         },
     )

@@ -23,6 +23,9 @@ from tailrace.compat.poptorch.enums import ReductionType as ReductionType
 from tailrace.compat.poptorch.enums import SharingStrategy as SharingStrategy
 from tailrace.compat.poptorch.enums import SyncPattern as SyncPattern
 from tailrace.compat.poptorch.enums import VariableRetrievalMode as VariableRetrievalMode
+from tailrace.compat.poptorch.errors import Error as Error
+from tailrace.compat.poptorch.errors import RecoverableError as RecoverableError
+from tailrace.compat.poptorch.errors import UnrecoverableError as UnrecoverableError
 from tailrace.compat.poptorch.executor import PoplarExecutor as PoplarExecutor
 from tailrace.compat.poptorch.executor import inferenceModel as inferenceModel
 from tailrace.compat.poptorch.executor import load as load
@@ -45,6 +48,8 @@ from tailrace.compat.poptorch.ops import dynamic_slice as dynamic_slice
 from tailrace.compat.poptorch.ops import dynamic_update as dynamic_update
 from tailrace.compat.poptorch.ops import for_loop as for_loop
 from tailrace.compat.poptorch.ops import ipu_print_tensor as ipu_print_tensor
+from tailrace.compat.poptorch.ops import ipuHardwareIsAvailable as ipuHardwareIsAvailable
+from tailrace.compat.poptorch.ops import ipuHardwareVersion as ipuHardwareVersion
 from tailrace.compat.poptorch.ops import isRunningOnIpu as isRunningOnIpu
 from tailrace.compat.poptorch.ops import module_repr as module_repr
 from tailrace.compat.poptorch.ops import nop as nop
@@ -62,6 +67,5 @@ from tailrace.compat.poptorch.strategies import PipelinedExecution as PipelinedE
 from tailrace.compat.poptorch.strategies import SerialPhasedExecution as SerialPhasedExecution
 from tailrace.compat.poptorch.strategies import ShardedExecution as ShardedExecution
 from tailrace.compat.poptorch.strategies import Stage as Stage
-from tailrace.errors import TailraceError as Error  # noqa: F401
 from tailrace.torch.containers import register_container as registerCustomArgParser  # noqa: F401
 from tailrace.torch.losses import identity_loss as identity_loss

@@ -15,7 +15,7 @@ from tailrace.compat.poptorch.locations import TensorLocationOptions
 from tailrace.compat.poptorch.strategies import PipelinedExecution, _Strategy
 from tailrace.errors import OptionError, TailraceError
 from tailrace.notes import note_once
-from tailrace.torch.errors import UsageError
+from tailrace.torch.errors import CallError, UsageError
 from tailrace.torch.options import ModelOptions
 
 
@@ -235,6 +235,10 @@ class Options(OptionsDict):
         self.set(output_mode=output_mode)
         return self.set(output_return_period=output_return_period or 1)
 
+    def anchorMode(self, anchor_mode: Any, anchor_return_period: int | None = None) -> Options:
+        """An older name of `outputMode`."""
+        return self.outputMode(anchor_mode, anchor_return_period)
+
     def defaultOutputMode(self) -> bool:
         """Whether no mode was chosen."""
         return self.output_mode is enums.OutputMode.Default
@@ -254,9 +258,9 @@ class Options(OptionsDict):
         `anchor_mode` and `anchor_return_period` are older names of the two last arguments.
         """
         if output_mode is not None and anchor_mode is not None:
-            raise TypeError("anchorTensor got output_mode and anchor_mode, which are the same")
+            raise CallError("anchorTensor got output_mode and anchor_mode, which are the same")
         if output_return_period is not None and anchor_return_period is not None:
-            raise TypeError(
+            raise CallError(
                 "anchorTensor got output_return_period and anchor_return_period, which are the same"
             )
         mode = anchor_mode if output_mode is None else output_mode
@@ -422,12 +426,14 @@ class Options(OptionsDict):
 
             observe = [stop_on_nonfinite()]
         location = self.TensorLocations.location_optimizer
+        every = self.output_mode is enums.OutputMode.EveryN
+        period = self.output_return_period if every else 1  # of other modes it is not looked at
         return ModelOptions(
             device_iterations=self.device_iterations,
             accumulation=training.gradient_accumulation,
             replicas=self.replication_factor,
             output_mode=enums.MODES[self.output_mode],
-            output_return_period=self.output_return_period,
+            output_return_period=period,
             reduction=reduction,
             offload_optimizer_state=location.get("onChip") == 0,
             shard_optimizer_state=bool(location.get("useReplicatedTensorSharding")),

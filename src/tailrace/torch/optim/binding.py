@@ -43,6 +43,9 @@ class DeviceOptimizer:
         names: the name of each parameter of the module, by the id of the tensor.
         gradient_scale: gradients are multiplied by this first.
         scaled_gradients: whether gradients are seen as those of the scaled loss.
+        unused: parameters that have no gradient; they are left alone, as in PyTorch.
+        before: the optimizer until now, whose state a new one of the same class without state of its
+            own goes on from.
     """
 
     def __init__(
@@ -51,7 +54,10 @@ class DeviceOptimizer:
         names: Mapping[int, str],
         gradient_scale: float = 1,
         scaled_gradients: bool = False,
+        unused: frozenset[str] = frozenset(),
+        before: DeviceOptimizer | None = None,
     ) -> None:
+        self._unused = unused
         self.optimizer, self.gradient_scale = optimizer, gradient_scale
         self.scaled_gradients = scaled_gradients
         kind = next((name for one, name in _KINDS if isinstance(optimizer, one)), None)
@@ -74,6 +80,10 @@ class DeviceOptimizer:
             for slot, dtype in getattr(optimizer, "state_types", {}).items()
             if dtype is not None
         }
+        goes_on = before is not None and before.kind == kind and not optimizer.state
+        self._source = before.optimizer.state if before and goes_on else optimizer.state
+        self.late = self._late()
+        self.listed = [param for group in optimizer.param_groups for param in group["params"]]
         self.scaled = self.loss_scaling != 1
         self.clipped = math.isfinite(getattr(optimizer, "max_grad_norm", math.inf))
 
@@ -94,7 +104,21 @@ class DeviceOptimizer:
         types = tuple(sorted((k, str(v)) for k, v in self.state_types.items()))
         scaling = self.scaled and self.loss_scaling
         scale = (self.gradient_scale, str(self.accum_type), scaling, self.scaled_gradients)
-        return (self.groups, types, self.clipped, scale)
+        late = tuple(sorted(self.late.items()))
+        return (self.groups, types, self.clipped, scale, late)
+
+    def forms(self) -> Any:
+        """What of the parameters decides which program it is. Looked at before every call."""
+        return [(param.requires_grad, param.dtype) for param in self.listed]
+
+    def choices(self) -> Any:
+        """What of the optimizer does."""
+        optimizer = self.optimizer
+        norm = getattr(optimizer, "max_grad_norm", math.inf)
+        groups = [
+            (self._flags(group), list(map(id, group["params"]))) for group in optimizer.param_groups
+        ]
+        return (self.loss_scaling, math.isfinite(norm), self.accum_type, groups)
 
     def keeps_scale(self, param: Any) -> bool:
         """Whether the gradient of a parameter stays that of the scaled loss until the update.
@@ -121,12 +145,21 @@ class DeviceOptimizer:
                 filled = state.setdefault(slot, {})
                 for name in rule.params:
                     filled[name] = self._first(rule, slot, name, params[name])
-        steps = [float(found["step"]) for found in map(self._held, self.tensors) if "step" in found]
-        if steps:
-            state["step"] = jnp.int32(max(steps))
-        elif any(self._held(name) for name in self.tensors):  # SGD keeps no count
-            state["step"] = jnp.int32(1)
+        state["step"] = jnp.int32(max(map(self._steps, self.tensors), default=0))
         return state
+
+    def _steps(self, name: str) -> int:
+        """How many steps a parameter has behind it, as far as it matters: SGD keeps no count."""
+        held = self._held(name)
+        if "step" in held:
+            return int(held["step"])
+        return int(any(value is not None for value in held.values()))
+
+    def _late(self) -> dict[str, int]:
+        """How many steps fewer than others a parameter has made, because it came or thawed later."""
+        steps = {name: self._steps(name) for name in self.tensors}
+        most = max(steps.values(), default=0)
+        return {name: most - own for name, own in steps.items() if own != most}
 
     def _first(self, rule: GroupRule, slot: str, name: str, param: Any) -> Any:
         dtype = self.state_types.get(slot, param.dtype)
@@ -136,7 +169,7 @@ class DeviceOptimizer:
         return jnp.full(param.shape, rule.start(slot), dtype)
 
     def _held(self, name: str) -> Mapping[str, Any]:
-        return self.optimizer.state.get(self.tensors[name], {})
+        return self._source.get(self.tensors[name], {})
 
     def apply(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Parameters and state after one step."""
@@ -162,8 +195,9 @@ class DeviceOptimizer:
             for name in rule.params:
                 param = params[name]
                 slots = {slot: state[slot][name].astype(jnp.float32) for slot in rule.slots}
+                own = step - self.late[name] if name in self.late else step
                 with jax.named_scope(name):
-                    new = rule.update(param.astype(jnp.float32), wide[name], slots, numbers, step)
+                    new = rule.update(param.astype(jnp.float32), wide[name], slots, numbers, own)
                 updated[name] = new.astype(param.dtype)
                 for slot, value in slots.items():
                     after[slot][name] = value
@@ -174,17 +208,19 @@ class DeviceOptimizer:
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Put the state of the device into the PyTorch object."""
-        step = float(np.asarray(state["step"]))
+        step = int(np.asarray(state["step"]))
         for rule in self.groups:
             for name in rule.params:
-                tensor = self.tensors[name]
+                own, tensor = step - self.late.get(name, 0), self.tensors[name]
+                if own < 1:
+                    continue  # PyTorch makes state in the first step
                 found: dict[str, Any] = {
                     slot: tensor_of(state[slot][name]).to(tensor.device) for slot in rule.slots
                 }
                 if self.kind != "sgd":
-                    found["step"] = torch.tensor(step)
+                    found["step"] = torch.tensor(float(own))
                 if found:
-                    self.optimizer.state[tensor] = found
+                    self.optimizer.state[tensor].update(found)
 
     def _rule(self, group: Mapping[str, Any], names: Mapping[int, str]) -> GroupRule:
         for param in group["params"]:
@@ -194,8 +230,16 @@ class DeviceOptimizer:
                     f"one, of shape {list(param.shape)}. Make it from module.parameters(), after the "
                     f"module is complete."
                 )
-        trained = [param for param in group["params"] if param.requires_grad]
+        trained = [
+            param
+            for param in group["params"]
+            if param.requires_grad and names[id(param)] not in self._unused
+        ]
         self.tensors.update({names[id(param)]: param for param in trained})
+        params = tuple(names[id(param)] for param in trained)
+        return GroupRule(self.kind, params, self._flags(group))
+
+    def _flags(self, group: Mapping[str, Any]) -> frozenset[str]:
         flags = {
             flag
             for flag in ("nesterov", "amsgrad", "maximize", "centered")
@@ -212,4 +256,4 @@ class DeviceOptimizer:
             flags.add("tf")
         if "momentum" not in flags:
             flags -= {"dampening", "nesterov"}
-        return GroupRule(self.kind, tuple(names[id(p)] for p in trained), frozenset(flags))
+        return frozenset(flags)

@@ -11,6 +11,19 @@ from tailrace.errors import OptionError
 from tailrace.torch.errors import UsageError
 
 
+def _positive(rule: str, name: str, value: Any, default: float) -> float:
+    """A number greater than 0, or the default for None."""
+    if value is None:
+        return default
+    try:
+        found = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not found > 0:
+        raise OptionError(f"{rule} is greater than 0. Received: {name}={value!r}.")
+    return found
+
+
 class _OnDevice:
     """What all of them have besides PyTorch's options: loss scaling and dtypes."""
 
@@ -26,13 +39,15 @@ class _OnDevice:
         max_grad_norm: float | None = None,
         **state_types: torch.dtype | None,
     ) -> None:
-        self.loss_scaling = 1.0 if loss_scaling is None else float(loss_scaling)
-        if not self.loss_scaling > 0:
-            raise OptionError(
-                f"loss_scaling multiplies the loss and is greater than 0. "
-                f"Received: loss_scaling={loss_scaling!r}."
-            )
-        self.max_grad_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
+        self.loss_scaling = _positive(
+            "loss_scaling multiplies the loss and", "loss_scaling", loss_scaling, 1.0
+        )
+        self.max_grad_norm = _positive(
+            "max_grad_norm is the most that the norm of all gradients may be, and",
+            "max_grad_norm",
+            max_grad_norm,
+            math.inf,
+        )
         for dtype in (accum_type, *state_types.values()):
             if dtype not in (None, torch.float16, torch.float32, torch.bfloat16):
                 raise UsageError(
