@@ -88,7 +88,13 @@ def three(make, stages):
     return models
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("Sequential", "up to the loss")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.exhaustive]) for c in CASES],
+)
 def test_masks_reach_the_stages_behind(case):
     make, stages, steps = CASES[case]
     x, y = data(steps)
