@@ -34,10 +34,8 @@ def refusals(trains: bool) -> dict[Any, Callable[..., Any]]:
     """Functions of PyTorch's backward pass that have no place in forward, and what is done instead."""
 
     def hook(watch: Watch, tensor: Any, *_: Any, name: str = "register_hook") -> Any:
-        if not trains:
-            return RemovableHandle(
-                OrderedDict()
-            )  # no backward pass, so nothing for the hook to see
+        if not trains:  # no backward pass, and so nothing for the hook to see
+            return RemovableHandle(OrderedDict())
         raise ProgramError(
             f"{_place(watch)} calls {name} on a tensor, and the hook would never run. {_INSTEAD}"
         )

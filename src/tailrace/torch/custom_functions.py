@@ -70,9 +70,8 @@ def custom_functions(
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         traced = current_watch() is watch and any(map(is_traced, args)) and not kwargs
         if cls is checkpoint.CheckpointFunction and current_watch() is watch:
-            function, _, *inputs = (
-                args  # what to keep and what to compute again is decided elsewhere
-            )
+            # What to keep and what to compute again is decided elsewhere.
+            function, _, *inputs = args
             return function(*inputs)
         if not traced or cls.__module__ == checkpoint.__name__:
             plain = before.__get__(None, cls) if before else super(_BASE, cls).apply

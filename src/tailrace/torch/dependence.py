@@ -9,8 +9,6 @@ import jax.numpy as jnp
 
 from tailrace import _jax
 
-_CALLS = ("jit", "pjit")
-
 
 def inputs_with_gradient(jaxpr: Any, results: Iterable[Any]) -> set[Any]:
     """The inputs of a program from which a differentiable path leads to one of its `results`.
@@ -18,22 +16,20 @@ def inputs_with_gradient(jaxpr: Any, results: Iterable[Any]) -> set[Any]:
     As in PyTorch, `detach` and integers end a path, and a derivative that is zero does not. Programs
     inside of an equation other than a plain call count as paths from all inputs to all outputs.
     """
-    wanted = {var for var in results if isinstance(var, _jax.Var)}
+    wanted = set(_jax.variables(results))
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive.name == "stop_gradient" or wanted.isdisjoint(eqn.outvars):
             continue
         sources = list(eqn.invars)
-        if eqn.primitive.name in _CALLS:
-            inner = _jax.inner_jaxprs(eqn)[0][2]
+        call = _jax.contents(eqn) if eqn.primitive is _jax.primitives.jit_p else None
+        if call is not None:
+            inner = call[1]
             pairs = zip(inner.outvars, eqn.outvars, strict=True)
             reached = inputs_with_gradient(inner, [one for one, out in pairs if out in wanted])
             pairs = zip(inner.invars, eqn.invars, strict=True)
             sources = [var for one, var in pairs if one in reached]
-        wanted.update(
-            var
-            for var in sources
-            if isinstance(var, _jax.Var) and jnp.issubdtype(_dtype(var), jnp.inexact)
-        )
+        floats = (v for v in _jax.variables(sources) if jnp.issubdtype(_dtype(v), jnp.inexact))
+        wanted.update(floats)
     return wanted.intersection(jaxpr.invars)
 
 

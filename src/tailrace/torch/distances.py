@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.torch.activations import absolute
+from tailrace.torch.arrays import dtype_on_device
 
 _NARROW = (jnp.float16, jnp.bfloat16)
 
@@ -30,7 +31,7 @@ def vector_norm(
 ) -> Any:
     """The norm over some dimensions, or all of them."""
     if dtype is not None:
-        x = x.astype(jax_dtype(dtype))
+        x = x.astype(dtype_on_device(dtype))
     axes = _axes(x, dim)
     given = x.real.dtype
     size = absolute(x)
@@ -123,7 +124,7 @@ def apart(x: Any, other: Any, p: float = 2) -> Any:
 
 def mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The mean over some dimensions, or all of them, in the dtype that is asked for."""
-    x = x if dtype is None else x.astype(jax_dtype(dtype))
+    x = x if dtype is None else x.astype(dtype_on_device(dtype))
     return x.mean(_axes(x, dim), keepdims=keepdim)
 
 
@@ -131,8 +132,3 @@ def _axes(x: Any, dim: Any) -> Any:
     """Over which axes; none are named for all, and a number has none."""
     axes = tuple(dim) if isinstance(dim, Sequence) else dim
     return None if axes == () or x.ndim == 0 else axes
-
-
-def jax_dtype(dtype: Any) -> Any:
-    """JAX's dtype of the same name as one of PyTorch."""
-    return jnp.dtype(str(dtype).removeprefix("torch."))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tailrace.torch.distances import jax_dtype
+from tailrace.torch.arrays import dtype_on_device
 
 
 def exponential(key: Any, shape: Any, dtype: Any, lambd: float = 1) -> Any:
@@ -74,7 +74,7 @@ def normal_of(mean: Any, std: Any = 1, size: Any = None, **named: Any) -> Any:
     key = env.get_and_rotate_prng_key(named.get("generator"))
     arrays = [part for part in (mean, std) if isinstance(part, jax.Array)]
     shape = jnp.broadcast_shapes(*(part.shape for part in arrays)) if arrays else tuple(size)
-    wanted = arrays[0].dtype if arrays else jax_dtype(dtype or torch.get_default_dtype())
+    wanted = arrays[0].dtype if arrays else dtype_on_device(dtype or torch.get_default_dtype())
     return normal(key, shape, wanted, mean, std).astype(wanted)
 
 

@@ -91,8 +91,8 @@ class FollowingModel(Model):
 
     def _outdated(self) -> bool:
         """Whether the module has other parameters than the program, or of another dtype."""
-        dtypes = [param.dtype for param in self._device_optimizer.listed]
-        return self._restructured or dtypes != self._dtypes
+        pairs = zip(self._device_optimizer.forms(), self._forms, strict=True)
+        return self._restructured or any(now != before for (_, now), (_, before) in pairs)
 
     def _before_making(self, forward: Forward) -> None:
         self._unused = forward.unused
@@ -115,7 +115,6 @@ class FollowingModel(Model):
         """Remember what decided which program there is, to notice when it changes."""
         bound = self._device_optimizer
         self._choices, self._forms = bound.choices(), bound.forms()
-        self._dtypes = [dtype for _, dtype in self._forms]
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer, anew: bool = False) -> None:
         """Go on with an optimizer as it is now: its flags, its parameters, its state."""
@@ -170,20 +169,22 @@ class FollowingModel(Model):
         unlink(self.module, self)
         self._sharing.join(self.module)
         link(self.module, self)
-        self._training = {**training_modes(self.module), **self._training}
-        inside = dict(self.module.named_modules())
-        self._training = {name: mode for name, mode in self._training.items() if name in inside}
+        modes = training_modes(self.module)
+        self._training = {name: self._training.get(name, mode) for name, mode in modes.items()}
         self.version += 1
         self._take_optimizer(optimizer, anew=True)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _bind(self, optimizer: torch.optim.Optimizer) -> DeviceOptimizer:
+    def _bind(
+        self, optimizer: torch.optim.Optimizer, unused: frozenset[str] | None = None
+    ) -> DeviceOptimizer:
         names = {id(value): name for name, value in self._sharing.tensors.items()}
         summed = str(self._options.accumulation.reduction) == "sum"  # type: ignore[union-attr]
         scale = self._options.replicas if summed else 1
         before = self.__dict__.get("_device_optimizer")
-        return DeviceOptimizer(optimizer, names, scale, unused=self._unused, before=before)
+        unused = self._unused if unused is None else unused
+        return DeviceOptimizer(optimizer, names, scale, unused=unused, before=before)
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         self._hooks = (
@@ -207,10 +208,7 @@ class FollowingModel(Model):
         return self._held
 
     def _check_alive(self) -> None:
-        if self._engine is None and self._held is None:
-            raise ProgramError(
-                "Model has not been compiled or has been destroyed. Call it, or compile(...) it."
-            )
+        self._state()
 
     def _drop_program(self) -> None:
         if self._engine is not None:

@@ -65,24 +65,22 @@ class Forward:
         with tracing(ProgramTrace()):
             closed = jax.make_jaxpr(look)(params, buffers, element, seed)
         (ran,) = seen
+        self.loss, self.unused = None, frozenset()
         if training:
             refuse_backward_hooks(module)  # forward may have made some
-            self.loss = self._find_loss(closed.jaxpr, ran, sorted(params))
-        else:
-            self.loss = None
-        if self.loss is not None:
+            inputs = dict(zip(sorted(params), closed.jaxpr.invars, strict=False))
+            self.loss = self._find_loss(closed.jaxpr, ran, inputs)
             used = inputs_with_gradient(closed.jaxpr, [closed.jaxpr.outvars[self.loss]])
-            inputs = zip(sorted(params), closed.jaxpr.invars, strict=False)
-            self.unused = frozenset(name for name, var in inputs if var not in used)
+            self.unused = frozenset(name for name, var in inputs.items() if var not in used)
         self.devices = [device for _, device in ran.watch.stages]
         self.names = [name for name, _ in ran.leaves]
         self.template = rebuild(ran.outputs, _placed)
 
-    def _find_loss(self, jaxpr: Any, ran: Ran, params: list[str]) -> int:
+    def _find_loss(self, jaxpr: Any, ran: Ran, params: Mapping[str, Any]) -> int:
         """Which of the losses trains; says so where something is computed from it afterwards."""
         module = self.function.module
         trained = {name for name, value in module.named_parameters() if value.requires_grad}
-        inputs = {v for n, v in zip(params, jaxpr.invars, strict=False) if n in trained}
+        inputs = {var for name, var in params.items() if name in trained}
         count = len(ran.losses)
         found = final_loss(jaxpr, jaxpr.outvars[:count], inputs)
         after = computed_after(jaxpr, jaxpr.outvars[found], jaxpr.outvars[count:])

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as functional
 
 from tailrace.torch import activations, distances, drawing
+from tailrace.torch.arrays import dtype_on_device
 from tailrace.torch.watching import current_watch
 
 aten = torch.ops.aten
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 
 def _safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
     """A softmax that is 0 where nothing is left to choose from: rows of -inf, which give NaN."""
-    x = x if dtype is None else x.astype(distances.jax_dtype(dtype))
+    x = x if dtype is None else x.astype(dtype_on_device(dtype))
     nothing = jnp.isneginf(x).all(dim, keepdims=True)
     return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
 
@@ -117,7 +118,7 @@ def make_environment() -> Any:
                 for one in _with_overloads(func):
                     self._ops[one] = lowered(one, run)
             for func in ELEMENTWISE:
-                for one in _with_overloads(getattr(aten, f"{_name(func)}_", None)):
+                for one in _with_overloads(getattr(aten, f"{func.__name__}_", None)):
                     self._ops[one] = mutating(one, op_base.InplaceOp(func))
             for func, draw in DRAWN.items():
                 for one in _with_overloads(func):
@@ -176,7 +177,7 @@ def _out_of_place(func: Any) -> Any:
     """The operation that computes what an in-place one writes; None if there is none."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
-    name = _name(func.overloadpacket)
+    name = func.overloadpacket.__name__
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(aten, name[:-1], None)
@@ -199,10 +200,6 @@ def _with_overloads(func: Any) -> list[Any]:
         return [] if func is None else [func]
     names = [name for name in func.overloads() if not name.endswith("out")]
     return [func, *(getattr(func, name) for name in names)]
-
-
-def _name(packet: Any) -> str:
-    return packet.__name__
 
 
 def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:

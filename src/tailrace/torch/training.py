@@ -109,9 +109,9 @@ class TrainingModel(FollowingModel):
         trees, note = read_state(path)
         self._take_shared()
         params, buffers = weights_of(self.module)
-        before, self._unused = self._unused, frozenset(note.get("unused", ()))
-        bound = self._bind(self.optimizer)
-        self._unused, bound.late = before, note.get("late", {})
+        unused = frozenset(note.get("unused", ()))
+        bound = self._bind(self.optimizer, unused)
+        bound.late = note.get("late", {})
         fresh = bound.init({n: jnp.asarray(v) for n, v in params.items()})
         saved = TrainState(
             trees.get("param", {}), trees.get("optimizer", {}), trees.get("buffer", {})
@@ -122,7 +122,7 @@ class TrainingModel(FollowingModel):
         self._drop_program()
         self._held = jax.tree.map(jnp.asarray, saved)
         self._step, self._seed = note["step"], note["seed"]
-        self._device_optimizer, self._unused = bound, frozenset(note.get("unused", ()))
+        self._device_optimizer, self._unused = bound, unused
         self._restructured = self._reloaded = False
         self._note_form()
         self._dirty = True

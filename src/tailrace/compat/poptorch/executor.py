@@ -242,8 +242,10 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
         """The same, if training has changed them since."""
         return self.copy_weights_to_host_if_needed()
 
-    def _bind(self, optimizer: torch.optim.Optimizer) -> DeviceOptimizer:
-        bound = super()._bind(optimizer)
+    def _bind(
+        self, optimizer: torch.optim.Optimizer, unused: frozenset[str] | None = None
+    ) -> DeviceOptimizer:
+        bound = super()._bind(optimizer, unused)
         bound.scaled_gradients = True
         return bound
 
