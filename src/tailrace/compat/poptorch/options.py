@@ -258,10 +258,13 @@ class Options(OptionsDict):
         `anchor_mode` and `anchor_return_period` are older names of the two last arguments.
         """
         if output_mode is not None and anchor_mode is not None:
-            raise CallError("anchorTensor got output_mode and anchor_mode, which are the same")
+            raise CallError(
+                "anchorTensor got output_mode and anchor_mode, which are the same. Give one of them."
+            )
         if output_return_period is not None and anchor_return_period is not None:
             raise CallError(
-                "anchorTensor got output_return_period and anchor_return_period, which are the same"
+                "anchorTensor got output_return_period and anchor_return_period, which are the same. "
+                "Give one of them."
             )
         mode = anchor_mode if output_mode is None else output_mode
         period = anchor_return_period if output_return_period is None else output_return_period
