@@ -25,7 +25,7 @@ from benchmarks.report import (
     publish,
     timing_table,
 )
-from tailrace.program.offload import HOST_MEMORY, obstacle
+from tailrace.program.memory.host_memory import HOST_MEMORY, obstacle
 
 
 def main() -> None:

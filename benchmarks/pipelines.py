@@ -26,7 +26,7 @@ from benchmarks.report import (
 )
 from benchmarks.torch_pipeline import Crew
 from benchmarks.workers import Worker, serve
-from tailrace.pipeline.report import report
+from tailrace.pipeline.running.report import report
 
 WIDTHS = (784, 1024, 1024, 1024, 10)
 CUT = 2  # layers of the first stage

@@ -35,7 +35,7 @@ import tailrace as tr
 from benchmarks import report, workload
 from benchmarks.report import Contender
 from benchmarks.workload import BATCH, HostBatches
-from tailrace.observe.sinks import Finished
+from tailrace.records.sinks import Finished
 from tailrace.runs import writer
 
 MEMORY, DISK = "in memory", "run directory"

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tailrace as tr
-from tailrace.data import dataset_benchmark, verdict
+from tailrace.feeds.benchmark.measure import dataset_benchmark
+from tailrace.feeds.benchmark.verdict import verdict
 
 
 def slow_dataset(delay_s):

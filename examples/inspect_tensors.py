@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tailrace as tr
-from tailrace.observe.filters import MaybeOutfeedQueue
-from tailrace.observe.table import print_summary
+from tailrace.records.filtered_outfeed import MaybeOutfeedQueue
+from tailrace.records.table import print_summary
 
 LAYERS = {"Dense_256": (784, 256), "Dense_128": (256, 128), "Dense_10": (128, 10)}
 BATCH_SIZE, MICROBATCHES, LEARNING_RATE = 32, 4, 0.01

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import tailrace as tr
-from tailrace.observe.formats import FORMATS, format_shares
+from tailrace.records.float_formats import FORMATS, format_shares
 
 SIZES = (784, 320, 100, 10)
 ZERO_BIN = 257

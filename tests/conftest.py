@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import tailrace as tr
-from tailrace.notes import forget_notes
+from tailrace.messages import forget_notes
 from threads import infeed_threads
 
 DEVICES = 8

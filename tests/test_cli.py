@@ -10,7 +10,7 @@ import pytest
 
 import tailrace.cli
 from tailrace._version import __version__
-from tailrace.cli import main
+from tailrace.cli.command_line import COMMANDS, main
 from tailrace.errors import TailraceError
 
 MODULE = """
@@ -112,7 +112,7 @@ def test_a_new_command_is_one_function(monkeypatch, capsys):
     def run(arguments):
         raise TailraceError("it failed")
 
-    monkeypatch.setattr(tailrace.cli, "COMMANDS", [*tailrace.cli.COMMANDS, add])
+    monkeypatch.setattr("tailrace.cli.command_line.COMMANDS", [*COMMANDS, add])
     assert main(["fail"]) == 2
     assert capsys.readouterr().err == "tailrace fail: it failed\n"
 
@@ -124,7 +124,7 @@ def test_interrupted(monkeypatch):
     def run(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tailrace.cli, "COMMANDS", [add])
+    monkeypatch.setattr("tailrace.cli.command_line.COMMANDS", [add])
     assert main(["wait"]) == 130
 
 
@@ -145,7 +145,7 @@ def test_argparse(arguments, code, text, capsys):
 
 
 def test_as_a_process():
-    source = str(Path(tailrace.cli.__file__).parents[1])
+    source = str(Path(tailrace.cli.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-m", "tailrace.cli", "benchmark-data", "my_test_data:short", *SMALL],
         env={**os.environ, "PYTHONPATH": source},

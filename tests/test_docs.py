@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from tailrace import devices
+from tailrace.devices import devices
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

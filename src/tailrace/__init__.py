@@ -1,55 +1,88 @@
 """Training that stays on the device: fed by an infeed, read through an outfeed, open to view.
 
 >>> import tailrace as tr
+
+Each public name is loaded when it is first used, so that the command line can print its help
+without JAX. Type checkers read the same names from `__init__.pyi`.
 """
 
-from tailrace import data as data
-from tailrace import devices as _devices
-from tailrace import distributed as distributed
-from tailrace import errors as errors
-from tailrace._version import __version__ as __version__
-from tailrace.data.batches import batches as batches
-from tailrace.data.benchmark import dataset_benchmark as dataset_benchmark
-from tailrace.data.benchmark import infeed_benchmark as infeed_benchmark
-from tailrace.devices import configure as configure
-from tailrace.errors import DeviceError as DeviceError
-from tailrace.errors import TailraceError as TailraceError
-from tailrace.feeds.infeed import InfeedQueue as InfeedQueue
-from tailrace.feeds.outfeed import OutfeedMode as OutfeedMode
-from tailrace.feeds.outfeed import OutfeedQueue as OutfeedQueue
-from tailrace.observe.filters import MaybeOutfeedQueue as MaybeOutfeedQueue
-from tailrace.observe.prints import print_tensor as print_tensor
-from tailrace.observe.records import Records as Records
-from tailrace.pipeline import PipelineSchedule as PipelineSchedule
-from tailrace.pipeline import plan as plan
-from tailrace.pipeline import what_if as what_if
-from tailrace.pipeline.balance import Balance as Balance
-from tailrace.pipeline.balance import balance as balance
-from tailrace.pipeline.boundary import stage_boundary as stage_boundary
-from tailrace.pipeline.halves import recomputation_checkpoint as recomputation_checkpoint
-from tailrace.pipeline.pipeline import Pipeline as Pipeline
-from tailrace.program import optimizers as optimizers
-from tailrace.program.accumulation import Accumulation as Accumulation
-from tailrace.program.accumulation import Reduction as Reduction
-from tailrace.program.inside import cross_replica_mean as cross_replica_mean
-from tailrace.program.inside import cross_replica_sum as cross_replica_sum
-from tailrace.program.inside import key as key
-from tailrace.program.inside import microbatch as microbatch
-from tailrace.program.inside import replica as replica
-from tailrace.program.inside import step as step
-from tailrace.program.loops import repeat as repeat
-from tailrace.program.loops import while_loop as while_loop
-from tailrace.program.observed import observe as observe
-from tailrace.program.program import Program as Program
-from tailrace.program.program import compile as compile
-from tailrace.runs.diff import diff as diff
-from tailrace.runs.reader import open_run as open_run
-from tailrace.tensors.taps import Tap as Tap
-from tailrace.tensors.taps import every as every
-from tailrace.tensors.taps import stop_on_nonfinite as stop_on_nonfinite
-from tailrace.training.callbacks import Callback as Callback
-from tailrace.training.history import History as History
-from tailrace.training.trainer import Trainer as Trainer
-from tailrace.training.verify import verify as verify
+from importlib import import_module as _import_module
+from typing import Any as _Any
 
-_devices.apply_environment()
+from tailrace._version import __version__ as __version__
+from tailrace.devices.environment import apply_environment as _apply_environment
+
+_HOMES = {
+    "Accumulation": "program.step.accumulation",
+    "Balance": "pipeline.balance",
+    "Callback": "training.callbacks",
+    "DeviceError": "errors",
+    "History": "records.history",
+    "InfeedQueue": "feeds.infeed",
+    "MaybeOutfeedQueue": "records.filtered_outfeed",
+    "OutfeedMode": "feeds.outfeed",
+    "OutfeedQueue": "feeds.outfeed",
+    "Pipeline": "pipeline.pipeline",
+    "PipelineSchedule": "pipeline.schedule.schedules",
+    "Program": "program.compile",
+    "Records": "records.records",
+    "Reduction": "program.step.accumulation",
+    "TailraceError": "errors",
+    "Tap": "taps.tap",
+    "Trainer": "training.trainer",
+    "balance": "pipeline.balance",
+    "batches": "data.batches",
+    "compile": "program.compile",
+    "configure": "devices.devices",
+    "cross_replica_mean": "program.in_program",
+    "cross_replica_sum": "program.in_program",
+    "data": "",
+    "dataset_benchmark": "feeds.benchmark.measure",
+    "diff": "runs.diff.run_diff",
+    "distributed": "devices.processes",
+    "errors": "",
+    "every": "taps.tap",
+    "infeed_benchmark": "feeds.benchmark.measure",
+    "key": "program.in_program",
+    "microbatch": "program.in_program",
+    "observe": "program.observe",
+    "open_run": "runs.reader",
+    "optimizers": "program",
+    "plan": "pipeline.schedule.plan",
+    "print_tensor": "records.print_tensor",
+    "recomputation_checkpoint": "pipeline.lowering.forward_backward",
+    "repeat": "program.loops",
+    "replica": "program.in_program",
+    "stage_boundary": "pipeline.boundary",
+    "step": "program.in_program",
+    "stop_on_nonfinite": "taps.tap",
+    "verify": "training.verify",
+    "what_if": "pipeline.schedule.what_if",
+    "while_loop": "program.loops",
+}
+"""Where each public name is defined; a name without a home is a module of the package itself."""
+
+_MODULES = {"data", "distributed", "errors", "optimizers"}
+
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> _Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
+    room = f"tailrace.{home}".rstrip(".")
+    value = (
+        _import_module(f"{room}.{name}")
+        if name in _MODULES
+        else getattr(_import_module(room), name)
+    )
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+_apply_environment()

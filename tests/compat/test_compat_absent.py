@@ -6,7 +6,7 @@ import pytest
 
 import tailrace as tr
 from tailrace.compat import ipu
-from tailrace.compat.ipu.absent import INSTEAD
+from tailrace.compat.ipu.settings.absent import INSTEAD
 
 
 @pytest.mark.parametrize("full", INSTEAD)

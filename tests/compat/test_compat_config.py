@@ -4,10 +4,10 @@ import jax
 import pytest
 
 import tailrace as tr
-from tailrace import devices
 from tailrace.compat import ipu
 from tailrace.compat.ipu import config, utils
 from tailrace.compat.ipu.config import IPUConfig, SelectionOrder
+from tailrace.devices import devices
 
 
 def test_options_are_typed_and_nested():

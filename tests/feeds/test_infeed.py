@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.errors import DataExhausted, FeedError, OptionError, ProducerError, ProgramError
+from tailrace.feeds.device_dataset import ResidentReader
 from tailrace.feeds.reader import Reader
-from tailrace.feeds.resident import ResidentReader
 from threads import infeed_threads
 
 WAIT_S = 30  # only ever waited for when something is broken
@@ -156,7 +156,7 @@ def test_an_execution_that_lacks_elements_consumes_nothing():
 def test_a_dispatch_that_fails_puts_back(monkeypatch):
     infeed = tr.InfeedQueue(iter(numbers(8)))
     program = tr.compile(lambda v: tr.repeat(4, lambda v, x: v + x, v, infeed=infeed))
-    from tailrace.program.executable import Executable
+    from tailrace.program.running.executable import Executable
 
     plain = Executable.compile
 

@@ -9,19 +9,19 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_bits_equal
-from tailrace.feeds import memory, transfer
-from tailrace.feeds.memory import LENT_FROM, allocate
+from tailrace.feeds import buffers, transfer
+from tailrace.feeds.buffers import LENT_FROM, allocate
 
 LARGE = (LENT_FROM // 4,)
 
 
 @pytest.fixture(autouse=True)
 def empty_pool():
-    memory.trim()
-    memory.trim()
+    buffers.trim()
+    buffers.trim()
     yield
-    memory.trim()
-    memory.trim()
+    buffers.trim()
+    buffers.trim()
 
 
 def address(array):
@@ -60,24 +60,24 @@ def test_an_array_of_jax_keeps_its_memory():
 def test_what_no_fit_has_used_goes_back_to_the_system():
     array = allocate(LARGE, np.float32)
     del array
-    memory.trim()
-    assert memory.idle_bytes(), "it may be wanted soon"
-    memory.trim()
-    assert not memory.idle_bytes()
+    buffers.trim()
+    assert buffers.idle_bytes(), "it may be wanted soon"
+    buffers.trim()
+    assert not buffers.idle_bytes()
 
 
 def test_small_ones_are_not_lent():
     arrays = [allocate((3,), np.float32) for _ in range(3)]
     del arrays
-    assert not memory.idle_bytes()
+    assert not buffers.idle_bytes()
 
 
 def test_idle_memory_has_a_limit(monkeypatch):
-    monkeypatch.setattr(memory, "MOST_IDLE", 3 * LENT_FROM)
+    monkeypatch.setattr(buffers, "MOST_IDLE", 3 * LENT_FROM)
     arrays = [allocate(LARGE, np.float32) for _ in range(5)]
     del arrays
     gc.collect()
-    assert 2 * LENT_FROM <= memory.idle_bytes() <= 3 * LENT_FROM
+    assert 2 * LENT_FROM <= buffers.idle_bytes() <= 3 * LENT_FROM
 
 
 def test_training_on_large_blocks_sees_each_element_once():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tailrace.feeds.worker import Worker
+from tailrace.feeds.background import Worker
 
 
 def test_calls_run_in_order_and_exceptions_come_back():

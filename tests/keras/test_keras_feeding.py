@@ -7,8 +7,8 @@ from keras_oracle import SPARSE, classifier, digits_like, twins
 
 import tailrace.keras as tk
 from oracles import assert_bits_equal, assert_close
-from tailrace.keras import training
-from tailrace.keras.pacing import Pacing
+from tailrace.keras.programs import train
+from tailrace.keras.programs.pacing import Pacing
 
 
 class Heard(keras.callbacks.Callback):
@@ -33,9 +33,9 @@ def model_of(execution=4, replicas=1, compiled=None):
 def fitted(monkeypatch, quiet, *, callbacks=(), **made):
     """A model after two epochs of 12 batches, its history, and whether its programs were quiet."""
     with monkeypatch.context() as patch:
-        patch.setattr(training, "QUIET_FROM", 2)
+        patch.setattr(train, "QUIET_FROM", 2)
         if not quiet:
-            patch.setattr(training.Training, "_is_quiet", lambda *_: False)
+            patch.setattr(train.Training, "_is_quiet", lambda *_: False)
         model = model_of(**made)
         x, y = digits_like(96)
         call = {"batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": False}
@@ -81,7 +81,7 @@ class OwnMetrics(keras.Sequential):
 
 
 def test_who_wants_each_step_gets_it(monkeypatch):
-    monkeypatch.setattr(training, "QUIET_FROM", 2)
+    monkeypatch.setattr(train, "QUIET_FROM", 2)
     x, y = digits_like(96)
     call = {"batch_size": 8, "verbose": 0, "shuffle": False}
     stepwise, heard = model_of(), Heard()

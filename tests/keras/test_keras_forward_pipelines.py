@@ -10,7 +10,7 @@ from keras_oracle import digits_like
 
 import tailrace.keras as tk
 from oracles import assert_close
-from tailrace.pipeline.forwarding import ForwardPipeline, ForwardRunner
+from tailrace.pipeline.running.forward_only import ForwardPipeline, ForwardRunner
 
 L = keras.layers
 

@@ -10,7 +10,7 @@ import pytest
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_close
-from tailrace.devices import available, chosen, use
+from tailrace.devices.devices import available, chosen, use
 from tailrace.errors import PlanError
 
 L = keras.layers

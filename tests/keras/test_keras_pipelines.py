@@ -8,7 +8,7 @@ from keras_oracle import digits_like
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_close
-from tailrace.keras.wrappers import Wrapper
+from tailrace.keras.optimizers.wrappers import Wrapper
 
 L = keras.layers
 

@@ -9,8 +9,8 @@ from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both,
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_bits_equal
-from tailrace.keras import resident, staging
-from tailrace.keras.executing import as_element
+from tailrace.keras.data import batch_source, resident_arrays
+from tailrace.keras.programs.executions import as_element
 
 L = keras.layers
 
@@ -19,13 +19,13 @@ L = keras.layers
 def gathered(monkeypatch):
     """The blocks on the host of which rows were gathered on the device."""
     blocks = []
-    gather = resident.Resident.gathered
+    gather = resident_arrays.Resident.gathered
 
     def noted(self, block, *others):
         blocks.append(block)
         return gather(self, block, *others)
 
-    monkeypatch.setattr(resident.Resident, "gathered", noted)
+    monkeypatch.setattr(resident_arrays.Resident, "gathered", noted)
     return blocks
 
 
@@ -108,17 +108,17 @@ def test_one_batch_at_a_time_and_taps_that_cut_executions(gathered):
 
 def test_on_an_accelerator_it_is_so_by_itself(monkeypatch, gathered):
     x, y = digits_like(96)
-    assert not resident.keeps((x, y), 2), "not on a CPU, which has no memory of its own"
+    assert not resident_arrays.keeps((x, y), 2), "not on a CPU, which has no memory of its own"
     plain = tk.adopt(classifier())
     plain.compile("sgd", SPARSE["loss"](), steps_per_execution=6)
     plain.fit(x, y, batch_size=8, verbose=0)
     assert not gathered
     # Keras then moves batches ahead one by one; it is asked for those it has not moved.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert resident.keeps((x, y), 1)
-    monkeypatch.setattr(resident, "ONCE_BYTES", x.nbytes)
-    assert not resident.keeps((x, y), 1)
-    assert resident.keeps((x, y), 2)
+    assert resident_arrays.keeps((x, y), 1)
+    monkeypatch.setattr(resident_arrays, "ONCE_BYTES", x.nbytes)
+    assert not resident_arrays.keeps((x, y), 1)
+    assert resident_arrays.keeps((x, y), 2)
     pair = twins(classifier, execution=6, **SPARSE)
     assert_same(pair, fit_both(pair, x, y, batch_size=8, epochs=2))
     assert len(gathered) == 2
@@ -128,26 +128,28 @@ def test_on_an_accelerator_it_is_so_by_itself(monkeypatch, gathered):
 
 
 def test_batches_that_are_not_known_again_are_refused():
-    x, y = (resident.as_rows(part) for part in digits_like(32))
+    x, y = (resident_arrays.as_rows(part) for part in digits_like(32))
     rows = np.array([3, 1, 2])
     assert np.isnan(x[rows]).all()
-    assert_bits_equal(resident.data_of(x[4:8]), np.asarray(x)[4:8])
-    assert_bits_equal(resident.data_of(taken := x[rows]), np.asarray(x)[rows])
+    assert_bits_equal(resident_arrays.data_of(x[4:8]), np.asarray(x)[4:8])
+    assert_bits_equal(resident_arrays.data_of(taken := x[rows]), np.asarray(x)[rows])
     assert taken.shape == (3, 6)
     batches = [(x[rows], y[rows]), (x[rows].copy(), y[rows])]
     lost = np.zeros(32, np.float32)
     for number, given in ((1, [x, y]), (2, [x, y, lost]), (2, [lost, lost])):
-        kept = resident.Resident(given)
-        found = staging.Batches(iter(batches[-number:]), as_element, {}, None, kept)
+        kept = resident_arrays.Resident(given)
+        found = batch_source.Batches(iter(batches[-number:]), as_element, {}, None, kept)
         with pytest.raises(tr.TailraceError, match="took one for data. Switch it off"):
             found.take(2, 1, jax.devices()[0], ahead=False)
 
 
 def test_what_stands_for_elements_on_the_host():
-    x, y = (resident.as_rows(part) for part in digits_like(32))
+    x, y = (resident_arrays.as_rows(part) for part in digits_like(32))
     rows = np.array([[3, 1], [2, 7]])
     batches = [(x[each], y[each]) for each in rows]
-    found = staging.Batches(iter(batches), as_element, {}, None, resident.Resident([x, y]))
+    found = batch_source.Batches(
+        iter(batches), as_element, {}, None, resident_arrays.Resident([x, y])
+    )
     block = found.take(2, 1, jax.devices()[0], ahead=False)
     for leaf, elements in zip(
         block.staged.device, block.form.feed.elements_of(block.staged.host), strict=True

@@ -11,7 +11,8 @@ from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both,
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_close
-from tailrace.keras import executing, staging
+from tailrace.keras.data import batch_source
+from tailrace.keras.programs import executions
 
 L = keras.layers
 
@@ -103,7 +104,7 @@ def test_batches_are_taken_before_keras_moves_them_to_an_accelerator():
         iterator = one_batch_ahead(iter(batches))
         for _ in range(start):  # begun: its arrays are taken as they come
             next(iterator)
-        found = staging.Batches(iterator, executing.as_element, {})
+        found = batch_source.Batches(iterator, executions.as_element, {})
         block = found.take(8, 1, jax.devices()[0], ahead=False)
         assert block.count == 4 - start
         np.testing.assert_array_equal(block.staged.host[0], [b[0] for b in batches[start:]])
@@ -214,7 +215,7 @@ def test_tensorboard(tmp_path):
 
 
 def test_the_progress_bar_moves_during_a_long_execution(monkeypatch):
-    from tailrace.keras import pacing
+    from tailrace.keras.programs import pacing
 
     moved = []
     bar = keras.callbacks.ProgbarLogger.on_train_batch_end

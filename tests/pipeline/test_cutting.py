@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close
-from tailrace._jax import Literal, primitives
 from tailrace.errors import PipelineError
-from tailrace.pipeline.cutting import cut
-from tailrace.pipeline.halves import halve
+from tailrace.jaxprs.internals import Literal, primitives
+from tailrace.pipeline.lowering.cut import cut
+from tailrace.pipeline.lowering.forward_backward import halve
 
 drawn = settings(deadline=None, max_examples=25)
 

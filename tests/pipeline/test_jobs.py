@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pipelined import dense_stages, elements
 
 import tailrace as tr
-from tailrace._jax import Literal
-from tailrace.marks import unit_p
+from tailrace.jaxprs.internals import Literal
+from tailrace.jaxprs.marks import unit_p
 
 # Each example traces a step.
 drawn = settings(deadline=None, max_examples=12)

@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from oracles import assert_bits_equal
-from tailrace import devices
-from tailrace.devices import REPLICA, STAGE
-from tailrace.pipeline.patching import cut_out, patched
+from tailrace.devices import devices
+from tailrace.devices.devices import REPLICA, STAGE
+from tailrace.pipeline.running.buffer_writes import cut_out, patched
 
 
 @pytest.mark.parametrize("each", [False, True])

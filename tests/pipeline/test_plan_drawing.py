@@ -7,7 +7,7 @@ import pytest
 
 from tailrace.errors import PlanError
 from tailrace.pipeline import compare_plans, plan
-from tailrace.pipeline.grid import visible
+from tailrace.pipeline.drawing.grid import visible
 
 
 def texts(svg):

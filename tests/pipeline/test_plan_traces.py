@@ -4,7 +4,7 @@ import pytest
 
 from tailrace.errors import PlanError
 from tailrace.pipeline import PipelineSchedule, Unit, plan
-from tailrace.pipeline.timing import schedule_offsets
+from tailrace.pipeline.schedule.schedules import schedule_offsets
 
 # Two stages: a = F0, b = F1, c = B1, d = B0.
 LETTER = {("F", 0): "a", ("F", 1): "b", ("B", 1): "c", ("B", 0): "d"}

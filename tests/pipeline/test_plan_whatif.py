@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tailrace.errors import PlanError
 from tailrace.pipeline import PipelineSchedule, balanced_cut, plan, what_if
-from tailrace.pipeline.cuts import stage_sums
+from tailrace.pipeline.balance_cuts import stage_sums
 
 
 @settings(deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles import assert_bits_equal
-from tailrace.pipeline.slots import Form, Layout
+from tailrace.pipeline.lowering.buffers import Form, Layout
 
 # The machine may be busy: no limit on the time of one example.
 drawn = settings(deadline=None, max_examples=25)

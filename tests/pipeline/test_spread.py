@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace._jax import Literal
-from tailrace.marks import Tag, cross_replica_p, mark
-from tailrace.pipeline.spread import Spread, guess_homes
+from tailrace.jaxprs.internals import Literal
+from tailrace.jaxprs.marks import Tag, cross_replica_p, mark
+from tailrace.pipeline.lowering.update_partition import Spread, guess_homes
 
 drawn = settings(deadline=None, max_examples=60)
 DEVICES = range(3)

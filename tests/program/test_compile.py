@@ -11,8 +11,8 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import DataExhausted, ProgramError
-from tailrace.program import pieces as pieces_module
-from tailrace.program.pieces import good_piece, piece_within, pieces
+from tailrace.program.running import dispatch_lengths as pieces_module
+from tailrace.program.running.dispatch_lengths import good_piece, piece_within, pieces
 
 ELEMENTS = regression(24)
 

@@ -10,7 +10,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.errors import ProgramError
-from tailrace.program import program as program_module
+from tailrace.program import compile as program_module
 
 
 def draw():

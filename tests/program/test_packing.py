@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.program import packing
-from tailrace.program.packing import Packed, Packing
+from tailrace.program.running import result_packing
+from tailrace.program.running.result_packing import Packed, Packing
 
 
 def test_a_tree_there_and_back(monkeypatch):
-    monkeypatch.setattr(packing, "MOST_BYTES", 64)
+    monkeypatch.setattr(result_packing, "MOST_BYTES", 64)
     tree = {
         "a": jnp.arange(6, dtype=jnp.float32).reshape(2, 3),
         "b": [jnp.float32(7), None, jnp.zeros((0, 4))],
@@ -46,4 +46,4 @@ def test_copies_and_dtypes_as_numpy_asks_for_them():
     one = Packed(whole, 1, (2,))
     assert np.array(one, copy=True).flags.writeable
     assert np.asarray(one, dtype=np.int32).tolist() == [1, 2]
-    packing.start_copying([one, Packed(whole, 0, (1,))])
+    result_packing.start_copying([one, Packed(whole, 0, (1,))])

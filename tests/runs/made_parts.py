@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from tailrace.observe.records import Part
-from tailrace.observe.sinks import Finished
-from tailrace.tensors.catalogue import Entry
-from tailrace.tensors.taps import Chosen, Tap, every
+from tailrace.records.records import Part
+from tailrace.records.sinks import Finished
+from tailrace.taps.catalogue import Entry
+from tailrace.taps.tap import Chosen, Tap, every
 
 
 def chosen(name, *, mode="all", reduce="tensor", microbatches=1, differs=False, shape=()):

@@ -141,7 +141,7 @@ BATCH = (jnp.eye(3), jnp.linspace(0, 1, 6).reshape(2, 3))
 
 
 def test_one_function_on_two_devices(monkeypatch):
-    from tailrace.runs import functions
+    from tailrace.runs.diff import functions
 
     seen = []
     plain = functions.observe

@@ -10,9 +10,9 @@ from made_parts import chosen, execution
 from small_runs import X, Y, assert_same_records, make_trainer, train
 
 import tailrace as tr
-from tailrace.observe.records import Records
-from tailrace.runs import joining
-from tailrace.runs.joining import join_executions
+from tailrace.records.records import Records
+from tailrace.runs.tables import executions
+from tailrace.runs.tables.executions import join_executions
 
 
 class Keep:
@@ -56,7 +56,7 @@ def test_records_are_equal(monkeypatch):
     train(trainer, 22)
     assert [done.steps for done in sink.executions] == [4, 4, 4, 4, 4, 2]
     for large in (-1, 100, 1 << 30):  # statistics merged first: all, those of 4 steps, none
-        monkeypatch.setattr(joining, "LARGE", large)
+        monkeypatch.setattr(executions, "LARGE", large)
         joined = list(join_executions(sink.executions))
         assert [(done.first_step, done.steps) for done in joined] == [(0, 22)]
         assert_same_records(records_of(sink.executions), records_of(joined))
@@ -77,7 +77,7 @@ def test_only_what_follows_is_joined(monkeypatch):
     ]
     starts = [(part.first_step, part.steps) for part in join_executions(done)]
     assert starts == [(0, 5), (5, 2), (7, 2), (20, 2)]
-    monkeypatch.setattr(joining, "MOST_BYTES", 0)
+    monkeypatch.setattr(executions, "MOST_BYTES", 0)
     assert [part.steps for part in join_executions(done)] == [3, 2, 2, 2, 2]
     assert list(join_executions([])) == []
 

@@ -10,10 +10,10 @@ import pytest
 from small_runs import make_trainer, train
 
 import tailrace as tr
-from tailrace.observe.curves import small_curve
-from tailrace.observe.exponents import count_exponents, format_sentences, small_svg
-from tailrace.runs.pictures import ExponentHistogram, Heatmap, heatmap, histogram
-from tailrace.tensors import reductions
+from tailrace.records.curves import small_curve
+from tailrace.records.exponents import count_exponents, format_sentences, small_svg
+from tailrace.runs.export.pictures import ExponentHistogram, Heatmap, heatmap, histogram
+from tailrace.taps import reductions
 
 pytest.importorskip("matplotlib")
 

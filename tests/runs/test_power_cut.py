@@ -10,7 +10,8 @@ from made_parts import ONES, execution
 from test_run_crash import check_whole
 
 import tailrace as tr
-from tailrace.runs import durable, writer
+from tailrace.runs import writer
+from tailrace.runs.storage import durable
 from tailrace.runs.writer import RunWriter
 
 

@@ -16,8 +16,9 @@ from made_parts import ONES, chosen, execution
 from small_runs import assert_same_records
 
 import tailrace as tr
-from tailrace.observe.records import Records
-from tailrace.runs import durable, writer
+from tailrace.records.records import Records
+from tailrace.runs import writer
+from tailrace.runs.storage import durable
 from tailrace.runs.writer import RunWriter
 
 

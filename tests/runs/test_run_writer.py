@@ -13,7 +13,8 @@ import pytest
 from small_runs import PARAMS, X, Y, assert_same_records, make_trainer, train
 
 import tailrace as tr
-from tailrace.runs import durable, writer
+from tailrace.runs import writer
+from tailrace.runs.storage import durable
 from tailrace.runs.writer import THREAD
 
 TAPS = [

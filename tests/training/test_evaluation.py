@@ -9,7 +9,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
 from tailrace.errors import DataExhausted, ElementError, OptionError, ProgramError
-from tailrace.training import evaluation
+from tailrace.training import evaluate
 from threads import infeed_threads
 
 ELEMENTS = regression(7)
@@ -23,7 +23,7 @@ def trainer(request):
 @pytest.fixture
 def three_at_a_time(monkeypatch):
     """Executions of three passes, so that small datasets take several."""
-    monkeypatch.setattr(evaluation, "piece_within", lambda length, bytes_per_pass: 3)
+    monkeypatch.setattr(evaluate, "piece_within", lambda length, bytes_per_pass: 3)
 
 
 def outputs(params, x, y):
@@ -256,9 +256,9 @@ def test_a_stream_keeps_its_dataset_when_another_is_read_meanwhile(trainer):
 
 
 def test_programs_of_throw_away_functions_do_not_pile_up(trainer):
-    for _ in range(evaluation._MOST_RUNNERS + 2):
+    for _ in range(evaluate._MOST_RUNNERS + 2):
         trainer.evaluate(ELEMENTS[:1], lambda params, x, y: y.sum())
-    assert len(trainer._evaluator._runners) == evaluation._MOST_RUNNERS
+    assert len(trainer._evaluator._runners) == evaluate._MOST_RUNNERS
 
 
 def test_explain_counts_the_operations_of_all_microbatches():

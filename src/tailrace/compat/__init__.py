@@ -5,7 +5,7 @@ choose from: importing this asks for 8 virtual CPU devices, if JAX has not start
 only where there is no accelerator; on a GPU or TPU its devices are the ones chosen from.
 """
 
-from tailrace import devices as _devices
+from tailrace.devices import devices as _devices
 
 DEVICES = 8
 """How many virtual CPU devices there are to choose from."""

@@ -13,7 +13,7 @@ import numpy as np
 from tailrace.data.dtypes import check_numeric
 from tailrace.data.trees import leaf_called
 from tailrace.errors import DataError, ElementError, ProgramError
-from tailrace.notes import note_once
+from tailrace.messages import note_once
 
 
 @dataclasses.dataclass(frozen=True)

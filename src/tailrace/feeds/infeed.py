@@ -22,13 +22,13 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
-from tailrace.devices import local_replicas
+from tailrace.devices.devices import local_replicas
 from tailrace.errors import FeedError, OptionError
-from tailrace.feeds import memory
+from tailrace.feeds import buffers
+from tailrace.feeds.background import Worker
+from tailrace.feeds.device_dataset import ResidentReader, resident_pays
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.reader import Block, Reader
-from tailrace.feeds.resident import ResidentReader, resident_pays
-from tailrace.feeds.worker import Worker
 
 
 @dataclasses.dataclass(eq=False)
@@ -220,7 +220,7 @@ class InfeedQueue:
             self._running.clear()
         if thread is not None:
             thread.stop()
-        memory.trim()
+        buffers.trim()
 
     def close(self) -> None:
         """End the thread for good. A closed queue cannot be used again."""

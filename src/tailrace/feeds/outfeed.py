@@ -17,8 +17,8 @@ import numpy as np
 
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
-from tailrace.feeds.runs import Runs
-from tailrace.marks import Tag, Weakly, current_trace, mark
+from tailrace.feeds.waiting import Runs
+from tailrace.jaxprs.marks import Tag, Weakly, current_trace, mark
 
 
 class OutfeedMode(enum.StrEnum):

@@ -17,8 +17,8 @@ from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
+from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
-from tailrace.feeds.memory import allocate
 from tailrace.feeds.transfer import put
 
 Block = list[np.ndarray]

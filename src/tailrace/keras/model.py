@@ -13,22 +13,22 @@ import jax.numpy as jnp
 import keras
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.assigning import Assigning
-from tailrace.keras.counting import (
+from tailrace.keras.data.batch_counts import (
     batches_in,
     check_accumulation,
     check_enough,
     per_replica,
 )
-from tailrace.keras.logs import Number
-from tailrace.keras.looping import Evaluating, Predicting, Stepping
-from tailrace.keras.options import Settings
-from tailrace.keras.pacing import Pacing
-from tailrace.keras.resident import are_arrays, arrays_in, as_rows, keeps
-from tailrace.keras.setters import Setters
-from tailrace.keras.stages import in_scope
-from tailrace.keras.training import Training
-from tailrace.keras.wrappers import overrides
+from tailrace.keras.data.resident_arrays import are_arrays, arrays_in, as_rows, keeps
+from tailrace.keras.optimizers.wrappers import overrides
+from tailrace.keras.pipelines.assignment import Assigning
+from tailrace.keras.pipelines.stage_scope import in_scope
+from tailrace.keras.programs.logs import Number
+from tailrace.keras.programs.pacing import Pacing
+from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
+from tailrace.keras.programs.train import Training
+from tailrace.keras.settings.options import Settings
+from tailrace.keras.settings.setters import Setters
 
 _DATA = ("x", "y", "sample_weight")
 _SINGLE = (

@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 
-from tailrace.devices import resolve_replicas
+from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import OptionError
-from tailrace.keras.adoption import functional_class, take_over
-from tailrace.keras.assigning import stages_of
-from tailrace.keras.device_functions import DeviceFunctions, datasets_are_infeeds
+from tailrace.keras.adopt import functional_class, take_over
+from tailrace.keras.custom_loops.device_functions import DeviceFunctions, datasets_are_infeeds
 from tailrace.keras.model import TailraceModel
-from tailrace.keras.stages import in_scope
+from tailrace.keras.pipelines.assignment import stages_of
+from tailrace.keras.pipelines.stage_scope import in_scope
 
 
 class Strategy:

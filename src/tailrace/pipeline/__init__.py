@@ -1,15 +1,15 @@
 """Pipelines: the plan (what runs where and when), its proof, its picture and its price."""
 
-from tailrace.pipeline.cuts import balanced_cut
-from tailrace.pipeline.figure import compare_plans
-from tailrace.pipeline.grid import Drawing
-from tailrace.pipeline.planning import Plan, plan
-from tailrace.pipeline.simulator import Simulation, SimulationMode
-from tailrace.pipeline.stash import StashBytes
-from tailrace.pipeline.timetable import Timetable
-from tailrace.pipeline.timing import Phases, PipelineSchedule
-from tailrace.pipeline.units import Tick, Unit
-from tailrace.pipeline.whatif import Case, WhatIf, what_if
+from tailrace.pipeline.balance_cuts import balanced_cut
+from tailrace.pipeline.drawing.figure import compare_plans
+from tailrace.pipeline.drawing.grid import Drawing
+from tailrace.pipeline.schedule.plan import Plan, plan
+from tailrace.pipeline.schedule.schedules import Phases, PipelineSchedule
+from tailrace.pipeline.schedule.simulator import Simulation, SimulationMode
+from tailrace.pipeline.schedule.stash import StashBytes
+from tailrace.pipeline.schedule.timetable import Timetable
+from tailrace.pipeline.schedule.units import Tick, Unit
+from tailrace.pipeline.schedule.what_if import Case, WhatIf, what_if
 
 __all__ = [
     "Case",

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace import _jax
-from tailrace._jax import ClosedJaxpr, JaxprEqn, Var, nbytes, primitives
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
-from tailrace.marks import ProgramTrace, is_tracing, mark_p, tracing
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes, primitives
+from tailrace.jaxprs.marks import ProgramTrace, is_tracing, mark_p, tracing
+from tailrace.pipeline.balance_cuts import balanced_cut, stage_sums
 from tailrace.pipeline.boundary import stage_boundary
-from tailrace.pipeline.cuts import balanced_cut, stage_sums
 from tailrace.pipeline.pipeline import Pipeline
 
 _BACKWARD = 2.0
@@ -173,14 +173,14 @@ def balance(
     edges = [0, *cut, len(eqns)]
     for number in range(stages):
         part = eqns[edges[number] : edges[number + 1]]
-        used = {v for eqn in part for v in _jax.variables(eqn.invars)}
+        used = {v for eqn in part for v in internals.variables(eqn.invars)}
         weights = sum(nbytes(v.aval) for v in closed.jaxpr.invars[:count] if v in used)
         proposed.append(
             ProposedStage(
                 float(sums[number] / sums.sum()),
                 weights,
                 _crossing(closed, edges[number + 1]) if number < stages - 1 else 0,
-                next((found for eqn in part if (found := _jax.user_frame(eqn))), ""),
+                next((found for eqn in part if (found := internals.user_frame(eqn))), ""),
                 None if seconds is None else float(seconds[number]),
             )
         )
@@ -189,7 +189,7 @@ def balance(
 
 def cost_of(eqn: JaxprEqn) -> float:
     """What one operation costs, forward and backward, in multiplications and additions."""
-    inner = _jax.inner_jaxprs(eqn)
+    inner = internals.inner_jaxprs(eqn)
     if inner:
         passes = eqn.params["length"] if eqn.primitive is primitives.scan_p else 1
         sums = [sum(cost_of(e) for e in jaxpr.eqns) for _, _, jaxpr, _ in inner]
@@ -237,10 +237,10 @@ def _with_boundaries(closed: ClosedJaxpr, cut: Sequence[int], inputs: Sequence[A
             ][:1]
             marked = stage_boundary([known[v] for v in crossing])
             known.update(zip(crossing, marked, strict=True))
-        with _jax.equation_context(eqn):
-            outputs = _jax.bind_again(eqn, [_jax.value_of(known, v) for v in eqn.invars])
+        with internals.equation_context(eqn):
+            outputs = internals.bind_again(eqn, [internals.value_of(known, v) for v in eqn.invars])
         known.update(zip(eqn.outvars, outputs, strict=True))
-    return [_jax.value_of(known, v) for v in jaxpr.outvars]
+    return [internals.value_of(known, v) for v in jaxpr.outvars]
 
 
 def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
@@ -248,7 +248,7 @@ def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
     jaxpr = closed.jaxpr
     before = {v for eqn in jaxpr.eqns[:index] for v in eqn.outvars}
     later = [v for eqn in jaxpr.eqns[index:] for v in eqn.invars] + list(jaxpr.outvars)
-    return list(dict.fromkeys(v for v in _jax.variables(later) if v in before))
+    return list(dict.fromkeys(v for v in internals.variables(later) if v in before))
 
 
 def _crossing(closed: ClosedJaxpr, index: int) -> int:
@@ -281,7 +281,9 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
     for first, last in itertools.pairwise(edges):
         part = jaxpr.eqns[first:last]
         made = {v for eqn in part for v in eqn.outvars}
-        used = dict.fromkeys(v for eqn in part for v in _jax.variables(eqn.invars) if v not in made)
+        used = dict.fromkeys(
+            v for eqn in part for v in internals.variables(eqn.invars) if v not in made
+        )
         ends = [v for v in _alive(closed, last) if v in made] or [
             v for v in jaxpr.outvars if v in made
         ]
@@ -293,7 +295,7 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
         ) -> Any:
             here = {**rest, **dict(zip(floats, values, strict=True))}
             for eqn in part:
-                out = _jax.bind_again(eqn, [_jax.value_of(here, v) for v in eqn.invars])
+                out = internals.bind_again(eqn, [internals.value_of(here, v) for v in eqn.invars])
                 here.update(zip(eqn.outvars, out, strict=True))
             return [here[v] for v in ends]
 

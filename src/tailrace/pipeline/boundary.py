@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from tailrace.errors import PipelineError
-from tailrace.marks import Tag, mark
+from tailrace.jaxprs.marks import Tag, mark
 
 ROLE = "stage"
 NEXT, BESIDE = "next", "beside"

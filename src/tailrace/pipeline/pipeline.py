@@ -11,12 +11,12 @@ import numpy as np
 
 from tailrace.errors import OptionError, PipelineError
 from tailrace.feeds.elements import call_with_element
-from tailrace.marks import path_name
+from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.boundary import BESIDE, NEXT, boundary
-from tailrace.pipeline.halves import RECOMPUTE
-from tailrace.pipeline.planning import Plan, plan
-from tailrace.pipeline.timing import PipelineSchedule
-from tailrace.program.accumulation import Accumulation
+from tailrace.pipeline.lowering.forward_backward import RECOMPUTE
+from tailrace.pipeline.schedule.plan import Plan, plan
+from tailrace.pipeline.schedule.schedules import PipelineSchedule
+from tailrace.program.step.accumulation import Accumulation
 
 Stage = Callable[..., Any]
 

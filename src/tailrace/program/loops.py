@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace._jax import Tracer
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.marks import ProgramTrace, Tag, current_trace, dequeue, inside_loop, mark
+from tailrace.jaxprs.internals import Tracer
+from tailrace.jaxprs.marks import ProgramTrace, Tag, current_trace, dequeue, inside_loop, mark
 
 _NOTHING = object()
 

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.marks import Tag, current_trace, mark, name_values
-from tailrace.program.accumulation import Accumulation, Reduction
-from tailrace.program.inside import cross_replica_mean
+from tailrace.jaxprs.marks import Tag, current_trace, mark, name_values
+from tailrace.program.in_program import cross_replica_mean
+from tailrace.program.step.accumulation import Accumulation, Reduction
 
 
 def cross_replica(optimizer: Any) -> Any:

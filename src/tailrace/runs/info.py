@@ -13,10 +13,10 @@ from typing import Any
 
 from tailrace._version import __version__
 from tailrace.errors import RunError
-from tailrace.notes import shown
-from tailrace.runs.durable import put_files
-from tailrace.runs.layout import FORMAT
-from tailrace.tensors.catalogue import Catalogue, Entry
+from tailrace.messages import shown
+from tailrace.runs.storage.durable import put_files
+from tailrace.runs.storage.files import FORMAT
+from tailrace.taps.catalogue import Catalogue, Entry
 
 RUN_FILE = "run.json"
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "zarr", "keras", "torch")

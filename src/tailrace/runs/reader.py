@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tailrace.errors import RunError
-from tailrace.notes import shown
-from tailrace.observe.records import Records
+from tailrace.messages import shown
+from tailrace.records.history import History
+from tailrace.records.records import Records
 from tailrace.runs.info import read_catalogue, read_info
-from tailrace.runs.layout import import_zarr
-from tailrace.runs.stored import committed, describing, read_rows, stored_records
-from tailrace.tensors.catalogue import Catalogue
-from tailrace.training.history import History
+from tailrace.runs.storage.files import import_zarr
+from tailrace.runs.tables.stored import committed, describing, read_rows, stored_records
+from tailrace.taps.catalogue import Catalogue
 
 if TYPE_CHECKING:
-    from tailrace.runs.pictures import ExponentHistogram, Heatmap
+    from tailrace.runs.export.pictures import ExponentHistogram, Heatmap
 
 
 def open_run(directory: Any) -> Run:
@@ -130,7 +130,7 @@ class Run:
             select: which records: those with `reduce="histogram"`, or whole tensors.
             steps: from which steps: `slice(100, 200)`, or `slice(-1, None)` for the last recorded.
         """
-        from tailrace.runs.pictures import histogram
+        from tailrace.runs.export.pictures import histogram
 
         return histogram(self, select, steps)
 
@@ -141,7 +141,7 @@ class Run:
             select: which records: norms, statistics or histograms.
             field: which statistic, where statistics were recorded.
         """
-        from tailrace.runs.pictures import heatmap
+        from tailrace.runs.export.pictures import heatmap
 
         return heatmap(self, select, field)
 
@@ -156,7 +156,7 @@ class Run:
         Returns:
             How many values were written.
         """
-        from tailrace.runs.tensorboard import write_events
+        from tailrace.runs.export.tensorboard import write_events
 
         return write_events(self, logdir, select, every)
 

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import RunError, TailraceError
-from tailrace.observe.records import Source
-from tailrace.observe.sinks import Finished
+from tailrace.records.records import Source
+from tailrace.records.sinks import Finished
 from tailrace.runs.info import RUN_FILE, write_info
-from tailrace.runs.joining import join_executions
-from tailrace.runs.layout import FORMAT, import_zarr
-from tailrace.runs.lock import DirectoryLock
-from tailrace.runs.tables import HistoryTable, RecordTable, put_in_tables
+from tailrace.runs.storage.files import FORMAT, import_zarr
+from tailrace.runs.storage.lock import DirectoryLock
+from tailrace.runs.tables.executions import join_executions
+from tailrace.runs.tables.tables import HistoryTable, RecordTable, put_in_tables
 
 if TYPE_CHECKING:
-    from tailrace.runs.buffered import BufferedStore
+    from tailrace.runs.storage.buffered import BufferedStore
 
 THREAD = "tailrace-run-writer"
 WRITE_EVERY_S = 2.0
@@ -113,7 +113,7 @@ class RunWriter:
 
     def stored(self) -> dict[tuple[str, str], list[Source]]:
         """The records of this fit, or of the last one, as they lie on disk."""
-        from tailrace.runs.stored import stored_records
+        from tailrace.runs.tables.stored import stored_records
 
         if self._root is None:
             return {}
@@ -140,7 +140,7 @@ class RunWriter:
         self._thread.start()
 
     def _create(self, info: Mapping[str, Any]) -> None:
-        from tailrace.runs.buffered import BufferedStore
+        from tailrace.runs.storage.buffered import BufferedStore
 
         store = BufferedStore(self.directory)
         root = import_zarr().open_group(store, mode="a", zarr_format=3)

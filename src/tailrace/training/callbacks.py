@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from tailrace.training.history import History
+    from tailrace.records.history import History
     from tailrace.training.trainer import Trainer
 
 

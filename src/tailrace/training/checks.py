@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.marks import path_name
+from tailrace.jaxprs.marks import path_name
 from tailrace.program.optimizers import AccumulationState
 from tailrace.training.callbacks import Callback
 

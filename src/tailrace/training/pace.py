@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from tailrace.errors import OptionError
-from tailrace.program.pieces import MOST_BYTES, good_piece
+from tailrace.program.running.dispatch_lengths import MOST_BYTES, good_piece
 
 TARGET_S = 0.25
 """How long one execution should take, in seconds."""

@@ -13,20 +13,20 @@ import numpy as np
 from tailrace.errors import OptionError, ProgramError, TailraceError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.marks import path_name
+from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.pipeline.planning import Plan
-from tailrace.pipeline.runner import PipelineRunner
-from tailrace.program.accumulation import Accumulation
-from tailrace.program.executable import Placement
-from tailrace.program.explain import flops_of
-from tailrace.program.keeping import StateKeeping
-from tailrace.program.runner import LoopRunner
-from tailrace.program.sight import Sight, look
-from tailrace.program.step import Step, TrainState
-from tailrace.program.traced import trace_program
-from tailrace.tensors.catalogue import Catalogue, Entry
-from tailrace.tensors.taps import Tap
+from tailrace.pipeline.running.pipeline_engine import PipelineRunner
+from tailrace.pipeline.schedule.plan import Plan
+from tailrace.program.memory.optimizer_state import StateKeeping
+from tailrace.program.running.engine import LoopRunner
+from tailrace.program.running.executable import Placement
+from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.training_step import Step, TrainState
+from tailrace.program.tracing.tap_selection import Sight, look
+from tailrace.program.tracing.trace import trace_program
+from tailrace.taps.catalogue import Catalogue, Entry
+from tailrace.taps.tap import Tap
+from tailrace.training.explain import flops_of
 
 
 class Programs:

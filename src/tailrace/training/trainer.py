@@ -11,37 +11,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace import distributed
 from tailrace.data.adapters import as_dataset
-from tailrace.devices import resolve_replicas
+from tailrace.devices.devices import resolve_replicas
+from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, OptionError, ProgramError, TailraceError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.observe.records import Records
-from tailrace.observe.sinks import directory_sink
+from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.pipeline.report import PipelineReport
-from tailrace.pipeline.report import report as pipeline_report
-from tailrace.pipeline.runner import PipelineRunner, place_pipeline
-from tailrace.pipeline.step import PipelineStep
-from tailrace.program.accumulation import Accumulation
-from tailrace.program.activations import activations_on_host
-from tailrace.program.executable import Placement
-from tailrace.program.explain import Explanation, explain
-from tailrace.program.first_state import FirstState
-from tailrace.program.keeping import StateKeeping, check_options, decide
-from tailrace.program.offload import check_activations
-from tailrace.program.pieces import LIVE_S
-from tailrace.program.runner import LoopRunner
-from tailrace.program.sight import Sight
-from tailrace.program.step import Step, TrainState
-from tailrace.tensors.taps import (
-    MOST_BYTES,
-    bytes_per_step,
-    check_bytes,
-    parse_taps,
-)
+from tailrace.pipeline.running.pipeline_engine import PipelineRunner, place_pipeline
+from tailrace.pipeline.running.report import PipelineReport
+from tailrace.pipeline.running.report import report as pipeline_report
+from tailrace.program.memory.activation_offload import activations_on_host
+from tailrace.program.memory.first_state import FirstState
+from tailrace.program.memory.host_memory import check_activations
+from tailrace.program.memory.optimizer_state import StateKeeping, check_options, decide
+from tailrace.program.running.dispatch_lengths import LIVE_S
+from tailrace.program.running.engine import LoopRunner
+from tailrace.program.running.executable import Placement
+from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.training_step import Step, TrainState
+from tailrace.program.tracing.tap_selection import Sight
+from tailrace.records.history import History
+from tailrace.records.records import Records
+from tailrace.records.sinks import Sink
+from tailrace.runs.writer import RunWriter
+from tailrace.taps.tap import MOST_BYTES, bytes_per_step, check_bytes, parse_taps
 from tailrace.training.callbacks import Callback
 from tailrace.training.checks import (
     check_accumulates_once,
@@ -52,14 +48,14 @@ from tailrace.training.checks import (
     check_params,
     check_pipeline,
 )
-from tailrace.training.describing import describe
-from tailrace.training.evaluation import Evaluator
-from tailrace.training.fitting import Fit
-from tailrace.training.history import History
-from tailrace.training.lengths import agreed_total_steps
+from tailrace.training.description import describe
+from tailrace.training.evaluate import Evaluator
+from tailrace.training.explain import Explanation, explain
+from tailrace.training.fit import Fit
 from tailrace.training.pace import TARGET_S, Pace, parse_steps
 from tailrace.training.programs import Programs, on_host
 from tailrace.training.progress import ProgressBar
+from tailrace.training.step_counts import agreed_total_steps
 
 
 class Trainer(Programs):
@@ -156,7 +152,7 @@ class Trainer(Programs):
         self.scalars = OutfeedQueue()
         self.taps = parse_taps(observe)
         keeps = run_dir is not None and distributed.writes()
-        self.sink = directory_sink(run_dir) if keeps else None
+        self.sink: Sink | None = RunWriter(run_dir) if keeps else None
         self.records = Records(None if self.sink is None else self.sink.stored)
         self._observe_bytes = observe_bytes
         kind = Step if pipeline is None else PipelineStep

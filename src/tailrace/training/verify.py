@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from tailrace.errors import OptionError
-from tailrace.marks import path_name
+from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.tensors.taps import Tap
+from tailrace.taps.tap import Tap
 from tailrace.training.trainer import Trainer
 
 

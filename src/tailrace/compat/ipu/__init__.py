@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tailrace.compat.ipu import absent as absent
 from tailrace.compat.ipu import config as config
 from tailrace.compat.ipu import dataset_benchmark as dataset_benchmark
 from tailrace.compat.ipu import eager as eager
@@ -24,11 +23,12 @@ from tailrace.compat.ipu import optimizers as optimizers
 from tailrace.compat.ipu import pipelining_ops as pipelining_ops
 from tailrace.compat.ipu import scopes as scopes
 from tailrace.compat.ipu import utils as utils
-from tailrace.compat.ipu import variables as variables
-from tailrace.compat.ipu.gradients import GradientTape as GradientTape
-from tailrace.compat.ipu.variables import Variable as Variable
-from tailrace.compat.ipu.variables import get_variable as get_variable
-from tailrace.compat.ipu.variables import variable_scope as variable_scope
+from tailrace.compat.ipu.graph import variables as variables
+from tailrace.compat.ipu.graph.gradients import GradientTape as GradientTape
+from tailrace.compat.ipu.graph.variables import Variable as Variable
+from tailrace.compat.ipu.graph.variables import get_variable as get_variable
+from tailrace.compat.ipu.graph.variables import variable_scope as variable_scope
+from tailrace.compat.ipu.settings import absent as absent
 
 _LATE = ("ipu_strategy", "keras")
 """Submodules that need Keras, imported when they are asked for."""

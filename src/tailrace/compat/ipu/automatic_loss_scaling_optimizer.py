@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from tailrace.compat.ipu.errors import IPUNotImplementedError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
+from tailrace.compat.ipu.graph.state import kept, prepared, run_if
+from tailrace.compat.ipu.graph.variables import Variable
 from tailrace.compat.ipu.optimizers import GradientAccumulationOptimizerV2, IpuOptimizer
-from tailrace.compat.ipu.state import kept, prepared, run_if
-from tailrace.compat.ipu.variables import Variable
-from tailrace.program.inside import cross_replica_sum
+from tailrace.program.in_program import cross_replica_sum
 
 
 class ALSOptimizer(IpuOptimizer):

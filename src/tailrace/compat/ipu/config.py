@@ -15,23 +15,27 @@ import dataclasses
 import json
 from typing import Any
 
-from tailrace import devices
-from tailrace.compat.ipu.choices import DeviceConnectionType as DeviceConnectionType
-from tailrace.compat.ipu.choices import ExecutionProfileType as ExecutionProfileType
-from tailrace.compat.ipu.choices import MergeRemoteBuffersBehaviour as MergeRemoteBuffersBehaviour
-from tailrace.compat.ipu.choices import SchedulingAlgorithm as SchedulingAlgorithm
-from tailrace.compat.ipu.choices import SelectionOrder as SelectionOrder
-from tailrace.compat.ipu.choices import StochasticRoundingBehaviour as StochasticRoundingBehaviour
-from tailrace.compat.ipu.config_tree import Category, Option, plain, restored
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
     InternalError,
     IPURuntimeError,
     IPUValueError,
 )
-from tailrace.compat.ipu.options import OPTIONS
+from tailrace.compat.ipu.settings.choices import DeviceConnectionType as DeviceConnectionType
+from tailrace.compat.ipu.settings.choices import ExecutionProfileType as ExecutionProfileType
+from tailrace.compat.ipu.settings.choices import (
+    MergeRemoteBuffersBehaviour as MergeRemoteBuffersBehaviour,
+)
+from tailrace.compat.ipu.settings.choices import SchedulingAlgorithm as SchedulingAlgorithm
+from tailrace.compat.ipu.settings.choices import SelectionOrder as SelectionOrder
+from tailrace.compat.ipu.settings.choices import (
+    StochasticRoundingBehaviour as StochasticRoundingBehaviour,
+)
+from tailrace.compat.ipu.settings.config_tree import Category, Option, plain, restored
+from tailrace.compat.ipu.settings.options import OPTIONS
+from tailrace.devices import devices
 from tailrace.errors import DeviceError, TailraceError
-from tailrace.notes import logger, note_once
+from tailrace.messages import logger, note_once
 
 
 class ConfigurationError(TailraceError, Exception):

@@ -11,8 +11,8 @@ from tailrace.compat.ipu.errors import (
     OutOfRangeError,
 )
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
-from tailrace.data import benchmark as engine
 from tailrace.errors import DataError, DataExhausted
+from tailrace.feeds.benchmark import measure as engine
 
 
 def dataset_benchmark(

@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from tailrace.compat.ipu.errors import IPUValueError
-from tailrace.program.accumulation import Reduction
+from tailrace.program.step.accumulation import Reduction
 
 
 class GradientAccumulationReductionMethod(enum.Enum):

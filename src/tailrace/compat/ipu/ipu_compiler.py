@@ -8,18 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace import devices
 from tailrace.compat.ipu import config
-from tailrace.compat.ipu.errors import (
-    FailedPreconditionError,
-    IPUValueError,
-    OutOfRangeError,
-)
-from tailrace.compat.ipu.gradients import evaluate
-from tailrace.compat.ipu.loops import NeedsNumber
-from tailrace.compat.ipu.operations import Operation
-from tailrace.compat.ipu.scopes import current_ordinal
-from tailrace.compat.ipu.state import (
+from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError, OutOfRangeError
+from tailrace.compat.ipu.graph.gradients import evaluate
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import (
     Found,
     Keep,
     Scope,
@@ -30,10 +23,13 @@ from tailrace.compat.ipu.state import (
     value_of,
     write_host,
 )
-from tailrace.compat.ipu.variables import as_array
+from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.ipu.loops import NeedsNumber
+from tailrace.compat.ipu.scopes import current_ordinal
+from tailrace.devices import devices
 from tailrace.errors import DataExhausted, FeedError, ProducerError
-from tailrace.program.program import Program
-from tailrace.program.program import compile as compile_program
+from tailrace.program.compile import Program
+from tailrace.program.compile import compile as compile_program
 
 
 def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> CompiledOp:
@@ -145,7 +141,7 @@ class CompiledOp:
                 "A training pipeline and a loop stand in one compiled program. Compile the loop by "
                 "itself, or use repeat_count= of the pipeline."
             )
-        from tailrace.compat.ipu.pipelines import PipelineProgram
+        from tailrace.compat.ipu.pipelining.pipelines import PipelineProgram
 
         return PipelineProgram(computation, self._ordinal)
 

@@ -17,8 +17,8 @@ from tailrace.compat.ipu.errors import (
     IPUValueError,
     NotFoundError,
 )
-from tailrace.compat.ipu.operations import Operation
-from tailrace.compat.ipu.state import current
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import current
 from tailrace.errors import DataError
 from tailrace.feeds.infeed import InfeedQueue
 

@@ -16,13 +16,13 @@ from tailrace.compat.ipu.errors import (
     IPURuntimeError,
     IPUValueError,
 )
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import check_dtype, check_ordinal
-from tailrace.compat.ipu.operations import Operation
-from tailrace.compat.ipu.state import current
-from tailrace.compat.ipu.variables import as_array
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.marks import current_trace
+from tailrace.jaxprs.marks import current_trace
 
 
 class IPUOutfeedMode(enum.Enum):

@@ -14,8 +14,8 @@ from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.ipu.ipu_infeed_queue import IPUOwnedIterator
 from tailrace.compat.ipu.ops.cross_replica_ops import cross_replica_mean, cross_replica_sum
 from tailrace.compat.ipu.scopes import ipu_scope, ordinal_of
-from tailrace.keras.device_functions import datasets_are_infeeds
-from tailrace.keras.options import Settings
+from tailrace.keras.custom_loops.device_functions import datasets_are_infeeds
+from tailrace.keras.settings.options import Settings
 from tailrace.keras.strategy import Strategy
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace._jax import Tracer
 from tailrace.compat.ipu.errors import IPUTypeError
-from tailrace.compat.ipu.gradients import evaluate
+from tailrace.compat.ipu.graph.gradients import evaluate
+from tailrace.compat.ipu.graph.operations import Operation, tensors_of
+from tailrace.compat.ipu.graph.state import Scope, inside
+from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue, arguments_of
-from tailrace.compat.ipu.operations import Operation, tensors_of
-from tailrace.compat.ipu.state import Scope, inside
-from tailrace.compat.ipu.variables import as_array
 from tailrace.errors import ProgramError
-from tailrace.marks import current_trace, dequeue, inside_loop
-from tailrace.notes import note_once
+from tailrace.jaxprs.internals import Tracer
+from tailrace.jaxprs.marks import current_trace, dequeue, inside_loop
+from tailrace.messages import note_once
 from tailrace.program import loops as engine
 
 MOST_UNSAID = 4096

@@ -11,18 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tailrace.compat.ipu import absent as _absent
-from tailrace.compat.ipu.applying import Optimizer as Optimizer
-from tailrace.compat.ipu.applying import as_optimizer
 from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
-from tailrace.compat.ipu.operations import Operation
-from tailrace.compat.ipu.state import inside, kept, prepared, run_if, value_of
-from tailrace.compat.ipu.variables import Variable
-from tailrace.marks import Tag, mark
-from tailrace.notes import note_once
-from tailrace.program.accumulation import Accumulation
-from tailrace.program.inside import cross_replica_mean
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import inside, kept, prepared, run_if, value_of
+from tailrace.compat.ipu.graph.update import Optimizer as Optimizer
+from tailrace.compat.ipu.graph.update import as_optimizer
+from tailrace.compat.ipu.graph.variables import Variable
+from tailrace.compat.ipu.settings import absent as _absent
+from tailrace.jaxprs.marks import Tag, mark
+from tailrace.messages import note_once
+from tailrace.program.in_program import cross_replica_mean
+from tailrace.program.step.accumulation import Accumulation
 
 _Method = GradientAccumulationReductionMethod
 

@@ -50,7 +50,7 @@ def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
 @contextlib.contextmanager
 def ipu_shard(index: Any) -> Iterator[None]:
     """Accepted: operations are placed on devices by a pipeline's stages, not one by one."""
-    from tailrace.notes import note_once
+    from tailrace.messages import note_once
 
     note_once(
         f"ipu_shard({index}) places single operations on one chip; here the compiler places them. "

@@ -5,14 +5,10 @@ from typing import Any
 from tailrace.compat.ipu.config import DeviceConnectionType as DeviceConnectionType
 from tailrace.compat.ipu.config import ExecutionProfileType as ExecutionProfileType
 from tailrace.compat.ipu.config import IPUConfig as IPUConfig
-from tailrace.compat.ipu.config import (
-    MergeRemoteBuffersBehaviour as MergeRemoteBuffersBehaviour,
-)
+from tailrace.compat.ipu.config import MergeRemoteBuffersBehaviour as MergeRemoteBuffersBehaviour
 from tailrace.compat.ipu.config import SchedulingAlgorithm as SchedulingAlgorithm
 from tailrace.compat.ipu.config import SelectionOrder as SelectionOrder
-from tailrace.compat.ipu.config import (
-    StochasticRoundingBehaviour as StochasticRoundingBehaviour,
-)
+from tailrace.compat.ipu.config import StochasticRoundingBehaviour as StochasticRoundingBehaviour
 from tailrace.compat.ipu.config import configure_ipu_system as configure_ipu_system
 from tailrace.compat.ipu.config import get_ipu_config as get_ipu_config
 from tailrace.compat.ipu.config import reset_ipu_configuration as reset_ipu_configuration

@@ -67,5 +67,5 @@ from tailrace.compat.poptorch.strategies import PipelinedExecution as PipelinedE
 from tailrace.compat.poptorch.strategies import SerialPhasedExecution as SerialPhasedExecution
 from tailrace.compat.poptorch.strategies import ShardedExecution as ShardedExecution
 from tailrace.compat.poptorch.strategies import Stage as Stage
-from tailrace.torch.containers import register_container as registerCustomArgParser  # noqa: F401
-from tailrace.torch.losses import identity_loss as identity_loss
+from tailrace.torch.calls.containers import register_container as registerCustomArgParser  # noqa: F401
+from tailrace.torch.tracing.losses import identity_loss as identity_loss

@@ -12,15 +12,15 @@ from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.names import Names
 from tailrace.compat.poptorch.options import Options
 from tailrace.errors import OptionError, ProgramError
-from tailrace.notes import note_once
-from tailrace.torch.anchors import Anchor, output_tap
+from tailrace.messages import note_once
+from tailrace.torch.calls.anchors import Anchor, output_tap
+from tailrace.torch.calls.output_modes import Returned
 from tailrace.torch.errors import UsageError
-from tailrace.torch.forward import Forward, weights_of
-from tailrace.torch.inference import InferenceModel
-from tailrace.torch.models import Model
-from tailrace.torch.modes import Returned
+from tailrace.torch.models.base import Model
+from tailrace.torch.models.inference import InferenceModel
+from tailrace.torch.models.training import TrainingModel
 from tailrace.torch.optim.binding import DeviceOptimizer
-from tailrace.torch.training import TrainingModel
+from tailrace.torch.tracing.forward import Forward, weights_of
 
 _hooks: dict[str, list[Any]] = {"before": [], "after": []}
 

@@ -8,9 +8,9 @@ from typing import Any
 from tailrace.compat.poptorch.enums import DataLoaderMode, SharingStrategy
 from tailrace.compat.poptorch.options import Options
 from tailrace.errors import OptionError
+from tailrace.torch.calls.loader import Ahead
+from tailrace.torch.calls.loader import DataLoader as NativeLoader
 from tailrace.torch.errors import UsageError
-from tailrace.torch.loader import Ahead
-from tailrace.torch.loader import DataLoader as NativeLoader
 
 _MODES = {
     DataLoaderMode.Sync: "sync",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tailrace.errors import SelectionError
-from tailrace.tensors.catalogue import Catalogue
+from tailrace.taps.catalogue import Catalogue
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.optim.rules import COLUMNS
 

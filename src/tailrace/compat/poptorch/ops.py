@@ -11,9 +11,9 @@ import torch
 
 from tailrace.compat.poptorch.containers import noted
 from tailrace.errors import OptionError, ProgramError
-from tailrace.torch import blocks
-from tailrace.torch.printing import print_tensor
-from tailrace.torch.watching import current_watch, is_traced
+from tailrace.torch.tracing import blocks
+from tailrace.torch.tracing.printing import print_tensor
+from tailrace.torch.tracing.watch import current_watch, is_traced
 
 ipu_print_tensor = print_tensor
 removeBlocks = blocks.remove_blocks

@@ -14,9 +14,9 @@ from tailrace.compat.poptorch.containers import OptionsDict, noted
 from tailrace.compat.poptorch.locations import TensorLocationOptions
 from tailrace.compat.poptorch.strategies import PipelinedExecution, _Strategy
 from tailrace.errors import OptionError, TailraceError
-from tailrace.notes import note_once
+from tailrace.messages import note_once
+from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.errors import CallError, UsageError
-from tailrace.torch.options import ModelOptions
 
 
 class ConfigFileError(TailraceError):
@@ -425,7 +425,7 @@ class Options(OptionsDict):
             reduction = "running_mean" if running else "mean"
         observe: list[Any] = []
         if self.Precision.floating_point_exceptions:
-            from tailrace.tensors.taps import stop_on_nonfinite
+            from tailrace.taps.tap import stop_on_nonfinite
 
             observe = [stop_on_nonfinite()]
         location = self.TensorLocations.location_optimizer

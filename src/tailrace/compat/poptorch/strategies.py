@@ -6,8 +6,8 @@ from typing import Any
 
 from tailrace.compat.poptorch.containers import noted
 from tailrace.compat.poptorch.enums import AutoStage, Liveness
-from tailrace.torch.blocks import Staging
 from tailrace.torch.errors import UsageError
+from tailrace.torch.tracing.blocks import Staging
 
 
 class Stage:

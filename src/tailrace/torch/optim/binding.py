@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tailrace.errors import OptionError
-from tailrace.notes import note_once
-from tailrace.torch.arrays import array_of, dtype_on_device, tensor_of
+from tailrace.messages import note_once
+from tailrace.torch.calls.arrays import array_of, dtype_on_device, tensor_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.optim.classes import LAMB
 from tailrace.torch.optim.rules import GroupRule, Hypers, row_of

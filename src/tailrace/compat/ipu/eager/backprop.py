@@ -1,4 +1,4 @@
 """Tapes that capture gradients of activations."""
 
-from tailrace.compat.ipu.capturing import GradientCaptureContext as GradientCaptureContext
-from tailrace.compat.ipu.capturing import GradientCaptureTape as GradientCaptureTape
+from tailrace.compat.ipu.graph.capture import GradientCaptureContext as GradientCaptureContext
+from tailrace.compat.ipu.graph.capture import GradientCaptureTape as GradientCaptureTape

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tailrace.program import inside as engine
+from tailrace.program import in_program as engine
 
 
 def cross_replica_sum(x: Any, name: str | None = None) -> Any:

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tailrace.compat.ipu import absent as _absent
-from tailrace.compat.ipu.operations import Operation
-from tailrace.compat.ipu.state import current, kept, prepared
-from tailrace.compat.ipu.variables import Variable, as_array
-from tailrace.observe.prints import print_tensor as engine_print
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import current, kept, prepared
+from tailrace.compat.ipu.graph.variables import Variable, as_array
+from tailrace.compat.ipu.settings import absent as _absent
+from tailrace.records.print_tensor import print_tensor as engine_print
 
 
 def print_tensor(input: Any, name: str = "") -> Operation:

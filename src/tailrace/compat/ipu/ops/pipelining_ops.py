@@ -7,22 +7,26 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tailrace.compat.ipu.applying import Optimizer, as_optimizer, is_keras_optimizer
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import (
     GradientAccumulationReductionMethod as GradientAccumulationReductionMethod,
 )
-from tailrace.compat.ipu.gradients import GradientTape
+from tailrace.compat.ipu.graph.gradients import GradientTape
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.update import Optimizer, as_optimizer, is_keras_optimizer
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
 from tailrace.compat.ipu.ipu_outfeed_queue import IPUOutfeedQueue
-from tailrace.compat.ipu.operations import Operation
-from tailrace.compat.ipu.pipeline_options import PipelineOptions
-from tailrace.compat.ipu.pipeline_options import PipelineSchedule as PipelineSchedule
-from tailrace.compat.ipu.pipeline_options import PipelineStageOptions as PipelineStageOptions
-from tailrace.compat.ipu.pipeline_options import RecomputationMode as RecomputationMode
-from tailrace.compat.ipu.state import current
-from tailrace.pipeline.halves import recomputation_checkpoint as engine_checkpoint
-from tailrace.program.inside import microbatch
+from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
+from tailrace.compat.ipu.pipelining.pipeline_options import PipelineSchedule as PipelineSchedule
+from tailrace.compat.ipu.pipelining.pipeline_options import (
+    PipelineStageOptions as PipelineStageOptions,
+)
+from tailrace.compat.ipu.pipelining.pipeline_options import RecomputationMode as RecomputationMode
+from tailrace.pipeline.lowering.forward_backward import (
+    recomputation_checkpoint as engine_checkpoint,
+)
+from tailrace.program.in_program import microbatch
 
 
 def pipeline(
@@ -96,7 +100,7 @@ def pipeline(
     """
     options = PipelineOptions(**{key: value for key, value in locals().items()})
     options.check()
-    from tailrace.compat.ipu import pipelines
+    from tailrace.compat.ipu.pipelining import pipelines
 
     return pipelines.add(options)
 

@@ -1,0 +1,1 @@
+"""Variables, gradients and updates of TensorFlow-style programs."""

@@ -1,0 +1,196 @@
+"""Gradients of a value that has been computed, as programs of the original ask for them.
+
+`optimizer.minimize(loss)` gets a tensor, not a function. While a program is traced, the question is an
+equation, `gradients`; when the traced equations are run, those between the variables and the loss
+become the function that is differentiated. They run once: their results are what everything after them
+uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.errors import IPUTypeError
+from tailrace.compat.ipu.graph.state import inside, is_variable, value_of
+from tailrace.errors import ProgramError
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from tailrace.jaxprs.marks import Tag, mark
+
+_gradients_p = Primitive("ipu_gradients")
+_gradients_p.multiple_results = True
+_gradients_p.def_abstract_eval(
+    lambda loss, *at: [internals.ShapedArray(value.shape, value.dtype) for value in at]
+)
+
+
+def gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
+    """The gradient of `loss`, a value of the program, in each of the variables.
+
+    Args:
+        loss: a float scalar, or an array whose sum is meant.
+        variables: variables of Keras or `Variable`s.
+    """
+    inside("a gradient")
+    loss = jnp.asarray(loss)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise IPUTypeError(f"A loss is a float. Received: {loss.dtype}{list(loss.shape)}.")
+    from tailrace.compat.ipu.graph.capture import active
+
+    context = active()
+    zeros = [zero for each in context.zeros.values() for zero in each] if context else []
+    found = _gradients_p.bind(loss, *(jnp.asarray(value_of(v)) for v in variables), *zeros)
+    if context:
+        context.filled(found[len(variables) :])
+    return found[: len(variables)]
+
+
+def watched_zero(value: Any) -> Any:
+    """A zero of the shape of `value` that a gradient can be asked in."""
+    zeros = jnp.zeros(value.shape, value.dtype)
+    return mark(
+        zeros, Tag("captured")
+    )  # an equation of its own, so that it is a value of the trace
+
+
+class GradientTape:
+    """Gradients in the words of TensorFlow 2; everything in a program can be differentiated.
+
+    The block itself does nothing. `watch` takes variables only.
+    """
+
+    def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
+        self.persistent = persistent
+        self.watch_accessed_variables = watch_accessed_variables
+        self.watched: list[Any] = []
+
+    def __enter__(self) -> GradientTape:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def watch(self, variable: Any) -> None:
+        """Name a variable that `watched_variables` then returns."""
+        if not is_variable(variable):
+            raise IPUTypeError(
+                f"A tape watches variables. Received: {type(variable).__name__}. For the gradient in "
+                f"another value, use jax.grad on a function of it."
+            )
+        self.watched.append(variable)
+
+    def watched_variables(self) -> tuple[Any, ...]:
+        """The variables watched: those named, or else all trainable ones touched so far."""
+        return tuple(self.watched or trainable_so_far())
+
+    def gradient(self, target: Any, sources: Any) -> Any:
+        """The gradient of `target` in `sources`: one variable, or a list of them."""
+        alone = is_variable(sources)
+        found = gradients(target, [sources] if alone else list(sources))
+        return found[0] if alone else found
+
+
+def trainable_so_far() -> list[Any]:
+    """The trainable variables that the program has touched so far."""
+    return [v for v in inside("a gradient").seen.values() if getattr(v, "trainable", False)]
+
+
+# -- running what was traced --------------------------------------------------------------------
+
+
+def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """The results of a traced function, with its questions for gradients answered."""
+    jaxpr = closed.jaxpr
+    for eqn in jaxpr.eqns:
+        _refuse_hidden(eqn)
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    known.update(zip(jaxpr.invars, args, strict=True))
+    waiting = list(jaxpr.eqns)
+    while waiting:
+        asked = next((i for i, eqn in enumerate(waiting) if eqn.primitive is _gradients_p), None)
+        if asked is None:
+            _run(waiting, known)
+            break
+        _answer(waiting[:asked], waiting[asked], known)
+        waiting = waiting[asked + 1 :]
+    return [internals.value_of(known, var) for var in jaxpr.outvars]
+
+
+def _answer(before: list[JaxprEqn], question: JaxprEqn, known: dict[Any, Any]) -> None:
+    """Run the equations before a question, those on the way to the loss as one function."""
+    loss, *at = question.invars
+    free = [var for var in dict.fromkeys(at) if isinstance(var, Var)]
+    way = _on_the_way(before, free, loss)
+    made = [var for eqn in way for var in eqn.outvars]
+    first, apart = _needed(before, free), {id(eqn) for eqn in way}
+    _run(first, known)
+    apart.update(map(id, first))
+    late, rest = set(made), []
+    for eqn in before:
+        if id(eqn) in apart:
+            continue
+        if any(var in late for var in _variables(eqn.invars)):
+            late.update(eqn.outvars)
+            rest.append(eqn)
+        else:
+            _run([eqn], known)
+
+    def forward(values: Any) -> Any:
+        local = known | dict(zip(free, values, strict=True))
+        _run(way, local)
+        return jnp.sum(internals.value_of(local, loss)), [local[var] for var in made]
+
+    grads, results = jax.grad(forward, has_aux=True)([known[var] for var in free])
+    known.update(zip(made, results, strict=True))
+    _run(rest, known)
+    for var, out in zip(at, question.outvars, strict=True):
+        known[out] = grads[free.index(var)] if isinstance(var, Var) else jnp.zeros_like(var.val)
+
+
+def _refuse_hidden(eqn: JaxprEqn) -> None:
+    """Refuse a question inside of an equation, from where the way to the loss cannot be seen."""
+    for _, _, inner, _ in internals.inner_jaxprs(eqn):
+        for each in inner.eqns:
+            if each.primitive is _gradients_p:
+                raise ProgramError(
+                    f"A gradient is asked for inside of {eqn.primitive.name!r}. Ask for it in the "
+                    f"body of the loop or the function itself: remove the jax.jit around it, or "
+                    f"use jax.grad on a function there."
+                )
+            _refuse_hidden(each)
+
+
+def _run(equations: Sequence[JaxprEqn], known: dict[Any, Any]) -> None:
+    for eqn in equations:
+        with internals.equation_context(eqn):
+            out = internals.bind_again(eqn, [internals.value_of(known, var) for var in eqn.invars])
+        known.update(zip(eqn.outvars, out, strict=True))
+
+
+def _on_the_way(equations: list[JaxprEqn], start: list[Any], end: Any) -> list[JaxprEqn]:
+    """The equations that compute `end` out of `start`, in order."""
+    touched, forward = set(start), []
+    for eqn in equations:
+        begins_here = any(var in start for var in eqn.outvars)
+        if not begins_here and any(var in touched for var in _variables(eqn.invars)):
+            touched.update(eqn.outvars)
+            forward.append(eqn)
+    return _needed(forward, _variables([end]))
+
+
+def _needed(equations: list[JaxprEqn], results: list[Any]) -> list[JaxprEqn]:
+    """The equations that `results` are computed by, in order."""
+    needed, found = set(results), []
+    for eqn in reversed(equations):
+        if any(var in needed for var in eqn.outvars):
+            needed.update(_variables(eqn.invars))
+            found.append(eqn)
+    return found[::-1]
+
+
+def _variables(operands: Sequence[Any]) -> list[Any]:
+    return [var for var in operands if not isinstance(var, Literal)]

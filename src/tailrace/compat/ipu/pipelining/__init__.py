@@ -1,0 +1,1 @@
+"""`pipelining_ops.pipeline` on the pipeline engine."""

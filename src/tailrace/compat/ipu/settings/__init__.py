@@ -1,0 +1,1 @@
+"""Names and options of the original configuration."""

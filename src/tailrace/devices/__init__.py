@@ -1,0 +1,1 @@
+"""Which devices a process uses, and how several processes form one program."""

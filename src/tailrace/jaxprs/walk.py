@@ -1,0 +1,144 @@
+"""Reading a traced program: every equation, where it stands, and what surrounds it.
+
+A position is a tuple of numbers: the index of an equation, then the index of the program inside that
+equation, then the index of an equation there, and so on. It names an equation for good, also where
+two equations share one inner program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
+from tailrace.jaxprs.marks import (
+    FORWARD,
+    Tag,
+    ambient_p,
+    cross_replica_p,
+    dequeue_p,
+    gather_p,
+    mark_p,
+    queue_of,
+    unit_p,
+)
+
+Position = tuple[int, ...]
+
+LOOP, SCAN, WHILE, BRANCH, REPLAY, CALL = "loop", "scan", "while", "branch", "replay", "call"
+
+
+@dataclasses.dataclass(frozen=True)
+class Surrounding:
+    """One thing that an equation stands inside of.
+
+    Attributes:
+        kind: `LOOP` (made by Tailrace), `SCAN` or `WHILE` (the user's own), `BRANCH` of a condition,
+            `REPLAY` (a recomputation in the backward pass), or a plain `CALL`.
+        length: how often it runs; None when only the running program knows.
+        tag: the tag of a loop made by Tailrace.
+        scopes: the name stack of the equation that makes it.
+        stage: the number of the stage of a pipeline that a call is.
+    """
+
+    kind: str
+    length: int | None = None
+    tag: Tag | None = None
+    scopes: str = ""
+    stage: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """An equation and where it stands."""
+
+    equation: JaxprEqn
+    position: Position
+    inside: tuple[Surrounding, ...] = ()
+
+    @property
+    def replayed(self) -> bool:
+        """Whether this only repeats, for the backward pass, what was computed forward already."""
+        return any(around.kind == REPLAY for around in self.inside)
+
+    def loops(self) -> tuple[Surrounding, ...]:
+        """What repeats this equation, outermost first."""
+        return tuple(a for a in self.inside if a.kind in (LOOP, SCAN, WHILE))
+
+
+def walk(
+    equations: Sequence[JaxprEqn],
+    position: Position = (),
+    inside: tuple[Surrounding, ...] = (),
+) -> Iterator[Place]:
+    """Every equation of a program and of the programs inside it, in the order they run."""
+    for index, eqn in enumerate(equations):
+        here = (*position, index)
+        yield Place(eqn, here, inside)
+        for number, (_, _, inner, _) in enumerate(internals.inner_jaxprs(eqn)):
+            yield from walk(inner.eqns, (*here, number), (*inside, surrounding(eqn, inner)))
+
+
+def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
+    """What an equation is to the program inside it."""
+    scopes = internals.name_stack_of(eqn)
+    tag = loop_tag(inner)
+    if eqn.primitive is primitives.scan_p:
+        return Surrounding(LOOP if tag else SCAN, eqn.params["length"], tag, scopes)
+    if eqn.primitive is primitives.while_p:
+        return Surrounding(LOOP if tag else WHILE, tag.payload if tag else None, tag, scopes)
+    if eqn.primitive is primitives.cond_p:
+        return Surrounding(BRANCH, scopes=scopes)
+    if is_replay(eqn):
+        return Surrounding(REPLAY, scopes=scopes)
+    return Surrounding(CALL, scopes=scopes, stage=eqn.params.get("stage", None))
+
+
+def loop_tag(body: Jaxpr) -> Tag | None:
+    """The tag of the Tailrace loop whose body this is, or None if it is no such body."""
+    for eqn in body.eqns:
+        if eqn.primitive is mark_p and eqn.params["tag"].role == "loop":
+            return eqn.params["tag"]
+    return None
+
+
+def is_replay(eqn: JaxprEqn) -> bool:
+    """Whether an equation recomputes a forward pass for the backward pass."""
+    return eqn.primitive is primitives.remat_p and bool(eqn.params.get("differentiated"))
+
+
+def tag_of(place: Place) -> Tag | None:
+    """The tag of an equation that is a mark and says something new (not a replay), else None."""
+    if place.equation.primitive is not mark_p:
+        return None
+    tag: Tag = place.equation.params["tag"]
+    if place.replayed and tag.direction == FORWARD:
+        return None
+    return tag
+
+
+def concerns_us(eqn: JaxprEqn) -> bool:
+    """Whether an equation must be resolved before XLA may see the program."""
+    return eqn.primitive in _OURS or any(
+        concerns_us(inner_eqn)
+        for _, _, inner, _ in internals.inner_jaxprs(eqn)
+        for inner_eqn in inner.eqns
+    )
+
+
+_OURS: set[Any] = {mark_p, dequeue_p, ambient_p, cross_replica_p, gather_p, unit_p}
+
+
+def elements_read(equations: Sequence[JaxprEqn]) -> dict[Any, int]:
+    """How many elements of each infeed one run of a program reads (at most, in a while loop)."""
+    counts: dict[Any, int] = {}
+    for place in walk(equations):
+        if place.equation.primitive is dequeue_p:
+            total = 1
+            for around in place.loops():
+                total *= around.length if around.length is not None else 1
+            queue = queue_of(place.equation)
+            counts[queue] = counts.get(queue, 0) + total
+    return counts

@@ -1,0 +1,1 @@
+"""Loops that users write by hand, and the state they reach."""

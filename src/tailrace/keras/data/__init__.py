@@ -1,0 +1,1 @@
+"""Batches of Keras' data adapters, on their way to the device."""

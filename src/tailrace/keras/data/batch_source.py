@@ -1,0 +1,305 @@
+"""From Keras' batches to blocks on the device.
+
+Keras' own data adapters yield one batch after another. An execution takes many: they are stacked, leaf
+by leaf, into one block and moved to the device together, for long executions by a thread, while the
+execution before runs. Batches of another shape (the last one of an array, often) make a block of
+their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.data.dtypes import check_numeric
+from tailrace.errors import DataError
+from tailrace.feeds.background import Worker
+from tailrace.feeds.buffers import allocate
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.infeed import InfeedQueue, Staged
+from tailrace.feeds.transfer import put
+from tailrace.keras.data.resident_arrays import (
+    Resident,
+    RowNumbers,
+    Slice,
+    data_of,
+    numbers_of,
+    same_rows,
+)
+
+THREAD_FROM = 8
+"""Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
+
+_ARRAYS = frozenset({np.ndarray, Slice})
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """Batches of one form, stacked: on the host, and on the device."""
+
+    form: Form
+    count: int
+    staged: Staged
+    sharding: Any = None
+
+    def on(self, sharding: Any, replicas: int) -> Staged:
+        """The block where `sharding` says; moved there if it was read before that was known."""
+        if self.sharding != sharding:
+            self.staged = moved(self.staged.host, self.count, replicas, sharding)
+            self.sharding = sharding
+        return self.staged
+
+
+@dataclasses.dataclass(eq=False)
+class Form:
+    """What batches of one form look like, and the feed that hands them to programs."""
+
+    spec: ElementSpec
+    order: tuple[int, ...]
+    feed: HandFeed
+
+
+class HandFeed(InfeedQueue):
+    """An infeed whose blocks are handed over by the one who dispatches."""
+
+    def __init__(self, spec: ElementSpec) -> None:
+        super().__init__([], prefetch=0)
+        self._spec = spec
+        self.block: Staged | None = None
+
+    def spec(self) -> ElementSpec:
+        """The form of a batch."""
+        return self._spec
+
+    def take(self, count: int, sharding: Any, *, then: int | None = None) -> Staged:
+        """The block that waits."""
+        assert self.block is not None
+        assert self.block.count == count
+        block, self.block = self.block, None
+        return block
+
+    def put_back(self, staged: Staged, used: int) -> None:
+        """Keep a block that a failed dispatch did not use."""
+        self.block = staged
+
+    def elements_of(self, block: Any) -> Any:
+        """The elements that a block on the host stands for."""
+        return [leaf.elements() if isinstance(leaf, RowNumbers) else leaf for leaf in block]
+
+    def started(self, ticket: Any) -> None:
+        """Nothing waits for blocks here."""
+
+    def rest(self) -> None:
+        """There is no thread to end."""
+
+
+class Batches:
+    """The batches that one iterator of Keras yields, in blocks.
+
+    Args:
+        iterator: yields batches, as Keras' trainer hands them to its functions.
+        shape: makes the element that programs see from a batch.
+        forms: the forms seen so far, by structure, shapes and dtypes; kept by the caller.
+        most: how many batches may be read in all; None: all there are.
+        resident: keeps the arrays that batches are rows of on the device, where they are.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        shape: Callable[[Any], Any],
+        forms: dict[Any, Form],
+        most: int | None = None,
+        resident: Resident | None = None,
+    ) -> None:
+        self._resident = resident
+        self.iterator = iterator
+        self._source = _without_transfer(iterator)
+        self._shape, self._forms, self._left = shape, forms, most
+        self._held: tuple[Any, list[Any], Any] | None = None
+        self._worker: Worker | None = None
+        self._ahead: Future[Block | None] | None = None
+        self._rest: tuple[Form, list[np.ndarray]] | None = None
+        self._bytes: int | None = None
+        self.failure: Exception | None = None
+        """What reading raised, while batches that were read before it are on their way."""
+
+    def bytes_per_batch(self) -> int:
+        """The size of a batch, from the first one (which is not lost); 0 if there is none."""
+        if self._bytes is None:
+            first = self._next()
+            self._held = first
+            self._bytes = 0 if first is None else sum(leaf.nbytes for leaf in first[1])
+        return self._bytes
+
+    def take(self, count: int, replicas: int, sharding: Any, ahead: bool) -> Block | None:
+        """Up to `count` batches of one form; None when there are no more.
+
+        Args:
+            count: how many at most, over all replicas.
+            replicas: how many replicas share the block.
+            sharding: where the block goes.
+            ahead: whether to read as many again meanwhile.
+        """
+        waiting, self._ahead = self._ahead, None
+        block = waiting.result() if waiting is not None else self._stage(count, replicas, sharding)
+        if block is not None and block.count > count:  # read for an execution of another length
+            self._rest = (block.form, [leaf[count:] for leaf in block.staged.host])
+            part = [leaf[:count] for leaf in block.staged.host]
+            block = self._moved(block.form, count, part, replicas, sharding)
+        if ahead and block is not None and count >= THREAD_FROM:
+            if self._worker is None:
+                self._worker = Worker("tailrace-infeed-keras")
+            self._ahead = self._worker.submit(self._stage, count, replicas, sharding)
+        return block
+
+    def close(self) -> None:
+        """End the thread; what it read ahead is let go of."""
+        waiting, self._ahead = self._ahead, None
+        if waiting is not None and not waiting.cancel():
+            waiting.exception()
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _stage(self, count: int, replicas: int, sharding: Any) -> Block | None:
+        if self._rest is not None:
+            (form, rows), self._rest = self._rest, None
+            if len(rows[0]) > count:
+                self._rest = (form, [leaf[count:] for leaf in rows])
+                rows = [leaf[:count] for leaf in rows]
+            return self._moved(form, len(rows[0]), rows, replicas, sharding)
+        first = self._next()
+        if first is None:
+            return None
+        key, leaves, batch = first
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = _form_of(batch, self._shape, self._forms.values())
+        ours = self._resident and self._resident.sources([leaves[n] for n in form.order])
+        spread = isinstance(sharding, jax.sharding.NamedSharding)
+        if count == 1 and not spread:  # travels with the call as it is, as it does in Keras
+            wanted = zip(form.order, form.spec.leaves, strict=True)
+            alone = [data_of(leaves[n]).astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
+            return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
+        sources = ours or [None] * len(form.order)
+        kept = [n for n, source in zip(form.order, sources, strict=True) if source is not None]
+        block: list[Any] = [
+            allocate((count, *leaf.shape), leaf.dtype) if source is None else None
+            for leaf, source in zip(form.spec.leaves, sources, strict=True)
+        ]
+        pairs = zip(block, form.order, strict=True)
+        copied = [(target, n) for target, n in pairs if target is not None]
+        rows: list[Any] = []
+        found = 0
+        for found, batch_leaves in enumerate(self._alike(key, leaves, count), start=1):
+            for target, n in copied:
+                target[found - 1] = data_of(batch_leaves[n])
+            if kept:
+                rows.append(same_rows([batch_leaves[n] for n in kept]))
+        if found < count:
+            block = [None if leaf is None else leaf[:found] for leaf in block]
+        if kept:
+            numbers = numbers_of(rows)
+            block = [
+                leaf if source is None else RowNumbers.of(source, numbers)
+                for leaf, source in zip(block, sources, strict=True)
+            ]
+        return self._moved(form, found, block, replicas, sharding)
+
+    def _moved(
+        self, form: Form, count: int, block: list[np.ndarray], replicas: int, sharding: Any
+    ) -> Block:
+        """A block that was read, on the device too."""
+        if self._resident is None or not any(isinstance(leaf, RowNumbers) for leaf in block):
+            return Block(form, count, moved(block, count, replicas, sharding), sharding)
+        device = self._resident.gathered(block, form.spec.leaves, sharding)
+        return Block(form, count, Staged(block, device, count, replicas), sharding)
+
+    def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:
+        """The leaves of a batch, and of those that follow and look like it: up to `count` in all."""
+        yield leaves
+        for _ in range(count - 1):
+            try:
+                following = self._next()
+            except Exception as error:  # what was read before it counts; it is raised afterwards
+                self.failure = error
+                return
+            if following is None:
+                return
+            if following[0] != key:
+                self._held = following
+                return
+            yield following[1]
+
+    def _next(self) -> tuple[Any, list[Any], Any] | None:
+        if self.failure is not None:
+            raise self.failure
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held
+        if self._left is not None:
+            if not self._left:
+                return None
+            self._left -= 1
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            self._left = 0
+            return None
+        if type(batch) is tuple and _ARRAYS.issuperset(map(type, batch)):
+            leaves, structure = list(batch), len(batch)  # most batches: cheaper to see than a tree
+        else:
+            leaves, structure = jax.tree.flatten(batch)
+            leaves = [leaf if type(leaf) in _ARRAYS else np.asarray(leaf) for leaf in leaves]
+        key = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
+        return key, leaves, batch
+
+
+def moved(block: list[np.ndarray], count: int, replicas: int, sharding: Any) -> Staged:
+    """A block, on the device too."""
+    passes = count // replicas
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        whole = [leaf[: passes * replicas] for leaf in block]
+        shaped = [leaf.reshape(passes, replicas, *leaf.shape[1:]) for leaf in whole]
+        device = tuple(jax.device_put(leaf, sharding) for leaf in shaped)
+    else:
+        device = tuple(put(leaf, sharding) for leaf in block)
+    return Staged(block, device, passes, replicas)
+
+
+def _form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
+    leaves, structure = jax.tree.flatten(batch)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        check_numeric(jax.tree_util.keystr(path), np.asarray(leaf))
+    spec = ElementSpec.of(shape(batch))
+    order = jax.tree.leaves(shape(jax.tree.unflatten(structure, range(len(leaves)))))
+    if len(order) != len(spec.leaves):
+        raise DataError(
+            f"A batch is (inputs,), (inputs, targets) or (inputs, targets, sample_weights). "
+            f"Received: {structure}."
+        )
+    # (x, y) and (x, y, None) are one to a program, and so share its feed.
+    feed = next((other.feed for other in others if other.spec == spec), None)
+    return Form(spec, tuple(order), feed or HandFeed(spec))
+
+
+def _without_transfer(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The batches on the host, where Keras would move them to the device one by one.
+
+    On an accelerator Keras wraps its iterator in a generator that moves each batch ahead. Before it
+    has begun, what it reads from can be read directly; otherwise its arrays are taken as they come.
+    """
+    if inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == "GEN_CREATED":
+        inner = inspect.getgeneratorlocals(iterator).get("numpy_iterator")
+        if inner is not None:
+            return iter(inner)
+    return iterator

@@ -1,0 +1,1 @@
+"""Keras optimizers as update rules, and their wrappers."""

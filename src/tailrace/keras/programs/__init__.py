@@ -1,0 +1,1 @@
+"""Keras' train, test and predict functions as device programs."""

@@ -1,0 +1,309 @@
+"""The training program of a model: Keras' loss, metrics and optimizer on a `tr.Trainer`.
+
+Keras' trainer calls `run(state, iterator)` once an execution and gets back logs, which wait for the
+device only when they are read, and a token for its state, which it hands back. The variables get their
+values when Keras wants to have them again (`fill`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from tailrace.keras.data.batch_source import Block, Form
+from tailrace.keras.optimizers.adapter import Updates
+from tailrace.keras.optimizers.wrappers import overrides, wrappers_of
+from tailrace.keras.outfeed_layers import OutfeedOptimizer
+from tailrace.keras.programs.executions import Executions, as_batch, part
+from tailrace.keras.programs.logs import Final, Series
+from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
+from tailrace.program.running.dispatch_lengths import next_piece
+from tailrace.program.running.executable import Placement
+from tailrace.program.step.training_step import TrainState
+from tailrace.taps.tap import Tap
+from tailrace.training.fit import Fit
+from tailrace.training.trainer import Trainer
+
+QUIET_FROM = 32
+"""Metrics of so many steps and more are computed once, behind them, if nobody wants each."""
+
+
+class Training(Executions):
+    """The training program of one compiled model, kept from fit to fit."""
+
+    def __init__(self, model: Any) -> None:
+        settings = model.tailrace
+        placement = Placement(settings.replicas)
+        count = settings.microbatches
+        super().__init__(model, placement, count * settings.replicas)
+        self.layout = Layout(model)
+        self.trainer: Trainer | None = None
+        self._leaves: list[list[int]] = []
+        self._fit: tuple[Form, Fit] | None = None
+        self._contexts = contextlib.ExitStack()
+        self._began = False
+        self._token = tuple([None] * len(self.layout.kinds))  # an object of its own
+        self._handed: list[Any] = []
+        self._dirty = False
+        self._observing: list[OutfeedOptimizer] = []
+        """Optimizers that get the gradients of each batch by observation."""
+        self._delivered = 0
+        self._found: tuple[Any, dict[str, int]] | None = None
+
+    # -- what Keras calls -----------------------------------------------------------------------
+
+    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
+        """One execution."""
+        if state is not self._token:
+            self._load([value for values in state for value in values])
+        series = self.execute(iterator)[-1]
+        return self.logs(series), self._token
+
+    def fill(self) -> None:
+        """Give the variables their values."""
+        if not self._dirty:
+            return
+        self._dirty = False
+        if self._fit is not None:
+            self._fit[1].finish()  # what callbacks read at the end of an epoch is all there
+            self._deliver()
+        assert self.trainer is not None
+        leaves = jax.tree.leaves(self.trainer.current())
+        values = [leaves[numbers[0]] for numbers in self._leaves]
+        if self.replicas > 1 or self.trainer.pipeline is not None:
+            values = [
+                _of_one(variable, value)
+                for variable, value in zip(self.layout.variables, values, strict=True)
+            ]
+        for variable, value in zip(self.layout.variables, values, strict=True):
+            variable.assign(value)
+        self._handed = [variable.value for variable in self.layout.variables]
+
+    def handed_over(self) -> list[Any]:
+        """The variables whose values Keras hands over, in order."""
+        return [] if self._dirty else self.layout.variables
+
+    def end(self) -> None:
+        """A fit is over: results that are on their way come in, threads end."""
+        self._leave()
+        self._began, self._delivered = False, 0
+        super().end()
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _load(self, values: list[Any]) -> None:
+        """Take over what Keras hands in, where it is not what was handed out."""
+        new = self.trainer is None
+        if self.trainer is None:
+            self.trainer = self._made(values)
+            self._leaves = _leaf_numbers(self.layout, self.trainer.current())
+        changed: dict[int, Any] = {}
+        for number, (name, variable, value) in enumerate(
+            zip(self.layout.names, self.layout.variables, values, strict=True)
+        ):
+            own = self.replicas > 1 and self.layout.own_of_replicas(name)
+            handed_out = number < len(self._handed) and self._handed[number] is value
+            if handed_out or (new and not own):
+                continue
+            entering = for_replicas(variable, value, self.replicas) if own else value
+            changed.update(dict.fromkeys(self._leaves[number], entering))
+        if changed:
+            self.trainer.replace(changed)
+        self._handed = []
+
+    def _made(self, values: list[Any]) -> Trainer:
+        layout, settings = self.layout, self.model.tailrace
+        rest = iter(values)
+        trees = [{name: next(rest) for name in kind.names} for kind in layout.kinds]
+        params, others, kept, metrics = trees
+        if layout.scale is not None:
+            params[SCALE] = kept[layout.optimizer.names[layout.scale]]
+        taps = [settings.observe] if isinstance(settings.observe, str) else [*settings.observe]
+        if settings.is_pipelined:
+            wrappers = wrappers_of(self.model.optimizer)
+            sending = [one for one in wrappers if isinstance(one, OutfeedOptimizer)]
+            self._observing = [one for one in sending if one.sees_each]
+            taps += [Tap(name, reduce="tensor") for w in self._observing for name in w.wanted()]
+        return Trainer(
+            settings.loss_function(self.loss),
+            Updates(self.model.optimizer, layout, kept),
+            params,
+            steps_per_execution=1,
+            accumulation=1 if settings.is_pipelined else settings.accumulation,
+            replicas=self.replicas,
+            model_state={**others, **metrics},
+            replica_state=lambda name: "each" if layout.own_of_replicas(name) else "mean",
+            observe=taps,
+            run_dir=settings.run_dir,
+            offload_optimizer_state=settings.options.offload_optimizer_state,
+            shard_optimizer_state=settings.options.shard_optimizer_state,
+            offload_activations=settings.options.offload_activations,
+        )
+
+    def _deliver(self) -> None:
+        """Hand over the gradients of each batch that were observed since the last time."""
+        assert self.trainer is not None
+        for optimizer in self._observing:
+            found, count = {}, 0
+            for name, key in optimizer.wanted().items():
+                values = self.trainer.records[name, "tensor"].values
+                count = len(values)
+                values = values[self._delivered :]
+                lead = (-1, self.replicas) if self.replicas > 1 else (-1,)
+                found[key] = values.reshape(*lead, *values.shape[1:])
+            optimizer.deliver(found, self.replicas)
+            self._delivered = count
+
+    # -- the step -------------------------------------------------------------------------------
+
+    def loss(self, params: Any, model_state: Any, **element: Any) -> Any:
+        """The loss of one batch; with it, the next state and the metrics so far."""
+        layout, model = self.layout, self.model
+        state = (
+            layout.trainable.values(params),
+            layout.others.values(model_state),
+            layout.metrics.values(model_state),
+        )
+        with model.tailrace.differentiating(layout) as seen:
+            # The step of evaluation, with the training pass inside: it updates all metrics.
+            logs, (_, others, metrics) = keras.Model.test_step(model, state, as_batch(element))
+        loss = seen.loss
+        if layout.scale is not None:
+            loss = loss * jax.lax.stop_gradient(params[SCALE]).astype(loss.dtype)
+        elif (factor := model.optimizer.loss_scale_factor) is not None:
+            loss = loss * jnp.asarray(factor, loss.dtype)
+        self.names = {name: jnp.shape(value) for name, value in logs.items()}
+        after = {**layout.others.tree(others), **layout.metrics.tree(metrics)}
+        after = {name: jnp.asarray(v, model_state[name].dtype) for name, v in after.items()}
+        return loss, (after, {"metrics": dict(logs)})
+
+    # -- executions -----------------------------------------------------------------------------
+
+    def dispatch(self, block: Block) -> tuple[Any, Any]:
+        """Run the steps of a block; cut where periodic taps look."""
+        trainer, fit, feed = self.trainer, self._enter(block.form), block.form.feed
+        assert trainer is not None
+        if trainer.pipeline is not None:  # only once it is traced, its devices are known
+            self._sharding = fit.runner.placement.shared_out
+            block.on(self._sharding, self.replicas)
+        count = self.per_step // self.replicas
+        steps, ran = block.count // self.per_step, 0
+        most = trainer.pace.most_steps if trainer.pace is not None else None
+        piece = steps if most is None else min(steps, max(1, most))  # what taps return must fit
+        sent: list[dict[str, Any]] = []
+        ticket = None
+        quiet = self._is_quiet(fit, steps)
+        fit.runner.muted = frozenset([trainer.scalars]) if quiet else frozenset()
+        while ran < steps:
+            length, period = next_piece(piece, steps - ran, trainer.step, fit.sight.period)
+            whole = length == steps
+            feed.block = block.staged if whole else part(block.staged, ran * count, length * count)
+            ticket = fit.run(length, 0, period)
+            self._dirty = True
+            ran += length
+            if not quiet:
+                sent.append(self._scalars(fit))
+            if quiet or self._nothing_to_take(fit):
+                fit.pending.clear()
+            elif len(fit.pending) > 1:
+                fit.take_in()
+        if quiet:
+            return ticket, self._metrics_now(fit) if self.pacing.heard else {}
+        return ticket, self.log_series(*sent)
+
+    # -- steps that nobody hears of -------------------------------------------------------------
+
+    def _is_quiet(self, fit: Fit, steps: int) -> bool:
+        """Whether nothing has to leave the program step by step.
+
+        Keras makes the logs of an epoch from the metrics' variables. So are those of an execution,
+        where the steps in it are not reported and there are enough of them to pay for it.
+        """
+        if self.pacing.hears_steps or not self._nothing_to_take(fit):
+            return False
+        assert self.trainer is not None
+        if self.replicas > 1 or self.trainer.pipeline is not None:
+            merged = self.replicas == 1 or self.model.tailrace.merges_metrics
+            return merged and not self.pacing.heard
+        own = overrides(self.model, "compute_metrics", keras.Model)
+        return not self.pacing.heard or (steps >= QUIET_FROM and not own)
+
+    def _metrics_now(self, fit: Fit) -> dict[str, Series]:
+        """The metrics that are numbers, computed from their variables as they are now."""
+        state = fit.runner.carried(fit.known).model_state
+        found = self._results(self.layout.metrics.values(state))
+        return {name: Final(value) for name, value in found.items() if not jnp.ndim(value)}
+
+    @functools.cached_property
+    def _results(self) -> Any:
+        def results(values: list[Any]) -> Any:
+            mapping = zip(self.layout.metrics.all, values, strict=True)
+            with keras.StatelessScope(state_mapping=list(mapping)):
+                return keras.tree.map_structure(jnp.asarray, self.model.get_metrics_result())
+
+        return jax.jit(results)
+
+    def _scalars(self, fit: Fit) -> dict[str, Any]:
+        """The metrics that the latest dispatch sent out, still on the device."""
+        assert self.trainer is not None
+        leaves = fit.pending[-1][3][self.trainer.scalars].value
+        return {name: leaves[n] for name, n in self._places(fit).items()}
+
+    def _places(self, fit: Fit) -> dict[str, int]:
+        """Where among the scalars that leave a program its metrics are."""
+        assert self.trainer is not None
+        if self._found is None or self._found[0] is not fit.runner:
+            out = fit.runner.traced.outfeeds[self.trainer.scalars]
+            numbered = jax.tree.unflatten(out.structure, range(out.structure.num_leaves))["aux"]
+            places = {name.removeprefix("metrics/"): n for name, n in numbered.items()}
+            self._found = (fit.runner, places)
+        return self._found[1]
+
+    def _nothing_to_take(self, fit: Fit) -> bool:
+        """Whether the metrics are all that comes out: they are read elsewhere, when wanted."""
+        assert self.trainer is not None
+        others = len(fit.runner.traced.outfeeds) > 1
+        return not (fit.sight.chosen or fit.guarded or others or self.trainer.sink)
+
+    def _enter(self, form: Form) -> Fit:
+        """The fit for batches of this form."""
+        assert self.trainer is not None
+        if self._fit is None or self._fit[0] is not form:
+            self._leave()
+            context = self.trainer.fitting(form.feed, go_on=self._began)
+            self._fit, self._began = (form, self._contexts.enter_context(context)), True
+        return self._fit[1]
+
+    def _leave(self) -> None:
+        if self._fit is not None:
+            self._fit[1].runner.muted = frozenset()
+        self._fit = None
+        self._contexts.close()
+
+
+def _of_one(variable: Any, value: Any) -> Any:
+    """The value that Keras' variable has, of what replicas have."""
+    if value.ndim > len(variable.shape):
+        return jnp.asarray(merged(variable, np.asarray(value)))
+    return on_one_device(value)
+
+
+def _leaf_numbers(layout: Layout, state: TrainState) -> list[list[int]]:
+    """For each variable, its numbers among the leaves of the state."""
+    numbers = iter(range(len(jax.tree.leaves(state))))
+    tree = jax.tree.map(lambda _: next(numbers), state)
+    found = [[tree.params[name]] for name in layout.trainable.names]
+    found += [[tree.model_state[name]] for name in layout.others.names]
+    found += [[tree.optimizer_state[name]] for name in layout.optimizer.names]
+    found += [[tree.model_state[name]] for name in layout.metrics.names]
+    if layout.scale is not None:
+        place = len(layout.trainable.names) + len(layout.others.names) + layout.scale
+        found[place].append(tree.params[SCALE])
+    return found

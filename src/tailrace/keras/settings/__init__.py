@@ -1,0 +1,1 @@
+"""What `set_pipelining_options` and its sisters accept."""

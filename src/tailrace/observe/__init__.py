@@ -1,1 +1,0 @@
-"""What was observed, on the host: records, tables, printing."""

@@ -1,0 +1,1 @@
+"""From stages and a plan to work for each device."""

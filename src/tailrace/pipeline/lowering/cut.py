@@ -1,0 +1,266 @@
+"""Cutting a traced model into the pieces that stages of a pipeline compute.
+
+The equations between two boundaries are a piece. Three kinds of equation move from where they were
+traced to where they are used, so that nothing needless is kept or sent:
+
+* what depends on parameters alone (a cast, a transposed weight) is computed in each piece that uses it,
+* what depends on the batch alone and is used in one later piece (labels made one-hot) goes there,
+  unless a boundary names it,
+* the marks of the boundaries themselves vanish: what they mark is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.errors import PipelineError
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives, variables
+from tailrace.jaxprs.marks import ambient_p, mark_p
+from tailrace.pipeline.boundary import BESIDE, ROLE
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """What one member of one stage computes of one microbatch, forward.
+
+    Attributes:
+        stage: which stage.
+        member: which member of it, if it is a group of concurrent stages; else 0.
+        equations: in order; their operands are free of boundaries.
+        inputs: variables that it reads and does not make.
+        outputs: variables that it makes and that are used elsewhere.
+    """
+
+    stage: int
+    member: int
+    equations: tuple[JaxprEqn, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+
+    def run(self, inputs: Sequence[Any], consts: dict[Any, Any]) -> dict[Any, Any]:
+        """Emit the piece on values for its inputs; all variables it makes, by variable."""
+        known = {**consts, **dict(zip(self.inputs, inputs, strict=True))}
+        for eqn in self.equations:
+            with internals.equation_context(eqn):
+                outputs = internals.bind_again(
+                    eqn, [internals.value_of(known, v) for v in eqn.invars]
+                )
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return known
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cut:
+    """A model in pieces, in the order in which they run.
+
+    Attributes:
+        pieces: members of one stage follow each other.
+        invars: the variables of the whole model's inputs.
+        outvars: the variables (or literals) of its outputs.
+        consts: values of variables that are constants.
+    """
+
+    pieces: tuple[Piece, ...]
+    invars: tuple[Var, ...]
+    outvars: tuple[Any, ...]
+    consts: dict[Any, Any]
+
+    def results(self, values: dict[Any, Any]) -> list[Any]:
+        """The outputs, from the values of variables."""
+        return [values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in self.outvars]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """For each stage, how many members it has."""
+        stages = [piece.stage for piece in self.pieces]
+        return tuple(stages.count(stage) for stage in dict.fromkeys(stages))
+
+
+def cut_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Cut, Any]:
+    """Trace `function(params, model_state, batch, inputs)` on the forms of `args`, and cut it.
+
+    Returns:
+        The pieces, and the structure of what the function returns.
+    """
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*forms)
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    everywhere = range(counts[0] + counts[1], sum(counts))
+    return cut(closed, counts[0], everywhere), jax.tree.structure(shape)
+
+
+def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
+    """Cut a traced model at its boundaries.
+
+    Args:
+        closed: the model, forward.
+        parameters: how many of its inputs, from the first, are parameters.
+        batch: which of its inputs are there in every stage: the element, and what is equal for all.
+    """
+    closed = opened(closed)
+    jaxpr = closed.jaxpr
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    regions, equations, outvars, passed, order = _regions(jaxpr)
+    anywhere = {jaxpr.invars[i] for i in batch}
+    fixed = {*jaxpr.invars[:parameters], *consts}
+    homes = _homes(
+        equations, regions, {*variables(outvars), *passed}, fixed, anywhere | set(consts)
+    )
+    made_in: dict[Any, set[tuple[int, int]]] = {}
+    for eqn, home in zip(equations, homes, strict=True):
+        for var in eqn.outvars:
+            made_in[var] = home
+    results = set(variables(outvars))
+    used_in: dict[Any, set[tuple[int, int]]] = {}
+    for eqn, home in zip(equations, homes, strict=True):
+        for var in variables(eqn.invars):
+            used_in.setdefault(var, set()).update(home)
+    pieces = []
+    for region in order:
+        own = [e for e, home in zip(equations, homes, strict=True) if region in home]
+        made = [var for eqn in own for var in eqn.outvars]
+        inside = set(made)
+        used = dict.fromkeys(v for eqn in own for v in variables(eqn.invars))
+        inputs = tuple(v for v in used if v not in inside and v not in consts)
+        _check_beside(region, inputs, made_in)
+        outputs = tuple(
+            var
+            for var in made
+            # What is computed wherever it is used is nobody's output, except as a result.
+            if (var in results and region == min(made_in[var], key=order.index))
+            or any(
+                region not in made_in[var] or other not in made_in[var]
+                for other in used_in.get(var, ())
+            )
+        )
+        pieces.append(Piece(*region, tuple(own), inputs, outputs))
+    return Cut(tuple(pieces), tuple(jaxpr.invars), tuple(outvars), consts)
+
+
+def _check_beside(
+    region: tuple[int, int], inputs: Sequence[Any], made_in: dict[Any, set[tuple[int, int]]]
+) -> None:
+    for var in inputs:
+        for stage, member in made_in.get(var, ()):
+            if stage == region[0] and member != region[1]:
+                raise PipelineError(
+                    f"Concurrent stages do not see each other's values. In stage {stage}, member "
+                    f"{region[1]} uses {var.aval.str_short()} of member {member}; the loss counts as "
+                    f"part of the last stage. Put a stage behind the group that takes both."
+                )
+
+
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with every `jit` that holds a boundary replaced by its contents."""
+    if not any(_holds_boundary(eqn) for eqn in closed.jaxpr.eqns):
+        return closed
+
+    def flat(*leaves: Any) -> list[Any]:
+        return _open(closed.jaxpr, closed.consts, leaves)
+
+    return jax.make_jaxpr(flat)(*(_form(var) for var in closed.jaxpr.invars))
+
+
+def _open(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    for eqn in jaxpr.eqns:
+        values = [internals.value_of(known, var) for var in eqn.invars]
+        with internals.equation_context(eqn):
+            if not _holds_boundary(eqn):
+                outputs = internals.bind_again(eqn, values)
+            elif eqn.primitive is primitives.jit_p:
+                inner = eqn.params["jaxpr"]
+                outputs = _open(inner.jaxpr, inner.consts, values)
+            else:
+                raise PipelineError(
+                    f"A tr.stage_boundary stands inside {eqn.primitive.name!r}, where a model cannot "
+                    f"be cut. Move it out of the loop, branch or recomputation, to the top of the "
+                    f"model."
+                )
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return [internals.value_of(known, var) for var in jaxpr.outvars]
+
+
+def _holds_boundary(eqn: JaxprEqn) -> bool:
+    return any(
+        _is_boundary(inner_eqn) or _holds_boundary(inner_eqn)
+        for _, _, inner, _ in internals.inner_jaxprs(eqn)
+        for inner_eqn in inner.eqns
+    )
+
+
+def _is_boundary(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is mark_p and eqn.params["tag"].role == ROLE
+
+
+def _regions(
+    jaxpr: Jaxpr,
+) -> tuple[list[tuple[int, int]], list[JaxprEqn], list[Any], set[Any], list[tuple[int, int]]]:
+    """(stage, member) of each equation, the equations without boundaries, outputs, what is passed.
+
+    Last all regions there are: a stage that only passes values on has no equation.
+    """
+    same: dict[Any, Any] = {}
+    passed: set[Any] = set()
+    stage = member = 0
+    regions, equations, order = [], [], [(0, 0)]
+    for eqn in jaxpr.eqns:
+        if _is_boundary(eqn):
+            beside = eqn.params["tag"].payload == BESIDE
+            stage, member = (stage, member + 1) if beside else (stage + 1, 0)
+            order.append((stage, member))
+            same.update(
+                (out, same.get(var, var) if isinstance(var, Var) else var)
+                for out, var in zip(eqn.outvars, eqn.invars, strict=True)
+            )
+            passed.update(same[out] for out in eqn.outvars if isinstance(same[out], Var))
+            continue
+        invars = [same.get(var, var) if isinstance(var, Var) else var for var in eqn.invars]
+        equations.append(eqn.replace(invars=invars))
+        regions.append((stage, member))
+    outvars = [same.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
+    return regions, equations, outvars, passed, order
+
+
+def _homes(
+    equations: Sequence[JaxprEqn],
+    regions: Sequence[tuple[int, int]],
+    claimed: set[Any],
+    fixed: set[Any],
+    anywhere: set[Any],
+) -> list[set[tuple[int, int]]]:
+    """The regions in which each equation is computed; what makes a `claimed` value stays."""
+    light, loose = set(fixed), set(anywhere)
+    is_light, is_loose = [], []
+    for eqn in equations:
+        quiet = not eqn.effects and eqn.primitive not in (mark_p, ambient_p)
+        operands = variables(eqn.invars)
+        is_light.append(quiet and all(var in light for var in operands))
+        is_loose.append(quiet and all(var in loose for var in operands))
+        if is_light[-1]:
+            light.update(eqn.outvars)
+        if is_loose[-1]:
+            loose.update(eqn.outvars)
+    users: dict[Any, set[tuple[int, int]]] = {}
+    homes: list[set[tuple[int, int]]] = [set() for _ in equations]
+    for index in reversed(range(len(equations))):
+        eqn, own = equations[index], regions[index]
+        used = set().union(*(users.get(var, set()) for var in eqn.outvars))
+        if any(var in claimed for var in eqn.outvars) and not is_light[index]:
+            used = used | {own}
+        moves = is_light[index] or (is_loose[index] and own not in used and len(used) == 1)
+        homes[index] = set(used) if moves and used else {own}
+        for var in variables(eqn.invars):
+            users.setdefault(var, set()).update(homes[index])
+    return homes
+
+
+def _form(var: Any) -> jax.ShapeDtypeStruct:
+    aval = var.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -1,0 +1,265 @@
+"""Where everything of a pipelined step lives: which device does what, and which buffers there are.
+
+All of it follows from the traced step and the plan, before anything is emitted:
+
+    jobs       what each unit does of one microbatch                     (jobs.py)
+    before     what comes before the loop over microbatches, by device   (spread.py)
+    after      the reductions and the update behind it, by device
+    layouts    the common buffers in which devices keep unequal values   (slots.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from tailrace.errors import PipelineError
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, nbytes, scan_sizes, variables
+from tailrace.jaxprs.marks import unit_p
+from tailrace.jaxprs.walk import concerns_us
+from tailrace.pipeline.lowering.buffers import Form, Layout
+from tailrace.pipeline.lowering.jobs import Dissection, Who
+from tailrace.pipeline.lowering.update_partition import Devices, Spread, guess_homes
+from tailrace.pipeline.schedule.plan import Plan
+
+_LARGE = 16_384
+
+
+class Assembly:
+    """A step of a pipeline, taken apart by device.
+
+    Args:
+        loop: the equation of the loop over steps.
+        plan: who does what when.
+        replicas: how many copies of the pipeline there are.
+        each: which of the values that the loop carries every replica has its own of, by number.
+        hosted: which of them lie in the memory of the host between updates.
+        stash_on_host: whether the stash lies there.
+    """
+
+    def __init__(
+        self,
+        loop: JaxprEqn,
+        plan: Plan,
+        replicas: int,
+        each: frozenset[int] = frozenset(),
+        hosted: frozenset[int] = frozenset(),
+        stash_on_host: bool = False,
+    ) -> None:
+        self.plan, self.replicas, self.each = plan, replicas, each
+        self.hosted, self.stash_on_host = hosted, stash_on_host
+        self.body: Jaxpr = loop.params["jaxpr"].jaxpr
+        self.num_devices = len(plan.devices)
+        self.num_consts, self.num_carried = scan_sizes(loop)
+        self.carry_in = self.body.invars[self.num_consts : self.num_consts + self.num_carried]
+        self.carry_out = list(self.body.outvars[: self.num_carried])
+        self.middle = _loop_of_units(self.body)
+        self.inner: JaxprEqn = self.body.eqns[self.middle]
+        sizes = tuple(len(stage) for stage in plan.placement)
+        self.jobs = Dissection(self.inner, sizes, plan.training)
+        self.constants = _constants(self.body)
+        self._place()
+        self._lay_out()
+
+    def device(self, who: Who) -> int:
+        """The place on the stage axis of the device that runs a unit."""
+        return self.plan.devices.index(self.plan.placement[who[1]][who[2]])
+
+    # -- who has what ---------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        eqns = self.body.eqns
+        constant = set(self.constants)
+        before = [(i, e) for i, e in enumerate(eqns[: self.middle]) if not _made_of(e, constant)]
+        after = [
+            (i, e)
+            for i, e in enumerate(eqns[self.middle + 1 :], start=self.middle + 1)
+            if not _made_of(e, constant)
+        ]
+        self.before_indices = [i for i, _ in before]
+        self.after_indices = [i for i, _ in after]
+        needed = self._needed_by_jobs()
+        held = _traced_back(needed, [e for _, e in before], self.carry_in)
+        self.before = Spread([e for _, e in before], held, needed, self.replicas)
+        results: dict[Any, Devices] = {}
+        same = dict(self.before.same)
+        for number, out in enumerate(self.inner.outvars[: self.jobs.carried]):
+            owner = self.jobs.owner(number)
+            start = self.inner.invars[self.jobs.consts + number]
+            if owner is not None:
+                results[out] = frozenset([self.device(owner)])
+            elif number not in self.jobs.loose and not isinstance(start, Literal):
+                same[out] = self.before.root(start)
+        have = {v: d for v, d in self.before.at.items() if d is not None} | results
+        rest = [v for v in self.carry_in if v not in held]
+        follow = [e for _, e in after]
+        aliased = {out: have[root] for out, root in same.items() if root in have}
+        guessed = guess_homes(follow, have | aliased, rest, self.replicas)
+        self.held: dict[Any, Devices] = {**held, **guessed}
+        have.update(guessed)
+        wanted: dict[Any, Devices | None] = {}
+        for given, out in zip(self.carry_in, self.carry_out, strict=True):
+            if not isinstance(out, Literal):
+                need = self.held.get(given)
+                old = wanted.get(out, need)
+                wanted[out] = need | old if need is not None and old is not None else None
+        self.after = Spread(follow, have, wanted, self.replicas, same)
+
+    def _needed_by_jobs(self) -> dict[Any, Devices | None]:
+        """The devices on which the loop over microbatches needs each value from before it."""
+        jobs = self.jobs
+        needed: dict[Any, Devices | None] = {}
+
+        def need(var: Any, devices: Devices | None) -> None:
+            if isinstance(var, Literal):
+                return
+            old = needed.get(var, frozenset())
+            needed[var] = None if devices is None or old is None else old | devices
+
+        number = {var: i for i, var in enumerate(jobs.body.invars[: jobs.consts])}
+        for who, job in jobs.jobs.items():
+            for index in job.equations:
+                for var in variables(jobs.body.eqns[index].invars):
+                    if var in number:
+                        need(self.inner.invars[number[var]], frozenset([self.device(who)]))
+        for index in jobs.ahead:
+            for var in variables(jobs.body.eqns[index].invars):
+                if var in number:
+                    need(self.inner.invars[number[var]], None)
+        for carry in range(jobs.carried):
+            var = self.inner.invars[jobs.consts + carry]
+            owner = jobs.owner(carry)
+            if owner is not None:
+                need(var, frozenset([self.device(owner)]))
+            elif carry in jobs.loose:
+                need(var, None)
+        return needed
+
+    # -- in which buffers -----------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        jobs, devices = self.jobs, range(self.num_devices)
+        self.held_layout = self._by_device(
+            {
+                i: (
+                    self.held[var],
+                    Form.of(var.aval, each=i in self.each, hosted=i in self.hosted),
+                )
+                for i, var in enumerate(self.carry_in)
+                if var in self.held
+            }
+        )
+        self.everywhere = [i for i, var in enumerate(self.carry_in) if var not in self.held]
+        self.carry_layout = self._by_device(
+            {
+                number: (frozenset([self.device(owner)]), Form.of(jobs.carry_in[number].aval))
+                for number in range(jobs.carried)
+                if (owner := jobs.owner(number)) is not None
+            }
+        )
+        stash: list[dict[Hashable, Form]] = [{} for _ in devices]
+        for who, job in jobs.jobs.items():
+            for var in job.puts:
+                depth = self.plan.slots(who[1])
+                stash[self.device(who)][who[1:], var] = Form.of(
+                    var.aval, depth, hosted=self.stash_on_host
+                )
+        self.stash_layout = Layout(stash)
+        self.channels = self._channels()
+
+    def _by_device(self, values: Mapping[Hashable, tuple[Devices, Form]]) -> Layout:
+        return Layout(
+            [
+                {key: form for key, (where, form) in values.items() if device in where}
+                for device in range(self.num_devices)
+            ]
+        )
+
+    def _channels(self) -> list[Channel]:
+        """Messages between units, gathered so that no device sends or receives two in one."""
+        channels: list[Channel] = []
+        for who, job in self.jobs.jobs.items():
+            for to, sent in job.sends.items():
+                ends = (self.device(who), self.device(to))
+                for channel in channels:
+                    if channel.admits(ends):
+                        break
+                else:
+                    channels.append(channel := Channel())
+                channel.add((who, to), ends, sent)
+        for channel in channels:
+            channel.close()
+        return channels
+
+
+class Channel:
+    """Messages that leave in one exchange: from each device at most one, to each at most one."""
+
+    def __init__(self) -> None:
+        self.edges: list[tuple[Who, Who]] = []
+        self.pairs: list[tuple[int, int]] = []
+        self.variables: list[list[Any]] = []
+
+    def admits(self, ends: tuple[int, int]) -> bool:
+        """Whether a message between these devices finds room."""
+        return all(ends[0] != a and ends[1] != b for a, b in self.pairs)
+
+    def add(self, edge: tuple[Who, Who], ends: tuple[int, int], variables: Sequence[Any]) -> None:
+        """One more message."""
+        self.edges.append(edge)
+        self.pairs.append(ends)
+        self.variables.append(list(variables))
+
+    def close(self) -> None:
+        """No more messages: lay them out."""
+        self.layout = Layout(
+            [{var: Form.of(var.aval) for var in each} for each in self.variables], together=True
+        )
+
+
+def _loop_of_units(body: Jaxpr) -> int:
+    for index, eqn in enumerate(body.eqns):
+        inner = eqn.params.get("jaxpr")
+        if inner is not None and any(e.primitive is unit_p for e in inner.jaxpr.eqns):
+            return index
+    raise PipelineError("This program holds no pipeline.")
+
+
+def _constants(body: Jaxpr) -> dict[Any, JaxprEqn]:
+    """Large values made of nothing (zeros to accumulate in), by variable."""
+    found: dict[Any, JaxprEqn] = {}
+    for eqn in body.eqns:
+        operands = variables(eqn.invars)
+        if concerns_us(eqn) or eqn.effects or not all(v in found for v in operands):
+            continue
+        if operands or max((nbytes(v.aval) for v in eqn.outvars), default=0) > _LARGE:
+            found.update((v, eqn) for v in eqn.outvars)
+    return found
+
+
+def _made_of(eqn: JaxprEqn, constant: set[Any]) -> bool:
+    return bool(eqn.outvars) and all(v in constant for v in eqn.outvars)
+
+
+def _traced_back(
+    needed: Mapping[Any, Devices | None], before: Sequence[JaxprEqn], carried: Sequence[Any]
+) -> dict[Any, Devices]:
+    """The devices on which carried values are needed, through the equations that come before."""
+    want: dict[Any, Devices | None] = dict(needed)
+    for eqn in reversed(before):
+        where: Devices | None = frozenset()
+        for out in eqn.outvars:
+            if out in want:
+                got = want[out]
+                where = None if got is None or where is None else where | got
+        if where == frozenset():
+            continue
+        for var in variables(eqn.invars):
+            old = want.get(var, frozenset())
+            want[var] = None if where is None or old is None else old | where
+    found: dict[Any, Devices] = {}
+    for var in carried:
+        devices = want.get(var, frozenset())
+        if devices:
+            found[var] = devices
+    return found

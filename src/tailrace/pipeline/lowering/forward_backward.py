@@ -1,0 +1,226 @@
+"""The forward and the backward of each piece of a model, as two programs.
+
+The forward returns, besides what the piece makes, what its backward needs of it (the residuals). A
+residual that merely is an input of the piece, such as a parameter, is not returned: the backward
+reads it from where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from tailrace.errors import PipelineError
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import ClosedJaxpr, Var
+from tailrace.jaxprs.marks import unit
+from tailrace.pipeline.lowering.cut import Cut, Piece
+
+_CHECKPOINT = "tailrace_checkpoint"
+
+RECOMPUTE = (False, True, "then", "interleaved")
+
+
+def recomputation_checkpoint(values: Any) -> Any:
+    """Keep these values for the backward when a pipeline recomputes its stages.
+
+    What follows is recomputed from here, and not from the inputs of the stage. Elsewhere it returns
+    its values and does nothing.
+
+    >>> import jax.numpy as jnp
+    >>> float(recomputation_checkpoint(jnp.float32(2.0)))
+    2.0
+    """
+    return jax.tree.map(lambda value: checkpoint_name(value, _CHECKPOINT), values)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Halves:
+    """A piece as two programs.
+
+    Attributes:
+        piece: what is computed.
+        forward: takes the piece's inputs; returns its outputs, then the residuals.
+        backward: takes residuals, then the gradients of `sends`; returns those of `wants`. None if
+            nothing in the piece has a gradient.
+        kept: for each operand of the backward that is a residual: ("input" or "output" of the
+            forward, its index).
+        sends: outputs of the piece through which gradients come back.
+        wants: inputs of the piece whose gradients are computed.
+    """
+
+    piece: Piece
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr | None
+    kept: tuple[tuple[str, int], ...]
+    sends: tuple[Var, ...]
+    wants: tuple[Var, ...]
+
+
+def halve(cut: Cut, parameters: int, loss: Any, recompute: bool | str) -> tuple[Halves, ...]:
+    """The halves of every piece of a model whose first inputs are parameters."""
+    active = set(cut.invars[:parameters])
+    for piece in cut.pieces:
+        for eqn in piece.equations:
+            if any(v in active for v in internals.variables(eqn.invars)):
+                active.update(v for v in eqn.outvars if _is_float(v))
+    useful = {loss}
+    for piece in reversed(cut.pieces):
+        for eqn in reversed(piece.equations):
+            if any(v in useful for v in eqn.outvars):
+                useful.update(internals.variables(eqn.invars))
+    if loss not in active:
+        raise PipelineError(
+            "The loss of a pipeline depends on its parameters. This one does not: check that the "
+            "last stage's outputs reach the loss."
+        )
+    both = active & useful
+    return tuple(_halve(piece, cut, both, recompute) for piece in cut.pieces)
+
+
+def only_forward(cut: Cut) -> tuple[Halves, ...]:
+    """The forward of every piece, for a pipeline that has no backward."""
+    return tuple(_halve(piece, cut, set(), False) for piece in cut.pieces)
+
+
+def _halve(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | str) -> Halves:
+    wants = tuple(v for v in piece.inputs if v in differentiable)
+    sends = tuple(v for v in piece.outputs if v in differentiable)
+    forms = [_form(v) for v in piece.inputs]
+    if not wants or not sends:
+        closed = jax.make_jaxpr(lambda *ins: _outputs(piece, cut, ins))(*forms)
+        return Halves(piece, closed, None, (), (), ())
+    structure: list[Any] = []
+
+    def forward(*inputs: Any) -> list[Any]:
+        given = dict(zip(piece.inputs, inputs, strict=True))
+
+        def run(*differentiated: Any) -> Any:
+            values = {**given, **dict(zip(wants, differentiated, strict=True))}
+            made = _recomputing(piece, recompute)([values[v] for v in piece.inputs], cut.consts)
+            return [made[v] for v in sends], [made[v] for v in piece.outputs]
+
+        _, pull, outputs = jax.vjp(run, *(given[v] for v in wants), has_aux=True)
+        residuals, form = jax.tree.flatten(pull)
+        structure[:] = [form]
+        return [*outputs, *residuals]
+
+    closed = jax.make_jaxpr(forward)(*forms)
+    residuals = closed.jaxpr.outvars[len(piece.outputs) :]
+
+    def backward(*operands: Any) -> list[Any]:
+        pull = jax.tree.unflatten(structure[0], operands[: len(residuals)])
+        return list(pull(list(operands[len(residuals) :])))
+
+    back = jax.make_jaxpr(backward)(*map(_form, [*residuals, *sends]))
+    # Residuals that turn out to be dead are dropped; the gradients of `sends` stay, in their places.
+    keep = [False] * len(residuals) + [True] * len(sends)
+    back, needed = internals.without_dead_code(back, [True] * len(wants), keep)
+    kept: list[tuple[str, int]] = []
+    outputs: list[Any] = list(closed.jaxpr.outvars[: len(piece.outputs)])
+    places: dict[Any, tuple[str, int]] = {}
+    for where, variables in (("output", outputs), ("input", closed.jaxpr.invars)):
+        places.update((v, (where, i)) for i, v in enumerate(variables) if isinstance(v, Var))
+    for var, is_needed in zip(residuals, needed, strict=False):
+        if not is_needed:
+            continue
+        key = var if isinstance(var, Var) else object()
+        if key not in places:
+            places[key] = ("output", len(outputs))
+            outputs.append(var)
+        kept.append(places[key])
+    return Halves(piece, _with_outputs(closed, outputs), back, tuple(kept), sends, wants)
+
+
+def _outputs(piece: Piece, cut: Cut, inputs: Sequence[Any]) -> list[Any]:
+    made = piece.run(inputs, cut.consts)
+    return [made[v] for v in piece.outputs]
+
+
+def _recomputing(piece: Piece, recompute: bool | str) -> Callable[..., dict[Any, Any]]:
+    """How a piece is run: as it is, or so that its backward computes it once more."""
+    if recompute is False:
+        return piece.run
+    policy = jax.checkpoint_policies.save_only_these_names(_CHECKPOINT)
+    parts = _at_checkpoints(piece) if recompute == "interleaved" else [piece]
+
+    def run(inputs: Sequence[Any], consts: dict[Any, Any]) -> dict[Any, Any]:
+        known = dict(zip(piece.inputs, inputs, strict=True))
+        for part in parts:
+
+            def once(values: Sequence[Any], part: Piece = part) -> list[Any]:
+                made = part.run(values, consts)
+                return [made[v] for v in part.outputs]
+
+            out = jax.checkpoint(once, policy=policy)([known[v] for v in part.inputs])
+            known.update(zip(part.outputs, out, strict=True))
+        return known
+
+    return run
+
+
+def _at_checkpoints(piece: Piece) -> list[Piece]:
+    """A piece, cut into pieces that end at checkpoints."""
+    groups: list[list[Any]] = [[]]
+    for eqn in piece.equations:
+        groups[-1].append(eqn)
+        if eqn.primitive.name == "name" and eqn.params.get("name") == _CHECKPOINT:
+            groups.append([])
+    later: set[Any] = set(piece.outputs)
+    parts: list[Piece] = []
+    for group in reversed([g for g in groups if g]):
+        made = [v for eqn in group for v in eqn.outvars]
+        used = dict.fromkeys(v for eqn in group for v in internals.variables(eqn.invars))
+        inputs = tuple(v for v in used if v not in set(made) and not _is_const(v, piece))
+        outputs = tuple(v for v in made if v in later)
+        parts.append(Piece(piece.stage, piece.member, tuple(group), inputs, outputs))
+        later |= set(inputs)
+    return parts[::-1]
+
+
+def _is_const(var: Any, piece: Piece) -> bool:
+    made = {v for eqn in piece.equations for v in eqn.outvars}
+    return var not in made and var not in piece.inputs
+
+
+def call_forward(halves: Halves, values: dict[Any, Any]) -> list[Any]:
+    """Emit the forward as a unit; adds its outputs to `values`, returns the residuals it keeps."""
+    piece = halves.piece
+    inputs = [values[v] for v in piece.inputs]
+    outputs = unit(halves.forward, inputs, "F", piece.stage, piece.member)
+    values.update(zip(piece.outputs, outputs, strict=False))
+    return [(inputs if where == "input" else outputs)[i] for where, i in halves.kept]
+
+
+def call_backward(
+    halves: Halves, residuals: Sequence[Any], gradients: dict[Any, Any]
+) -> dict[Any, Any]:
+    """Emit the backward as a unit; the gradients of what the piece wants, by variable."""
+    assert halves.backward is not None
+    piece = halves.piece
+    back = [
+        gradients[v] if v in gradients else jnp.zeros(*_shape_and_dtype(v)) for v in halves.sends
+    ]
+    outputs = unit(halves.backward, [*residuals, *back], "B", piece.stage, piece.member)
+    return dict(zip(halves.wants, outputs, strict=True))
+
+
+def _with_outputs(closed: ClosedJaxpr, outputs: Sequence[Any]) -> ClosedJaxpr:
+    return ClosedJaxpr(closed.jaxpr.replace(outvars=list(outputs)), closed.consts)
+
+
+def _shape_and_dtype(var: Any) -> tuple[Any, Any]:
+    return var.aval.shape, var.aval.dtype
+
+
+def _is_float(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def _form(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

@@ -1,0 +1,1 @@
+"""Running a pipelined step as one device program."""

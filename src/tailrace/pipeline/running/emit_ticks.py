@@ -1,0 +1,209 @@
+"""Emitting the ticks of a pipeline: the loop over microbatches, by the plan.
+
+In a tick every device runs the backward and the forward that the plan gives it, if any; then messages
+go to the neighbours, all at once. Devices wait for each other only there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.devices.devices import STAGE
+from tailrace.jaxprs.internals import value_of, variables
+from tailrace.jaxprs.walk import Position, elements_read
+from tailrace.pipeline.lowering.device_layout import Assembly
+from tailrace.pipeline.lowering.jobs import Job
+from tailrace.pipeline.running.in_place import Emitting, empty, once_if
+from tailrace.pipeline.running.value_lookup import Values
+from tailrace.taps.frame import Block, Emissions
+from tailrace.taps.rewrite import Rewriter
+from tailrace.taps.wanted import RawKey, condense
+
+
+class Ticking:
+    """Emits the loop over microbatches of one step.
+
+    Args:
+        assembly: where everything lives.
+        rewriter: for the equations of jobs.
+        silent: for those that another job runs too, and whose effects it has.
+        position: of the body of the loop, in the program.
+        emitting: notes who emits what.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        rewriter: Rewriter,
+        silent: Rewriter,
+        position: Position,
+        emitting: Emitting,
+    ) -> None:
+        self.assembly, self.rewriter, self.silent = assembly, rewriter, silent
+        self.position, self.emitting = position, emitting
+        self.jobs = assembly.jobs
+
+    def run(self, values: Values, start: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """All ticks; returns the buffers of what jobs carry, and what no job carries."""
+        a, frame = self.assembly, values.frame
+        count = a.plan.microbatches
+        counts = elements_read(self.jobs.body.eqns)
+        elements = {queue: frame.blocks[queue].take_many(count) for queue in counts}
+        ahead, loose = self._ahead(values, elements)
+        table = a.plan.timetable()
+        active = [job for job in self.jobs.jobs.values() if not job.is_empty]
+        # Within a tick backwards come first, so that a slot may be read and written in one tick.
+        active.sort(key=lambda job: job.who[0])
+        carry: Any = {
+            "carried": start,
+            "stash": a.stash_layout.zeros(),
+            "in": [channel.layout.zeros() for channel in a.channels],
+            "out": [channel.layout.zeros() for channel in a.channels],
+        }
+        bodies = {}
+        emitted: Emissions = Emissions()
+        for job in active:
+            bodies[job.who] = body = self._body(job, values, elements, ahead)
+            number = jnp.int32(0)
+            shapes = self.emitting.room(body, (carry, number, number), a.device(job.who))
+            emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
+
+        def tick(state: Any, row: Any) -> Any:
+            carry, emitted = state
+            for job in active:
+                kind, stage, _ = job.who
+                microbatches, slots = (row[0], row[2]) if kind == "F" else (row[1], row[3])
+                m, slot = microbatches[stage], slots[stage]
+                mine = m >= 0
+                if a.num_devices > 1:
+                    mine = mine & (values.me == a.device(job.who))
+
+                def once(state: Any, job: Job = job, m: Any = m, slot: Any = slot) -> Any:
+                    carry, emitted = state
+                    carry, made = bodies[job.who](carry, m, slot)
+                    return carry, _kept(emitted, made, m)
+
+                carry, emitted = once_if(mine, once, (carry, emitted))
+            arrived = [
+                [lax.ppermute(buffer, STAGE, channel.pairs) for buffer in out]
+                for channel, out in zip(a.channels, carry["out"], strict=True)
+            ]
+            return ({**carry, "in": arrived}, emitted), None
+
+        rows = tuple(jnp.asarray(part) for part in table)
+        (carry, emitted), _ = lax.scan(tick, (carry, emitted), rows)
+        frame.emitted.update(emitted)
+        return carry["carried"], loose
+
+    def _body(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
+        """What a job does with the buffers, for a microbatch and a slot of the stash."""
+        a, device = self.assembly, self.assembly.device(job.who)
+        jobs, who = self.jobs, job.who
+        body = jobs.body
+        used = {v for i in job.equations for v in variables(body.eqns[i].invars)}
+        view = values.on(device)
+
+        def run(carry: Any, m: Any, slot: Any) -> Any:
+            frame = view.frame.inner(_blocks(elements, m))
+            known = self._given(view, used)
+            known.update((var, x[m]) for var, x in ahead.items() if var in used)
+            known[body.invars[-1]] = m
+            carried, stash = list(carry["carried"]), list(carry["stash"])
+            out = [list(buffers) for buffers in carry["out"]]
+            for number in job.carries:
+                var = jobs.carry_in[number]
+                known[var] = a.carry_layout.read(device, carried, number)
+            for var in job.takes:
+                known[var] = a.stash_layout.read(device, stash, (who[1:], var), slot)
+            for channel, buffers in zip(a.channels, carry["in"], strict=True):
+                for number, (_, to) in enumerate(channel.edges):
+                    if to == who:
+                        for var in channel.variables[number]:
+                            known[var] = channel.layout.read(number, buffers, var)
+            for index in job.equations:
+                eqn = body.eqns[index]
+                if all(var in known for var in eqn.outvars) and eqn.outvars:
+                    continue  # it was run ahead
+                rewriter = self.silent if index in job.copies else self.rewriter
+                rewriter.run_equations([eqn], known, frame, self.position, index)
+            condense(frame)
+            for number in job.carries:
+                value = value_of(known, jobs.carry_out[number])
+                a.carry_layout.write(device, carried, number, value)
+            for var in job.puts:
+                a.stash_layout.write(device, stash, (who[1:], var), known[var], slot)
+            for channel, buffers in zip(a.channels, out, strict=True):
+                for number, (sender, _) in enumerate(channel.edges):
+                    if sender == who:
+                        for var in channel.variables[number]:
+                            channel.layout.write(number, buffers, var, known[var])
+            carry = {**carry, "carried": carried, "stash": stash, "out": out}
+            return carry, frame.emitted
+
+        return run
+
+    def _given(self, view: Values, used: set[Any]) -> dict[Any, Any]:
+        """Values from before the loop that are used inside, by the variables of its body."""
+        loop, body = self.assembly.inner, self.jobs.body
+        closed = loop.params["jaxpr"]
+        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        for var, outside in zip(body.invars[: self.jobs.consts], loop.invars, strict=False):
+            if var in used:
+                known[var] = view.fetch(outside)
+        return known
+
+    def _ahead(self, values: Values, elements: Any) -> tuple[dict[Any, Any], dict[int, Any]]:
+        """What depends on no job but on the microbatches before: run ahead, for all of them."""
+        jobs = self.jobs
+        if not jobs.loose:
+            return {}, {}
+        body = jobs.body
+        inputs = [jobs.carry_in[n] for n in jobs.loose]
+        used = {v for i in jobs.ahead for v in variables(body.eqns[i].invars)}
+        given = self._given(values, used)
+        chosen = jobs.from_ahead
+        start = [values.fetch(self.assembly.inner.invars[jobs.consts + n]) for n in jobs.loose]
+
+        def one(carry: Any, m: Any) -> Any:
+            known = {**given, **dict(zip(inputs, carry, strict=True)), body.invars[-1]: m}
+            frame = values.frame.inner(_blocks(elements, m))
+            for index in jobs.ahead:
+                self.silent.run_equations([body.eqns[index]], known, frame, self.position, index)
+            return [known[jobs.carry_out[n]] for n in jobs.loose], [known[var] for var in chosen]
+
+        count = jnp.arange(self.assembly.plan.microbatches, dtype=jnp.int32)
+        after, stacked = lax.scan(one, start, count)
+        return dict(zip(chosen, stacked, strict=True)), dict(zip(jobs.loose, after, strict=True))
+
+
+def _blocks(elements: Any, m: Any) -> dict[Any, Block]:
+    """The element of one microbatch, as what is left to be taken."""
+    return {
+        queue: Block(tuple(lax.dynamic_slice_in_dim(leaf, m, 1) for leaf in leaves))
+        for queue, leaves in elements.items()
+    }
+
+
+def _is_collected(key: Any) -> bool:
+    return isinstance(key, RawKey) and key[0].collect != "stack"
+
+
+def _kept(emitted: Emissions, made: Emissions, m: Any) -> Emissions:
+    """Emissions of all microbatches, with those of one more."""
+
+    def put(buffer: Any, new: Any) -> Any:
+        return lax.dynamic_update_index_in_dim(buffer, new, m, 0)
+
+    after = Emissions(emitted)
+    for key, new in made.items():
+        if not _is_collected(key):
+            after[key] = jax.tree.map(put, emitted[key], new)
+        elif key[0].collect == "sum":
+            after[key] = jax.tree.map(jnp.add, emitted[key], new)
+        else:
+            after[key] = new
+    return after

@@ -1,0 +1,193 @@
+"""A loop over pipelined steps, compiled for a mesh of replicas and stages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from tailrace.devices import devices
+from tailrace.devices.devices import REPLICA, STAGE
+from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.walk import Position
+from tailrace.pipeline.lowering.device_layout import Assembly
+from tailrace.pipeline.running.emit_step import Machine
+from tailrace.pipeline.running.value_lookup import from_device
+from tailrace.program.running.executable import Executable, Numbers, Placement
+from tailrace.program.running.segments import Segment
+from tailrace.taps.frame import Ambient, Block, Emissions, Frame
+from tailrace.taps.loop_passes import Passes, guarded
+from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
+
+
+class PipelinePlacement(Placement):
+    """The devices of a pipeline: replicas times stages.
+
+    Args:
+        replicas: how many copies of the pipeline.
+        stages: how many devices each has; 0 while that is unknown.
+    """
+
+    mesh: Any
+
+    def __init__(self, replicas: int, stages: int) -> None:
+        mesh = devices.mesh(replicas, stages) if stages else None
+        for name, value in (("replicas", replicas), ("stages", stages), ("mesh", mesh)):
+            object.__setattr__(self, name, value)
+
+
+class PipelineExecutable(Executable):
+    """A piece of a loop over pipelined steps.
+
+    What the loop carries is not known by variable but in buffers: `("held", i)` for buffer i of what
+    devices hold for themselves, `("all", i)` for value i that all carry alike.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        placement: PipelinePlacement,
+        assembly: Assembly,
+        *,
+        length: int,
+        wanted: dict[Position, list[Wanted]],
+        period: int,
+        muted: frozenset[Any] = frozenset(),
+    ) -> None:
+        super().__init__(
+            segment, placement, length=length, wanted=wanted, period=period, muted=muted
+        )
+        self.assembly = assembly
+        self._carried = [
+            *(("held", i) for i in range(len(assembly.held_layout.buffers))),
+            *(("all", i) for i in assembly.everywhere),
+        ]
+        self._writes = list(self._carried)
+        self._guarding = any(want.guard for wants in wanted.values() for want in wants)
+        self._collected = {
+            RawKey((want,)): want.collect
+            for wants in wanted.values()
+            for want in wants
+            if want.collect != "stack"
+        }
+
+    def _jitted(self) -> Any:
+        a = self.assembly
+        each = [
+            PartitionSpec(REPLICA, STAGE) if own else PartitionSpec(STAGE)
+            for own in a.held_layout.each
+        ]
+        alike = [
+            PartitionSpec(REPLICA) if number in a.each else PartitionSpec()
+            for number in a.everywhere
+        ]
+        carried, same = [*each, *alike], PartitionSpec()
+        function = jax.shard_map(
+            self._function,
+            mesh=self.placement.mesh,
+            in_specs=(carried, same, PartitionSpec(None, REPLICA), same),
+            out_specs=(carried, PartitionSpec(REPLICA), same, same),
+            check_vma=False,
+        )
+        one = self.placement.replicas == 1
+
+        def call(*args: Any) -> Any:
+            results, emitted, ticket, stopped = function(*args)
+            if one:  # as without replicas: no dim for them
+                emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
+            return results, emitted, ticket, stopped
+
+        return jax.jit(call, donate_argnums=(0,))
+
+    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
+        a = self.assembly
+        array, stopped = numbers
+        seed, first_step, offset = Numbers.read(array)
+        ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
+        frame = Frame(ambient, observing=self._observing, stopped=stopped)
+        count = len(a.held_layout.buffers)
+        held = [
+            value.reshape(form.shape)
+            for value, form in zip(carried[:count], a.held_layout.buffers, strict=True)
+        ]
+        alike = [
+            value[0] if number in a.each else value
+            for number, value in zip(a.everywhere, carried[count:], strict=True)
+        ]
+        known = dict(zip(self.segment.reads, read, strict=True))
+        loop = self.segment.equations[0]
+        closed = loop.params["jaxpr"]
+        outside = zip(a.body.invars[: a.num_consts], loop.invars, strict=False)
+        consts = {var: value_of(known, given) for var, given in outside}
+        consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        position = (self.segment.first, 0)
+        machine = Machine(a, self._rewriter, position)
+        length: Any = self.length
+        queues = [queue for queue, n in self.elements.items() if n]
+        per_step = {queue: self.segment.elements[queue] for queue in queues}
+        blocks = Emissions(
+            (
+                queue,
+                tuple(
+                    leaf.squeeze(1).reshape(length, per_step[queue], *leaf.shape[2:])
+                    for leaf in leaves
+                ),
+            )
+            for queue, leaves in zip(queues, elements, strict=True)
+        )
+
+        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+            counter, slices = x
+            inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
+            here = {**consts, a.body.invars[-1]: counter}
+            held, alike = carry
+            after = machine.step(held, alike, here, inside)
+            condense(inside)
+            return after, ([], inside.emitted)
+
+        start: Any = (held, alike)
+        if self._guarding:
+            one_pass = guarded(one_pass, functools.partial(_is_good, machine))
+            start = (start, jnp.asarray(stopped))
+        passes = Passes(one_pass, False, 1, length)
+        if self._collected:
+            passes = passes.collecting(self._collected)
+        counters = offset + jnp.arange(length, dtype=jnp.int32)
+        carry, (_, emitted) = passes.run(
+            start, (counters, blocks), self._rewriter.period, self._observing
+        )
+        if self._guarding:
+            carry, frame.stopped = carry
+        held, alike = carry
+        for key, emission in emitted.items():
+            source = machine.emitting.sources.get(key)
+            if source is not None:
+                emission = jax.tree.map(functools.partial(from_device, source), emission)
+            frame.emit(key, *emission)
+        condense(frame, at_end=True)
+        self._keys = list(frame.emitted)
+        emitted = [jax.tree.map(lambda leaf: leaf[None], frame.emitted[key]) for key in self._keys]
+        held = [
+            value[None, None] if own else value[None]
+            for value, own in zip(held, a.held_layout.each, strict=True)
+        ]
+        alike = [
+            value[None] if number in a.each else value
+            for number, value in zip(a.everywhere, alike, strict=True)
+        ]
+        return [*held, *alike], emitted, *self._what_follows(numbers, frame)
+
+
+def _is_good(machine: Machine, emitted: Any) -> Any:
+    """Whether no flag that a step emitted is down, on the device that made it, in any replica."""
+    good = jnp.array(True)
+    for key, emission in emitted.items():
+        if isinstance(key, FiniteKey):
+            source = machine.emitting.sources.get(key)
+            elsewhere = source is not None and lax.axis_index(STAGE) != source
+            good = good & (fine(emission).all() | elsewhere)
+    return lax.pmin(good.astype(jnp.int32), (REPLICA, STAGE)) > 0

@@ -1,0 +1,1 @@
+"""Where optimizer state and activations are kept: device, shards, host memory."""

@@ -1,0 +1,1 @@
+"""Running a traced program: dispatch lengths, executables, results."""

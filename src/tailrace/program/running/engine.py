@@ -1,0 +1,248 @@
+"""Running one loop for as long as one likes: the engine of `fit`, `evaluate` and `predict`.
+
+A runner owns what its loop carries and overwrites it from dispatch to dispatch. Its infeed can be
+given one dataset after another, as long as their elements look alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import ProgramError
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.walk import Position
+from tailrace.program.memory.optimizer_state import StateKeeping
+from tailrace.program.running.executable import Executable, Numbers, Placement
+from tailrace.program.running.segments import cut
+from tailrace.program.tracing.replica_drift import check_in_step
+from tailrace.program.tracing.trace import top_loops, trace_program
+from tailrace.taps.catalogue import Entry
+from tailrace.taps.frame import Emission
+from tailrace.taps.wanted import Wanted
+
+
+class LoopRunner:
+    """A program that is one loop, run in dispatches of any length.
+
+    Args:
+        function: `function(carried, read)` returns the next `carried`, through one `tr.repeat` (of
+            any length: each dispatch chooses its own).
+        carried: a tree of arrays, or shapes, that the loop carries.
+        read: a tree of arrays, or shapes, that it only reads.
+        placement: where it runs.
+        each: for each leaf of `carried`, whether every replica has its own; such a leaf has the
+            replicas as dim 0 in what `carried` returns.
+        keeping: how the leaves of `carried` from number `kept_from` on are held, if not plainly.
+        kept_from: see there.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Any],
+        carried: Any,
+        read: Any,
+        placement: Placement,
+        each: Sequence[bool] | None = None,
+        keeping: StateKeeping | None = None,
+        kept_from: int = 0,
+    ) -> None:
+        self.placement = placement
+        shared = _flags(each, keeping.shared if keeping else (), kept_from)
+        self.traced = trace_program(function, (carried, read), placement.replicas)
+        if placement.replicas > 1:
+            check_in_step(self.traced, shared or each)
+        loops = top_loops(self.traced)
+        if len(loops) != 1:
+            raise ProgramError(
+                f"A runner runs one loop at the top of a program. Received: {len(loops)} loops."
+            )
+        self.wanted: dict[Position, list[Wanted]] = {}
+        self.muted: frozenset[OutfeedQueue] = frozenset()
+        """Outfeeds through which nothing leaves, for as long as they stand here."""
+        self.packed = False
+        """Whether what leaves one device leaves it in few pieces; set before the first dispatch."""
+        self.executions = 0
+        self.compile_s = 0.0
+        self.keep_elements = False
+        self.taken: dict[InfeedQueue, Any] = {}
+        self._segments = cut(self.traced.jaxpr, loops)
+        (self._loop,) = (s for s in self._segments if s.is_loop)
+        own = set(self._loop.writes) if each and placement.replicas > 1 else set()
+        self._each = frozenset(
+            var
+            for var, flag in zip(self.traced.jaxpr.outvars, each or (), strict=False)
+            if flag and var in own
+        )
+        hosted = _flags((), keeping.hosted if keeping and keeping.moves_memory else (), kept_from)
+        kept = _flags((), keeping.shared if keeping else (), kept_from)
+        self._spread = self._chosen(kept) - self._each
+        self._hosted = self._chosen(hosted)
+        self._before = [s for s in self._segments if s.first < self._loop.first]
+        self._executables: dict[Hashable, Executable] = {}
+        self._num_carried = len(jax.tree.leaves(carried))
+        self._consts = placement.put(self.traced.consts)
+
+    @property
+    def infeeds(self) -> tuple[InfeedQueue, ...]:
+        """The queues that the loop reads."""
+        return self.traced.infeeds
+
+    @property
+    def elements_per_pass(self) -> int:
+        """How many elements one pass takes in all, over all replicas of this process."""
+        return sum(self._loop.elements.values()) * self.placement.local_replicas
+
+    def stage_of(self, entry: Entry) -> int:
+        """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
+        return entry.stage
+
+    def by_element(self, value: Any) -> Any:
+        """What each element made, [replica,] element, of what one loop sent out."""
+        return value
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """The bytes of those elements."""
+        counts = self._loop.elements.items()
+        return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
+
+    def begin(self, carried: Any, read: Any) -> dict[Any, Any]:
+        """The values that dispatches work on, from `carried` (which is copied) and `read`."""
+        jaxpr = self.traced.jaxpr
+        known = dict(zip(jaxpr.constvars, self._consts, strict=True))
+        leaves = [*jax.tree.leaves(carried), *self.placement.put(jax.tree.leaves(read))]
+        known.update(zip(jaxpr.invars, leaves, strict=True))
+        for segment in self._before:
+            self._executable(segment, None).run(known, Numbers(0, 0))
+        for result, start in self._loop.start:
+            value = value_of(known, start)
+            if result in self._hosted:  # held as it should be: nothing else has it
+                known[result] = value
+                continue
+            if result in self._spread:
+                known[result] = self.placement.own_each(value)
+                continue
+            if result not in self._each:
+                known[result] = self.placement.own(value)
+                continue
+            form: Any = result.aval
+            if jnp.ndim(value) == len(form.shape):  # one for all, to begin with
+                value = jnp.broadcast_to(value, (self.placement.replicas, *jnp.shape(value)))
+            known[result] = self.placement.own_each(value)
+        # Nothing else may hold on to what the loop overwrites: the caller's arrays are let go of.
+        for var in jaxpr.invars[: self._num_carried]:
+            if var not in self._loop.reads:
+                del known[var]
+        return known
+
+    def carried(self, known: dict[Any, Any]) -> Any:
+        """What the loop carries now, as the tree that it was given."""
+        leaves = [value_of(known, var) for var in self.traced.jaxpr.outvars]
+        return jax.tree.unflatten(self.traced.out_structure, leaves)
+
+    def carried_by(self, known: dict[Any, Any], replica: int) -> list[Any]:
+        """The leaves of what the loop carries as one replica has them, on the host."""
+        leaves = []
+        for var in self.traced.jaxpr.outvars:
+            value = np.asarray(self.placement.readable(value_of(known, var)))
+            form: Any = var.aval
+            if var in self._each:
+                value = value[replica] if value.ndim > len(form.shape) else value
+            elif var in self._spread:
+                value = value.reshape(self.placement.replicas, -1)[replica]
+            leaves.append(value)
+        return leaves
+
+    def replace(self, known: dict[Any, Any], leaves: Mapping[int, Any]) -> None:
+        """Other values for some of what the loop carries, by their number in the tree."""
+        for number, value in leaves.items():
+            var = self.traced.jaxpr.outvars[number]
+            if var in self._hosted or var in self._spread:  # held as it should be
+                known[var] = value
+                continue
+            own = self.placement.own_each if var in self._each else self.placement.own
+            known[var] = own(value)
+
+    def dispatch(
+        self,
+        known: dict[Any, Any],
+        length: int,
+        numbers: Numbers,
+        following: int | None = None,
+        period: int = 1,
+    ) -> tuple[dict[Hashable, Emission], Any]:
+        """Run `length` passes; returns what they emitted and an array that is ready afterwards."""
+        executable = self._executable(self._loop, length, period)
+        executable.keep_elements = self.keep_elements
+        fresh = executable.compile_s == 0
+        emitted, ticket = executable.run(known, numbers, following)
+        self.executions += 1
+        self.taken = executable.taken
+        self.compile_s += executable.compile_s if fresh else 0
+        return emitted, ticket
+
+    def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
+        """The same loop on the same values, of which other things leave."""
+        other = copy.copy(self)
+        other.wanted, other._executables = wanted, {}
+        return other
+
+    def compiled(self, known: dict[Any, Any], length: int, period: int = 1) -> Executable:
+        """The executable for dispatches of `length` passes, compiled without running it."""
+        executable = self._executable(self._loop, length, period)
+        blocks: dict[Any, Any] = {}
+        replicas = self.placement.replicas
+        for queue, count in executable.elements.items():
+            lead = (count,) if self.placement.mesh is None else (count, replicas)
+            blocks[queue] = tuple(
+                jax.ShapeDtypeStruct(
+                    (*lead, *leaf.shape), leaf.dtype, sharding=self._sharding_of_elements()
+                )
+                for leaf in queue.spec().leaves
+            )
+        executable.compile(known, blocks)
+        return executable
+
+    def _sharding_of_elements(self) -> Any:
+        sharding = self.placement.shared_out
+        if isinstance(sharding, jax.Device):
+            return jax.sharding.SingleDeviceSharding(sharding)
+        return sharding
+
+    def _executable(self, segment: Any, length: int | None, period: int = 1) -> Executable:
+        key = (segment.first, length, period, self.muted)
+        if key not in self._executables:
+            self._executables[key] = Executable(
+                segment,
+                self.placement,
+                length=length,
+                wanted=self.wanted,
+                period=period,
+                each=self._each if segment.is_loop else frozenset(),
+                spread=self._spread if segment.is_loop else frozenset(),
+                muted=self.muted,
+                packed=self.packed,
+            )
+        return self._executables[key]
+
+    def _chosen(self, flags: Sequence[bool]) -> frozenset[Any]:
+        """The variables of what the loop carries that have a flag."""
+        pairs = zip(self.traced.jaxpr.outvars, flags, strict=False)
+        return frozenset(var for var, flag in pairs if flag)
+
+
+def _flags(first: Sequence[bool] | None, then: Sequence[bool], start: int) -> list[bool]:
+    """Flags of all leaves: those given, and others from number `start` on."""
+    flags = [*(first or ()), *[False] * (start + len(then) - len(first or ()))]
+    return [
+        flag or (start <= number < start + len(then) and then[number - start])
+        for number, flag in enumerate(flags)
+    ]

@@ -1,0 +1,450 @@
+"""A segment compiled for the devices, and how it is dispatched."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tailrace.devices import devices
+from tailrace.errors import FeedError, ReplicaError
+from tailrace.feeds.infeed import InfeedQueue, Staged
+from tailrace.jaxprs.internals import JaxprEqn, compiler_options, scan_sizes
+from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
+from tailrace.jaxprs.walk import Position
+from tailrace.program.running.agreement import Agreement
+from tailrace.program.running.result_packing import Packing
+from tailrace.program.running.segments import Segment
+from tailrace.taps.frame import Ambient, Block, Emission, Frame
+from tailrace.taps.rewrite import Rewriter
+from tailrace.taps.wanted import Wanted, condense
+
+STEPS = ("steps",)
+"""The key under which a program emits how many steps it ran, where only running it shows that."""
+
+
+STOPPED = "stopped"
+"""Under this key, what was run keeps whether a guard has stopped it, for what is run next."""
+
+NUMBERS = "numbers"
+"""Under this key, it keeps the numbers of a dispatch that goes on from there, with their array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a program runs: one device, or the replicas of a mesh."""
+
+    replicas: int = 1
+    mesh: Mesh | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        mesh = devices.mesh(self.replicas) if self.replicas > 1 else None
+        object.__setattr__(self, "mesh", mesh)
+        if mesh is None and len({d.process_index for d in devices.available()}) > 1:
+            raise ReplicaError(
+                f"Each process computes at least one replica. Received: replicas=1 for "
+                f"{jax.process_count()} processes. Use replicas=None for one on each device, or "
+                f"replicas={jax.process_count()}."
+            )
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether this process has all the devices."""
+        return self.mesh is None or self.mesh.is_multi_process is False
+
+    @property
+    def local_replicas(self) -> int:
+        """How many of the replicas this process computes, and feeds."""
+        if self.mesh is None:  # one device; or a pipeline whose stages are not known yet
+            return max(1, self.replicas // jax.process_count())
+        return devices.local_replicas(self.mesh)
+
+    @property
+    def device(self) -> Any:
+        """A device of this process, to ask what they can do."""
+        return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
+
+    @property
+    def everywhere(self) -> Any:
+        """Where values go that are the same for all replicas."""
+        return self._spread()
+
+    @property
+    def shared_out(self) -> Any:
+        """Where elements go: dim 1 is spread over the replicas."""
+        return self._spread(None, devices.REPLICA)
+
+    def _spread(self, *axes: str | None) -> Any:
+        """A sharding over the mesh; without a mesh, the one device there is."""
+        if self.mesh is None:
+            return devices.available()[0]
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def put(self, values: Sequence[Any]) -> list[Any]:
+        """Values on the devices; those that are there already stay as they are."""
+        return [self._place(value, self.everywhere) for value in values]
+
+    def own(self, value: Any) -> Any:
+        """A copy of a value, on the devices, that a loop may overwrite."""
+        return jnp.copy(self._place(value, self.everywhere))
+
+    def own_each(self, value: Any) -> Any:
+        """The same for a value of which each replica has its own: dim 0 is that of the replicas."""
+        return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
+
+    def _place(self, value: Any, sharding: Any) -> Any:
+        """A value on the devices; in several processes each has it, and places its own part."""
+        if self.in_one_process:
+            return jax.device_put(value, sharding)
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return jax.jit(lambda x: x, out_shardings=sharding)(value)
+        array = np.asarray(value)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def readable(self, value: Any) -> Any:
+        """A value of the devices that this process can read on its own; all must call it.
+
+        What is equal on all devices is read from one of this process; the rest is gathered.
+        """
+        if self.in_one_process or value.is_fully_addressable:
+            return value
+        if not value.is_fully_replicated:
+            value = jax.jit(lambda x: x, out_shardings=self.everywhere)(value)
+        return value.addressable_data(0)
+
+    def to_host_memory(self, value: Any) -> Any:
+        """A value that is on the devices, in the memory of their host."""
+        return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What each dispatch is told besides its data.
+
+    To a GPU, sending these few numbers takes as long as starting a short program. So each dispatch
+    makes those of the one that goes on from there: only if that one is told others, they are sent.
+    """
+
+    seed: int
+    first_step: int
+    offset: int = 0
+
+    def as_array(self) -> np.ndarray:
+        """As one argument of the compiled program: each would be a transfer of its own."""
+        seed = np.uint32(self.seed % 2**32).view(np.int32)
+        return np.array([seed, self.first_step, self.offset], np.int32)
+
+    def after(self, steps: int) -> Numbers:
+        """Those of a dispatch that goes on after so many steps."""
+        return Numbers(self.seed, self.first_step + steps, self.offset)
+
+    @staticmethod
+    def advanced(array: Any, steps: int) -> Any:
+        """The same inside the program, of that argument."""
+        return array + jnp.array([0, steps, 0], jnp.int32)
+
+    @staticmethod
+    def read(array: Any) -> tuple[Any, Any, Any]:
+        """The numbers in that argument, inside the program: seed, first step, offset."""
+        return jax.lax.bitcast_convert_type(array[0], jnp.uint32), array[1], array[2]
+
+
+class Executable:
+    """One segment (for a loop: a piece of so many passes), compiled.
+
+    Args:
+        segment: the part of a program.
+        placement: where it runs.
+        length: the number of passes, if the segment is a loop.
+        wanted: values to send out besides, by position.
+        period: periodic values leave in every so many passes; 0 for never.
+        each: what a loop carries that every replica has its own of: outside, replicas are dim 0.
+        spread: what a loop carries of which each replica has a share: outside, they stand behind
+            each other along dim 0.
+        muted: outfeeds that nothing leaves through.
+        packed: whether what leaves one device leaves it in few pieces, for `np.asarray` alone.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        placement: Placement,
+        *,
+        length: int | None = None,
+        wanted: dict[Position, list[Wanted]] | None = None,
+        period: int = 1,
+        each: frozenset[Any] = frozenset(),
+        spread: frozenset[Any] = frozenset(),
+        muted: frozenset[Any] = frozenset(),
+        packed: bool = False,
+    ) -> None:
+        self.segment, self.placement, self.length = segment, placement, length
+        self.elements = {
+            queue: count * (1 if length is None else length)
+            for queue, count in segment.elements.items()
+        }
+        self._rewriter = Rewriter(
+            wanted or {},
+            on_mark=_OnMark(segment.is_loop, placement.replicas, placement.mesh is None, muted),
+            replica_axis=devices.REPLICA if placement.replicas > 1 else None,
+            replicas=placement.replicas,
+            period=max(period, 1),
+        )
+        self._observing = period > 0
+        self._steps = length or 0
+        self._each, self._spread = each, spread
+        self._keys: list[Hashable] = []
+        self._packing = Packing() if packed and placement.mesh is None else None
+        self._agreement: Agreement | None = None
+        self._compiled: Any = None
+        # What a loop carries is overwritten from piece to piece; nothing else is.
+        self._carried: list[Any] = [var for var, _ in segment.start] if segment.is_loop else []
+        self._writes: list[Any] = list(segment.writes)
+        self.compile_s = 0.0
+        self.taken: dict[InfeedQueue, Staged] = {}
+        """The elements of the last dispatch, kept on the host while `keep_elements` is set."""
+        self.keep_elements = False
+
+    # -- compiling ------------------------------------------------------------------------------
+
+    @property
+    def compiled(self) -> Any:
+        """What XLA made; None before `compile`."""
+        return self._compiled
+
+    def compile(self, known: dict[Any, Any], staged: dict[InfeedQueue, Any]) -> Any:
+        """The XLA executable; compiled on the first call."""
+        if self._compiled is None:
+            started = time.perf_counter()
+            lowered = self._jitted().lower(*self._arguments(known, staged, Numbers(0, 0)))
+            self._compiled = lowered.compile(compiler_options(self.segment.equations))
+            self.compile_s = time.perf_counter() - started
+        return self._compiled
+
+    def _arguments(
+        self, known: dict[Any, Any], staged: dict[InfeedQueue, Any], numbers: Numbers
+    ) -> tuple[Any, ...]:
+        stopped = known.get(STOPPED)
+        foreseen, array = known.get(NUMBERS, (None, None))
+        return (
+            [known[var] for var in self._carried],
+            [known[var] for var in self.segment.reads],
+            [tuple(staged[queue]) for queue, count in self.elements.items() if count],
+            (
+                array if foreseen == numbers else numbers.as_array(),
+                np.bool_(False) if stopped is None else stopped,
+            ),
+        )
+
+    def _jitted(self) -> Any:
+        function = self._function
+        if self.placement.replicas > 1:
+            each, same = PartitionSpec(devices.REPLICA), PartitionSpec()
+            elements = PartitionSpec(None, devices.REPLICA)
+            sent = each if self.placement.in_one_process else same
+
+            def spec(var: Any) -> PartitionSpec:
+                return each if var in self._each or var in self._spread else same
+
+            function = jax.shard_map(
+                function,
+                mesh=self.placement.mesh,
+                in_specs=([spec(var) for var in self._carried], same, elements, same),
+                out_specs=([spec(var) for var in self.segment.writes], sent, same, same),
+                check_vma=False,
+            )
+        return jax.jit(function, donate_argnums=(0,))
+
+    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
+        array, stopped = numbers
+        seed, first_step, offset = Numbers.read(array)
+        several = self.placement.replicas > 1
+        replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
+        blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
+        read_from = (queue for queue, count in self.elements.items() if count)
+        for queue, leaves in zip(read_from, elements, strict=True):
+            blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
+        ambient = Ambient(jax.random.key(seed), first_step, replica)
+        frame = Frame(ambient, blocks, observing=self._observing, stopped=stopped)
+        if several:
+            pairs = zip(self._carried, carried, strict=True)
+            carried = [value[0] if var in self._each else value for var, value in pairs]
+        known: dict[Any, Any] = dict(
+            zip([*self._carried, *self.segment.reads], [*carried, *read], strict=True)
+        )
+        equations = list(self.segment.equations)
+        if self.segment.is_loop:
+            equations[0] = self._piece(equations[0])
+            known[equations[0].invars[-1]] = offset + jnp.arange(self.length, dtype=jnp.int32)
+        self._rewriter.run_equations(equations, known, frame, first=self.segment.first)
+        for queue, block in blocks.items():
+            if not isinstance(block.position, int):  # only the running program knows
+                frame.emit(("read", queue), block.position)
+        if not isinstance(frame.steps_before, int):
+            frame.emit(STEPS, frame.steps_before)
+        condense(frame, at_end=True)
+        self._keys = list(frame.emitted)
+        emitted = [frame.emitted[key] for key in self._keys]
+        if several and self.placement.in_one_process:
+            emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
+        elif several:  # each process has the results of all: they are one program's
+            emitted = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, devices.REPLICA), emitted)
+        elif self._packing is not None:
+            emitted = self._packing.pack(emitted)
+        writes = self.segment.writes
+        results = [known[v][None] if several and v in self._each else known[v] for v in writes]
+        return results, emitted, *self._what_follows(numbers, frame)
+
+    def _what_follows(self, numbers: Any, frame: Frame) -> tuple[Any, Any]:
+        """The numbers of what goes on from here, and whether it is stopped; None: as before."""
+        array, stopped = numbers
+        changed = None if frame.stopped is stopped else jnp.asarray(frame.stopped)
+        return Numbers.advanced(array, self._steps), changed
+
+    def _piece(self, loop: JaxprEqn) -> JaxprEqn:
+        """The loop, cut to the length of this piece, starting from where the last piece ended."""
+        before, _ = scan_sizes(loop)
+        # The last operand of a `tr.repeat` is its counter, which counts on from piece to piece.
+        invars = [*loop.invars[:before], *self._carried, loop.invars[-1]]
+        return loop.replace(invars=invars, params={**loop.params, "length": self.length})
+
+    # -- running --------------------------------------------------------------------------------
+
+    def run(
+        self, known: dict[Any, Any], numbers: Numbers, following: int | None = None
+    ) -> tuple[dict[Hashable, Emission], Any]:
+        """Dispatch once: read from `known` and the infeeds, add results to `known`.
+
+        Args:
+            known: values of variables, on the devices; results are added.
+            numbers: the seed and the counters.
+            following: how many passes the next dispatch of this loop will run (0: none), so that
+                its elements can be staged; None if it is unknown.
+
+        Returns:
+            What was emitted, still on the devices, and an array that is ready when all is over.
+        """
+        taken = self._take_together(following)
+        try:
+            blocks = {queue: staged.device for queue, staged in taken.items()}
+            compiled = self.compile(known, blocks)
+            # The ticket is ready when the execution is over, and donated by nobody.
+            results, emitted, ticket, stopped = compiled(*self._arguments(known, blocks, numbers))
+        except BaseException:
+            for queue, staged in taken.items():
+                queue.put_back(staged, used=0)
+            raise
+        for queue in taken:
+            queue.started(ticket)
+        self.taken = taken if self.keep_elements else {}
+        known.update(zip(self._writes, results, strict=True))
+        if self.segment.is_loop:
+            known[NUMBERS] = (numbers.after(self._steps), ticket)
+        if stopped is not None:
+            known[STOPPED] = stopped
+        if not self.placement.in_one_process:
+            emitted = jax.tree.map(self.placement.readable, emitted)
+        if self._packing is not None:
+            emitted = self._packing.unpack(emitted)
+        emissions = dict(zip(self._keys, emitted, strict=True))
+        self._return_unread(emissions, taken)
+        return emissions, ticket
+
+    def _take_together(self, following: int | None) -> dict[InfeedQueue, Staged]:
+        """The elements of a dispatch, in all processes or in none."""
+        if self.placement.in_one_process:
+            return self._take(following)
+        if self._agreement is None:
+            self._agreement = Agreement(self.segment, self.placement.replicas, self.length)
+
+        def put_back(taken: dict[InfeedQueue, Staged]) -> None:
+            for queue, staged in taken.items():
+                queue.put_back(staged, used=0)
+
+        return self._agreement.take_together(lambda: self._take(following), put_back)
+
+    def _take(self, following: int | None) -> dict[InfeedQueue, Staged]:
+        taken: dict[InfeedQueue, Staged] = {}
+        try:
+            for queue, count in self.elements.items():
+                then = None if following is None else self.segment.elements[queue] * following
+                if count:
+                    sharding = self.placement.shared_out
+                    queue.bind_replicas(self.placement.replicas)
+                    taken[queue] = queue.take(count, sharding, then=then)
+        except BaseException:
+            for queue, staged in taken.items():
+                queue.put_back(staged, used=0)
+            raise
+        return taken
+
+    def _return_unread(
+        self, emissions: dict[Hashable, Emission], taken: dict[InfeedQueue, Staged]
+    ) -> None:
+        for key in [k for k in emissions if isinstance(k, tuple) and k[0] == "read"]:
+            read = emissions.pop(key).value
+            queue = key[1]
+            used = int(np.asarray(read).max()) * self.placement.local_replicas
+            queue.put_back(taken[queue], used)
+
+
+def _no_elements(queue: InfeedQueue) -> tuple[Any, ...]:
+    return tuple(jnp.zeros((0, *leaf.shape), leaf.dtype) for leaf in queue.spec().leaves)
+
+
+class _OnMark:
+    """What happens at marks that send something out."""
+
+    def __init__(
+        self,
+        in_pieces: bool,
+        replicas: int,
+        alone: bool = True,
+        muted: frozenset[Any] = frozenset(),
+    ) -> None:
+        self.in_pieces, self.replicas, self.alone, self.muted = in_pieces, replicas, alone, muted
+
+    def __call__(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
+        if tag.role == "outfeed" and tag.direction == FORWARD:
+            queue = tag.payload.queue
+            if queue in self.muted:
+                return inputs
+            if queue.live and not self.in_pieces:
+                self._send_now(queue, tag.payload.structure, inputs)
+            else:
+                frame.emit(queue, list(inputs))
+        elif tag.role == "print" and tag.direction != TANGENT:
+            self._print(tag, inputs[0], frame)
+        elif tag.role == "memory":
+            return [tag.payload(value) for value in inputs]
+        return inputs
+
+    def _print(self, tag: Tag, value: Any, frame: Frame) -> None:
+        title = tag.name if tag.direction == FORWARD else f"{tag.name}_gradient"
+        show, several = tag.payload, self.replicas > 1
+
+        def arrive(value: Any, replica: Any) -> None:
+            show(value, f"{title} (replica {int(replica)})" if several else title)
+
+        # Ordered effects exist on one device only; several print as they come, and say who it is.
+        io_callback(arrive, None, value, frame.ambient.replica, ordered=self.alone)
+
+    def _send_now(self, queue: Any, structure: Any, inputs: list[Any]) -> None:
+        if self.replicas > 1:
+            raise FeedError(
+                "With several replicas a live outfeed must be enqueued directly in a tr.repeat at "
+                "the top of the program: there the loop is cut into short dispatches. Here it "
+                "stands deeper inside. Move it there, or use live=False."
+            )
+
+        def arrive(*values: Any) -> None:
+            queue.deliver(structure, [value[None] for value in values], None, 1, 1)
+
+        io_callback(arrive, None, *inputs, ordered=True)

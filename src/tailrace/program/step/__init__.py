@@ -1,0 +1,1 @@
+"""One optimizer update: gradients, accumulation, reduction over replicas."""

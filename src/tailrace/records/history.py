@@ -1,0 +1,110 @@
+"""What a fit yields: one value a step of the loss and of each scalar metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tailrace.messages import shown
+
+
+class History:
+    """The course of one `fit`.
+
+    Attributes:
+        first_step: the number of the first step in it.
+        microbatches: how many microbatches each step had.
+        replicas: how many replicas.
+
+    `history.loss` and `history["accuracy"]` have one value a step: the mean over its microbatches
+    and replicas. `history.each("loss")` has them all: [steps, microbatches, replicas].
+    """
+
+    def __init__(self, first_step: int = 0, microbatches: int = 1, replicas: int = 1) -> None:
+        self.first_step, self.microbatches, self.replicas = first_step, microbatches, replicas
+        self._parts: dict[str, list[np.ndarray]] = {}
+        self._weights: list[np.ndarray] = []
+
+    def add(self, values: dict[str, np.ndarray], weights: np.ndarray | None = None) -> None:
+        """Append the values of one execution, each [steps, microbatches, replicas]."""
+        for name, value in values.items():
+            self._parts.setdefault(name, []).append(value)
+        if weights is not None:
+            self._weights.append(weights)
+
+    def each(self, name: str) -> np.ndarray:
+        """The values of every microbatch and replica: [steps, microbatches, replicas]."""
+        if name not in self._parts:
+            if name == "loss":
+                return np.zeros((0, self.microbatches, self.replicas), np.float32)
+            raise KeyError(f"No metric is called {name!r}. There are: {', '.join(self.names)}.")
+        parts = self._parts[name]
+        if len(parts) > 1:
+            parts[:] = [np.concatenate(parts)]
+        return parts[0]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        values = self.each(name)
+        if values.shape[1:] == (1, 1):
+            return values[:, 0, 0]
+        wide = values.astype(np.float64)
+        if self._weights:
+            if len(self._weights) > 1:
+                self._weights[:] = [np.concatenate(self._weights)]
+            weights = self._weights[0]
+            mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
+        else:
+            mean = wide.mean(axis=(1, 2))
+        return mean.astype(values.dtype if values.dtype.kind == "f" else np.float32)
+
+    @property
+    def loss(self) -> np.ndarray:
+        """One value a step."""
+        return self["loss"]
+
+    @property
+    def names(self) -> list[str]:
+        """What was recorded."""
+        return list(self._parts)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The number of each step."""
+        return np.arange(self.first_step, self.first_step + len(self))
+
+    def last(self) -> dict[str, float]:
+        """The values of the last step."""
+        return {name: float(self[name][-1]) for name in self._parts} if len(self) else {}
+
+    def __len__(self) -> int:
+        return len(self.each("loss"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __repr__(self) -> str:
+        last = ", ".join(f"{shown(name)}={value:.4g}" for name, value in self.last().items())
+        return f"History({len(self)} steps{', last: ' + last if last else ''})"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        from tailrace.records.curves import small_curve
+
+        rows = "".join(
+            f"<tr><td>{html.escape(shown(name))}</td><td>{values[0]:.5g}</td>"
+            f"<td>{values[-1]:.5g}</td><td>{small_curve(values)}</td></tr>"
+            for name, values in ((name, self[name]) for name in self._parts if len(self))
+        )
+        head = "<tr><th></th><th>first step</th><th>last step</th><th></th></tr>"
+        return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"
+
+
+def split_emission(value: Any, microbatches: int, replicas: int) -> np.ndarray:
+    """An emitted scalar as [steps, microbatches, replicas]."""
+    array = np.asarray(value)
+    if replicas > 1:
+        array = np.moveaxis(array, 0, -1)
+    return array.reshape(-1, microbatches, replicas)

@@ -1,0 +1,1 @@
+"""What differs between two runs, or two functions."""

@@ -1,0 +1,1 @@
+"""Runs as TensorBoard events and pictures."""

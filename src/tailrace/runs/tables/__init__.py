@@ -1,0 +1,1 @@
+"""Growing columns of records on disk."""

@@ -1,0 +1,215 @@
+"""Rows of a run on disk, read when somebody asks for them and checked while they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import RunError, TailraceError
+from tailrace.messages import shown
+from tailrace.records.records import Record, Source
+from tailrace.runs.storage.files import build_tree, own_dtype
+from tailrace.taps.reductions import STATS
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTable:
+    """A table of records on disk.
+
+    Attributes:
+        directory: the run.
+        path: of its group in there.
+        group: the Zarr group.
+        start: the first row to read.
+        stop: the row after the last one to read: how many count.
+    """
+
+    directory: Path
+    path: str
+    group: Any
+    start: int
+    stop: int
+
+    def column(self, name: str, tensor: int | None = None) -> np.ndarray:
+        """The rows of a column, of one tensor."""
+        return read_rows(self.directory, self.path, self.group, name, self.start, self.stop, tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredPart:
+    """The records of one tensor in a table; not read yet.
+
+    Attributes:
+        table: where they are.
+        number: which tensor of the table it is.
+        name: the tensor.
+        kind: what was kept.
+    """
+
+    table: StoredTable
+    number: int
+    name: str
+    kind: str
+
+    def __len__(self) -> int:
+        return self.table.stop - self.table.start
+
+    def __repr__(self) -> str:
+        return f"Record({self.name!r}, {self.kind}, {len(self)} values, on disk)"
+
+    def record(self) -> Record:
+        """Read them."""
+        with describing(self.table.directory, self.table.path):
+            return self._read()
+
+    def _read(self) -> Record:
+        table, arrays = self.table, set(self.table.group.array_keys())
+        steps = table.column("step")
+        if STATS.names and set(STATS.names) <= arrays:
+            columns = {name: table.column(name, self.number) for name in STATS.names}
+            values: Any = np.empty(columns["mean"].shape, STATS)
+            for name, column in columns.items():
+                values[name] = column
+        elif "values" in arrays:
+            values = table.column("values", self.number)
+        else:
+            tree = table.group.attrs.get("tree")
+            values = build_tree(tree, lambda leaf: table.column(f"values{leaf}", self.number))
+        stage = int(table.group["stage"][self.number])
+        return Record(
+            self.name,
+            self.kind,
+            values,
+            steps,
+            table.column("microbatch"),
+            table.column("replica"),
+            np.full(len(steps), stage),
+            table.column("ran", self.number) if "ran" in arrays else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorted:
+    """The records of one tensor from several tables, in the order of their steps."""
+
+    parts: Sequence[StoredPart]
+
+    def record(self) -> Record:
+        """Read and merge them."""
+        import jax
+
+        found = [part.record() for part in self.parts]
+        order = np.argsort(np.concatenate([r.steps for r in found]), kind="stable")
+        pick = lambda *arrays: np.concatenate(arrays)[order]  # noqa: E731
+        tags = [
+            pick(*(getattr(record, tag) for record in found))
+            for tag in ("steps", "microbatches", "replicas", "stages")
+        ]
+        ran = [record.ran for record in found if record.ran is not None]
+        values = jax.tree.map(pick, *(record.values for record in found))
+        made = Record(found[0].name, found[0].kind, values, *tags)
+        return dataclasses.replace(made, ran=pick(*ran)) if ran else made
+
+
+def stored_records(
+    directory: Path, root: Any, starts: Sequence[int] = ()
+) -> dict[tuple[str, str], list[Source]]:
+    """All records that count, by name and kind; `starts` gives each table's first row to read."""
+    found: dict[tuple[str, str], list[StoredPart]] = {}
+    for number, stop in enumerate(committed(directory, root)["records"]):
+        path = f"records/{number}"
+        with describing(directory, path):
+            group = root[path]
+            names, kind = list(group.attrs["names"]), str(group.attrs["kind"])
+        start = starts[number] if number < len(starts) else 0
+        if start == stop:
+            continue
+        table = StoredTable(directory, path, group, start, stop)
+        for position, name in enumerate(names):
+            part = StoredPart(table, position, str(name), kind)
+            found.setdefault((part.name, kind), []).append(part)
+    return {
+        key: list(parts[:1]) if len(parts) == 1 else [Sorted(parts)] for key, parts in found.items()
+    }
+
+
+def committed(directory: Path, root: Any) -> dict[str, Any]:
+    """How many rows count: of the history, and of each table."""
+    with describing(directory, "zarr.json"):
+        counts = root.attrs["committed"]
+        history, records = int(counts["history"]), [int(n) for n in counts["records"]]
+        if min([history, *records]) < 0:
+            raise ValueError("a number of rows is negative")
+        return {"history": history, "records": records}
+
+
+def read_rows(
+    directory: Path,
+    path: str,
+    group: Any,
+    name: str,
+    start: int,
+    stop: int,
+    tensor: int | None = None,
+) -> np.ndarray:
+    """Rows of one array; a chunk that is missing or damaged is an error, not a row of zeros."""
+    where = f"{path}/{name}"
+    with describing(directory, where):
+        array = group[name]
+        if array.shape[0] < stop:
+            raise RunError(
+                f"The run '{shown(str(directory))}' is truncated: {where} has {array.shape[0]} "
+                f"rows, and {stop} were written."
+            )
+        _check_chunks(directory, where, array, start, stop, tensor)
+        index = slice(start, stop) if tensor is None else (slice(start, stop), tensor)
+        values = np.asarray(array[index])
+        own = array.attrs.get("dtype")
+        return values if own is None else values.astype(own_dtype(str(own)))
+
+
+def _check_chunks(
+    directory: Path, where: str, array: Any, start: int, stop: int, tensor: int | None
+) -> None:
+    if start >= stop or not math.prod(array.shape[1:]):
+        return
+    rows = range(start // array.chunks[0], -(-stop // array.chunks[0]))
+    rest = [range(-(-n // c)) for n, c in zip(array.shape[1:], array.chunks[1:], strict=True)]
+    if tensor is not None:
+        rest[0] = range(tensor // array.chunks[1], tensor // array.chunks[1] + 1)
+    for row in rows:
+        for other in np.ndindex(*(len(r) for r in rest)):
+            chunk = (row, *(r[i] for r, i in zip(rest, other, strict=True)))
+            file = directory / where / array.metadata.encode_chunk_key(chunk)
+            if not file.exists():
+                raise RunError(
+                    f"The run '{shown(str(directory))}' is truncated: the chunk "
+                    f"{'/'.join(map(str, chunk))} of {where} is missing. Other arrays can still "
+                    f"be read."
+                )
+
+
+@contextlib.contextmanager
+def describing(directory: Path, where: str) -> Iterator[None]:
+    """Whatever goes wrong inside, said as a sentence about that part of the run."""
+    try:
+        yield
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise damaged(directory, where, error) from error
+
+
+def damaged(directory: Path, where: str, error: Exception) -> RunError:
+    """What to say of a part that cannot be read."""
+    reason = " ".join(shown(str(error)).split())[:200]
+    return RunError(
+        f"The run '{shown(str(directory))}' is damaged: {where} cannot be read "
+        f"({type(error).__name__}: {reason}). Other arrays can still be read."
+    )

@@ -1,0 +1,166 @@
+"""Records and history as columns: which tensors share a table, and what its columns are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tailrace.records.records import PER_MICROBATCH, Part, Record
+from tailrace.runs.storage.files import describe_tree
+from tailrace.runs.tables.columns import Columns
+from tailrace.taps.reductions import NUM_BINS, STATS
+
+COORDINATES = "step microbatch replica stage"
+"""What xarray is told: these arrays are coordinates."""
+
+TAGS = ("steps", "microbatches", "replicas")
+"""What says when a value was made; the tensors of an execution mostly share these arrays."""
+
+
+def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
+    """The records of one execution, those together that share a table, by what identifies it.
+
+    Tensors share a table if what is kept of them has one form and they are observed at the same
+    moments, so that steps, microbatches and replicas are stored once for all of them.
+    """
+    found: dict[Hashable, list[Record]] = {}
+    for part in parts:
+        record = part.record()
+        form = json.dumps(_forms(record))
+        one = part.one
+        moments = (str(one.tap.mode), one.loops, one.differs, one.microbatches)
+        per_microbatch = one.entry.kind in PER_MICROBATCH
+        # A value that is made only sometimes has moments of its own.
+        own = record.name if part.valid is not None else ""
+        key: Hashable = (record.kind, form, moments, per_microbatch, own)
+        first = found.get(key, [record])[0]
+        if not _same_moments(first, record):
+            key = (key, record.name)
+        found.setdefault(key, []).append(record)
+    return {(key, tuple(r.name for r in records)): records for key, records in found.items()}
+
+
+def _same_moments(one: Record, other: Record) -> bool:
+    tags = [(getattr(one, tag), getattr(other, tag)) for tag in TAGS]
+    return all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in tags)
+
+
+def _forms(record: Record) -> list[Any]:
+    """What values look like: the tree, then dtype and shape of each leaf."""
+    leaves: list[Any] = []
+
+    def leaf(array: np.ndarray) -> int:
+        leaves.append([array.dtype.name, list(array.shape[1:])])
+        return len(leaves) - 1
+
+    tree = describe_tree(record.values, leaf)
+    ran = None if record.ran is None else list(record.ran.shape[1:])
+    return [tree, leaves, ran]
+
+
+class RecordTable:
+    """The table of some tensors: created for their first records, then appended to."""
+
+    def __init__(self, group: Any, records: Sequence[Record]) -> None:
+        first = records[0]
+        tree, _, _ = _forms(first)
+        group.attrs.put(
+            {
+                "kind": first.kind,
+                "names": [record.name for record in records],
+                "tree": tree,
+                "coordinates": COORDINATES,
+            }
+        )
+        self.columns = Columns(group, "record")
+        for tag in ("step", "microbatch", "replica"):
+            self.columns.add_column(tag, np.dtype(np.int64), (), ())
+        names = np.array([record.name for record in records], dtype=object)
+        self.columns.add_fixed("tensor", names, ["tensor"])
+        stages = np.array([r.stages[0] if len(r) else -1 for r in records], np.int64)
+        self.columns.add_fixed("stage", stages, ["tensor"])
+        for name, array in value_columns(first).items():
+            shape = array.shape[1:]
+            self.columns.add_column(
+                name, array.dtype, shape, _dims(first, name, shape), tensors=len(records)
+            )
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Let the records of one execution wait to be written."""
+        first = records[0]
+        rows: dict[str, np.ndarray] = {
+            "step": first.steps,
+            "microbatch": first.microbatches,
+            "replica": first.replicas,
+        }
+        each = [value_columns(record) for record in records]
+        for name in each[0]:
+            rows[name] = np.stack([columns[name] for columns in each], axis=1)
+        self.columns.append(len(first), rows)
+
+
+def value_columns(record: Record) -> dict[str, np.ndarray]:
+    """The values of a record as columns, by the names of the arrays."""
+    found: dict[str, np.ndarray] = {}
+    if isinstance(record.values, np.ndarray):
+        if record.values.dtype == STATS:
+            found = {name: record.values[name] for name in STATS.names or ()}
+        else:
+            found = {"values": record.values}
+    else:
+
+        def leaf(array: np.ndarray) -> int:
+            found[f"values{len(found)}"] = array
+            return len(found)
+
+        describe_tree(record.values, leaf)
+    if record.ran is not None:
+        found["ran"] = record.ran
+    return found
+
+
+def _dims(record: Record, column: str, shape: tuple[int, ...]) -> list[str]:
+    # Names that mean one length in one group, as xarray wants it.
+    prefix = "" if column == "values" or column in (STATS.names or ()) else f"{column}_"
+    dims = [f"{prefix}dim{number}" for number in range(len(shape))]
+    if record.kind == "histogram" and shape[-1:] == (NUM_BINS,):
+        dims[-1] = "bin"
+    return ["tensor", *dims]
+
+
+class HistoryTable:
+    """Loss and metrics, one row a step."""
+
+    def __init__(self, group: Any) -> None:
+        group.attrs.put({"names": []})
+        self.columns = Columns(group, "step")
+        self._numbers: dict[str, int] = {}
+
+    def append(
+        self, first_step: int, scalars: Mapping[str, np.ndarray], weights: np.ndarray | None
+    ) -> None:
+        """Let the steps of one execution wait to be written."""
+        columns, shape = self.columns, next(iter(scalars.values())).shape
+        dims = ("microbatch", "replica")
+        if "step" not in columns:
+            columns.add_column("step", np.dtype(np.int64), (), ())
+            for dim, length in zip(dims, shape[1:], strict=True):
+                columns.add_fixed(dim, np.arange(length), [dim])
+        if weights is not None and "weight" not in columns:
+            columns.add_column("weight", weights.dtype, shape[1:], dims)
+        rows = {"step": first_step + np.arange(shape[0])}
+        for name, values in scalars.items():
+            if name not in self._numbers:
+                number = self._numbers[name] = len(self._numbers)
+                about = {"long_name": name}
+                columns.add_column(
+                    f"metric{number}", values.dtype, shape[1:], dims, attributes=about
+                )
+                columns.group.attrs.put({"names": list(self._numbers)})
+            rows[f"metric{self._numbers[name]}"] = values
+        if weights is not None:
+            rows["weight"] = weights
+        columns.append(shape[0], rows)

@@ -1,0 +1,1 @@
+"""Names for every tensor of a traced program, and the rewrite that makes a tap an output."""

@@ -1,0 +1,127 @@
+"""The passes of a loop that is emitted again: how they are strung together, what is kept of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.taps.frame import Emission, Emissions
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """The passes of one loop: how they are strung together and what is kept of each."""
+
+    one_pass: Callable[[Any, Any, bool], Any]
+    reverse: bool
+    unroll: int
+    length: int
+    collect: Mapping[Any, str] | None = None
+
+    def collecting(self, collect: Mapping[Any, str]) -> Passes:
+        """Keep one entry in all, not one a pass, of the emissions named in `collect`."""
+        return dataclasses.replace(self, collect=collect)
+
+    def run(self, init: Any, xs: Any, period: int, observing: bool) -> Any:
+        """All passes; periodic values come from the last of every `period` of them."""
+        if self.collect is None:
+            return self._all(self.one_pass, init, xs, period, observing)
+        shapes = jax.eval_shape(
+            lambda c, x: self.one_pass(c, x, observing)[1][1], init, jax.tree.map(_first, xs)
+        )
+        kept = Emissions((k, jax.tree.map(zeros, shapes[k])) for k in self.collect if k in shapes)
+
+        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+            carry, kept = carry
+            carry, (ys, emitted) = self.one_pass(carry, x, observing)
+            after = Emissions()
+            for key, old in kept.items():
+                after[key] = collected(key, old, emitted.pop(key)) if key in emitted else old
+            return (carry, after), (ys, emitted)
+
+        carry, (ys, emitted) = self._all(one_pass, (init, kept), xs, period, observing)
+        carry, kept = carry
+        return carry, (ys, emitted | kept)
+
+    def _all(self, one_pass: Any, init: Any, xs: Any, period: int, observing: bool) -> Any:
+        def scan(body: Any, carry: Any, xs: Any, length: int) -> Any:
+            return lax.scan(
+                body, carry, xs, length=length, reverse=self.reverse, unroll=self.unroll
+            )
+
+        if period == 1:
+            return scan(lambda c, x: one_pass(c, x, observing), init, xs, self.length)
+        # A branch inside the loop would cost more than the observation: the last of every `period`
+        # passes is written out instead, behind a loop over the others.
+        groups, rest = divmod(self.length, period)
+        assert not rest, "the caller cuts loops into multiples of the period"
+        grouped = jax.tree.map(lambda x: x.reshape(groups, period, *x.shape[1:]), xs)
+
+        def group(carry: Any, x: Any) -> Any:
+            silent = jax.tree.map(lambda x: x[:-1], x)
+            carry, (ys, emitted) = scan(
+                lambda c, x: one_pass(c, x, False), carry, silent, period - 1
+            )
+            carry, (last_ys, last) = one_pass(carry, jax.tree.map(lambda x: x[-1], x), observing)
+            every = Emissions((k, _append(e, last.pop(k))) for k, e in emitted.items())
+            return carry, (_append(ys, last_ys), every, last)
+
+        carry, (ys, every, last) = lax.scan(group, init, grouped, length=groups)
+        flat = lambda x: x.reshape(self.length, *x.shape[2:])  # noqa: E731
+        return carry, (jax.tree.map(flat, ys), jax.tree.map(flat, every) | last)
+
+
+def guarded(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A pass that keeps what it carries from the first pass on whose emissions are not good.
+
+    It carries, besides, whether that has happened.
+    """
+
+    def run(carry: Any, x: Any, observing: bool) -> Any:
+        before, stopped = carry
+        after, (ys, emitted) = one_pass(before, x, observing)
+        stopped = stopped | ~is_good(emitted)
+        kept = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), before, after)
+        return (kept, stopped), (ys, emitted)
+
+    return run
+
+
+def _append(many: Any, one: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), many, one)
+
+
+def _first(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+
+def zeros(shape: Any, lead: tuple[Any, ...] = ()) -> Any:
+    """Zeros of a shape, with further dims in front."""
+    return jnp.zeros((*lead, *shape.shape), shape.dtype)
+
+
+def collected(key: Any, old: Emission, new: Emission, ours: bool = True) -> Emission:
+    """What is kept of two passes: their sum, or the later one in which the value was made."""
+    if ours and key[0].collect == "sum":
+        return jax.tree.map(jnp.add, old, new)
+    if new.valid is None:
+        return new
+    return Emission(
+        jax.tree.map(lambda o, n: jnp.where(like(new.valid, n), n, o), old.value, new.value),
+        jnp.logical_or(old.valid, new.valid),
+    )
+
+
+def like(made: Any, value: Any) -> Any:
+    """Flags over the leading dims of a value, fit to be broadcast over the others."""
+    return made.reshape(made.shape + (1,) * (value.ndim - made.ndim))
+
+
+def both(made: Any, valid: Any) -> Any:
+    """Flags over the leading dims, and flags over more of them: both must be up."""
+    return jnp.logical_and(like(made, valid), valid)

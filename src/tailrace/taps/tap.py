@@ -1,0 +1,268 @@
+"""Taps: requests to observe tensors of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import OptionError
+from tailrace.jaxprs.walk import Position
+from tailrace.taps.catalogue import Catalogue, Entry, Select
+from tailrace.taps.reductions import NUM_BINS, histogram, norm, row_lengths
+from tailrace.taps.wanted import Wanted
+
+MOST_BYTES = 1 << 30
+"""What the taps of one execution may return, in bytes, unless the user allows more."""
+
+
+class Reduce(enum.StrEnum):
+    """What is kept of a tensor."""
+
+    TENSOR = "tensor"
+    STATS = "stats"
+    HISTOGRAM = "histogram"
+    NORM = "norm"
+
+
+class Mode(enum.StrEnum):
+    """Which values are kept: all, their sum over an execution, or the last one of an execution."""
+
+    ALL = "all"
+    SUM = "sum"
+    FINAL = "final"
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+    """Keep the values of steps n-1, 2n-1, ...; made by `tr.every(n)`."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise OptionError(f"tr.every(n) needs n >= 1. Received: n={self.n!r}.")
+
+
+def every(n: int) -> Every:
+    """A mode for taps: keep every n-th step (n-1, 2n-1, ...), with all its microbatches.
+
+    >>> every(10)
+    Every(n=10)
+    """
+    return Every(n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """A request to observe tensors.
+
+    Args:
+        select: which tensors: a glob over names (`*` crosses `/`), `re.compile(...)`, a function of
+            a catalogue entry, or a list of these.
+        mode: "all" values, their "sum" over an execution, the "final" one of an execution, or
+            `tr.every(n)` steps. Sum and final keep one record an execution.
+        reduce: what is kept of each: the "tensor", its "stats" (mean, std, min, max, NaN, Inf,
+            share of zeros), a "histogram" of binary exponents, its "norm", or a JAX function.
+        live: whether records are wanted while training runs, through `trainer.records.stream()`.
+            Executions found by "auto" are then short; results are the same to the last bit.
+
+    >>> Tap("grad/*", mode=every(10)).reduce
+    <Reduce.STATS: 'stats'>
+    """
+
+    select: Select
+    mode: Mode | Every | str = Mode.ALL
+    reduce: Reduce | str | Callable[[Any], Any] = Reduce.STATS
+    live: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mode, Every):
+            object.__setattr__(self, "mode", _parse(Mode, self.mode, "mode", "or tr.every(n)"))
+        if not callable(self.reduce):
+            parsed = _parse(Reduce, self.reduce, "reduce", "or a JAX function")
+            object.__setattr__(self, "reduce", parsed)
+
+    @property
+    def kind(self) -> str:
+        """How records of this tap are told from those of another on the same tensor."""
+        if isinstance(self.reduce, Reduce):
+            return str(self.reduce)
+        return getattr(self.reduce, "__name__", "function")
+
+    @property
+    def period(self) -> int:
+        """Every how many steps it looks."""
+        return self.mode.n if isinstance(self.mode, Every) else 1
+
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
+        """What the program must send out for one tensor, which `layers` scans stand around."""
+        collect = "stack"
+        if self.mode in (Mode.SUM, Mode.FINAL):
+            collect = "sum" if self.mode is Mode.SUM else "final"
+        return Wanted(key, output, self._function(), self.period > 1, collect, layers=layers)
+
+    def _function(self) -> Callable[[Any], Any] | None:
+        if self.reduce is Reduce.STATS:
+            return None
+        if self.reduce is Reduce.TENSOR:
+            return lambda value: value
+        if self.reduce is Reduce.NORM:
+            return norm
+        return histogram if self.reduce is Reduce.HISTOGRAM else self.reduce  # type: ignore[return-value]
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of one record of a tensor."""
+        if self.reduce is Reduce.STATS:
+            return len(row_lengths(max(1, int(np.prod(entry.shape))))) * 32
+        if self.reduce is Reduce.HISTOGRAM:
+            return NUM_BINS * 4
+        if self.reduce is Reduce.NORM:
+            return 4
+        if self.reduce is Reduce.TENSOR:
+            return entry.nbytes
+        reduce: Any = self.reduce
+        out = jax.eval_shape(reduce, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(out))
+
+
+@dataclasses.dataclass(frozen=True)
+class StopOnNonfinite:
+    """A guard: training stops at the first NaN or Inf; made by `tr.stop_on_nonfinite`."""
+
+    select: Select
+
+    period = 1
+    mode = Mode.ALL
+    kind = "finite"
+
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
+        """What the program must watch."""
+        return Wanted(key, output, guard=True)
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of one flag."""
+        return 1
+
+
+def stop_on_nonfinite(select: Select = ("loss", "grad/*")) -> StopOnNonfinite:
+    """Stop training at the first NaN or Inf in the selected tensors; goes into `observe=`.
+
+    The first bad step is noticed on the device. From there on the rest of the execution changes
+    nothing, so the parameters stay those before that step, and `tr.errors.NonFiniteError` says
+    which step, microbatch, tensor, operation and line it was.
+
+    >>> stop_on_nonfinite("grad/*")
+    StopOnNonfinite(select='grad/*')
+    """
+    return StopOnNonfinite(list(select) if isinstance(select, tuple) else select)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A tap, applied to one tensor of a program.
+
+    Attributes:
+        tap: the request.
+        entry: the tensor.
+        loops: how many of the loops around it Tailrace made (the step's, the microbatches').
+        differs: whether it differs between replicas.
+        microbatches: how many values of it a step makes.
+        layers: how many scans of the user's own stand around it.
+    """
+
+    tap: Any
+    entry: Entry
+    loops: int
+    differs: bool
+    microbatches: int = 1
+    layers: int = 0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The name, and what was kept."""
+        return (self.entry.name, self.tap.kind)
+
+
+def parse_taps(observe: Any) -> list[Any]:
+    """What `observe=` was given, as taps; a bare selection means its statistics."""
+    if observe is None:
+        return []
+    if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
+        observe = [observe]
+    return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in observe]
+
+
+def common_period(taps: Sequence[Any]) -> int:
+    """The step width that serves all periodic taps: their greatest common divisor."""
+    periods = [tap.period for tap in taps if tap.period > 1]
+    return math.gcd(*periods) if periods else 1
+
+
+def choose(
+    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[Any, ...]]
+) -> list[Chosen]:
+    """Apply taps to a catalogue; `describe` tells what `Chosen` has besides tap and entry."""
+    chosen: dict[tuple[str, str], Chosen] = {}
+    for tap in taps:
+        for entry in catalogue.select(tap.select):
+            one = Chosen(tap, entry, *describe(entry))
+            if one.key in chosen and chosen[one.key].tap != tap:
+                raise OptionError(
+                    f"Two taps keep the same of one tensor: {one.key[0]!r} has {one.key[1]!r} "
+                    f"twice, with different modes. Narrow one of the selections."
+                )
+            chosen[one.key] = one
+    return list(chosen.values())
+
+
+def wanted_of(chosen: Sequence[Chosen]) -> dict[Position, list[Wanted]]:
+    """What a rewriter must send out, by position."""
+    found: dict[Position, list[Wanted]] = {}
+    for one in chosen:
+        want = one.tap.wanted(one.key, one.entry.output, one.layers)
+        found.setdefault(one.entry.position, []).append(want)
+    return found
+
+
+def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -> float:
+    """Bytes that records of one step take."""
+    total = 0.0
+    for one in chosen:
+        if one.tap.mode in (Mode.SUM, Mode.FINAL):
+            continue
+        count = (microbatches if one.loops > 1 else 1) * replicas
+        total += one.tap.nbytes(one.entry) * count / one.tap.period
+    return total
+
+
+def check_bytes(
+    chosen: Sequence[Chosen], steps: int, microbatches: int, replicas: int, most: int
+) -> None:
+    """Refuse taps that would return more bytes in one execution than allowed."""
+    per_step = bytes_per_step(chosen, microbatches, replicas)
+    if per_step * steps > most:
+        largest = max(chosen, key=lambda one: one.tap.nbytes(one.entry) / one.tap.period)
+        raise OptionError(
+            f"Taps would return {per_step * steps / 1e9:.2f} GB from one execution of {steps} "
+            f"steps with {microbatches} microbatches, more than the limit of {most / 1e9:.2f} GB. The "
+            f"largest is {largest.entry.name!r} ({largest.tap.kind}, "
+            f"{largest.tap.nbytes(largest.entry):,} bytes a record). Look less often "
+            f"(mode=tr.every(n), 'sum' or 'final'), keep less (reduce='stats'), use fewer "
+            f"steps_per_execution (a shorter tr.repeat) or microbatches, or raise observe_bytes."
+        )
+
+
+def _parse(kind: Any, value: Any, name: str, also: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        choices = ", ".join(repr(str(member)) for member in kind)
+        raise OptionError(
+            f"{name} is one of {choices}, {also}. Received: {name}={value!r}."
+        ) from None

@@ -1,1 +1,0 @@
-"""Names and sight inside a program: reading it, and emitting it again with values sent out."""

@@ -1,0 +1,1 @@
+"""One call of a model: its inputs, its feed, its outputs."""

@@ -1,0 +1,1 @@
+"""How a call runs on the device."""

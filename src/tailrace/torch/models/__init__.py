@@ -1,0 +1,1 @@
+"""`tt.training_model` and `tt.inference_model`: what a user holds."""

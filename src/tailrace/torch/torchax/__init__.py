@@ -1,0 +1,1 @@
+"""What we know of torch and torchax beyond their public interface."""

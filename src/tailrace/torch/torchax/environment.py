@@ -1,0 +1,234 @@
+"""The environment in which a forward pass is traced: torchax's, with lowerings of our own in front.
+
+They stand below PyTorch's functions, at the operations that these consist of, so that they also
+hold inside of functions that PyTorch composes (`F.normalize` calls a norm, and so on).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as functional
+
+from tailrace.torch.calls.arrays import dtype_on_device
+from tailrace.torch.torchax.ops import elementwise, norms, random_numbers
+from tailrace.torch.tracing.watch import current_watch
+
+aten = torch.ops.aten
+
+
+def _safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """A softmax that is 0 where nothing is left to choose from: rows of -inf, which give NaN."""
+    x = x if dtype is None else x.astype(dtype_on_device(dtype))
+    nothing = jnp.isneginf(x).all(dim, keepdims=True)
+    return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
+
+
+def _first_of(choose: Any, x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """The largest, or smallest, and where; of several, the first has the gradient, as in PyTorch."""
+    if not x.ndim:
+        return x, jnp.zeros((), int)
+    index = choose(x, dim, keepdims=True)
+    hit = jax.lax.broadcasted_iota(index.dtype, x.shape, dim % x.ndim) == index
+    value = jnp.where(hit, x, jnp.zeros((), x.dtype)).sum(dim, keepdims=keepdim, dtype=x.dtype)
+    return value, index if keepdim else index.squeeze(dim)
+
+
+ELEMENTWISE: dict[Any, Callable[..., Any]] = {
+    aten.abs: elementwise.absolute,
+    aten.celu: elementwise.celu,
+    aten.clamp: elementwise.clamp,
+    aten.clamp_max: elementwise.clamp_max,
+    aten.clamp_min: elementwise.clamp,
+    aten.elu: elementwise.elu,
+    aten.hardsigmoid: elementwise.hardsigmoid,
+    aten.hardswish: elementwise.hardswish,
+    aten.hardtanh: elementwise.hardtanh,
+    aten.leaky_relu: elementwise.leaky_relu,
+    aten.mish: elementwise.mish,
+    aten.selu: elementwise.selu,
+    aten.softplus: elementwise.softplus,
+}
+"""By operation, with all its overloads; their in-place forms follow."""
+
+OTHERS: dict[Any, Callable[..., Any]] = {
+    aten._cdist_forward.default: norms.each_with_each,
+    aten._pdist_forward.default: norms.each_pair,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.cdist.default: norms.each_with_each,
+    aten.dist.default: norms.apart,
+    aten.linalg_vector_norm.default: norms.vector_norm,
+    aten.log_sigmoid_forward.default: elementwise.log_sigmoid,
+    aten.max.dim: functools.partial(_first_of, jnp.argmax),
+    aten.mean: norms.mean,
+    aten.min.dim: functools.partial(_first_of, jnp.argmin),
+    aten.sinc.default: jnp.sinc,
+    aten.std.correction: norms.deviation,
+    aten.std.default: norms.deviation_of_all,
+    aten.std.dim: norms.deviation_along,
+    aten.std_mean.correction: norms.deviation_and_mean,
+    aten.std_mean.default: norms.deviation_and_mean_of_all,
+    aten.std_mean.dim: norms.deviation_and_mean_along,
+    torch.cdist: norms.each_with_each,
+}
+
+DRAWN: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_: random_numbers.chance,
+    aten.cauchy_: random_numbers.cauchy,
+    aten.exponential_: random_numbers.exponential,
+    aten.geometric_: random_numbers.geometric,
+    aten.log_normal_: random_numbers.log_normal,
+    aten.normal_: random_numbers.normal,
+    aten.random_: random_numbers.integers,
+}
+"""What fills a tensor with random numbers."""
+
+
+def make_environment() -> Any:
+    """An environment of torchax with these lowerings; torchax's own stays as it is."""
+    from torchax.ops import jtorch, op_base, ops_registry
+    from torchax.tensor import Environment, OperatorNotFound, Tensor
+    from torchax.view import View
+
+    # Methods of its own that no mode sees: one casts its tensor in place, one forgets what it is of.
+    for name in {"flatten", "type_as"} & set(vars(Tensor)):
+        delattr(Tensor, name)
+    for kind in (Tensor, View):
+        kind.__setitem__ = _seen(kind.__setitem__)
+
+    def lowered(func: Any, run: Any, **flags: bool) -> Any:
+        kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
+        return ops_registry.Operator(func, run, **{**kinds, **flags})
+
+    def mutating(func: Any, run: Any, **flags: bool) -> Any:
+        return lowered(func, run, is_jax_function=False, is_view_op=True, **flags)
+
+    class Lowerings(Environment):
+        """torchax's environment, in which more has a lowering."""
+
+        def load_ops(self) -> None:
+            super().load_ops()
+            theirs = dict(self._ops)
+            for func, run in {**ELEMENTWISE, **OTHERS}.items():
+                for one in _with_overloads(func):
+                    self._ops[one] = lowered(one, run)
+            for func in ELEMENTWISE:
+                for one in _with_overloads(getattr(aten, f"{func.__name__}_", None)):
+                    self._ops[one] = mutating(one, op_base.InplaceOp(func))
+            for func, draw in DRAWN.items():
+                for one in _with_overloads(func):
+                    self._ops[one] = mutating(one, random_numbers.in_place(draw), needs_env=True)
+            for func in (aten.fill_, aten.zero_):
+                for one in _with_overloads(func):
+                    self._ops[one] = mutating(one, _filled, needs_env=True)
+            for one in _with_overloads(aten.normal):
+                self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
+            functional_normal = aten.normal_functional.default
+            self._ops[functional_normal] = lowered(
+                functional_normal, random_numbers.normal_like, needs_env=True
+            )
+            convolve = theirs[aten.convolution].func
+            self._ops[aten.convolution] = lowered(aten.convolution, _grouped(convolve))
+            attend = jtorch.scaled_dot_product_attention
+            for one in (
+                functional.scaled_dot_product_attention,
+                aten.scaled_dot_product_attention,
+            ):
+                self._ops[one] = lowered(
+                    one, _rows_of_no_keys(attend), is_jax_function=False, needs_env=True
+                )
+
+        def _get_op_or_decomp(self, func: Any) -> Any:
+            try:
+                return super()._get_op_or_decomp(func)
+            except OperatorNotFound:
+                plain = _out_of_place(func)
+                if plain is None:
+                    raise
+                return mutating(func, op_base.InplaceOp(plain))
+
+    return Lowerings()
+
+
+def _seen(write: Callable[..., None]) -> Callable[..., None]:
+    """Writing at an index, which no mode sees either, on top of what was written before."""
+
+    def run(self: Any, *given: Any) -> None:
+        if (watch := current_watch()) is not None:
+            watch.aliases.settle()
+        write(self, *given)
+
+    return run
+
+
+def _filled(x: Any, value: Any = 0, *, env: Any) -> Any:
+    """Fill a tensor, or a slice of one, which torchax fills in vain."""
+    held = x.jax()
+    value = value.jax() if hasattr(value, "jax") else value
+    return x.copy_(env.j2t_iso(jnp.full(held.shape, value, held.dtype)))
+
+
+def _out_of_place(func: Any) -> Any:
+    """The operation that computes what an in-place one writes; None if there is none."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    name = func.overloadpacket.__name__
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    if packet is None:
+        return None
+    # Mostly of the same name; a few are told apart by what they take alone.
+    taken = _kinds_taken(func)
+    named = [func._overloadname] if func._overloadname in packet.overloads() else []
+    plain = [getattr(packet, name) for name in (*named, *packet.overloads())]
+    return next((one for one in plain if _kinds_taken(one) == taken), None)
+
+
+def _kinds_taken(func: Any) -> list[str]:
+    return [str(argument.type) for argument in func._schema.arguments]
+
+
+def _with_overloads(func: Any) -> list[Any]:
+    """An operation and each of its overloads; those that write into `out` are left alone."""
+    if not isinstance(func, torch._ops.OpOverloadPacket):
+        return [] if func is None else [func]
+    names = [name for name in func.overloads() if not name.endswith("out")]
+    return [func, *(getattr(func, name) for name in names)]
+
+
+def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
+    """A convolution whose transposed form is right for groups of several channels as well."""
+
+    def run(x: Any, weight: Any, bias: Any, *given: Any) -> Any:
+        transposed, groups = given[3], given[5]
+        if transposed and groups > 1:
+            # torchax reads the first two dimensions as [channels of a group, all outputs].
+            parts = weight.reshape(groups, -1, *weight.shape[1:])
+            weight = jnp.swapaxes(parts, 0, 1).reshape(weight.shape)
+        return convolve(x, weight, bias, *given)
+
+    return run
+
+
+def _rows_of_no_keys(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention that is 0 in rows which may look at nothing; a softmax of nothing is NaN."""
+
+    def run(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, env: Any, **named: Any
+    ) -> Any:
+        if attn_mask is None:
+            return attend(query, key, value, None, *given, env=env, **named)
+        mask = attn_mask.jax()
+        shut = ~mask if mask.dtype == bool else jnp.isneginf(mask)
+        nothing = shut.all(-1, keepdims=True)
+        opened = mask | nothing if mask.dtype == bool else jnp.where(nothing, 0, mask)
+        out = attend(query, key, value, env.j2t_iso(opened), *given, env=env, **named)
+        return env.j2t_iso(jnp.where(nothing, 0, out.jax()))
+
+    return run

@@ -1,0 +1,1 @@
+"""ATen operators that torchax lacks or gets wrong."""

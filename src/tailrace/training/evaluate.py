@@ -1,0 +1,217 @@
+"""Running a function over a whole dataset on the device: `evaluate` and `predict`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import closing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.devices.processes import distributed
+from tailrace.errors import DataError, DataExhausted, ProgramError
+from tailrace.feeds.elements import ElementSpec, call_with_element
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.marks import path_name
+from tailrace.program.running.agreement import agreed_seconds
+from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
+from tailrace.program.running.engine import LoopRunner
+from tailrace.program.running.executable import Numbers, Placement
+from tailrace.program.step.training_step import Step
+
+_MOST_RUNNERS = 16
+"""Programs kept for the next call. A new lambda for each call would fill the memory otherwise."""
+
+
+class Evaluator:
+    """Programs that read a dataset and send out what a function makes of each element."""
+
+    def __init__(self, step: Step, placement: Placement, seed: int) -> None:
+        self._step, self._placement, self._seed = step, placement, seed
+        self._runners: dict[Hashable, tuple[LoopRunner, OutfeedQueue]] = {}
+
+    def evaluate(
+        self, dataset: Any, fn: Callable[..., Any] | None, read: tuple[Any, Any]
+    ) -> dict[str, float]:
+        """The means of the scalars that `fn` returns."""
+        function = self._loss if fn is None else fn
+        parts = [leaves for leaves, _ in self._run(dataset, function, read, _means_of)]
+        names = parts[0].keys()
+        return {
+            name: float(np.concatenate([part[name] for part in parts]).mean(dtype=np.float64))
+            for name in names
+        }
+
+    def predict(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
+        """All results, joined."""
+        parts, batch = [], None
+        for tree, spec in self._run(dataset, fn, read, None):
+            parts.append(tree)
+            batch = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+
+        def join(*blocks: np.ndarray) -> np.ndarray:
+            stacked = np.concatenate(blocks)
+            if stacked.ndim > 1 and batch == {stacked.shape[1]}:
+                return stacked.reshape(-1, *stacked.shape[2:])
+            return stacked
+
+        return jax.tree.map(join, *parts)
+
+    def stream(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Iterator[Any]:
+        """Results one by one, soon after they are made."""
+        # Closed here: since Python 3.12 a closed generator may keep what it iterates over alive.
+        with closing(self._run(dataset, fn, read, None, live=True)) as results:
+            for tree, _ in results:
+                leaves, structure = jax.tree.flatten(tree)
+                for row in zip(*leaves, strict=True):
+                    yield jax.tree.unflatten(structure, row)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _loss(self, params: Any, model_state: Any, batch: Any, inputs: Any = ()) -> Any:
+        loss, _, aux = self._step.forward(params, model_state, batch, inputs)
+        return loss, aux
+
+    def _run(
+        self,
+        dataset: Any,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        shape: Callable[[Any], Any] | None,
+        live: bool = False,
+    ) -> Generator[tuple[Any, ElementSpec], None, None]:
+        key, runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
+        known = self._step.begin_evaluating(runner, read)
+        replicas = runner.placement.replicas
+        local = runner.elements_per_pass  # of this process
+        spec = infeed.spec()
+        most = piece_within(1000, runner.bytes_per_pass)
+        length = 1 if live else most
+        structure = runner.traced.outfeeds[out].structure
+        waiting: Any = None
+        position = 0
+        try:
+            while True:
+                found = length * local
+                started, compiled = time.perf_counter(), runner.compile_s
+                try:
+                    emitted, _ = runner.dispatch(known, length, Numbers(self._seed, position))
+                except DataExhausted:
+                    found = infeed.remaining(found)
+                    length = -(-_most(found) // local)
+                    if not length:
+                        break
+                    if found < length * local:
+                        infeed.pad(found, length * local)
+                    emitted, _ = runner.dispatch(known, length, Numbers(self._seed, position), 0)
+                position += length
+                if waiting is not None:
+                    yield _taken(*waiting), spec
+                made = runner.by_element(emitted[out].value)
+                waiting = (structure, made, _counts(found), replicas)
+                if live:
+                    yield _taken(*waiting), spec
+                    waiting = None
+                    elapsed = time.perf_counter() - started - (runner.compile_s - compiled)
+                    elapsed = agreed_seconds(elapsed)
+                    if length == 1:
+                        length = min(most, max(1, int(LIVE_S / max(elapsed, 1e-6))))
+            if waiting is not None:
+                yield _taken(*waiting), spec
+        finally:
+            infeed.rest()
+            self._runners[key] = (runner, out)
+            while len(self._runners) > _MOST_RUNNERS:
+                del self._runners[next(iter(self._runners))]
+
+    def _runner_for(
+        self,
+        dataset: Any,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        shape: Callable[[Any], Any] | None,
+        live: bool,
+    ) -> tuple[Hashable, LoopRunner, OutfeedQueue, InfeedQueue]:
+        source = as_dataset(dataset)
+        if source.endless and not live:
+            raise DataError(
+                f"All elements of a dataset are read, but {source.name} repeats without end. Use a "
+                f"dataset that does not repeat, or predict(..., live=True)."
+            )
+        infeed = InfeedQueue(dataset)
+        infeed.bind_replicas(self._placement.replicas)
+        key = (infeed.spec(), fn, shape)
+        # Taken out while it runs: a stream that is read only in part must keep its own infeed.
+        found = self._runners.pop(key, None)
+        if found is not None:
+            runner, out = found
+            runner.infeeds[0].adopt(infeed)
+            return key, runner, out, runner.infeeds[0]
+        out = OutfeedQueue()
+
+        def compute(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+            if getattr(fn, "__self__", None) in (self, self._step):  # ours
+                result = fn(params, model_state, batch, inputs)
+            else:
+                first = (params, model_state) if self._step.has_model_state else (params,)
+                result = call_with_element(fn, (*first, *inputs), batch)
+            return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
+
+        runner = self._step.evaluating(compute, out, infeed, read, self._placement)
+        return key, runner, out, infeed
+
+
+def _means_of(result: Any) -> dict[str, Any]:
+    """What `evaluate` averages: the scalars of a dict, of (loss, aux) or of a single value."""
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, aux = result
+        if isinstance(aux, tuple) and len(aux) == 2:  # (loss, (new_state, aux))
+            aux = aux[1]
+        others = dict(aux) if isinstance(aux, dict) else {"aux": aux}
+        if "loss" in others:
+            others["aux/loss"] = others.pop("loss")
+        result = {"loss": loss, **others}
+    elif not isinstance(result, dict):
+        result = {"loss": result}
+    found = {
+        path_name(path): jnp.asarray(value)
+        for path, value in jax.tree_util.tree_flatten_with_path(result)[0]
+    }
+    scalars = {name: value for name, value in found.items() if value.ndim == 0}
+    if not scalars:
+        raise ProgramError(
+            "evaluate averages scalars, and the function returned none. Received: "
+            f"{ {name: value.shape for name, value in found.items()} }. Take the mean over the "
+            "batch, or use predict."
+        )
+    return scalars
+
+
+def _counts(found: int) -> list[int]:
+    """How many elements each process has in one execution."""
+    return [said["found"] for said in distributed.meet({"found": found})]
+
+
+def _most(found: int) -> int:
+    return max(_counts(found))
+
+
+def _taken(structure: Any, leaves: Any, found: list[int], replicas: int) -> Any:
+    """The results of the elements that were found, in their order, on the host."""
+
+    def one(leaf: Any) -> np.ndarray:
+        array = np.asarray(leaf)
+        if replicas == 1:
+            return array[: found[0]]
+        array = np.moveaxis(array, 0, 1)
+        local = replicas // len(found)
+        # Element t*local + r of a process is that of its replica r in pass t.
+        number = np.arange(len(array))[:, None] * local + np.arange(replicas) % local
+        return array[number < np.repeat(found, local)]
+
+    return jax.tree.unflatten(structure, [one(leaf) for leaf in leaves])
