@@ -107,11 +107,8 @@ def make(python: str, jax: str, place: Path) -> str | None:
     if done.exists() and done.stat().st_mtime > (ROOT / "pyproject.toml").stat().st_mtime:
         return None
     pip = [str(place / "bin" / "python"), "-m", "pip", "install", "-q"]
-    torch = [".[torch-cpu]"]  # nothing where there is no small build
-    for command in (
-        [python, "-m", "venv", str(place)],
-        [*pip, f"jax=={jax}", "-e", ".[test]", *torch],
-    ):
+    wanted = [f"jax=={jax}", "-e", ".[test,torch-cpu]"]  # no torch where there is no small build
+    for command in ([python, "-m", "venv", str(place)], [*pip, *wanted]):
         ended = run(command)
         if ended.returncode:
             return (ended.stderr.strip().splitlines() or ["pip failed"])[-1][:120]
