@@ -1,21 +1,30 @@
-# Two commands do everything on a machine that has only Python 3.11: `make demo` and `make test`.
-# Each makes its own part of .venv the first time and is quick afterwards.
+# Two commands do everything on a machine that has a Python of 3.11 to 3.13: `make demo` and
+# `make test`. Each makes its own part of .venv the first time and is quick afterwards.
+# PYTHON=... chooses the Python, VENV=... another place, JOBS=... the number of processes.
 
-PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+export PYTHON
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
 
-.PHONY: demo test test-exhaustive lint format bench docs clean
+.PHONY: demo test test-quick test-exhaustive test-versions lint format bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/mnist_demo.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -q -m "not exhaustive"
+	$(PYTEST) -m "not exhaustive"
+
+test-quick: $(VENV)/.dev
+	$(PYTEST) -m quick
 
 test-exhaustive: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -q -m exhaustive
+	$(PYTEST) -m exhaustive
+
+# OPTIONS="--quick --rooms data,feeds"
+test-versions:
+	python=$${PYTHON:-$$(scripts/find_python.sh)} && $$python scripts/test_versions.py $(OPTIONS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -30,7 +39,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.feeds
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	python=$${PYTHON:-$$(scripts/find_python.sh)} && $$python -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q -e '.[demo]'
@@ -45,4 +54,4 @@ $(VENV)/.bench: pyproject.toml | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venvs .cache build dist .pytest_cache .ruff_cache

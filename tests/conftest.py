@@ -4,18 +4,40 @@ JAX starts once. So the devices are chosen here, before any test module is impor
 pytest-xdist are processes of their own and import this file too.
 """
 
-import jax
-import pytest
+import machine
 
-import tailrace as tr
-from tailrace.messages import forget_notes
-from threads import infeed_threads
+machine.prepare()
 
-DEVICES = 8
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
-tr.configure(devices=DEVICES, platform="cpu")
+import tailrace as tr  # noqa: E402
+from absent import AbsentModule, missing  # noqa: E402
+from quick import mark_quick  # noqa: E402
+from tailrace.messages import forget_notes  # noqa: E402
+from threads import infeed_threads  # noqa: E402
+
+tr.configure(devices=machine.DEVICES if machine.PLATFORM == "cpu" else None)
 # Mixing dtypes by accident is an error in our own code; a test that mixes on purpose says so.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return AbsentModule.from_parent(parent, path=module_path) if missing(module_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    mark_quick(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except Exception as error:
+        machine.skip_without_devices(error)
+        raise
 
 
 @pytest.fixture(autouse=True)

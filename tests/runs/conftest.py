@@ -6,8 +6,6 @@ import pytest
 
 import tailrace as tr
 
-pytest.importorskip("zarr")
-
 
 @pytest.fixture(scope="session")
 def finished_once(tmp_path_factory):
