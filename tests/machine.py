@@ -53,13 +53,9 @@ def skip_without_devices(error: BaseException) -> None:
 def _compile_quickly() -> None:
     """Two thirds of the time of training's tests was XLA compiling programs that run for a millisecond.
 
-    Both sides of each comparison are compiled alike. Level 0 would halve the time again, but two
-    programs of the same operations then differ in the last bit (without the fusion emitters).
-    The quick tier of CI runs with XLA's defaults.
+    Both sides of each comparison are compiled alike. The quick tier of CI runs with XLA's defaults.
     """
     _add_flags("--xla_backend_optimization_level=1")
-    if _release("jaxlib") < (0, 11):  # later versions end the process at an unknown flag
-        _add_flags("--xla_cpu_use_fusion_emitters=false")
 
 
 def _compute_alike() -> None:
@@ -91,8 +87,3 @@ def _machine() -> str:
         kinds = list(os.uname())
     digest = hashlib.sha256("\n".join(kinds).encode()).hexdigest()[:12]
     return f"jax-{version('jax')}-{version('jaxlib')}-{digest}"
-
-
-def _release(package: str) -> tuple[int, int]:
-    major, minor = version(package).split(".")[:2]
-    return int(major), int(minor)

@@ -5,10 +5,11 @@ import re
 import pytest
 
 from tailrace.errors import OptionError
-from tailrace.training.pace import FIRST, TARGET_S, TRIALS, Pace, parse_steps
+from tailrace.program.running.dispatch_lengths import LONGEST
+from tailrace.training.pace import TARGET_S, TRIAL, TRIALS, Pace, parse_steps
 
 FAST = 1e-5  # seconds a step
-SLOW = TARGET_S
+SLOW = 20 * TARGET_S
 
 
 def run(pace, total, per_step):
@@ -18,7 +19,7 @@ def run(pace, total, per_step):
         length = pace.next(remaining)
         assert 1 <= length <= remaining
         remaining -= length
-        pace.measured(length, length * per_step, remaining)
+        pace.measured(length, length * per_step)
         lengths.append(length)
     return lengths
 
@@ -31,12 +32,17 @@ def test_a_given_number_is_kept():
 
 def test_fast_steps_make_long_executions():
     pace = Pace(None, bytes_per_step=100)
-    lengths = run(pace, 1_000_000, FAST)
-    assert lengths[:TRIALS] == [FIRST] * TRIALS
-    assert TARGET_S / FAST / 2 <= pace.chosen <= TARGET_S / FAST
-    assert len(set(lengths)) <= 3  # each length is compiled once
+    lengths = run(pace, 1_000_000, 1e-4)
+    assert lengths[:TRIALS] == [1, TRIAL, TRIAL]
+    assert pace.chosen == int(TARGET_S / 1e-4)
     assert sum(lengths) == 1_000_000
-    assert re.search(r"takes 10 microseconds .* 0.00 MB \(limit: time\)", pace.reason)
+    assert re.search(r"takes 100 microseconds .* 0.00 MB \(limit: time\)", pace.reason)
+
+
+def test_an_executable_has_room_for_so_many_steps():
+    pace = Pace(None, bytes_per_step=100)
+    run(pace, 1_000_000, FAST)
+    assert pace.chosen == pace.most == LONGEST
 
 
 def test_bytes_set_the_other_limit():
@@ -50,25 +56,21 @@ def test_elements_larger_than_the_budget_go_one_by_one():
     assert run(Pace(None, bytes_per_step=100, most_bytes=10), 4, FAST) == [1, 1, 1, 1]
 
 
-def test_slow_steps_stay_short_and_need_one_trial():
+def test_slow_steps_go_one_by_one_after_one_trial():
     pace = Pace(None, bytes_per_step=100)
-    lengths = run(pace, 200, SLOW)
-    assert set(lengths) == {FIRST}
-    assert pace.chosen == FIRST
+    assert set(run(pace, 200, SLOW)) == {1}
+    assert (pace.chosen, len(pace.trials)) == (1, 1)
 
 
-def test_a_short_fit_does_not_decide_for_a_long_one():
+def test_steps_of_some_time_are_as_many_as_fit():
     pace = Pace(None, bytes_per_step=100)
-    for _ in range(5):
-        assert run(pace, 3, FAST) == [3]
-    run(pace, 1_000_000, FAST)
+    assert run(pace, 30, TARGET_S / 4) == [1, 4, 4, 4, 4, 4, 4, 4, 1]
+
+
+def test_trials_go_on_in_the_next_fit():
+    pace = Pace(None, bytes_per_step=100)
+    assert [run(pace, 3, FAST) for _ in range(3)] == [[1, 2], [3], [3]]
     assert pace.chosen > 1000
-
-
-def test_executions_are_multiples_where_taps_ask_for_it():
-    pace = Pace(None, bytes_per_step=100, multiple_of=7)
-    lengths = run(pace, 700_000, FAST)
-    assert all(length % 7 == 0 for length in lengths)
 
 
 def test_something_else_may_limit_the_steps():
@@ -78,9 +80,9 @@ def test_something_else_may_limit_the_steps():
 
 def test_a_dataset_of_unknown_length():
     pace = Pace(None, bytes_per_step=100)
-    for _ in range(TRIALS):
-        assert pace.next(None) == FIRST
-        pace.measured(FIRST, FIRST * FAST, None)
+    for length in (1, TRIAL, TRIAL):
+        assert pace.next(None) == length
+        pace.measured(length, length * FAST)
     assert pace.next(None) == pace.chosen > 1000
 
 

@@ -53,9 +53,12 @@ class ResidentReader(Reader):
             self._spec = batch_spec(batch)
         return self._spec
 
-    def to_device(self, block: Block, sharding: Any) -> tuple[Any, ...]:
-        """The elements that a block of indices stands for."""
+    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+        """The elements that a block of indices stands for, with room for more."""
         (indices,) = block
+        if room > len(indices):  # row 0 again: indices are small, and one gather serves all lengths
+            more = np.zeros((room - len(indices), *indices.shape[1:]), indices.dtype)
+            indices = np.concatenate([indices, more])
         arrays = self._on_device.get(sharding)
         if arrays is None:
             whole: Any = sharding

@@ -82,7 +82,7 @@ class InfeedQueue:
         self._resident = resident
         self._reader: Reader | ResidentReader | None = None
         self._epoch: int | None = None
-        self._staged: deque[tuple[tuple[int, Any], Future[Staged]]] = deque()
+        self._staged: deque[tuple[tuple[int, Any, int | None], Future[Staged]]] = deque()
         self._running: deque[Any] = deque()
         self._handed = 0  # blocks taken, of which nobody has said yet that they run
         self._taken = 0
@@ -114,7 +114,9 @@ class InfeedQueue:
                 f"with {replicas}. Make another InfeedQueue for the other program."
             )
 
-    def take(self, count: int, sharding: Any, *, then: int | None = None) -> Staged:
+    def take(
+        self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
+    ) -> Staged:
         """The next `count` elements for each replica, on the device.
 
         Args:
@@ -122,13 +124,15 @@ class InfeedQueue:
             sharding: a `jax.sharding.NamedSharding` that spreads dim 1 over replicas, or a device.
             then: what will be taken next (0: nothing), so that it can be staged meanwhile. None
                 guesses the same again.
+            room: for how many the arrays on the device have room, if for more; what is in the
+                other rows is not said.
         """
         with self._lock:
             self._check_open()
-            key = (count, sharding)
+            key = (count, sharding, room)
             if not self._staged or self._staged[0][0] != key:
                 self._settle()
-                self._stage(count, sharding)
+                self._stage(*key)
             future = self._staged[0][1]
             wait([future])  # an interrupt here leaves the block where it is
             self._staged.popleft()
@@ -139,7 +143,7 @@ class InfeedQueue:
             following = count if then is None else then
             if following:
                 for _ in range(self.prefetch - len(self._staged)):
-                    self._stage(following, sharding)
+                    self._stage(following, sharding, room)
             return staged
 
     def started(self, ticket: Any) -> None:
@@ -253,14 +257,16 @@ class InfeedQueue:
         if self._closed:
             raise FeedError("This InfeedQueue is closed and feeds no program. Make a new one.")
 
-    def _stage(self, count: int, sharding: Any) -> None:
+    def _stage(self, count: int, sharding: Any, room: int | None) -> None:
         reader = self._open()
         if self._thread is None:
             self._thread = Worker("tailrace-infeed")
-        future = self._thread.submit(self._stage_now, reader, count, sharding)
-        self._staged.append(((count, sharding), future))
+        future = self._thread.submit(self._stage_now, reader, count, sharding, room)
+        self._staged.append(((count, sharding, room), future))
 
-    def _stage_now(self, reader: Reader | ResidentReader, count: int, sharding: Any) -> Staged:
+    def _stage_now(
+        self, reader: Reader | ResidentReader, count: int, sharding: Any, room: int | None
+    ) -> Staged:
         """In the thread: wait for room, read a block, move it."""
         while self._running and self._blocks_alive() > self.prefetch:
             _wait(self._running.popleft())
@@ -274,7 +280,7 @@ class InfeedQueue:
                 shaped = [leaf.reshape(count, replicas, *leaf.shape[1:]) for leaf in host]
             else:
                 shaped = host
-            device = reader.to_device(shaped, sharding)
+            device = reader.to_device(shaped, sharding, count if room is None else room)
         except BaseException:
             reader.put_back(host)
             raise

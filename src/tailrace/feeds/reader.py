@@ -19,7 +19,7 @@ from tailrace.data.batches import Batches
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
-from tailrace.feeds.transfer import put
+from tailrace.feeds.transfer import put, with_room
 
 Block = list[np.ndarray]
 
@@ -116,13 +116,16 @@ class Reader:
         self.put_back(block)
         return count
 
-    def to_device(self, block: Block, sharding: Any) -> tuple[Any, ...]:
-        """Move a block; on a CPU this aliases the block, which is why nobody writes to it again."""
+    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+        """Move a block into arrays with `room` rows; those behind it hold nothing in particular.
+
+        On a CPU this aliases the block, which is why nobody writes to it again.
+        """
         if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
             # Each process has the elements of its own replicas.
             place = jax.make_array_from_process_local_data
-            return tuple(place(sharding, leaf) for leaf in block)
-        return tuple(put(leaf, sharding) for leaf in block)
+            return tuple(place(sharding, with_room(leaf, room)) for leaf in block)
+        return tuple(put(leaf, sharding, room) for leaf in block)
 
     def elements_of(self, block: Block) -> Block:
         """The elements that a block on the host stands for: itself."""

@@ -25,6 +25,7 @@ from jax.extend.core import (
     Primitive,
     Var,
     get_opaque_trace_state,
+    jaxpr_as_fun,
     primitives,
 )
 from jax.interpreters import ad, batching, mlir
@@ -52,6 +53,7 @@ __all__ = [
     "function_name",
     "inner_jaxprs",
     "is_library",
+    "jaxpr_as_fun",
     "keeps_apart",
     "key_generator",
     "name_stack_of",

@@ -14,7 +14,7 @@ from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
 from tailrace.program.running.agreement import agreed_seconds
-from tailrace.program.running.dispatch_lengths import LIVE_S, good_piece, next_piece, piece_within
+from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
 from tailrace.program.running.executable import STEPS, Executable, Numbers, Placement
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
@@ -158,19 +158,18 @@ class Program:
         piece = version.live_pieces.get(segment.first, 1) if live else most
         measuring = live and segment.first not in version.live_pieces
         first, every = self.steps, version.sight.period
+        # Pieces of one length that end where taps look need no count; a loop of fixed length is faster.
+        alike = not (live or length % piece or first % every or piece % every)
+        executable = version.executable(segment, piece if alike else most, every, not alike)
         while done < length:
-            now, period = next_piece(piece, length - done, first + done, every)
-            rest = length - done - now
-            following = None if live else 0
-            if rest and not live:
-                following = next_piece(piece, rest, first + done + now, every)[0]
-            executable = version.executable(segment, now, period)
+            now = min(piece, length - done)
+            following = None if live else min(piece, length - done - now)
             fresh = executable.compiled is None
             started = time.perf_counter()
-            numbers = Numbers(self._seed, first, done)
+            numbers = Numbers(self._seed, first, done, now)
             emitted, ticket = executable.run(known, numbers, following)
             self.executions += 1
-            self._deliver(version, emitted, first + done, now, period)
+            self._deliver(version, emitted, first + done, now, every)
             done += now
             # The first run of anything compiled is slow, whatever it computes: measure the next one.
             if measuring and not fresh and now == piece:
@@ -178,7 +177,7 @@ class Program:
                 elapsed = agreed_seconds(max(time.perf_counter() - started, 1e-6))
                 wanted = min(most, max(1, int(now * LIVE_S / elapsed)))
                 if wanted > 2 * piece:
-                    piece = good_piece(max(1, length - done), wanted)
+                    piece = wanted
                 else:
                     measuring, version.live_pieces[segment.first] = False, piece
         self.steps += length
@@ -248,15 +247,16 @@ class _Version:
         self.live_pieces: dict[int, int] = {}
 
     def executable(
-        self, segment: Segment, length: int | None = None, period: int = 1
+        self, segment: Segment, length: int | None = None, period: int = 1, counted: bool = False
     ) -> Executable:
-        """The executable of a segment; a loop has one for each length of piece."""
-        key = (segment.first, length, period)
+        """The executable of a segment; a loop has one of fixed length, and one for all lengths."""
+        key = (segment.first, length, period, counted)
         if key not in self._executables:
             self._executables[key] = Executable(
                 segment,
                 self._placement,
                 length=length,
+                counted=counted,
                 wanted=self.sight.wanted,
                 period=period,
             )

@@ -278,7 +278,7 @@ class Part:
         if not counts and self.collected:
             start += self.steps - 1
         elif self.one.tap.period > 1 and self.period > 1:
-            start, stride = start + self.period - 1, self.period
+            start, stride = start + self.period - 1 - start % self.period, self.period
         first, count = 0, math.prod(counts[1:])
         if self.one.tap.mode is Mode.FINAL:
             first, count = self.one.microbatches - 1, 1

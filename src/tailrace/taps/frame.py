@@ -42,6 +42,19 @@ class Ambient:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trip:
+    """How far a loop runs whose length is data: numbers that only the running program knows.
+
+    Attributes:
+        count: how many passes it makes, of those that it has room for.
+        first: the step of its first pass, which tells in which passes periodic taps look.
+    """
+
+    count: Any
+    first: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Counter:
     """A loop made by Tailrace that is being run: its length and where it stands."""
 
@@ -81,7 +94,9 @@ class Frame:
         stopped: whether a guard has stopped the training, in this execution or an earlier one.
         replaying: whether a forward pass is only repeated for the backward pass.
         observing: whether periodic values are wanted in this pass.
+        trip: how far the outermost loop runs, if its length is data.
         emitted: what leaves, by key.
+        rows: of what leaves such a loop, one row for every so many passes; by key.
     """
 
     ambient: Ambient
@@ -91,7 +106,9 @@ class Frame:
     stopped: Any = False
     replaying: bool = False
     observing: bool = True
+    trip: Trip | None = None
     emitted: Emissions[Hashable, Emission] = dataclasses.field(default_factory=Emissions)
+    rows: dict[Hashable, int] = dataclasses.field(default_factory=dict)
 
     def inner(self, blocks: dict[Any, Block] | None = None, **changes: Any) -> Frame:
         """The frame of a stretch inside this one: same surroundings, own blocks and emissions."""
@@ -101,6 +118,12 @@ class Frame:
     def emit(self, key: Hashable, value: Any, valid: Any = None) -> None:
         """Send a value out under `key`."""
         self.emitted[key] = Emission(value, valid)
+
+    def take(self, each: Any, looks: Any, once: Any, period: int) -> None:
+        """Emissions of a loop inside: with one row a pass, one row a look, and without rows."""
+        self.emitted.update(each | looks | once)
+        if self.trip is not None and not self.counters:
+            self.rows.update(dict.fromkeys(each, 1) | dict.fromkeys(looks, period))
 
     def step(self) -> Any:
         """The number of the step: first step of the execution + the outermost loop's counter."""

@@ -36,8 +36,9 @@ from tailrace.jaxprs.marks import (
     queue_of,
 )
 from tailrace.jaxprs.walk import Position, concerns_us, elements_read, is_replay, loop_tag
+from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
-from tailrace.taps.loop_passes import Passes, both, collected, guarded, zeros
+from tailrace.taps.loop_passes import Passes, both, collected, guarded
 from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
 
@@ -208,17 +209,19 @@ class Rewriter:
         start: Any = list(init)
         if guarding:
             one_pass, start = guarded(one_pass, self._is_good), (start, jnp.asarray(frame.stopped))
-        over = Passes(one_pass, params["reverse"], params["unroll"], length)
+        trip = frame.trip if outermost else None
+        over = Passes(one_pass, params["reverse"], params["unroll"], length, trip=trip)
         period = self.period if outermost else 1
         if collected and loop_tag(body.jaxpr) is not None:
             over = over.collecting(collected)
-        carry, (ys, emitted) = over.run(start, (list(xs), numbers), period, frame.observing)
+        ran = over.run(start, (list(xs), numbers), period, frame.observing)
+        carry = ran.carry
         if guarding:
             carry, frame.stopped = carry
-        frame.emitted.update(emitted)
+        frame.take(ran.each, ran.looks, ran.once, period)
         if outermost:
-            frame.steps_before = frame.steps_before + length
-        return [*carry, *ys]
+            frame.steps_before = frame.steps_before + (length if trip is None else trip.count)
+        return [*carry, *ran.ys]
 
     def _is_good(self, emitted: Any) -> Any:
         """Whether no flag that a pass emitted is down, on any replica."""

@@ -90,7 +90,7 @@ class Evaluator:
         replicas = runner.placement.replicas
         local = runner.elements_per_pass  # of this process
         spec = infeed.spec()
-        most = piece_within(1000, runner.bytes_per_pass)
+        most = runner.capacity = piece_within(1000, runner.bytes_per_pass)
         length = 1 if live else most
         structure = runner.traced.outfeeds[out].structure
         waiting: Any = None
@@ -112,8 +112,8 @@ class Evaluator:
                 position += length
                 if waiting is not None:
                     yield _taken(*waiting), spec
-                made = runner.by_element(emitted[out].value)
-                waiting = (structure, made, _counts(found), replicas)
+                made = (emitted[out].value, runner.by_element)
+                waiting = (structure, *made, _counts(found), replicas)
                 if live:
                     yield _taken(*waiting), spec
                     waiting = None
@@ -201,11 +201,17 @@ def _most(found: int) -> int:
     return max(_counts(found))
 
 
-def _taken(structure: Any, leaves: Any, found: list[int], replicas: int) -> Any:
+def _taken(
+    structure: Any,
+    leaves: Any,
+    by_element: Callable[[Any], Any],
+    found: list[int],
+    replicas: int,
+) -> Any:
     """The results of the elements that were found, in their order, on the host."""
 
     def one(leaf: Any) -> np.ndarray:
-        array = np.asarray(leaf)
+        array = by_element(np.asarray(leaf))
         if replicas == 1:
             return array[: found[0]]
         array = np.moveaxis(array, 0, 1)

@@ -14,7 +14,6 @@ from tailrace.errors import DataExhausted
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import logger, note_once
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
-from tailrace.program.running.dispatch_lengths import next_piece
 from tailrace.program.running.engine import LoopRunner
 from tailrace.program.running.executable import STOPPED, Numbers
 from tailrace.program.tracing.tap_selection import Sight
@@ -77,29 +76,27 @@ class Fit:
         if self.trainer.stopping:
             return
         per_step = self.runner.elements_per_pass
-        asked, _ = self.next_length(None, self.trainer.step)
-        left = self.infeed.remaining(asked * per_step)
+        assert self.trainer.pace is not None
+        left = self.infeed.remaining(self.trainer.pace.next(None) * per_step)
         self.steps(agreed_least(left // per_step) or 0)
         note_left_out(left, per_step)
 
     def execute(self, remaining: int | None) -> int:
         """Dispatch one execution; returns how many steps it has."""
-        trainer, pace = self.trainer, self.trainer.pace
+        pace = self.trainer.pace
         assert pace is not None
-        length, period = self.next_length(remaining, trainer.step)
+        length = pace.next(remaining)
         rest = None if remaining is None else remaining - length
         measuring = pace.chosen is None
-        following: int | None = 0
-        if not measuring and rest != 0:
-            following = self.next_length(rest, trainer.step + length)[0]
+        following = 0 if measuring or rest == 0 else pace.next(rest)
         compiled_before = self.runner.compile_s
         started = time.perf_counter()
-        ticket = self.run(length, following, period)
+        ticket = self.run(length, following, self.sight.period)
         if measuring:
             jax.block_until_ready(ticket)
             seconds = time.perf_counter() - started - (self.runner.compile_s - compiled_before)
             seconds = agreed_seconds(seconds)
-            pace.measured(length, seconds, rest)
+            pace.measured(length, seconds)
             logger.info(pace.reason)
         if len(self.pending) > (0 if self.live else 1):
             self.take_in()
@@ -118,15 +115,9 @@ class Fit:
         numbers = Numbers(trainer.seed, trainer.step)
         # The counter of the loop starts at 0 in each execution; the step it belongs to is told.
         emitted, ticket = self.runner.dispatch(self.known, length, numbers, following, period)
-        self.pending.append((trainer.step, length, period, emitted, self.runner.taken))
+        self.pending.append((trainer.step, length, self.sight.period, emitted, self.runner.taken))
         trainer.step += length
         return ticket
-
-    def next_length(self, remaining: int | None, step: int) -> tuple[int, int]:
-        """How many steps the next execution has, and the period in which it is observed."""
-        assert self.trainer.pace is not None
-        piece = self.trainer.pace.next(remaining)
-        return next_piece(piece, remaining, step, self.sight.period)
 
     def finish(self) -> None:
         """Take in everything that is still on its way."""

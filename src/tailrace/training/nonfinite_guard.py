@@ -25,7 +25,7 @@ def first_bad_step(
     found: list[tuple[int, int, list[str]]] = []
     for key, emission in emitted.items():
         if isinstance(key, FiniteKey):
-            flags = np.asarray(fine(emission))
+            flags = np.asarray(fine(jax.tree.map(np.asarray, emission)))
             flags = flags if replicas > 1 else flags[None]
             down = np.logical_not(flags.reshape(replicas, flags.shape[1], -1).all(axis=2))
             if down.any():

@@ -250,7 +250,9 @@ class Trainer(Programs):
                 f"end. Use fit(steps=...), or a dataset that does not repeat."
             )
         total = agreed_total_steps(self, source.length, steps, epochs)
-        with self.fitting(dataset, total=total, callbacks=callbacks, progress=progress) as fit:
+        with self.fitting(
+            dataset, total=total, callbacks=callbacks, progress=progress, counted=True
+        ) as fit:
             self._train(fit, dataset, steps, 1 if epochs is None else epochs, total)
         return self.history
 
@@ -263,12 +265,14 @@ class Trainer(Programs):
         callbacks: Sequence[Callback] = (),
         progress: bool | None = False,
         go_on: bool = False,
+        counted: bool = False,
     ) -> Iterator[Fit]:
         """A fit whose executions the caller dispatches, one by one: `fit.run(length)`.
 
         For front ends with a training loop of their own. History and records cover everything run
         inside; results of an execution arrive with `fit.take_in()`, or when the block ends. With
         `go_on` they are added to those of the fit before. The dataset may be an infeed of its own.
+        With `counted`, executions of every length share one executable.
         """
         callbacks = list(callbacks)
         runner, infeed = self._runner_for(dataset)
@@ -279,6 +283,8 @@ class Trainer(Programs):
             self.history = History(self.step, self.accumulation.microbatches, self.replicas)
             self.records.clear()
         self._set_pace(runner, sight)
+        if counted:
+            runner.capacity = self._capacity(runner.capacity, total)
         for callback in callbacks:
             callback.on_fit_begin(self)
         for queue, out in runner.traced.outfeeds.items():
@@ -447,10 +453,22 @@ class Trainer(Programs):
             self.pace = Pace(
                 self._steps_per_execution,
                 size,
-                sight.period,
                 most_steps=most,
                 target_s=LIVE_S if live else TARGET_S,
             )
+
+    def _capacity(self, before: int | None, total: int | None) -> int:
+        """The most steps of an execution: what is compiled has room for so many, and no more.
+
+        It is the same for fits of every length, or each would be compiled for itself. It grows only
+        where an execution as long as was asked for would not fit.
+        """
+        assert self.pace is not None
+        asked = self._steps_per_execution
+        if asked is None:
+            return self.pace.most
+        needed = asked if total is None else min(asked, max(total, self.pace.most))
+        return max(before or 0, needed)
 
     def too_short(self, steps: int, length: int | str, done: int) -> str:
         """What to say when a dataset ends before `steps` are done."""

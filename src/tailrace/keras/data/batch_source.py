@@ -77,8 +77,11 @@ class HandFeed(InfeedQueue):
         """The form of a batch."""
         return self._spec
 
-    def take(self, count: int, sharding: Any, *, then: int | None = None) -> Staged:
+    def take(
+        self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
+    ) -> Staged:
         """The block that waits."""
+        assert room is None
         assert self.block is not None
         assert self.block.count == count
         block, self.block = self.block, None

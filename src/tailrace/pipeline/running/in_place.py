@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Emissions
-from tailrace.taps.loop_passes import zeros
 
 
 def once_if(condition: Any, body: Callable[[Any], Any], carried: Any) -> Any:

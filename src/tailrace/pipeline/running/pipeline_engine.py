@@ -25,6 +25,7 @@ from tailrace.program.memory.activation_offload import check_fits
 from tailrace.program.memory.host_memory import HOST_MEMORY
 from tailrace.program.running.engine import LoopRunner
 from tailrace.program.running.executable import Executable, Numbers, Placement
+from tailrace.program.running.segments import Segment
 from tailrace.taps.catalogue import Entry
 
 
@@ -283,20 +284,22 @@ class PipelineRunner(LoopRunner):
     def _form(self, number: int) -> Any:
         return self.assembly.carry_in[number].aval
 
-    def _executable(self, segment: Any, length: int | None, period: int = 1) -> Executable:
-        key = (segment.first, length, period, self.muted)
-        if segment is self._loop and key not in self._executables:
-            assert length is not None
-            self._executables[key] = PipelineExecutable(
-                segment,
-                self.placement,
-                self.assembly,
-                length=length,
-                wanted=self.wanted,
-                period=period,
-                muted=self.muted,
-            )
-        return super()._executable(segment, length, period)
+    def _new_executable(
+        self, segment: Segment, length: int | None, counted: bool, period: int
+    ) -> Executable:
+        if segment is not self._loop:
+            return super()._new_executable(segment, length, counted, period)
+        assert length is not None
+        return PipelineExecutable(
+            segment,
+            self.placement,
+            self.assembly,
+            length=length,
+            counted=counted,
+            wanted=self.wanted,
+            period=period,
+            muted=self.muted,
+        )
 
 
 def place_pipeline(pipeline: Pipeline, replicas: int | None) -> PipelinePlacement:

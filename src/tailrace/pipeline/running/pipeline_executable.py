@@ -19,7 +19,7 @@ from tailrace.pipeline.running.emit_step import Machine
 from tailrace.pipeline.running.value_lookup import from_device
 from tailrace.program.running.executable import Executable, Numbers, Placement
 from tailrace.program.running.segments import Segment
-from tailrace.taps.frame import Ambient, Block, Emissions, Frame
+from tailrace.taps.frame import Ambient, Block, Emissions, Frame, Trip
 from tailrace.taps.loop_passes import Passes, guarded
 from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
@@ -54,12 +54,19 @@ class PipelineExecutable(Executable):
         assembly: Assembly,
         *,
         length: int,
+        counted: bool,
         wanted: dict[Position, list[Wanted]],
         period: int,
         muted: frozenset[Any] = frozenset(),
     ) -> None:
         super().__init__(
-            segment, placement, length=length, wanted=wanted, period=period, muted=muted
+            segment,
+            placement,
+            length=length,
+            counted=counted,
+            wanted=wanted,
+            period=period,
+            muted=muted,
         )
         self.assembly = assembly
         self._carried = [
@@ -106,9 +113,10 @@ class PipelineExecutable(Executable):
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
         a = self.assembly
         array, stopped = numbers
-        seed, first_step, offset = Numbers.read(array)
+        seed, first_step, offset, passes = Numbers.read(array)
         ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
-        frame = Frame(ambient, observing=self._observing, stopped=stopped)
+        trip = Trip(passes, first_step + offset) if self.counted else None
+        frame = Frame(ambient, observing=self._observing, stopped=stopped, trip=trip)
         count = len(a.held_layout.buffers)
         held = [
             value.reshape(form.shape)
@@ -153,23 +161,24 @@ class PipelineExecutable(Executable):
         if self._guarding:
             one_pass = guarded(one_pass, functools.partial(_is_good, machine))
             start = (start, jnp.asarray(stopped))
-        passes = Passes(one_pass, False, 1, length)
+        over = Passes(one_pass, False, 1, length, trip=trip)
         if self._collected:
-            passes = passes.collecting(self._collected)
+            over = over.collecting(self._collected)
         counters = offset + jnp.arange(length, dtype=jnp.int32)
-        carry, (_, emitted) = passes.run(
-            start, (counters, blocks), self._rewriter.period, self._observing
-        )
+        period = self._rewriter.period
+        ran = over.run(start, (counters, blocks), period, self._observing)
+        carry = ran.carry
         if self._guarding:
             carry, frame.stopped = carry
         held, alike = carry
-        for key, emission in emitted.items():
+        frame.take(ran.each, ran.looks, ran.once, period)
+        for key, emission in ran.emitted.items():
             source = machine.emitting.sources.get(key)
             if source is not None:
                 emission = jax.tree.map(functools.partial(from_device, source), emission)
             frame.emit(key, *emission)
         condense(frame, at_end=True)
-        self._keys = list(frame.emitted)
+        self._keys, self._rows = list(frame.emitted), frame.rows
         emitted = [jax.tree.map(lambda leaf: leaf[None], frame.emitted[key]) for key in self._keys]
         held = [
             value[None, None] if own else value[None]

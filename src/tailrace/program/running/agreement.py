@@ -29,10 +29,9 @@ class Agreement:
     Args:
         segment: the part of the program.
         replicas: how many replicas there are, over all processes.
-        length: how many passes of it are run, if it is a loop.
     """
 
-    def __init__(self, segment: Segment, replicas: int, length: int | None) -> None:
+    def __init__(self, segment: Segment, replicas: int) -> None:
         def listed(variables: Any) -> str:
             return ", ".join(str(var.aval) for var in variables)
 
@@ -45,17 +44,22 @@ class Agreement:
             made = [str(var.aval) for var in place.equation.outvars]
             text.update(f"{place.equation.primitive.name} {made}\n".encode())
         self.said = {
-            "passes": length,
             "replicas": replicas,
             "elements": "; ".join(elements),
             "carried": _short(listed((*segment.reads, *segment.writes))),
             "program": text.hexdigest()[:16],
         }
 
-    def take_together(self, take: Callable[[], Taken], put_back: Callable[[Taken], None]) -> Taken:
+    def take_together(
+        self,
+        passes: int | None,
+        take: Callable[[], Taken],
+        put_back: Callable[[Taken], None],
+    ) -> Taken:
         """What `take()` returns, once all processes have taken theirs and run the same.
 
-        If another process cannot, what was taken is put back and an error says which, and why.
+        `passes` is how many passes of a loop this process is about to run. If another process
+        cannot, what was taken is put back and an error says which, and why.
         """
         try:
             taken = take()
@@ -64,7 +68,7 @@ class Agreement:
             distributed.meet({"ended" if ended else "failed": f"{type(error).__name__}: {error}"})
             raise
         try:
-            self._compare(distributed.meet(self.said))
+            self._compare(distributed.meet({"passes": passes, **self.said}))
         except BaseException:
             put_back(taken)
             raise

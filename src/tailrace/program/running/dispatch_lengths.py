@@ -16,6 +16,13 @@ Below 32 MiB the C library hands freed memory out again; above, every block is m
 pages are cleared by the kernel, which costs a tenth of the time of a small step (measured on a CPU).
 """
 
+LONGEST = 4096
+"""Passes of one dispatch, however short they are and however little they read.
+
+What an executable has room for is fixed when it is compiled. At 20 microseconds a step this is 80 ms,
+beside which a dispatch of 0.1 ms does not count.
+"""
+
 LIVE_S = 0.05
 """How long a dispatch of a loop with a live outfeed should take, in seconds."""
 

@@ -7,6 +7,7 @@ given one dataset after another, as long as their elements look alike.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.executable import Executable, Numbers, Placement
-from tailrace.program.running.segments import cut
+from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
 from tailrace.taps.catalogue import Entry
@@ -69,6 +70,9 @@ class LoopRunner:
         """Outfeeds through which nothing leaves, for as long as they stand here."""
         self.packed = False
         """Whether what leaves one device leaves it in few pieces; set before the first dispatch."""
+        self.capacity: int | None = None
+        """The most passes of a dispatch. One executable then serves all lengths up to it; without,
+        there is one for each length."""
         self.executions = 0
         self.compile_s = 0.0
         self.keep_elements = False
@@ -181,6 +185,7 @@ class LoopRunner:
     ) -> tuple[dict[Hashable, Emission], Any]:
         """Run `length` passes; returns what they emitted and an array that is ready afterwards."""
         executable = self._executable(self._loop, length, period)
+        numbers = dataclasses.replace(numbers, count=length)
         executable.keep_elements = self.keep_elements
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(known, numbers, following)
@@ -217,21 +222,33 @@ class LoopRunner:
             return jax.sharding.SingleDeviceSharding(sharding)
         return sharding
 
-    def _executable(self, segment: Any, length: int | None, period: int = 1) -> Executable:
-        key = (segment.first, length, period, self.muted)
+    def _executable(self, segment: Segment, length: int | None, period: int = 1) -> Executable:
+        counted = self._counted(length)
+        length = self.capacity if counted else length
+        key = (segment.first, length, counted, period, self.muted)
         if key not in self._executables:
-            self._executables[key] = Executable(
-                segment,
-                self.placement,
-                length=length,
-                wanted=self.wanted,
-                period=period,
-                each=self._each if segment.is_loop else frozenset(),
-                spread=self._spread if segment.is_loop else frozenset(),
-                muted=self.muted,
-                packed=self.packed,
-            )
+            self._executables[key] = self._new_executable(segment, length, counted, period)
         return self._executables[key]
+
+    def _counted(self, length: int | None) -> bool:
+        """Whether a dispatch runs in the executable whose number of passes is data."""
+        return length is not None and self.capacity is not None and length <= self.capacity
+
+    def _new_executable(
+        self, segment: Segment, length: int | None, counted: bool, period: int
+    ) -> Executable:
+        return Executable(
+            segment,
+            self.placement,
+            length=length,
+            counted=counted,
+            wanted=self.wanted,
+            period=period,
+            each=self._each if segment.is_loop else frozenset(),
+            spread=self._spread if segment.is_loop else frozenset(),
+            muted=self.muted,
+            packed=self.packed,
+        )
 
     def _chosen(self, flags: Sequence[bool]) -> frozenset[Any]:
         """The variables of what the loop carries that have a flag."""

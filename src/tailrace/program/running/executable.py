@@ -20,9 +20,10 @@ from tailrace.jaxprs.internals import JaxprEqn, compiler_options, scan_sizes
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
 from tailrace.program.running.agreement import Agreement
-from tailrace.program.running.result_packing import Packing
+from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
-from tailrace.taps.frame import Ambient, Block, Emission, Frame
+from tailrace.taps.counted_loop import looks_between
+from tailrace.taps.frame import Ambient, Block, Emission, Frame, Trip
 from tailrace.taps.rewrite import Rewriter
 from tailrace.taps.wanted import Wanted, condense
 
@@ -135,25 +136,26 @@ class Numbers:
     seed: int
     first_step: int
     offset: int = 0
+    count: int = 0
 
     def as_array(self) -> np.ndarray:
         """As one argument of the compiled program: each would be a transfer of its own."""
         seed = np.uint32(self.seed % 2**32).view(np.int32)
-        return np.array([seed, self.first_step, self.offset], np.int32)
+        return np.array([seed, self.first_step, self.offset, self.count], np.int32)
 
     def after(self, steps: int) -> Numbers:
         """Those of a dispatch that goes on after so many steps."""
-        return Numbers(self.seed, self.first_step + steps, self.offset)
+        return dataclasses.replace(self, first_step=self.first_step + steps)
 
     @staticmethod
-    def advanced(array: Any, steps: int) -> Any:
+    def advanced(array: Any, steps: Any) -> Any:
         """The same inside the program, of that argument."""
-        return array + jnp.array([0, steps, 0], jnp.int32)
+        return array.at[1].add(steps)
 
     @staticmethod
-    def read(array: Any) -> tuple[Any, Any, Any]:
-        """The numbers in that argument, inside the program: seed, first step, offset."""
-        return jax.lax.bitcast_convert_type(array[0], jnp.uint32), array[1], array[2]
+    def read(array: Any) -> tuple[Any, Any, Any, Any]:
+        """The numbers in that argument, inside the program: seed, first step, offset, count."""
+        return jax.lax.bitcast_convert_type(array[0], jnp.uint32), *array[1:]
 
 
 class Executable:
@@ -163,6 +165,7 @@ class Executable:
         segment: the part of a program.
         placement: where it runs.
         length: the number of passes, if the segment is a loop.
+        counted: whether each dispatch says how many of those passes it runs.
         wanted: values to send out besides, by position.
         period: periodic values leave in every so many passes; 0 for never.
         each: what a loop carries that every replica has its own of: outside, replicas are dim 0.
@@ -178,6 +181,7 @@ class Executable:
         placement: Placement,
         *,
         length: int | None = None,
+        counted: bool = False,
         wanted: dict[Position, list[Wanted]] | None = None,
         period: int = 1,
         each: frozenset[Any] = frozenset(),
@@ -186,6 +190,7 @@ class Executable:
         packed: bool = False,
     ) -> None:
         self.segment, self.placement, self.length = segment, placement, length
+        self.counted = counted
         self.elements = {
             queue: count * (1 if length is None else length)
             for queue, count in segment.elements.items()
@@ -198,9 +203,9 @@ class Executable:
             period=max(period, 1),
         )
         self._observing = period > 0
-        self._steps = length or 0
         self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
+        self._rows: dict[Hashable, int] = {}
         self._packing = Packing() if packed and placement.mesh is None else None
         self._agreement: Agreement | None = None
         self._compiled: Any = None
@@ -264,7 +269,7 @@ class Executable:
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
         array, stopped = numbers
-        seed, first_step, offset = Numbers.read(array)
+        seed, first_step, offset, count = Numbers.read(array)
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
         blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
@@ -272,7 +277,8 @@ class Executable:
         for queue, leaves in zip(read_from, elements, strict=True):
             blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
         ambient = Ambient(jax.random.key(seed), first_step, replica)
-        frame = Frame(ambient, blocks, observing=self._observing, stopped=stopped)
+        trip = Trip(count, first_step + offset) if self.counted else None
+        frame = Frame(ambient, blocks, observing=self._observing, stopped=stopped, trip=trip)
         if several:
             pairs = zip(self._carried, carried, strict=True)
             carried = [value[0] if var in self._each else value for var, value in pairs]
@@ -287,10 +293,10 @@ class Executable:
         for queue, block in blocks.items():
             if not isinstance(block.position, int):  # only the running program knows
                 frame.emit(("read", queue), block.position)
-        if not isinstance(frame.steps_before, int):
+        if not isinstance(frame.steps_before, int) and not self.counted:
             frame.emit(STEPS, frame.steps_before)
         condense(frame, at_end=True)
-        self._keys = list(frame.emitted)
+        self._keys, self._rows = list(frame.emitted), frame.rows
         emitted = [frame.emitted[key] for key in self._keys]
         if several and self.placement.in_one_process:
             emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
@@ -306,7 +312,7 @@ class Executable:
         """The numbers of what goes on from here, and whether it is stopped; None: as before."""
         array, stopped = numbers
         changed = None if frame.stopped is stopped else jnp.asarray(frame.stopped)
-        return Numbers.advanced(array, self._steps), changed
+        return Numbers.advanced(array, array[3] if self.counted else self.length or 0), changed
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
         """The loop, cut to the length of this piece, starting from where the last piece ended."""
@@ -331,7 +337,8 @@ class Executable:
         Returns:
             What was emitted, still on the devices, and an array that is ready when all is over.
         """
-        taken = self._take_together(following)
+        passes = numbers.count if self.counted else self.length
+        taken = self._take_together(passes, following)
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(known, blocks)
@@ -346,7 +353,7 @@ class Executable:
         self.taken = taken if self.keep_elements else {}
         known.update(zip(self._writes, results, strict=True))
         if self.segment.is_loop:
-            known[NUMBERS] = (numbers.after(self._steps), ticket)
+            known[NUMBERS] = (numbers.after(passes or 0), ticket)
         if stopped is not None:
             known[STOPPED] = stopped
         if not self.placement.in_one_process:
@@ -354,31 +361,56 @@ class Executable:
         if self._packing is not None:
             emitted = self._packing.unpack(emitted)
         emissions = dict(zip(self._keys, emitted, strict=True))
+        if self.counted:
+            emissions = self._cut(emissions, numbers)
         self._return_unread(emissions, taken)
         return emissions, ticket
 
-    def _take_together(self, following: int | None) -> dict[InfeedQueue, Staged]:
+    def _cut(
+        self, emissions: dict[Hashable, Emission], numbers: Numbers
+    ) -> dict[Hashable, Emission]:
+        """What was emitted, as many rows of it as were made."""
+        first, axis = numbers.first_step + numbers.offset, int(self.placement.replicas > 1)
+        found = {}
+        for key, emission in emissions.items():
+            period = self._rows.get(key)
+            if period is not None:
+                made = len(looks_between(first, numbers.count, period))
+                if not made and period > 1:
+                    continue  # nobody looked
+                emission = jax.tree.map(lambda x, n=made: FirstRows(x, n, axis), emission)
+            found[key] = emission
+        return found
+
+    def _take_together(
+        self, passes: int | None, following: int | None
+    ) -> dict[InfeedQueue, Staged]:
         """The elements of a dispatch, in all processes or in none."""
         if self.placement.in_one_process:
-            return self._take(following)
+            return self._take(passes, following)
         if self._agreement is None:
-            self._agreement = Agreement(self.segment, self.placement.replicas, self.length)
+            self._agreement = Agreement(self.segment, self.placement.replicas)
 
         def put_back(taken: dict[InfeedQueue, Staged]) -> None:
             for queue, staged in taken.items():
                 queue.put_back(staged, used=0)
 
-        return self._agreement.take_together(lambda: self._take(following), put_back)
+        return self._agreement.take_together(
+            passes, lambda: self._take(passes, following), put_back
+        )
 
-    def _take(self, following: int | None) -> dict[InfeedQueue, Staged]:
+    def _take(self, passes: int | None, following: int | None) -> dict[InfeedQueue, Staged]:
         taken: dict[InfeedQueue, Staged] = {}
         try:
-            for queue, count in self.elements.items():
-                then = None if following is None else self.segment.elements[queue] * following
-                if count:
-                    sharding = self.placement.shared_out
+            for queue, each in self.segment.elements.items():
+                if each and self.elements[queue]:
+                    count = each if passes is None else each * passes
+                    then = None if following is None else each * following
+                    room = self.elements[queue] if self.counted else None
                     queue.bind_replicas(self.placement.replicas)
-                    taken[queue] = queue.take(count, sharding, then=then)
+                    taken[queue] = queue.take(
+                        count, self.placement.shared_out, then=then, room=room
+                    )
         except BaseException:
             for queue, staged in taken.items():
                 queue.put_back(staged, used=0)

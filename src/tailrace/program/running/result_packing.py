@@ -18,6 +18,47 @@ MOST_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class FirstRows:
+    """The first rows of an array that has room for more; `np.asarray` of it waits for the array.
+
+    Attributes:
+        whole: the array, on the device.
+        count: how many rows there are.
+        axis: the dim of the rows.
+    """
+
+    whole: Any
+    count: int
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of those rows."""
+        shape = self.whole.shape
+        return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.whole.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        return self.whole.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self.whole
+        large = isinstance(whole, jax.Array) and whole.nbytes > MOST_BYTES
+        if large and self.count < whole.shape[self.axis] and jax.default_backend() != "cpu":
+            # Rows that were not made do not cross the bus.
+            found = np.asarray(jax.lax.slice_in_dim(whole, 0, self.count, axis=self.axis))
+        else:
+            found = np.asarray(whole)[(slice(None),) * self.axis + (slice(0, self.count),)]
+        return np.array(found, dtype=dtype) if copy else np.asarray(found, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
     """An array that lies in a larger one; `np.asarray` of it waits for that one.
 
@@ -83,9 +124,16 @@ def start_copying(tree: Any) -> None:
     """Start copying the leaves of a tree to the host; several copies run at the same time."""
     if jax.default_backend() == "cpu":
         return
-    wholes = (leaf.whole if isinstance(leaf, Packed) else leaf for leaf in jax.tree.leaves(tree))
+    wholes = (_stored(leaf) for leaf in jax.tree.leaves(tree))
     for array in {id(array): array for array in wholes}.values():
         array.copy_to_host_async()
+
+
+def _stored(leaf: Any) -> Any:
+    """The array on the device that a leaf is a part of."""
+    while isinstance(leaf, Packed | FirstRows):
+        leaf = leaf.whole
+    return leaf
 
 
 def _is_small(leaf: Any) -> bool:

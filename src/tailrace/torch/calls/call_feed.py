@@ -44,7 +44,9 @@ class CallFeed(InfeedQueue):
         self._waiting = deque(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         self._travelling.clear()
 
-    def take(self, count: int, sharding: Any, *, then: int | None = None) -> Staged:
+    def take(
+        self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
+    ) -> Staged:
         """Those elements. The caller's memory may be used: the call waits for the end.
 
         For one device they stay on the host here, and travel with the call of the program: moving

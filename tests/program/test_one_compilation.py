@@ -1,0 +1,179 @@
+"""One executable serves executions of every length; its results are those of the plain scan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import tailrace as tr
+from oracles import assert_bits_equal
+from tailrace.taps.counted_loop import looks_between, run_counted
+from tailrace.taps.frame import Emission, Emissions, Trip
+
+ROWS = np.random.default_rng(0).normal(size=(96, 4, 3)).astype(np.float32)
+
+
+def loss_fn(w, x):
+    return jnp.mean((jnp.tanh(x @ w["a"]) - w["b"]) ** 2)
+
+
+def params():
+    return {"a": np.full((3, 2), 0.3, np.float32), "b": np.zeros(2, np.float32)}
+
+
+def plain(steps):
+    """The hand-written scan over the same rows."""
+    optimizer = optax.sgd(0.05, momentum=0.9)
+
+    def step(state, x):
+        w, held = state
+        loss, grads = jax.value_and_grad(loss_fn)(w, x)
+        updates, held = optimizer.update(grads, held, w)
+        return (optax.apply_updates(w, updates), held), (loss, grads)
+
+    w = jax.tree.map(jnp.asarray, params())
+    scan = jax.jit(lambda state, xs: lax.scan(step, state, xs))
+    (w, _), (losses, grads) = scan((w, optimizer.init(w)), ROWS[:steps])
+    return w, np.asarray(losses), jax.tree.map(np.asarray, grads)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The programs compiled so far."""
+    found = []
+    compile_ = jax.stages.Lowered.compile
+
+    def counting(self, *args, **kwargs):
+        found.append(self)
+        return compile_(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
+    return found
+
+
+@pytest.mark.parametrize("length", [10, "auto"])
+def test_fits_of_every_length_share_one_executable(compilations, length):
+    trainer = tr.Trainer(
+        loss_fn, optax.sgd(0.05, momentum=0.9), params(), steps_per_execution=length
+    )
+    losses = [
+        trainer.fit(iter(ROWS[a:b]), steps=b - a).loss for a, b in [(0, 1), (1, 65), (65, 96)]
+    ]
+    assert len(compilations) == 1
+    w, expected, _ = plain(96)
+    assert_bits_equal(np.concatenate(losses), expected)
+    assert_bits_equal(trainer.params, w)
+
+
+@pytest.mark.parametrize("period", [2, 7, 10])
+def test_so_do_executions_that_periodic_taps_look_into(compilations, period):
+    trainer = tr.Trainer(
+        loss_fn,
+        optax.sgd(0.05, momentum=0.9),
+        params(),
+        steps_per_execution=16,
+        observe=[tr.Tap("grad/*", mode=tr.every(period), reduce="tensor"), tr.Tap("loss")],
+    )
+    seen = []
+    for first, last in [(0, 5), (5, 61), (61, 96)]:
+        trainer.fit(iter(ROWS[first:last]), steps=last - first)
+        if "grad/a" in trainer.records:
+            seen.append((trainer.records["grad/a"].steps, trainer.records["grad/a"].values))
+    assert len(compilations) == 1
+    w, _, grads = plain(96)
+    assert_bits_equal(trainer.params, w)
+    steps = np.concatenate([s for s, _ in seen])
+    assert steps.tolist() == [s for s in range(96) if (s + 1) % period == 0]
+    assert_bits_equal(np.concatenate([v for _, v in seen]), grads["a"][steps])
+
+
+def test_epochs_of_unknown_length_and_validation_in_between(compilations):
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.05, momentum=0.9), params(), steps_per_execution=8)
+    for _ in range(2):
+        trainer.fit(lambda: iter(ROWS[:21]), epochs=1)
+        trainer.evaluate(lambda: iter(ROWS[:13]))
+        trainer.evaluate(lambda: iter(ROWS[:30]))
+    assert len(compilations) == 2  # one to train, one to evaluate
+
+
+def test_a_pipeline_too(compilations):
+    def first(w, x):
+        return jnp.tanh(x @ w)
+
+    def second(w, h):
+        return jnp.mean((h - w) ** 2)
+
+    stages = [params()["a"], params()["b"]]
+    trainer = tr.Trainer(
+        tr.Pipeline([first, second], accumulation=4, device_mapping=[0, 1]),
+        optax.sgd(0.05, momentum=0.9),
+        stages,
+        steps_per_execution=5,
+        observe=[tr.Tap("grad/0", mode=tr.every(3), reduce="tensor")],
+    )
+    losses = [trainer.fit(iter(ROWS[a:b]), steps=(b - a) // 4).loss for a, b in [(0, 4), (4, 96)]]
+    assert len(compilations) == 1
+    whole = tr.Trainer(
+        lambda w, x: second(w[1], first(w[0], x)),
+        optax.sgd(0.05, momentum=0.9),
+        stages,
+        accumulation=4,
+        steps_per_execution=24,
+    )
+    expected = whole.fit(iter(ROWS), steps=24).loss
+    np.testing.assert_allclose(np.concatenate(losses), expected, rtol=1e-6)
+    assert trainer.records["grad/0"].steps[::4].tolist() == [2, 5, 8, 11, 14, 17, 20, 23]
+
+
+def test_programs_in_pieces_of_unequal_lengths(compilations):
+    infeed, outfeed = tr.InfeedQueue(iter(ROWS)), tr.OutfeedQueue(live=True)
+
+    def body(total, x):
+        outfeed.enqueue(x.sum())
+        return total + x.sum()
+
+    program = tr.compile(lambda total: tr.repeat(96, body, total, infeed=infeed))
+    total = program(jnp.float32(0))
+    sums = outfeed.dequeue()
+    assert len(sums) == 96
+    assert_bits_equal(total, lax.scan(lambda c, x: (c + x, None), jnp.float32(0), sums)[0])
+    assert len([one for one in compilations if "while" in one.as_text()]) == 1
+    infeed.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    room=st.integers(1, 12),
+    count=st.integers(0, 12),
+    first=st.integers(0, 30),
+    period=st.integers(1, 7),
+)
+def test_counted_loops_make_the_rows_of_a_scan(room, count, first, period):
+    count = min(count, room)
+    xs = jnp.arange(room, dtype=jnp.int32)
+
+    def one_pass(carry, x, observing):
+        carry = carry * 3 + x
+        emitted = Emissions(each=Emission(carry))
+        if observing:
+            emitted["look"] = Emission(carry)
+        return carry, ([carry], emitted)
+
+    def run(count, first):
+        return run_counted(one_pass, jnp.int32(1), xs, room, Trip(count, first), period, True)
+
+    carry, (ys,), each, looks = jax.jit(run)(count, first)
+    expected, values = 1, []
+    for x in range(count):
+        expected = int(np.int32(expected * 3 + x))
+        values.append(expected)
+    assert int(carry) == expected
+    assert ys[:count].tolist() == each["each"].value[:count].tolist() == values
+    seen = [step - first for step in looks_between(first, count, period)]
+    assert seen == [i for i in range(count) if (first + i + 1) % period == 0]
+    rows = (looks or each)["look"].value
+    assert rows[: len(seen)].tolist() == [values[i] for i in seen]
