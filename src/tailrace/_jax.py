@@ -92,7 +92,8 @@ def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
         dims,
     )
     # A mark whose result nobody uses must survive: it says "show this", not "compute with this".
-    pe.dce_rules[marker] = lambda used, eqn: ([True] * len(eqn.invars), eqn)
+    # The equation comes last; since 0.12 what is live of the inputs is handed over before it.
+    pe.dce_rules[marker] = lambda *live: ([True] * len(live[-1].invars), live[-1])
     return marker
 
 
