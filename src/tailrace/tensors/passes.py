@@ -85,6 +85,9 @@ def guarded(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Call
     def run(carry: Any, x: Any, observing: bool) -> Any:
         before, stopped = carry
         after, (ys, emitted) = one_pass(before, x, observing)
+        # The choice must not be fused with what it chooses from: XLA would round the update otherwise
+        # than it does in a program without a guard.
+        after = lax.optimization_barrier(after)
         stopped = stopped | ~is_good(emitted)
         kept = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), before, after)
         return (kept, stopped), (ys, emitted)
