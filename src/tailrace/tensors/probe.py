@@ -111,9 +111,9 @@ class _Marker:
         def call(*values: Any) -> list[Any]:
             return self.run(inner, consts, values, (*here, number))
 
-        if eqn.primitive is primitives.remat_p:
+        if _jax.is_remat(eqn):
             call = jax.checkpoint(
-                call, policy=eqn.params["policy"], prevent_cse=_jax.keeps_apart(eqn)
+                call, policy=_jax.parameters(eqn)["policy"], prevent_cse=_jax.keeps_apart(eqn)
             )
         return list(call(*inputs))
 

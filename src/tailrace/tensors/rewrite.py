@@ -37,7 +37,7 @@ from tailrace.marks import (
 )
 from tailrace.tensors.frame import Block, Counter, Emission, Emissions, Frame
 from tailrace.tensors.passes import Passes, both, collected, guarded, zeros
-from tailrace.tensors.walk import Position, concerns_us, elements_read, is_replay, loop_tag
+from tailrace.tensors.walk import Position, concerns_us, elements_read, loop_tag
 from tailrace.tensors.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
 
@@ -159,9 +159,9 @@ class Rewriter:
             )
         number, inner, consts = found
         replaying = frame.replaying
-        if is_replay(eqn):
+        if _jax.is_replay(eqn):
             frame.replaying = True
-            if _jax.keeps_apart(eqn):
+            if _jax.is_barrier(eqn):
                 # What keeps XLA from merging the recomputation with the original it repeats.
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
         outputs = self.run(inner, consts, inputs, frame, (*here, number))
