@@ -3,6 +3,7 @@
 >>> import tailrace as tr
 """
 
+from tailrace import _jax as _jax
 from tailrace import data as data
 from tailrace import devices as _devices
 from tailrace import distributed as distributed
@@ -52,4 +53,5 @@ from tailrace.training.history import History as History
 from tailrace.training.trainer import Trainer as Trainer
 from tailrace.training.verify import verify as verify
 
+_jax.refuse_scan3()
 _devices.apply_environment()

@@ -18,22 +18,37 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.core import ShapedArray, Tracer
-from jax.extend import source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-    get_opaque_trace_state,
-    primitives,
-)
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
+
+from tailrace.errors import VersionError
+from tailrace.seams import Package
+
+PACKAGE = Package("JAX", "jax", jax.__version__, newest="0.12.0.1")
+
+try:
+    from jax.core import ShapedArray, Tracer
+    from jax.extend import source_info_util
+    from jax.extend.core import (
+        ClosedJaxpr,
+        Jaxpr,
+        JaxprEqn,
+        Literal,
+        Primitive,
+        Var,
+        get_opaque_trace_state,
+        primitives,
+    )
+    from jax.interpreters import ad, batching, mlir
+    from jax.interpreters import partial_eval as pe
+
+    # What marks register themselves with, when this package is imported.
+    _ = (pe.dce_rules, pe.dce_jaxpr, batching.primitive_batchers, mlir.register_lowering)
+    _ = (ad.primitive_jvps, ad.primitive_transposes, ad.Zero, ad.is_undefined_primal, ad.deflinear2)
+    _ = (Primitive.def_impl, Primitive.def_abstract_eval, Primitive.def_effectful_abstract_eval)
+except (ImportError, AttributeError) as _error:
+    raise PACKAGE.unknown(f"what jax.extend and jax.interpreters offer ({_error})") from _error
 
 __all__ = [
+    "PACKAGE",
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",
@@ -66,6 +81,7 @@ __all__ = [
     "operation",
     "parameters",
     "primitives",
+    "refuse_scan3",
     "replayed",
     "scan_sizes",
     "scope_names",
@@ -244,7 +260,20 @@ def coordination_client() -> Any:
     """The connection of this process to the service that `jax.distributed` started."""
     from jax.experimental import multihost_utils  # late: only programs of several processes need it
 
-    return multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
+    try:
+        return multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
+    except AttributeError as error:
+        raise PACKAGE.unknown("the connection to its coordination service") from error
+
+
+def refuse_scan3() -> None:
+    """Refuse the upgrade flag that changes loops: JAX itself cannot train with it yet."""
+    if getattr(jax.config, "jax_scan3", False):
+        raise VersionError(
+            "Tailrace does not run under JAX_SCAN3: loops made with it have no reverse-mode derivative "
+            "in JAX, and ignore reverse=True. Leave JAX_SCAN3 unset, or call "
+            "jax.config.update('jax_scan3', False) before importing tailrace."
+        )
 
 
 def function_name(eqn: JaxprEqn) -> str:

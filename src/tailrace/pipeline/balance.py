@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace import _jax
+from tailrace import _jax, _jax_seams
 from tailrace._jax import ClosedJaxpr, JaxprEqn, Var, nbytes, primitives
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
@@ -212,6 +212,7 @@ def cost_of(eqn: JaxprEqn) -> float:
 
 
 def _traced(whole: Callable[..., Any], structure: Any, leaves: Sequence[Any]) -> Any:
+    _jax_seams.check()
     form: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:

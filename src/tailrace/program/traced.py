@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from tailrace import _jax
+from tailrace import _jax, _jax_seams
 from tailrace._jax import Jaxpr, JaxprEqn, primitives
 from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
@@ -54,6 +54,7 @@ def trace_program(
     function: Callable[..., Any], args: Sequence[Any], replicas: int = 1, what: str = "the function"
 ) -> Traced:
     """Trace `function(*args)` into a program and check its feeds."""
+    _jax_seams.check()
     with_paths, in_structure = jax.tree_util.tree_flatten_with_path(tuple(args))
     context = ProgramTrace(replicas=replicas)
     out_form: list[Any] = []
