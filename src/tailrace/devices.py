@@ -62,15 +62,16 @@ def _make_default() -> None:
     """Let plain JAX compute on the first device chosen, unless it was told something else."""
     global _default
     own = [device for device in _chosen or () if device.process_index == jax.process_index()]
-    asked = jax.config.jax_default_device
-    told = jax.config.jax_platforms or (asked is not None and asked is not _default)
+    config: Any = jax.config
+    asked = config.jax_default_device
+    told = config.jax_platforms or (asked is not None and asked is not _default)
     if told or not own:
         return
     # Where JAX prefers that platform anyway nothing is set: a default device is part of the key by
     # which JAX finds compiled programs again.
     preferred = jax.default_backend() if asked is None else None
     _default = None if own[0].platform == preferred else own[0]
-    jax.config.update("jax_default_device", _default)
+    config.update("jax_default_device", _default)
 
 
 def apply_environment() -> None:

@@ -66,7 +66,8 @@ def _scaling() -> bool:
 
 
 def _ahead() -> bool:
-    return "numpy_iterator" in _constants(keras.Model._one_batch_ahead_iterator)  # type: ignore[attr-defined]
+    trainer = inspect.unwrap(keras.Model.fit).__globals__
+    return "numpy_iterator" in _constants(trainer["JAXEpochIterator"]._one_batch_ahead_iterator)
 
 
 def _cached_validation() -> bool:
