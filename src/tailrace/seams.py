@@ -59,7 +59,8 @@ class Package:
         "scan's parameters have changed; use jax<0.14 or a newer Tailrace."
         """
         head = re.split(r" (?:of|to|that|and) ", what)[0]
-        verb = "have" if head.endswith("s") else "has"
+        plural = head.endswith("s") and not head.endswith("ss")
+        verb = "have" if plural else "has"
         return VersionError(
             f"Tailrace {__version__} does not know {self.title} {self.version}: {what} {verb} "
             f"changed; use {self.name}{self._older()} or a newer Tailrace."
@@ -67,7 +68,7 @@ class Package:
 
     def _older(self) -> str:
         here, tried = (_numbers(text)[:2] for text in (self.version, self.newest))
-        return f"<{'.'.join(map(str, here))}" if here >= tried else f"=={self.newest}"
+        return f"<{'.'.join(map(str, here))}" if here > tried else f"=={self.newest}"
 
     def check(self, seams: Iterable[Seam]) -> None:
         """Raise the sentence for the first seam that does not hold."""
