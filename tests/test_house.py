@@ -22,6 +22,7 @@ ROOMS = [
     "errors",
     "_version",
     "messages",
+    "seams",
     "jaxprs",
     "data",
     "devices",

@@ -16,6 +16,7 @@
     ├── PlanError              a pipeline schedule breaks a rule
     ├── RunError               a run directory cannot be written or read
     ├── NonFiniteError         a NaN or Inf where `stop_on_nonfinite` watches
+    ├── VersionError           a package is of a version that Tailrace does not know
     └── MissingDependency      an optional package is not installed
 
 Some also derive from the built-in class that a caller would expect (`ValueError`, `TypeError`),
@@ -93,6 +94,10 @@ class NonFiniteError(TailraceError, ArithmeticError):
 
     step: int = -1
     culprit: object = None
+
+
+class VersionError(TailraceError, RuntimeError):
+    """A package has changed in what Tailrace relies on; the text says which versions go together."""
 
 
 class MissingDependency(TailraceError, ImportError):

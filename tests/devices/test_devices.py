@@ -150,3 +150,34 @@ def test_stages_of_a_replica_are_neighbours():
     assert [d.id for d in mesh.devices[1]] == [2, 3]
     with pytest.raises(ReplicaError, match=r"needs 3 devices take 3 x 3 = 9 .*Use replicas=2 at"):
         devices.mesh(replicas=3, stages=3)
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "expected"),
+    [
+        ("", "platform='cpu'", "cpus[0]"),  # JAX prefers the GPU: the platform becomes its default
+        ("", "devices=2", "None"),  # no platform was asked for
+        ("jax.config.update('jax_default_device', jax.devices()[1])", "platform='cpu'", "cpus[1]"),
+        ("jax.config.update('jax_platforms', 'cpu')", "platform='cpu'", "None"),
+    ],
+)
+def test_a_platform_becomes_the_default_of_jax(before, options, expected):
+    # A machine whose JAX prefers a GPU, played by one without.
+    code = f"""
+import jax, jax.numpy as jnp, tailrace as tr
+jax.config.update("jax_num_cpu_devices", 2)
+cpus = jax.devices("cpu")
+jax.default_backend = lambda: "gpu"
+{before}
+tr.configure({options})
+print(jax.config.jax_default_device == {expected}
+      and jnp.ones(3).devices() == {{jax.config.jax_default_device or cpus[0]}})
+"""
+    assert python(code, JAX_PLATFORMS="") == (0, ["True"], "")
+
+
+def test_a_platform_that_jax_prefers_leaves_its_default_alone():
+    assert jax.default_backend() == "cpu"
+    assert (
+        jax.config.jax_default_device is None
+    )  # after tr.configure(platform="cpu") in conftest.py

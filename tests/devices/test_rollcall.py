@@ -125,7 +125,7 @@ def meeting(monkeypatch):
 
     def make(**written):
         board = Board({key.replace("_", "/"): value for key, value in written.items()})
-        monkeypatch.setattr(distributed._jax, "coordination_client", lambda: board)
+        monkeypatch.setattr(distributed.internals, "coordination_client", lambda: board)
         return board
 
     monkeypatch.setattr(distributed.jax, "process_count", lambda: 3)

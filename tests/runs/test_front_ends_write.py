@@ -9,7 +9,6 @@ from small_runs import assert_same_records
 
 import tailrace as tr
 import tailrace.keras as tk  # chooses the backend, before anybody imports keras
-import tailrace.torch as tt
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 6)).astype(np.float32)
@@ -125,6 +124,11 @@ def torch():
     return pytest.importorskip("torch")
 
 
+@pytest.fixture
+def tt(torch):
+    return pytest.importorskip("tailrace.torch")
+
+
 NAMES = {
     "fc1.weight": "up/kernel",
     "fc1.bias": "up/bias",
@@ -151,7 +155,7 @@ def torch_module(torch):
     return net
 
 
-def test_a_torch_run_beside_plain_jax(torch, tmp_path):
+def test_a_torch_run_beside_plain_jax(torch, tt, tmp_path):
     net = torch_module(torch)
     model = tt.training_model(
         net,
@@ -176,7 +180,7 @@ def test_a_torch_run_beside_plain_jax(torch, tmp_path):
     assert (found.step, found.tensor.split("/")[0]) == (0, "grad")
 
 
-def test_a_torch_function_beside_plain_jax(torch):
+def test_a_torch_function_beside_plain_jax(torch, tt):
     function, params = tt.as_function(torch_module(torch))
 
     def of_jax(params, x):

@@ -13,6 +13,8 @@ import jax
 
 from tailrace._version import __version__
 from tailrace.devices.devices import available
+from tailrace.jaxprs import jax_seams
+from tailrace.jaxprs.internals import PACKAGE
 
 CORE = ("jax", "jaxlib", "numpy", "optax", "rich")
 OPTIONAL = {
@@ -37,12 +39,15 @@ class Diagnosis:
         versions: of Tailrace, Python and the core packages.
         devices: a line for each device.
         packages: optional packages: their version, or "" where they are not installed.
+        seams: what is relied on of JAX beyond its documented interface: what for, and whether it
+            is as Tailrace knows it.
         problems: sentences, one for each thing that will not work and what to do about it.
     """
 
     versions: dict[str, str]
     devices: list[str]
     packages: dict[str, str]
+    seams: dict[str, tuple[str, bool]]
     problems: list[str]
 
     def __str__(self) -> str:
@@ -52,6 +57,9 @@ class Diagnosis:
             extra, what = OPTIONAL[name]
             state = version or f"not installed: pip install 'tailrace[{extra}]'"
             lines.append(f"  {name} {state} ({what})")
+        lines.append("seams to JAX")
+        for name, (used_for, holds) in self.seams.items():
+            lines.append(f"  {'as known' if holds else 'CHANGED '}  {name} ({used_for})")
         lines += [
             "what will not work",
             *(f"  {text}" for text in self.problems or ["nothing found"]),
@@ -82,7 +90,9 @@ def diagnose() -> Diagnosis:
     backend = os.environ.get("KERAS_BACKEND", "jax")
     if packages["keras"] and backend != "jax":
         problems.append(f"the front end for Keras: KERAS_BACKEND is {backend!r}. Set it to 'jax'.")
-    return Diagnosis(versions, devices, packages, problems)
+    seams = {seam.name: (seam.used_for, seam.holds()) for seam in jax_seams.SEAMS}
+    problems += [str(PACKAGE.unknown(name)) for name, (_, holds) in seams.items() if not holds]
+    return Diagnosis(versions, devices, packages, seams, problems)
 
 
 def _version(package: str) -> str:

@@ -15,6 +15,7 @@ REPLICA, STAGE = "replica", "stage"
 """The names of the mesh's axes."""
 
 _chosen: list[Any] | None = None
+_default: Any = None  # the default device that we gave JAX
 
 
 def configure(devices: int | None = None, platform: str | None = None) -> list[Any]:
@@ -23,6 +24,10 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     Virtual CPU devices are made only where there is no accelerator, or where `platform="cpu"` asks
     for them. Without this call, and without the environment variable `TAILRACE_DEVICES`, all
     devices that JAX finds may be used.
+
+    A `platform` becomes JAX's own default too, so that plain programs beside a Tailrace one compute on
+    the same kind of device: with `platform="cpu"` on a machine with a GPU, `jnp.ones(3)` is made on
+    the CPU. What was chosen for JAX itself before (`JAX_PLATFORMS`, `jax_default_device`) stays.
 
     Args:
         devices: how many; with several processes, in each of them. None: all there are.
@@ -48,7 +53,25 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     if devices is not None and min(map(len, each)) < devices:
         raise DeviceError(_too_few(devices, min(each, key=len), started))
     _chosen = [device for own in each for device in own[:devices]]
+    if platform is not None:
+        _make_default()
     return list(_chosen)
+
+
+def _make_default() -> None:
+    """Let plain JAX compute on the first device chosen, unless it was told something else."""
+    global _default
+    own = [device for device in _chosen or () if device.process_index == jax.process_index()]
+    config: Any = jax.config
+    asked = config.jax_default_device
+    told = config.jax_platforms or (asked is not None and asked is not _default)
+    if told or not own:
+        return
+    # Where JAX prefers that platform anyway nothing is set: a default device is part of the key by
+    # which JAX finds compiled programs again.
+    preferred = jax.default_backend() if asked is None else None
+    _default = None if own[0].platform == preferred else own[0]
+    config.update("jax_default_device", _default)
 
 
 def offer_cpu_devices(count: int) -> None:

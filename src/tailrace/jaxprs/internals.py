@@ -1,8 +1,11 @@
 """The one place that touches JAX below its public surface, and the only one with version branches.
 
-Supported: jax 0.10.1 (Python 3.11) and 0.11.x. Everything here comes from `jax.extend` and
-`jax.interpreters`, which promise less than `jax` itself: when a new JAX release breaks us, it
-breaks here.
+Supported: jax 0.10.1, 0.11 and 0.12. Everything here comes from `jax.extend` and `jax.interpreters`,
+which promise less than `jax` itself: when a new JAX release breaks us, it breaks here. What is relied
+on is listed, with a probe each, in `jax_seams.py`.
+
+Under the upgrade flags of JAX 0.12 (remat3, custom_vjp3, custom_jvp3) one primitive holds an object
+that says what is called, in place of a primitive each; `operation` and `parameters` read both forms.
 """
 
 from __future__ import annotations
@@ -15,23 +18,38 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.core import ShapedArray, Tracer
-from jax.extend import source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-    get_opaque_trace_state,
-    jaxpr_as_fun,
-    primitives,
-)
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
+
+from tailrace.errors import VersionError
+from tailrace.seams import Package
+
+PACKAGE = Package("JAX", "jax", jax.__version__, newest="0.12.0.1")
+
+try:
+    from jax.core import ShapedArray, Tracer
+    from jax.extend import source_info_util
+    from jax.extend.core import (
+        ClosedJaxpr,
+        Jaxpr,
+        JaxprEqn,
+        Literal,
+        Primitive,
+        Var,
+        get_opaque_trace_state,
+        jaxpr_as_fun,
+        primitives,
+    )
+    from jax.interpreters import ad, batching, mlir
+    from jax.interpreters import partial_eval as pe
+
+    # What marks register themselves with, when this package is imported.
+    _ = (pe.dce_rules, pe.dce_jaxpr, batching.primitive_batchers, mlir.register_lowering)
+    _ = (ad.primitive_jvps, ad.primitive_transposes, ad.Zero, ad.is_undefined_primal, ad.deflinear2)
+    _ = (Primitive.def_impl, Primitive.def_abstract_eval, Primitive.def_effectful_abstract_eval)
+except (ImportError, AttributeError) as _error:
+    raise PACKAGE.unknown(f"what jax.extend and jax.interpreters offer ({_error})") from _error
 
 __all__ = [
+    "PACKAGE",
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",
@@ -49,6 +67,10 @@ __all__ = [
     "coordination_client",
     "define_marker",
     "is_backward",
+    "is_barrier",
+    "is_custom",
+    "is_remat",
+    "is_replay",
     "equation_context",
     "function_name",
     "inner_jaxprs",
@@ -58,9 +80,13 @@ __all__ = [
     "key_generator",
     "name_stack_of",
     "nbytes",
+    "operation",
+    "parameters",
     "primitives",
+    "refuse_scan3",
     "replayed",
     "scan_sizes",
+    "scope_names",
     "scopes_of",
     "trace_level",
     "user_frame",
@@ -94,7 +120,8 @@ def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
         dims,
     )
     # A mark whose result nobody uses must survive: it says "show this", not "compute with this".
-    pe.dce_rules[marker] = lambda used, eqn: ([True] * len(eqn.invars), eqn)
+    # The equation comes last; since 0.12 what is live of the inputs is handed over before it.
+    pe.dce_rules[marker] = lambda *live: ([True] * len(live[-1].invars), live[-1])
     return marker
 
 
@@ -136,11 +163,57 @@ def name_stack_of(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+_HELD = "call_hi_primitive"
+_SAME = {
+    "RematTraced": "remat2",
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "CustomVJPTraced": "custom_vjp_call",
+    "CustomJVPTraced": "custom_jvp_call",
+    "eval_jaxpr": "closed_call",  # since 0.11
+}
+"""Operations that have other names in newer versions or under upgrade flags."""
+
+
+def operation(eqn: JaxprEqn) -> str:
+    """What an equation does, by the name that its primitive has in JAX 0.10."""
+    name = eqn.primitive.name
+    if name == _HELD:
+        name = type(eqn.params["_prim"]).__name__
+    return _SAME.get(name, name)
+
+
+def parameters(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation, or of the object that it calls."""
+    return eqn.params["_prim"].params if eqn.primitive.name == _HELD else eqn.params
+
+
+def is_custom(eqn: JaxprEqn) -> bool:
+    """Whether an equation calls a function that has its own derivative."""
+    return operation(eqn) in ("custom_jvp_call", "custom_vjp_call")
+
+
+def is_remat(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.checkpoint`, or the recomputation that one asks for."""
+    return operation(eqn) == "remat2"
+
+
+def is_replay(eqn: JaxprEqn) -> bool:
+    """Whether an equation recomputes a forward pass for the backward pass."""
+    if not is_remat(eqn):
+        return False
+    if "differentiated" in eqn.params:
+        return bool(eqn.params["differentiated"])
+    return [name for name, _ in scopes_of(eqn)][-1:] == [_REPLAYED]
+
+
 def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]:
     """The programs inside an equation: (parameter, position in it, jaxpr, constants)."""
     found = []
-    for key, value in eqn.params.items():
+    for key, value in parameters(eqn).items():
         for position, item in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            if eqn.primitive.name == _HELD:
+                item = getattr(item, "jaxpr", item)  # a function, traced
             if isinstance(item, ClosedJaxpr):
                 found.append((key, position, item.jaxpr, tuple(item.consts)))
             elif isinstance(item, Jaxpr):
@@ -189,7 +262,20 @@ def coordination_client() -> Any:
     """The connection of this process to the service that `jax.distributed` started."""
     from jax.experimental import multihost_utils  # late: only programs of several processes need it
 
-    return multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
+    try:
+        return multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
+    except AttributeError as error:
+        raise PACKAGE.unknown("the connection to its coordination service") from error
+
+
+def refuse_scan3() -> None:
+    """Refuse the upgrade flag that changes loops: JAX itself cannot train with it yet."""
+    if getattr(jax.config, "jax_scan3", False):
+        raise VersionError(
+            "Tailrace does not run under JAX_SCAN3: loops made with it have no reverse-mode derivative "
+            "in JAX, and ignore reverse=True. Leave JAX_SCAN3 unset, or call "
+            "jax.config.update('jax_scan3', False) before importing tailrace."
+        )
 
 
 def function_name(eqn: JaxprEqn) -> str:
@@ -209,8 +295,13 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
 
 def keeps_apart(eqn: JaxprEqn) -> bool:
     """Whether a recomputation must not be merged with the original that it repeats."""
-    prevent = eqn.params.get("prevent_cse", True)
+    prevent = parameters(eqn).get("prevent_cse", True)
     return any(prevent) if isinstance(prevent, tuple | list) else bool(prevent)
+
+
+def is_barrier(eqn: JaxprEqn) -> bool:
+    """Whether a recomputation keeps itself apart; under remat3 an equation before it does."""
+    return "differentiated" in eqn.params and keeps_apart(eqn)
 
 
 def replayed(function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -221,20 +312,37 @@ def replayed(function: Callable[..., Any], *args: Any) -> list[Any]:
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known.update(zip(closed.jaxpr.invars, leaves, strict=True))
     for eqn in closed.jaxpr.eqns:
-        if eqn.primitive is primitives.remat_p:
-            eqn = eqn.replace(params={**eqn.params, "differentiated": True})
-        made = bind_again(eqn, [value_of(known, var) for var in eqn.invars])
+        inputs = [value_of(known, var) for var in eqn.invars]
+        made = _replay(eqn, inputs) if is_remat(eqn) else bind_again(eqn, inputs)
         known.update(zip(eqn.outvars, made, strict=True))
     return [value_of(known, var) for var in closed.jaxpr.outvars]
+
+
+_REPLAYED = "rematted_computation"
+
+
+def _replay(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    if "differentiated" in eqn.params:
+        return bind_again(eqn.replace(params={**eqn.params, "differentiated": True}), inputs)
+    with jax.named_scope(_REPLAYED):
+        return bind_again(eqn, list(jax.lax.optimization_barrier(inputs)))
 
 
 def scopes_of(eqn: JaxprEqn) -> list[tuple[str, int]]:
     """The named scopes of an equation, outermost first: name, and which entry of that scope.
 
-    The identity is that of JAX's own object, which differentiation carries along.
+    The identity is that of JAX's own object, which differentiation carries along. Where a pass is
+    differentiated once more, for its recomputation, the scopes around it come up again: once is enough.
     """
     stack = eqn.source_info.name_stack.stack
-    return [(item.name, id(item)) for item in stack if type(item).__name__ == "Scope"]
+    found = {id(item): item.name for item in stack if type(item).__name__ == "Scope"}
+    return [(name, identity) for identity, name in found.items()]
+
+
+def scope_names(chain: Iterable[JaxprEqn]) -> list[str]:
+    """The names of the scopes of equations inside each other, each scope once."""
+    found = {identity: name for eqn in chain for name, identity in scopes_of(eqn)}
+    return list(found.values())
 
 
 def is_backward(eqn: JaxprEqn) -> bool:
@@ -297,3 +405,6 @@ def _has_windows(equations: Iterable[JaxprEqn]) -> bool:
 def version() -> tuple[int, ...]:
     """The version of JAX as numbers."""
     return tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+
+
+refuse_scan3()  # at import: nothing that follows would work

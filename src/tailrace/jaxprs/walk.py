@@ -91,7 +91,7 @@ def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
         return Surrounding(LOOP if tag else WHILE, tag.payload if tag else None, tag, scopes)
     if eqn.primitive is primitives.cond_p:
         return Surrounding(BRANCH, scopes=scopes)
-    if is_replay(eqn):
+    if internals.is_replay(eqn):
         return Surrounding(REPLAY, scopes=scopes)
     return Surrounding(CALL, scopes=scopes, stage=eqn.params.get("stage", None))
 
@@ -102,11 +102,6 @@ def loop_tag(body: Jaxpr) -> Tag | None:
         if eqn.primitive is mark_p and eqn.params["tag"].role == "loop":
             return eqn.params["tag"]
     return None
-
-
-def is_replay(eqn: JaxprEqn) -> bool:
-    """Whether an equation recomputes a forward pass for the backward pass."""
-    return eqn.primitive is primitives.remat_p and bool(eqn.params.get("differentiated"))
 
 
 def tag_of(place: Place) -> Tag | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
-from tailrace.jaxprs import internals
+from tailrace.jaxprs import internals, jax_seams
 from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes, primitives
 from tailrace.jaxprs.marks import ProgramTrace, is_tracing, mark_p, tracing
 from tailrace.pipeline.balance_cuts import balanced_cut, stage_sums
@@ -212,6 +212,7 @@ def cost_of(eqn: JaxprEqn) -> float:
 
 
 def _traced(whole: Callable[..., Any], structure: Any, leaves: Sequence[Any]) -> Any:
+    jax_seams.check()
     form: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:

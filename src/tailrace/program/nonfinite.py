@@ -109,7 +109,7 @@ class Finder(Rewriter):
             chain = [*self._around, eqn]
             self.culprit = Culprit(
                 eqn.primitive.name if eqn.primitive is not dequeue_p else INFEED,
-                "/".join(name for one in chain for name, _ in internals.scopes_of(one)),
+                "/".join(internals.scope_names(chain)),
                 next(filter(None, map(internals.user_frame, reversed(chain))), ""),
                 int(frame.microbatch()),
                 float(together.min()),
@@ -126,8 +126,7 @@ class Finder(Rewriter):
     def _emit(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
         if eqn.primitive is dequeue_p:
             return frame.blocks[queue_of(eqn)].take()
-        custom = eqn.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
-        if internals.inner_jaxprs(eqn) and not custom and _opaque(eqn):
+        if internals.inner_jaxprs(eqn) and not internals.is_custom(eqn) and _opaque(eqn):
             return internals.bind_again(eqn, inputs)
         return super()._emit(eqn, inputs, frame, here)
 

@@ -21,7 +21,6 @@ from tailrace.jaxprs.walk import Position, loop_tag
 from tailrace.taps.catalogue import Entry
 
 _NOT_VALUES = {mark_p, dequeue_p, ambient_p}
-_CUSTOM = {primitives.custom_jvp_call_p, primitives.custom_vjp_call_p}
 
 # JAX's own scopes, which say how a value is computed, not what it is.
 _NOT_SCOPES = {"rematted_computation", "checkpoint"}
@@ -102,7 +101,7 @@ class Namer:
         }
 
     def _inside(self, eqn: JaxprEqn) -> Iterator[tuple[int, Jaxpr, int | None]]:
-        if eqn.primitive in _CUSTOM and not self.enter_custom:
+        if internals.is_custom(eqn) and not self.enter_custom:
             return
         scanned = eqn.params["length"] if eqn.primitive is primitives.scan_p else None
         for number, (_, _, inner, _) in enumerate(internals.inner_jaxprs(eqn)):
@@ -277,13 +276,13 @@ def _chain(eqn: JaxprEqn, program: Position) -> tuple[Scope, ...]:
 
 
 def _operation_name(eqn: JaxprEqn) -> str:
-    return _call_name(eqn) or eqn.primitive.name
+    return _call_name(eqn) or internals.operation(eqn)
 
 
 def _call_name(eqn: JaxprEqn) -> str:
     """The name of the function that an equation calls; empty if it calls none by name."""
     name = eqn.params.get("name") if eqn.primitive is primitives.jit_p else None
-    if eqn.primitive in _CUSTOM:
+    if internals.is_custom(eqn):
         name = internals.function_name(eqn)
     return "" if not name or "<" in str(name) else str(name).strip("_")
 

@@ -113,9 +113,11 @@ class _Marker:
         def call(*values: Any) -> list[Any]:
             return self.run(inner, consts, values, (*here, number))
 
-        if eqn.primitive is primitives.remat_p:
+        if internals.is_remat(eqn):
             call = jax.checkpoint(
-                call, policy=eqn.params["policy"], prevent_cse=internals.keeps_apart(eqn)
+                call,
+                policy=internals.parameters(eqn)["policy"],
+                prevent_cse=internals.keeps_apart(eqn),
             )
         return list(call(*inputs))
 

@@ -35,7 +35,7 @@ from tailrace.jaxprs.marks import (
     mark_p,
     queue_of,
 )
-from tailrace.jaxprs.walk import Position, concerns_us, elements_read, is_replay, loop_tag
+from tailrace.jaxprs.walk import Position, concerns_us, elements_read, loop_tag
 from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
 from tailrace.taps.loop_passes import Passes, both, collected, guarded
@@ -160,9 +160,9 @@ class Rewriter:
             )
         number, inner, consts = found
         replaying = frame.replaying
-        if is_replay(eqn):
+        if internals.is_replay(eqn):
             frame.replaying = True
-            if internals.keeps_apart(eqn):
+            if internals.is_barrier(eqn):
                 # What keeps XLA from merging the recomputation with the original it repeats.
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
         outputs = self.run(inner, consts, inputs, frame, (*here, number))

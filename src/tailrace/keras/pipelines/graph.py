@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from tailrace.errors import ProgramError
+from tailrace.keras.keras_internals import check_graphs
 from tailrace.keras.pipelines.masks import with_mask
 
 Tensor = tuple[str, int, int]
@@ -124,6 +125,7 @@ def _same(value: Any) -> Any:
 
 
 def _graph(model: Any, path: str, around: tuple[Any, ...]) -> Flow:
+    check_graphs()
     config = _described(model)
     operations = {operation.name: operation for operation in model.operations}
     nodes: dict[tuple[str, int], tuple[Any, Any, list[Tensor]]] = {}

@@ -169,7 +169,7 @@ def _at_checkpoints(piece: Piece) -> list[Piece]:
     groups: list[list[Any]] = [[]]
     for eqn in piece.equations:
         groups[-1].append(eqn)
-        if eqn.primitive.name == "name" and eqn.params.get("name") == _CHECKPOINT:
+        if internals.operation(eqn) == "name" and internals.parameters(eqn)["name"] == _CHECKPOINT:
             groups.append([])
     later: set[Any] = set(piece.outputs)
     parts: list[Piece] = []

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, Literal, primitives
+from tailrace.jaxprs.internals import JaxprEqn, Literal
 from tailrace.jaxprs.marks import mark_p
 from tailrace.program.memory.sharded_state import Shares
 
@@ -44,13 +44,7 @@ _ELEMENTWISE = frozenset((
 # fmt: on
 """Operations whose result at an index depends on their operands at that index alone."""
 
-_CALLS = (
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "closed_call",
-    "checkpoint",
-)
+_CALLS = ("jit", "custom_jvp_call", "custom_vjp_call", "closed_call", "remat2")
 
 
 @dataclasses.dataclass(eq=False)
@@ -169,7 +163,7 @@ def is_elementwise(node: Node) -> bool:
 
 
 def _is_call(eqn: JaxprEqn) -> bool:
-    return eqn.primitive is primitives.jit_p or eqn.primitive.name in _CALLS
+    return internals.operation(eqn) in _CALLS
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ import jax
 from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue, OutfeedTarget
-from tailrace.jaxprs import internals
+from tailrace.jaxprs import internals, jax_seams
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
 from tailrace.jaxprs.marks import (
     FORWARD,
@@ -62,6 +62,7 @@ def trace_program(
     function: Callable[..., Any], args: Sequence[Any], replicas: int = 1, what: str = "the function"
 ) -> Traced:
     """Trace `function(*args)` into a program and check its feeds."""
+    jax_seams.check()
     with_paths, in_structure = jax.tree_util.tree_flatten_with_path(tuple(args))
     context = ProgramTrace(replicas=replicas)
     out_form: list[Any] = []

@@ -47,6 +47,7 @@ def environment() -> Any:
     check_installed()
     with _placeholders(), _side_effects_undone():
         torchax = importlib.import_module("torchax")
+        importlib.import_module("tailrace.torch.torch_internals").check(together())
         device = property(lambda _: unnamed_device())
         torchax.tensor.Tensor.device = device  # they ask for it by the name that it did not get
         importlib.import_module("torchax.view").View.device = device
@@ -77,10 +78,20 @@ def check_pair(torch: str | None, torchax: str | None) -> None:
     fits = _within(torch, *TORCH) and _within(torchax, *TORCHAX)
     if not fits:
         raise OptionError(
-            f"tailrace.torch works with torch {_shown(TORCH)} together with torchax "
-            f"{_shown(TORCHAX)}. Received: torch {torch}, torchax {torchax}. Install a pair that "
+            f"{together()} Received: torch {torch}, torchax {torchax}. Install a pair that "
             f"goes together: pip install 'tailrace[torch]'."
         )
+
+
+def together() -> str:
+    """The one sentence about which versions go together.
+
+    >>> together()
+    'tailrace.torch works with torch >=2.11,<2.14 together with torchax >=0.0.13,<0.0.14.'
+    """
+    return (
+        f"tailrace.torch works with torch {_shown(TORCH)} together with torchax {_shown(TORCHAX)}."
+    )
 
 
 def _version(package: str) -> str | None:
