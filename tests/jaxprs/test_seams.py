@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tailrace.marks import mark_p
+from tailrace.jaxprs.marks import mark_p
 
 import tailrace as tr
 from oracles import assert_close

@@ -87,8 +87,8 @@ class Fit:
         assert pace is not None
         length = pace.next(remaining)
         rest = None if remaining is None else remaining - length
-        measuring = pace.chosen is None
-        following = 0 if measuring or rest == 0 else pace.next(rest)
+        measuring = pace.is_measuring
+        following = 0 if pace.chosen is None or rest == 0 else pace.next(rest)
         compiled_before = self.runner.compile_s
         started = time.perf_counter()
         ticket = self.run(length, following, self.sight.period)
@@ -98,6 +98,9 @@ class Fit:
             seconds = agreed_seconds(seconds)
             pace.measured(length, seconds)
             logger.info(pace.reason)
+            if pace.chosen is not None:
+                fixed = self.sight.period, pace.seconds_per_step
+                self.runner.fix(self.known, pace.chosen, *fixed)
         if len(self.pending) > (0 if self.live else 1):
             self.take_in()
         return length

@@ -36,6 +36,7 @@ class Pace:
         chosen: what was found, once it is.
         reason: why, in words.
         trials: seconds a step, as measured until it is chosen.
+        times_given: whether the first executions are timed also where their length is given.
     """
 
     steps: int | None
@@ -46,6 +47,7 @@ class Pace:
     chosen: int | None = None
     reason: str = ""
     trials: list[float] = dataclasses.field(default_factory=list)
+    times_given: bool = False
 
     def __post_init__(self) -> None:
         if self.steps is not None:
@@ -58,6 +60,16 @@ class Pace:
         most = LONGEST if self.most_steps is None else self.most_steps
         return max(1, min(fitting, most, LONGEST))
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the next execution is timed: a given number needs that on accelerators only."""
+        return len(self.trials) < TRIALS if self.times_given else self.chosen is None
+
+    @property
+    def seconds_per_step(self) -> float:
+        """How long a step takes; infinite while that is unknown."""
+        return min(self.trials, default=float("inf"))
+
     def next(self, remaining: int | None) -> int:
         """The number of steps of the next execution."""
         # Of the first step nothing is known: it may take seconds, and then it goes alone.
@@ -66,21 +78,23 @@ class Pace:
 
     def measured(self, steps: int, seconds: float) -> None:
         """Learn from an execution, without its compilation; after some, choose the length."""
-        if self.chosen is not None:
+        if not self.is_measuring:
             return
         self.trials.append(max(seconds / steps, 1e-7))
+        if self.chosen is not None:
+            return
         if len(self.trials) < TRIALS and self._ideal() > 1:
             self.reason = f"{steps} steps an execution while the time of a step is measured"
             return
         self.chosen = self._ideal()
         limit = "memory" if self.chosen >= self.most else "time"
         self.reason = (
-            f"{self.chosen} steps an execution: a step takes {min(self.trials) * 1e6:,.0f} "
+            f"{self.chosen} steps an execution: a step takes {self.seconds_per_step * 1e6:,.0f} "
             f"microseconds and its elements {self.bytes_per_step / 1e6:,.2f} MB (limit: {limit})"
         )
 
     def _ideal(self) -> int:
-        return min(self.most, max(1, int(self.target_s / min(self.trials))))
+        return min(self.most, max(1, int(self.target_s / self.seconds_per_step)))
 
 
 def parse_steps(value: int | str) -> int | None:

@@ -455,6 +455,7 @@ class Trainer(Programs):
                 size,
                 most_steps=most,
                 target_s=LIVE_S if live else TARGET_S,
+                times_given=self.placement.device.platform != "cpu",
             )
 
     def _capacity(self, before: int | None, total: int | None) -> int:

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import ProgramError
+from tailrace.feeds.background import Worker
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
-from tailrace.program.running.executable import Executable, Numbers, Placement
+from tailrace.program.running.dispatch_lengths import FIXED_BELOW_S
+from tailrace.program.running.executable import NUMBERS, Executable, Numbers, Placement
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
@@ -93,6 +95,8 @@ class LoopRunner:
         self._executables: dict[Hashable, Executable] = {}
         self._num_carried = len(jax.tree.leaves(carried))
         self._consts = placement.put(self.traced.consts)
+        self._fixed: dict[tuple[int, int], Executable] = {}
+        self._compiler: Worker | None = None
 
     @property
     def infeeds(self) -> tuple[InfeedQueue, ...]:
@@ -185,7 +189,9 @@ class LoopRunner:
     ) -> tuple[dict[Hashable, Emission], Any]:
         """Run `length` passes; returns what they emitted and an array that is ready afterwards."""
         executable = self._executable(self._loop, length, period)
-        numbers = dataclasses.replace(numbers, count=length)
+        if not numbers.first_step % max(period, 1):
+            executable = self._fixed.get((length, period), executable)
+        numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
         executable.keep_elements = self.keep_elements
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(known, numbers, following)
@@ -194,15 +200,48 @@ class LoopRunner:
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
 
+    def fix(self, known: dict[Any, Any], length: int, period: int, seconds: float) -> None:
+        """Compile the loop for this very length in a thread, if passes are so short that it pays.
+
+        From then on, dispatches of that length run in it; the results are the same to the last bit.
+
+        Args:
+            known: the values that dispatches work on.
+            length: of most dispatches to come.
+            period: of taps.
+            seconds: how long a pass takes.
+        """
+        key, device = (length, period), self.placement.device
+        short = device.platform != "cpu" and seconds < FIXED_BELOW_S
+        if not short or key in self._fixed or self._compiler or not self._counted(length):
+            return
+        if length % period or not self.placement.in_one_process:
+            return
+        forms = {var: _form_of(value) for var, value in known.items() if var != NUMBERS}
+        executable = self._new_executable(self._loop, length, False, period)
+        blocks = self._block_forms(executable)
+
+        def compile_it() -> None:
+            executable.compile(forms, blocks)
+            self._fixed[key] = executable
+
+        self._compiler = Worker("tailrace-compile")
+        self._compiler.submit(compile_it)
+
     def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
         """The same loop on the same values, of which other things leave."""
         other = copy.copy(self)
-        other.wanted, other._executables = wanted, {}
+        other.wanted, other._executables, other._fixed = wanted, {}, {}
         return other
 
     def compiled(self, known: dict[Any, Any], length: int, period: int = 1) -> Executable:
         """The executable for dispatches of `length` passes, compiled without running it."""
         executable = self._executable(self._loop, length, period)
+        executable.compile(known, self._block_forms(executable))
+        return executable
+
+    def _block_forms(self, executable: Executable) -> dict[Any, Any]:
+        """The forms of the elements that a dispatch of an executable reads."""
         blocks: dict[Any, Any] = {}
         replicas = self.placement.replicas
         for queue, count in executable.elements.items():
@@ -213,8 +252,7 @@ class LoopRunner:
                 )
                 for leaf in queue.spec().leaves
             )
-        executable.compile(known, blocks)
-        return executable
+        return blocks
 
     def _sharding_of_elements(self) -> Any:
         sharding = self.placement.shared_out
@@ -254,6 +292,12 @@ class LoopRunner:
         """The variables of what the loop carries that have a flag."""
         pairs = zip(self.traced.jaxpr.outvars, flags, strict=False)
         return frozenset(var for var, flag in pairs if flag)
+
+
+def _form_of(value: Any) -> Any:
+    """The form of an array, to compile for; dispatches overwrite the array meanwhile."""
+    weak = bool(getattr(value.aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding, weak_type=weak)
 
 
 def _flags(first: Sequence[bool] | None, then: Sequence[bool], start: int) -> list[bool]:
