@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tailrace.jaxprs.marks import mark_p
 
 import tailrace as tr
 from oracles import assert_close
 from tailrace.cli import doctor
 from tailrace.errors import VersionError
 from tailrace.jaxprs import internals, jax_seams
+from tailrace.jaxprs.marks import mark_p
 from tailrace.seams import Package
 
 
