@@ -1,7 +1,7 @@
 """Fits of many lengths: how often they compile, and what a loop costs whose length is data.
 
     python -m benchmarks.lengths                # a small MLP: microseconds a step, and compilations
-    python -m benchmarks.lengths --gpt          # GPT-2 small: seconds of compiling for fits of 1, 64, 64
+    python -m benchmarks.lengths --gpt          # GPT-2 small: what fits of 1, 64, 64 steps compile
 
 Each row is one run in this process; those that are compared are interleaved.
 """
