@@ -45,10 +45,10 @@ THIN = 4
 """Products of values, in place of products of matrices, where a group has this many weights."""
 
 _DTYPES = ("float32", "bfloat16", "float16")  # those of the library; others run as they did
-_CALLS = frozenset(
-    "jit pjit checkpoint remat2 scan while cond closed_call "
-    "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
-)
+_CALLS = {
+    *("jit", "pjit", "checkpoint", "remat2", "closed_call", "scan", "while", "cond"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
 
 
 def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -106,9 +106,8 @@ def _called(eqn: JaxprEqn) -> JaxprEqn | None:
     form = fast_form(eqn)
     if form is None:
         return None
-    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     convolution = jax.jit(lambda lhs, rhs: form(lhs, rhs))
-    (call,) = jax.make_jaxpr(convolution)(*operands).jaxpr.eqns
+    (call,) = jax.make_jaxpr(convolution)(*_forms(*eqn.invars)).jaxpr.eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
@@ -138,8 +137,7 @@ class Kind:
     def of(cls, eqn: JaxprEqn) -> Kind:
         """The kind of a convolution's equation."""
         left, kernel, out = eqn.params["dimension_numbers"]
-        a, b = (var.aval for var in eqn.invars)
-        made = eqn.outvars[0].aval
+        a, b, made = _forms(*eqn.invars, *eqn.outvars)
         return cls(
             eqn.params,
             made.dtype,
@@ -189,6 +187,10 @@ class Kind:
     def dilates_much(self) -> bool:
         """Whether the library is slow at the zeros between the values of the left operand."""
         return max(self.params["lhs_dilation"]) > 1 and math.prod(self.rhs[:-2]) > MOST_TERMS
+
+
+def _forms(*variables: Any) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
 
 
 def _last(spec: Sequence[int]) -> tuple[int, ...]:
