@@ -114,7 +114,7 @@ KINDS = st.fixed_dictionaries(
 ).filter(lambda kind: kind["size"] > (kind["kernel"] - 1) * kind["dilation"])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(KINDS)
 def test_random_convolutions_and_their_gradients(kind):
     for eqn in equations(*convolution(**kind)):
@@ -132,7 +132,8 @@ def test_many_random_convolutions_and_their_gradients(kind):
 FORMS = [
     ("library", {}, {1, 2}),
     ("library", {"layout": "features first", "stride": 2, "groups": 2, "inside": 3}, {0, 1, 2}),
-    ("library", {"size": 9, "spread": 2, "kernel": 3}, {1, 2}),
+    ("library", {"size": 5, "spread": 2}, {1}),
+    ("matmuls_by_output", {"size": 5, "spread": 2}, {2}),
     ("products_by_kernel", {"groups": 4, "inside": 1, "outside": 2}, {0, 1}),
     ("products_by_output", {"groups": 4, "inside": 1, "outside": 2}, {2}),
     ("matmuls_by_kernel", {"dims": 3}, {0, 1}),
