@@ -168,7 +168,8 @@ class Kind:
                 return products_by_output
         elif self.groups > 1:
             if inner * outer // self.groups <= THIN and positions <= MOST_TERMS:
-                return products_by_kernel
+                # Out of order it does not go to the library, and is as fast if it sums over inputs.
+                return products_by_kernel if inner == 1 or self._in_order() else None
         elif results <= min(positions, MOST_TERMS) and self._slow_in_library():
             return matmuls_by_output
         elif len(self.space) == 3 and positions <= MOST_TERMS:
