@@ -106,8 +106,11 @@ def _called(eqn: JaxprEqn) -> JaxprEqn | None:
     form = fast_form(eqn)
     if form is None:
         return None
-    convolution = jax.jit(lambda lhs, rhs: form(lhs, rhs))
-    (call,) = jax.make_jaxpr(convolution)(*_forms(*eqn.invars)).jaxpr.eqns
+
+    def convolution(lhs: Any, rhs: Any) -> Any:
+        return form(lhs, rhs)
+
+    (call,) = jax.make_jaxpr(jax.jit(convolution))(*_forms(*eqn.invars)).jaxpr.eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
