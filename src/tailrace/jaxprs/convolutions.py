@@ -13,9 +13,9 @@ in the entry / in a scan / in the scan in the form chosen here:
     the same, weight gradient                                      24.0 / 1515 / 22.7   library
     1x1, weight gradient                                           15.1 /  560 /  6.1   matmuls
     4 groups, weight gradient                                      1530 /  445 / 24.3   library
-    transposed, 20x20, batch 8, weight gradient                    60.0 /  111 /  8.0   matmuls
+    transposed, 20x20, batch 8, weight gradient                    19.0 / 49.4 / 12.3   matmuls
     depthwise, forward                                             65.0 / 56.1 /  3.6   products
-    depthwise, batch 8, weight gradient                             3.0 /  400 /  3.2   products
+    depthwise, 20x20, batch 8, weight gradient                      1.0 / 41.7 /  1.4   products
     3 dims, 3x3x3, 32 channels, 10x10x10, batch 2: forward         13.6 / 16.8 /  5.4   matmuls
     the same, strided, input gradient                              82.0 / 18.0 /  7.6   matmuls
 
