@@ -19,8 +19,8 @@ in the entry / in a scan / in the scan in the form chosen here:
     3 dims, 3x3x3, 32 channels, 10x10x10, batch 2: forward         13.6 / 16.8 /  5.4   matmuls
     the same, strided, input gradient                              82.0 / 18.0 /  7.6   matmuls
 
-The library's form has the bits of one jit call a step, which runs the same kernel; the others, and weight
-gradients of groups, add up in another order.
+The library's form has the bits of one jit call a step, which runs the same kernel; the others, and
+weight gradients of groups, add up in another order.
 """
 
 from __future__ import annotations
