@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.errors import ProgramError
-from tailrace.jaxprs import internals
+from tailrace.jaxprs import convolutions, internals
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
 from tailrace.jaxprs.marks import (
     FORWARD,
@@ -115,7 +115,7 @@ class Rewriter:
         if primitive is gather_p:
             return [self._gather(inputs[0], eqn.params["replicas"])]
         if not self._touches(eqn, here):
-            return internals.bind_again(eqn, inputs)
+            return convolutions.bind_again(eqn, inputs)
         if primitive is primitives.scan_p:
             return self._scan(eqn, inputs, frame, here)
         if primitive is primitives.while_p:
