@@ -29,6 +29,11 @@ def pytest_pycollect_makemodule(module_path, parent):
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
     mark_quick(items)
+    if machine.PLATFORM != "cpu":
+        only = pytest.mark.skip(reason="what it tests is a CPU's: virtual devices, its compiler")
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(only)
 
 
 @pytest.hookimpl(wrapper=True)

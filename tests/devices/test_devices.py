@@ -121,6 +121,7 @@ def restored():
     devices._chosen = chosen
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("restored")
 def test_a_subset_is_what_programs_use():
     assert tr.configure(devices=2) == jax.devices()[:2]
@@ -130,6 +131,7 @@ def test_a_subset_is_what_programs_use():
     assert len(tr.configure(devices=8)) == 8
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("restored")
 def test_a_failed_choice_changes_nothing():
     tr.configure(devices=4)
@@ -138,6 +140,7 @@ def test_a_failed_choice_changes_nothing():
     assert len(devices.available()) == 4
 
 
+@pytest.mark.cpu
 def test_replicas_are_the_devices_divided_by_what_a_copy_needs():
     assert devices.resolve_replicas(None, per_copy=2) == 4
     with pytest.raises(ReplicaError, match=r"8 / 3 leaves a remainder of 2.*devices=6"):
@@ -176,6 +179,7 @@ print(jax.config.jax_default_device == {expected}
     assert python(code, JAX_PLATFORMS="")[:2] == (0, ["True"])
 
 
+@pytest.mark.cpu
 def test_a_platform_that_jax_prefers_leaves_its_default_alone():
     assert jax.default_backend() == "cpu"
     assert (

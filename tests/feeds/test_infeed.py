@@ -119,7 +119,7 @@ class Interleaving(RuleBasedStateMachine):
 Interleaving.TestCase.settings = settings(
     max_examples=60, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestInterleaving = Interleaving.TestCase
+TestInterleaving = pytest.mark.cpu(Interleaving.TestCase)  # with two replicas
 
 
 def test_programs_of_different_lengths_share_a_queue():

@@ -108,6 +108,7 @@ def accelerator(monkeypatch):
     monkeypatch.setattr(transfer, "_on_cpu", lambda: False)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_put_in_pieces_is_the_array(accelerator, monkeypatch, rows):
     monkeypatch.setattr(transfer, "PIECE", 256)

@@ -123,6 +123,7 @@ def test_replicas_of_a_reordered_pipeline():
     )
 
 
+@pytest.mark.cpu
 def test_replicas_fill_the_devices_there_are():
     stages, params, loss = dense_stages([3, 5, 4])
     trainer = tr.Trainer(

@@ -322,6 +322,7 @@ def test_a_loss_that_does_not_depend_on_some_parameters(as_if_moved):
 # -- where it is not possible -------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 def test_on_a_cpu_they_stay(caplog):
     with caplog.at_level("WARNING", "tailrace"):
         trainer = trained(*MODELS["deep"])

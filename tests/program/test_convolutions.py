@@ -226,6 +226,7 @@ def convolutions_in(texts):
     return [line for text in texts for line in text.splitlines() if " convolution(" in line]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("inside", INSIDE)
 def test_convolutions_in_programs_inside_equations(inside, compiled):
     def loss(w, x):
@@ -302,6 +303,7 @@ def convnet():
     return params, elements
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("accumulation", [1, 5])
 def test_a_convnet_trains_as_by_one_jit_call_a_step(accumulation, compiled):
     params, elements = convnet()

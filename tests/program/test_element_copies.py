@@ -8,6 +8,7 @@ import pytest
 import tailrace as tr
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("period", [1, 5])
 def test_elements_are_not_copied_before_the_loop(microbatches, period):

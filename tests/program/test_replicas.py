@@ -87,6 +87,7 @@ def test_r_replicas_equal_one_with_the_large_batch():
     assert_bits_equal(train(halves, 2), train(halves, 2))
 
 
+@pytest.mark.cpu
 def test_as_many_as_there_are_devices():
     outfeed = tr.OutfeedQueue()
     program = tr.compile(lambda: (outfeed.enqueue(tr.replica()), None)[1], replicas=None)

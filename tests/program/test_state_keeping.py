@@ -215,6 +215,7 @@ def test_observed_leaves_stay_on_the_device(as_if_moved):
     assert "(0 of 7 leaves" in trainer.decisions[0]
 
 
+@pytest.mark.cpu
 def test_on_a_cpu_offload_is_a_recorded_no_op(caplog):
     with caplog.at_level("WARNING", "tailrace"):
         trainer = trained(OPTIMIZERS["adamw"], 2, offload_optimizer_state=True)

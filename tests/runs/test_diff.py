@@ -140,6 +140,7 @@ def test_more_that_cannot_be_compared(tmp_path):
 BATCH = (jnp.eye(3), jnp.linspace(0, 1, 6).reshape(2, 3))
 
 
+@pytest.mark.cpu
 def test_one_function_on_two_devices(monkeypatch):
     from tailrace.runs.diff import functions
 

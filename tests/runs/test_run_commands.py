@@ -76,6 +76,7 @@ def test_plan(tmp_path, capsys):
     assert "inference" in capsys.readouterr().out
 
 
+@pytest.mark.cpu
 def test_doctor(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
