@@ -116,14 +116,7 @@ class CallForm:
             found = [(tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else 0 for a in args]
             if found == self.shapes:
                 return list(args)
-        given = self._bind(args, kwargs)
-        self._compare_arguments(given.arguments)
-        return [
-            leaf
-            for name, value in given.arguments.items()
-            for _, leaf in flatten(value, name)
-            if isinstance(leaf, torch.Tensor)
-        ]
+        return self._compare_arguments(self._bind(args, kwargs).arguments)
 
     def _bind(self, args: Any, kwargs: dict[str, Any]) -> inspect.BoundArguments:
         try:
@@ -144,19 +137,26 @@ class CallForm:
             return UsageError(f"{wrong} is not a valid parameter. {takes}")
         return UsageError(f"Too many arguments provided: {len(args)}. {takes}")
 
-    def _compare_arguments(self, arguments: dict[str, Any]) -> None:
+    def _compare_arguments(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors in arguments that have the compiled form, in its order: that of the first call,
+        whose dicts may have had their keys in another."""
         if list(arguments) != list(self._named):
             if len(arguments) != len(self._named):
                 raise CallError(
                     f"Number of positional arguments mismatch: expected {len(self._named)} arguments "
-                    f"but got {len(arguments)}.{_ADVICE}"
+                    f"({', '.join(self._named)}) but got {len(arguments)} ({', '.join(arguments)})."
+                    f"{_ADVICE}"
                 )
             raise CallError(self._keys("the arguments", self._named, arguments))
         shapes = iter(self.shapes)
+        tensors: list[torch.Tensor] = []
         for name, value in arguments.items():
-            self._compare(name, self._named[name], value, shapes)
+            self._compare(name, self._named[name], value, shapes, tensors)
+        return tensors
 
-    def _compare(self, name: str, expected: Any, found: Any, shapes: Any) -> None:
+    def _compare(
+        self, name: str, expected: Any, found: Any, shapes: Any, tensors: list[torch.Tensor]
+    ) -> None:
         if expected is _SLOT:
             shape, dtype = next(shapes)
             if not isinstance(found, torch.Tensor):
@@ -174,6 +174,7 @@ class CallForm:
                     f"Shape mismatch for {name}: expected {torch.Size(shape)} but got "
                     f"{found.shape}.{_ADVICE}"
                 )
+            tensors.append(found)
             return
         if isinstance(found, torch.Tensor) or type(expected) is not type(found):
             raise CallError(
@@ -184,8 +185,8 @@ class CallForm:
             if set(expected) != set(found):
                 raise CallError(self._keys(name, expected, found))
             for key in expected:
-                self._compare(f"{name}.{key}", expected[key], found[key], shapes)
-            self._compare_fields(name, expected, found, shapes)
+                self._compare(f"{name}.{key}", expected[key], found[key], shapes, tensors)
+            self._compare_fields(name, expected, found, shapes, tensors)
         elif isinstance(expected, tuple | list):
             if len(expected) != len(found):
                 raise CallError(
@@ -193,24 +194,26 @@ class CallForm:
                     f"{len(found)}.{_ADVICE}"
                 )
             for number, (a, b) in enumerate(zip(expected, found, strict=True)):
-                self._compare(f"{name}.{number}", a, b, shapes)
+                self._compare(f"{name}.{number}", a, b, shapes, tensors)
         elif is_custom(expected):
             pairs = zip(flatten(expected), flatten(found), strict=False)
             for number, ((_, a), (_, b)) in enumerate(pairs):
-                self._compare(f"{name}.{number}", a, b, shapes)
+                self._compare(f"{name}.{number}", a, b, shapes, tensors)
         elif is_dataclass(expected):
-            self._compare_fields(name, expected, found, shapes)
+            self._compare_fields(name, expected, found, shapes, tensors)
         elif expected != found:
             raise CallError(
                 f"Value mismatch for {name}: expected {expected} but got {found}.{_ADVICE}"
             )
 
-    def _compare_fields(self, name: str, expected: Any, found: Any, shapes: Any) -> None:
+    def _compare_fields(
+        self, name: str, expected: Any, found: Any, shapes: Any, tensors: list[torch.Tensor]
+    ) -> None:
         ours, theirs = fields_beside(expected), fields_beside(found)
         if list(ours) != list(theirs):
             raise CallError(self._keys(name, ours, theirs))
         for field in ours:
-            self._compare(f"{name}.{field}", ours[field], theirs[field], shapes)
+            self._compare(f"{name}.{field}", ours[field], theirs[field], shapes, tensors)
 
     @staticmethod
     def _keys(name: str, expected: Any, found: Any) -> str:

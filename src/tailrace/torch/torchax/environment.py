@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as functional
 
 from tailrace.torch.calls.arrays import dtype_on_device
-from tailrace.torch.torchax.ops import elementwise, norms, random_numbers
+from tailrace.torch.torchax import results
+from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ DRAWN: dict[Any, Callable[..., Any]] = {
 
 def make_environment() -> Any:
     """An environment of torchax with these lowerings; torchax's own stays as it is."""
-    from torchax.ops import jtorch, op_base, ops_registry
+    from torchax.ops import op_base, ops_registry
     from torchax.tensor import Environment, OperatorNotFound, Tensor
     from torchax.view import View
 
@@ -100,6 +101,8 @@ def make_environment() -> Any:
         delattr(Tensor, name)
     for kind in (Tensor, View):
         kind.__setitem__ = _seen(kind.__setitem__)
+
+    decompositions: Any = torch._decomp.decomposition_table
 
     def lowered(func: Any, run: Any, **flags: bool) -> Any:
         kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
@@ -123,6 +126,8 @@ def make_environment() -> Any:
             for func, draw in DRAWN.items():
                 for one in _with_overloads(func):
                     self._ops[one] = mutating(one, random_numbers.in_place(draw), needs_env=True)
+            for one in _with_overloads(aten.copy_):
+                self._ops[one] = mutating(one, _copied, needs_env=True)
             for func in (aten.fill_, aten.zero_):
                 for one in _with_overloads(func):
                     self._ops[one] = mutating(one, _filled, needs_env=True)
@@ -134,25 +139,76 @@ def make_environment() -> Any:
             )
             convolve = theirs[aten.convolution].func
             self._ops[aten.convolution] = lowered(aten.convolution, _grouped(convolve))
-            attend = jtorch.scaled_dot_product_attention
             for one in (
                 functional.scaled_dot_product_attention,
                 aten.scaled_dot_product_attention,
             ):
-                self._ops[one] = lowered(
-                    one, _rows_of_no_keys(attend), is_jax_function=False, needs_env=True
-                )
+                self._ops[one] = lowered(one, attention.attend, needs_env=True)
+
+        def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            """Run a function or operation, by PyTorch's rules for `dtype=`, `out=` and results."""
+            kwargs = kwargs or {}
+            if results.asks_of_dtypes(func):
+                return results.expected(func, args, kwargs)
+            if (out := kwargs.get("out")) is not None:
+                rest = {name: value for name, value in kwargs.items() if name != "out"}
+                found = self._without_out(func, types, args, rest)
+                return results.written(out, found, self.j2t_iso)
+            first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
+            try:
+                found = super().dispatch(func, types, first, rest)
+            except TypeError as error:
+                if isinstance(error, jax.errors.JAXTypeError):
+                    raise  # about values, not about dtypes
+                found = self._promoted(func, types, args, kwargs, error)
+            return results.corrected(func, args, kwargs, found, self.j2t_iso)
+
+        def _without_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            plain = results.without_out(func) or func
+            try:
+                return self.dispatch(plain, types, args, kwargs)
+            except OperatorNotFound:
+                if isinstance(func, torch._ops.OpOverload):
+                    raise
+                return func(*args, **kwargs)
+
+        def _as_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+            return self.j2t_iso(results.as_dtype(x.jax(), dtype_on_device(dtype)))
+
+        def _promoted(self, func: Any, types: Any, args: Any, kwargs: Any, error: Any) -> Any:
+            """Once more, with integers as what PyTorch's result is; JAX's functions are stricter."""
+            inner = results.promoted(func, args, kwargs, self._as_dtype)
+            if inner is None:
+                raise error
+            return super().dispatch(func, types, *inner)
 
         def _get_op_or_decomp(self, func: Any) -> Any:
             try:
                 return super()._get_op_or_decomp(func)
             except OperatorNotFound:
                 plain = _out_of_place(func)
-                if plain is None:
-                    raise
-                return mutating(func, op_base.InplaceOp(plain))
+                if plain is not None:
+                    return mutating(func, op_base.InplaceOp(plain))
+                if func in decompositions:
+                    run = _composed(func, decompositions[func])
+                    return lowered(func, run, is_jax_function=False)
+                raise
 
     return Lowerings()
+
+
+def _composed(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's own composition of an operation; some consist of parts that have no lowering."""
+
+    def composed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except AssertionError as error:
+            if "torchax" not in str(error):
+                raise
+            raise NotImplementedError(f"{results.name_of(func)} has no lowering") from error
+
+    return composed
 
 
 def _seen(write: Callable[..., None]) -> Callable[..., None]:
@@ -164,6 +220,18 @@ def _seen(write: Callable[..., None]) -> Callable[..., None]:
         write(self, *given)
 
     return run
+
+
+def _copied(x: Any, source: Any, non_blocking: bool = False, *, env: Any) -> Any:
+    """Write one tensor into another, whose shape and dtype stay; torchax's takes the other shape."""
+    held = x.jax()
+    source = source if hasattr(source, "jax") else env.to_xla(source)
+    new = jnp.broadcast_to(results.as_dtype(source.jax(), held.dtype), held.shape)
+    if hasattr(x, "_elem"):
+        x._elem = new
+    else:
+        x.update(env.j2t_iso(new))
+    return x
 
 
 def _filled(x: Any, value: Any = 0, *, env: Any) -> Any:
@@ -212,23 +280,5 @@ def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
             parts = weight.reshape(groups, -1, *weight.shape[1:])
             weight = jnp.swapaxes(parts, 0, 1).reshape(weight.shape)
         return convolve(x, weight, bias, *given)
-
-    return run
-
-
-def _rows_of_no_keys(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention that is 0 in rows which may look at nothing; a softmax of nothing is NaN."""
-
-    def run(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, env: Any, **named: Any
-    ) -> Any:
-        if attn_mask is None:
-            return attend(query, key, value, None, *given, env=env, **named)
-        mask = attn_mask.jax()
-        shut = ~mask if mask.dtype == bool else jnp.isneginf(mask)
-        nothing = shut.all(-1, keepdims=True)
-        opened = mask | nothing if mask.dtype == bool else jnp.where(nothing, 0, mask)
-        out = attend(query, key, value, env.j2t_iso(opened), *given, env=env, **named)
-        return env.j2t_iso(jnp.where(nothing, 0, out.jax()))
 
     return run

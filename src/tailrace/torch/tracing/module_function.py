@@ -90,6 +90,7 @@ class ModuleFunction:
         watch = Watch(env, staging=self.staging)
         weights = {name: watch.tensor(value) for name, value in params.items()}
         states = {name: watch.tensor(value) for name, value in buffers.items()}
+        _as_parameters(self.module, {**weights, **states})
         given: list[tuple[Any, Any]] = []
 
         def wrap(array: Any) -> Any:
@@ -149,6 +150,14 @@ class ModuleFunction:
         outputs = rebuild(out, lambda v: v.jax() if is_traced(v) else v)
         leaves = [(path or "0", v) for path, v in flatten(outputs) if isinstance(v, jax.Array)]
         return Ran(outputs, leaves, watch.losses, after, watch)
+
+
+def _as_parameters(module: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Let those of a module's tensors that are parameters say so, and whether they are trained."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (tensor := tensors.get(name)) is not None:
+            tensor._is_param = True  # what PyTorch's isinstance looks at
+            tensor.requires_grad = parameter.requires_grad
 
 
 def _refuses_rebinding(given: Mapping[str, Any]) -> Callable[..., None]:
@@ -281,6 +290,8 @@ def _looks_at_values(error: Exception) -> str | None:
     innermost = None
     for frame in _frames(error):
         name = str(frame.f_globals.get("__name__"))
+        if name.startswith("tailrace."):
+            continue  # in between, where an operation is lowered
         if not internals.is_library(frame.f_code.co_filename):
             innermost = None
         elif name.startswith("torch.") and not name.startswith(_MACHINERY):
