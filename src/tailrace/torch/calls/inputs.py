@@ -63,12 +63,10 @@ class CallForm:
         self._named = {name: rebuild(v, _without_tensor) for name, v in given.arguments.items()}
         leaves = [leaf for name, value in given.arguments.items() for leaf in flatten(value, name)]
         tensors = [(path, v) for path, v in leaves if isinstance(v, torch.Tensor)]
+        # A call without tensors still says how many microbatches there are: by rows of nothing.
+        self._empty = not tensors
+        tensors = tensors or [("nothing", torch.zeros(pieces, dtype=torch.int8))]
         self.names = [path for path, _ in tensors]
-        if not tensors:
-            raise DataError(
-                "A model runs on tensors, and its call has none. Received: "
-                f"{self._named}. Give at least one tensor."
-            )
         self.shapes = [(tuple(t.shape), t.dtype) for _, t in tensors]
         self.resident = all(is_resident(t) for _, t in tensors)
         self._check_divisible([t for _, t in tensors])
@@ -101,6 +99,8 @@ class CallForm:
     def blocks(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Arrays of a whole call, [microbatches, *microbatch], in the spec's order."""
         found = {}
+        if self._empty:
+            tensors = [torch.zeros(self.pieces, dtype=torch.int8)]
         for name, tensor, (shape, _) in zip(self.names, tensors, self.shapes, strict=True):
             found[name] = rows_of(tensor, (self.pieces, *self._cut(shape)))
         return [found[name] for name in sorted(found)]

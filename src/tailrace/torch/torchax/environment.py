@@ -150,7 +150,8 @@ def make_environment() -> Any:
             kwargs = kwargs or {}
             if results.asks_of_dtypes(func):
                 return results.expected(func, args, kwargs)
-            if (out := kwargs.get("out")) is not None:
+            out = kwargs.get("out")
+            if out is not None and results.is_written_here(out):
                 rest = {name: value for name, value in kwargs.items() if name != "out"}
                 found = self._without_out(func, types, args, rest)
                 return results.written(out, found, self.j2t_iso)

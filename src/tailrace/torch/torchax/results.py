@@ -1,8 +1,8 @@
 """What PyTorch says a result is: its shape and dtype, found by running the function without values.
 
 A lowering computes by JAX's rules of promotion, and may not know `dtype=` and `out=`. So each result is
-held against the one that PyTorch's own function gives for tensors without values: another dtype is cast,
-another shape is refused. `out=` is taken off before the function runs, and its result is written there.
+held against the one that PyTorch's own function gives for tensors without values: another dtype is
+cast, another shape is refused. `out=` is taken off before the function runs, and its result is written there.
 """
 
 from __future__ import annotations
@@ -150,6 +150,11 @@ def cast_first(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tup
 
 
 # -- out= -----------------------------------------------------------------------------------------
+
+
+def is_written_here(out: Any) -> bool:
+    """Whether `out=` is of tensors of the program; those of the host are PyTorch's business."""
+    return all(hasattr(leaf, "jax") for _, leaf in flatten(out))
 
 
 def written(out: Any, found: Any, tensor: Callable[[Any], Any]) -> Any:

@@ -23,7 +23,6 @@ from torch.nn.modules import transformer
 
 from tailrace.errors import ProgramError, TailraceError
 from tailrace.jaxprs import internals
-from tailrace.messages import note_once
 from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
 from tailrace.torch.torchax.ops.table import REPLACED
 from tailrace.torch.torchax.versions import environment, unnamed_device
@@ -44,12 +43,16 @@ class Ran:
         leaves: the tensors in it: (path, value).
         losses: what loss functions returned, in order.
         buffers: the buffers afterwards.
+        changed: those that are others than before.
+        written: arguments that were changed in place, by their number.
     """
 
     outputs: Any
     leaves: list[tuple[str, Any]]
     losses: list[Any]
     buffers: dict[str, Any]
+    changed: frozenset[str]
+    written: dict[int, Any]
     watch: Watch
 
 
@@ -124,11 +127,11 @@ class ModuleFunction:
                 )
             except Exception as error:
                 raise _explained(error, watch, self.module) from error
-        if any(tensor.jax() is not array for tensor, array in given):
-            note_once(
-                f"{type(self.module).__name__} changes an input in place. That is seen inside of the "
-                f"model only; the caller's tensor stays as it is."
-            )
+        written = {
+            number: tensor.jax()
+            for number, (tensor, array) in enumerate(given)
+            if tensor.jax() is not array
+        }
         # What was re-bound in forward is gone by now; what was updated in place is here.
         updated: dict[str, Any] = dict(states)
         after = {name: state.jax() for name, state in updated.items()}
@@ -138,6 +141,7 @@ class ModuleFunction:
                     f"A buffer keeps its shape from step to step. {name!r} was "
                     f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
                 )
+        changed = frozenset(name for name, value in after.items() if value is not buffers[name])
         after = {name: v.astype(buffers[name].dtype) for name, v in after.items()}
         if lost := held_elsewhere(out, is_traced):
             attribute, kind = lost
@@ -149,7 +153,7 @@ class ModuleFunction:
             )
         outputs = rebuild(out, lambda v: v.jax() if is_traced(v) else v)
         leaves = [(path or "0", v) for path, v in flatten(outputs) if isinstance(v, jax.Array)]
-        return Ran(outputs, leaves, watch.losses, after, watch)
+        return Ran(outputs, leaves, watch.losses, after, changed, written, watch)
 
 
 def _as_parameters(module: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
