@@ -69,6 +69,8 @@ OUTSIDE = (
         "_upsample",
         "grid_sampler_2d",
         "_native_batch_norm",
+    "_batch_norm",
+    "native_",
         "resize_",
         "resize_as_",
     ),

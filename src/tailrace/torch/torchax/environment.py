@@ -17,6 +17,7 @@ import torch.nn.functional as functional
 
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
+from tailrace.torch.torchax.ops.compositions import COMPOSITIONS
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
 from tailrace.torch.tracing.watch import current_watch
 
@@ -90,6 +91,21 @@ DRAWN: dict[Any, Callable[..., Any]] = {
 """What fills a tensor with random numbers."""
 
 
+RESHAPING = (
+    *(aten.as_strided_, aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_),
+    aten.unsqueeze_,
+)
+"""What gives a tensor another shape in place."""
+
+WIDENED = frozenset(
+    {
+        *(aten.cumprod, aten.cumsum, aten.logcumsumexp, aten.logsumexp, aten.native_group_norm),
+        *(aten.native_layer_norm, aten.prod, aten.var, aten.var_mean, aten.std, aten.std_mean),
+    }
+)
+"""What PyTorch computes in 32 bits where its tensors have 16."""
+
+
 def make_environment() -> Any:
     """An environment of torchax with these lowerings; torchax's own stays as it is."""
     from torchax.ops import op_base, ops_registry
@@ -117,7 +133,7 @@ def make_environment() -> Any:
         def load_ops(self) -> None:
             super().load_ops()
             theirs = dict(self._ops)
-            for func, run in {**ELEMENTWISE, **OTHERS}.items():
+            for func, run in {**ELEMENTWISE, **OTHERS, **COMPOSITIONS}.items():
                 for one in _with_overloads(func):
                     self._ops[one] = lowered(one, run)
             for func in ELEMENTWISE:
@@ -126,6 +142,10 @@ def make_environment() -> Any:
             for func, draw in DRAWN.items():
                 for one in _with_overloads(func):
                     self._ops[one] = mutating(one, random_numbers.in_place(draw), needs_env=True)
+            for func in RESHAPING:
+                for one in _with_overloads(func):
+                    if (plain := _out_of_place(one)) is not None:
+                        self._ops[one] = mutating(one, op_base.InplaceOp(plain, True))
             for one in _with_overloads(aten.copy_):
                 self._ops[one] = mutating(one, _copied, needs_env=True)
             for func in (aten.fill_, aten.zero_):
@@ -156,6 +176,8 @@ def make_environment() -> Any:
                 found = self._without_out(func, types, args, rest)
                 return results.written(out, found, self.j2t_iso)
             first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
+            if getattr(func, "overloadpacket", func) in WIDENED:
+                first, rest = results.widened(first, rest, self._as_dtype)
             try:
                 found = super().dispatch(func, types, first, rest)
             except TypeError as error:
@@ -176,6 +198,13 @@ def make_environment() -> Any:
         def _as_dtype(self, x: Any, dtype: torch.dtype) -> Any:
             return self.j2t_iso(results.as_dtype(x.jax(), dtype_on_device(dtype)))
 
+        def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
+            """A tensor of the program has a dtype; devices that PyTorch's code asks for are names."""
+            if not hasattr(the_tensor, "jax"):
+                return super()._to_copy(the_tensor, new_dtype, new_device)
+            same = new_dtype is None or dtype_on_device(new_dtype) == the_tensor.jax().dtype
+            return the_tensor if same else self._as_dtype(the_tensor, new_dtype)
+
         def _promoted(self, func: Any, types: Any, args: Any, kwargs: Any, error: Any) -> Any:
             """Once more, with integers as what PyTorch's result is; JAX's functions are stricter."""
             inner = results.promoted(func, args, kwargs, self._as_dtype)
@@ -189,7 +218,7 @@ def make_environment() -> Any:
             except OperatorNotFound:
                 plain = _out_of_place(func)
                 if plain is not None:
-                    return mutating(func, op_base.InplaceOp(plain))
+                    return mutating(func, op_base.InplaceOp(plain, _reshapes(func)))
                 if func in decompositions:
                     run = _composed(func, decompositions[func])
                     return lowered(func, run, is_jax_function=False)
@@ -257,6 +286,10 @@ def _out_of_place(func: Any) -> Any:
     named = [func._overloadname] if func._overloadname in packet.overloads() else []
     plain = [getattr(packet, name) for name in (*named, *packet.overloads())]
     return next((one for one in plain if _kinds_taken(one) == taken), None)
+
+
+def _reshapes(func: Any) -> bool:
+    return func.overloadpacket in RESHAPING
 
 
 def _kinds_taken(func: Any) -> list[str]:

@@ -199,21 +199,39 @@ def without_out(func: Any) -> Any:
 # -- promotion of what goes in --------------------------------------------------------------------
 
 
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def widened(args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
+    """The arguments with 16-bit tensors in 32 bits."""
+
+    def cast(value: Any) -> Any:
+        narrow = isinstance(value, torch.Tensor) and value.dtype in _NARROW
+        return to(value, torch.float32) if narrow else value
+
+    return rebuild((args, kwargs), cast)
+
+
 def promoted(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any] | None:
-    """The arguments with integers and booleans as wide as PyTorch's result; None if there are none."""
+    """The arguments in dtypes that JAX's functions take; None if they are in them already.
+
+    Integers and booleans become what PyTorch's result is, 16-bit numbers get 32 bits.
+    """
     wanted = expected(func, args, kwargs)
     made = [leaf.dtype for _, leaf in flatten(wanted) if isinstance(leaf, torch.Tensor)]
-    floating = next((dtype for dtype in made if dtype.is_floating_point or dtype.is_complex), None)
+    if not made:
+        return None
+    floating = any(dtype.is_floating_point or dtype.is_complex for dtype in made)
     found = []
 
     def cast(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+        if not isinstance(value, torch.Tensor) or value.is_complex():
             return value
-        dtype = floating if floating is not None else torch.int32
+        dtype = torch.float32 if floating or value.is_floating_point() else torch.int32
         if value.dtype == dtype:
             return value
         found.append(value)
         return to(value, dtype)
 
     inner = rebuild((args, kwargs), cast)
-    return inner if found and made else None
+    return inner if found else None
