@@ -76,7 +76,9 @@ class Model:
         self._anchored.clear()
         written = dict(zip(form.names, tensors, strict=False))
         for name in self._forward.written:
-            found = Returned(OutputMode.ALL).arrange(output_part(parts, written_name(name)), *counts)
+            found = Returned(OutputMode.ALL).arrange(
+                output_part(parts, written_name(name)), *counts
+            )
             with torch.no_grad():
                 written[name].copy_(tensor_of(found).reshape(written[name].shape))
         return self._forward.outputs(arrays)

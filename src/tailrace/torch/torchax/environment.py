@@ -17,8 +17,8 @@ import torch.nn.functional as functional
 
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
-from tailrace.torch.torchax.ops.compositions import COMPOSITIONS
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
+from tailrace.torch.torchax.ops.compositions import COMPOSITIONS
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten
@@ -92,15 +92,21 @@ DRAWN: dict[Any, Callable[..., Any]] = {
 
 
 RESHAPING = (
-    *(aten.as_strided_, aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_),
-    aten.unsqueeze_,
+    *(aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_, aten.unsqueeze_),
 )
 """What gives a tensor another shape in place."""
 
+_WIDENED = (
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d cumprod cumsum digamma erfinv lgamma logcumsumexp "
+    "logsumexp mvlgamma native_group_norm native_layer_norm polygamma prod sinc std std_mean var "
+    "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean"
+)
+
 WIDENED = frozenset(
     {
-        *(aten.cumprod, aten.cumsum, aten.logcumsumexp, aten.logsumexp, aten.native_group_norm),
-        *(aten.native_layer_norm, aten.prod, aten.var, aten.var_mean, aten.std, aten.std_mean),
+        *(getattr(aten, name) for name in _WIDENED.split()),
+        *(getattr(aten, name) for name in dir(aten) if name.startswith("special_")),
     }
 )
 """What PyTorch computes in 32 bits where its tensors have 16."""
@@ -153,6 +159,8 @@ def make_environment() -> Any:
                     self._ops[one] = mutating(one, _filled, needs_env=True)
             for one in _with_overloads(aten.normal):
                 self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
+            for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
+                self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
             functional_normal = aten.normal_functional.default
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
@@ -219,12 +227,22 @@ def make_environment() -> Any:
                 plain = _out_of_place(func)
                 if plain is not None:
                     return mutating(func, op_base.InplaceOp(plain, _reshapes(func)))
+                if _is_composed(func):
+                    return lowered(func, _composed(func, func.decompose), is_jax_function=False)
                 if func in decompositions:
                     run = _composed(func, decompositions[func])
                     return lowered(func, run, is_jax_function=False)
                 raise
 
     return Lowerings()
+
+
+def _is_composed(func: Any) -> bool:
+    """Whether an operation is nothing but others to PyTorch."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    kernel = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kernel)
 
 
 def _composed(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:

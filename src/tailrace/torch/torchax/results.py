@@ -2,7 +2,8 @@
 
 A lowering computes by JAX's rules of promotion, and may not know `dtype=` and `out=`. So each result is
 held against the one that PyTorch's own function gives for tensors without values: another dtype is
-cast, another shape is refused. `out=` is taken off before the function runs, and its result is written there.
+cast, another shape is refused. `out=` is taken off before the function runs, and its result is
+written there.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +67,66 @@ def _lu_unpack(
     return permutation, lower, upper
 
 
+def _unpooled(x: Any, indices: Any, output_size: Any, *_: Any) -> Any:
+    """Maxima put back to where they were found; 0 elsewhere."""
+    dims = len(output_size)
+    lead = x.shape[: x.ndim - dims]
+    zeros = jnp.zeros((*lead, int(np.prod(output_size))), x.dtype)
+    x, places = x.reshape(*lead, -1), indices.reshape(*lead, -1)
+    fixed = jax.lax.stop_gradient(x)
+    out = jnp.put_along_axis(zeros, places, fixed, -1, inplace=False)
+    # Of several maxima that go to one place, each has the whole gradient.
+    added = jax.vmap(lambda z, p, d: z.at[p].add(d))
+    change = added(*(part.reshape(-1, part.shape[-1]) for part in (zeros, places, x - fixed)))
+    return (out + change.reshape(out.shape)).reshape(*lead, *output_size)
+
+
+def _polygamma(n: int, x: Any) -> Any:
+    """The n-th derivative of digamma; JAX's zeta is for positive numbers, so others are shifted."""
+    if n == 0:
+        return jax.scipy.special.digamma(x)
+    shifts = 24
+    negative = x <= 0
+    safe = jnp.where(negative, x + shifts, x)
+    near = sum(jnp.where(negative, (x + k) ** -(n + 1.0), 0) for k in range(shifts))
+    series = jax.scipy.special.zeta(jnp.asarray(n + 1, x.dtype), safe) + near
+    return (-1) ** (n + 1) * math.factorial(n) * series
+
+
+def _cholesky(x: Any, upper: bool = False) -> Any:
+    """Of one triangle, with PyTorch's gradient, which is symmetric; JAX's has one triangle too."""
+    transposed = jnp.swapaxes(x, -1, -2).conj()
+    even = (x + transposed) / 2
+    part = jnp.triu(x) if upper else jnp.tril(x)
+    off = jnp.triu(x, 1) if upper else jnp.tril(x, -1)
+    read = part + jnp.swapaxes(off, -1, -2).conj()
+    found = jax.lax.linalg.cholesky(
+        even + jax.lax.stop_gradient(read - even), symmetrize_input=False
+    )
+    return jnp.swapaxes(found, -1, -2).conj() if upper else found
+
+
+def _cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> tuple[Any, Any]:
+    """The same, and 0 for each matrix: whether it could be done is not known before it runs."""
+    return _cholesky(x, upper), jnp.zeros(x.shape[:-2], jnp.int32)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{name} has no lowering: tensors have no strides here")
+
+    return refuse
+
+
 COMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.as_strided_.default: _refused("as_strided_"),
+    aten.as_strided_scatter.default: _refused("as_strided_scatter"),
+    aten.cholesky.default: _cholesky,
+    aten.linalg_cholesky_ex.default: _cholesky_ex,
     aten.lu_unpack.default: _lu_unpack,
+    aten.max_unpool2d.default: _unpooled,
+    aten.max_unpool3d.default: _unpooled,
+    aten.polygamma.default: _polygamma,
     torch.combinations: _combinations,
     torch.corrcoef: _corrcoef,
     torch.cov: _cov,
