@@ -277,7 +277,7 @@ TOLERANCE = {
     torch.float16: (4e-3, 4e-4),
     torch.bfloat16: (3e-2, 3e-3),
 }
-"""dtype: (relative, absolute). Gradients in 16 bits may be sums of parts of about 1, in 16 bits."""
+"""dtype: (relative, absolute). Gradients in 16 bits may be sums in 16 bits of larger parts."""
 
 
 def shapes_only(found: Any) -> Any:

@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
-from tailrace.torch.torchax.ops.compositions import COMPOSITIONS
+from tailrace.torch.torchax.ops.compositions import COMPOSITIONS, index_reduce
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten
@@ -159,6 +159,8 @@ def make_environment() -> Any:
                     self._ops[one] = mutating(one, _filled, needs_env=True)
             for one in _with_overloads(aten.normal):
                 self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
+            for one in (aten.index_reduce.default, aten.index_reduce):
+                self._ops[one] = lowered(one, index_reduce, is_jax_function=False)
             for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
                 self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
             functional_normal = aten.normal_functional.default
@@ -221,12 +223,13 @@ def make_environment() -> Any:
             return super().dispatch(func, types, *inner)
 
         def _get_op_or_decomp(self, func: Any) -> Any:
+            known = func in self._ops or getattr(func, "overloadpacket", None) in self._ops
+            # Compositions of PyTorch's may write through views, which nothing follows in here.
+            if not known and (plain := _out_of_place(func)) is not None:
+                return mutating(func, op_base.InplaceOp(plain, _reshapes(func)))
             try:
                 return super()._get_op_or_decomp(func)
             except OperatorNotFound:
-                plain = _out_of_place(func)
-                if plain is not None:
-                    return mutating(func, op_base.InplaceOp(plain, _reshapes(func)))
                 if _is_composed(func):
                     return lowered(func, _composed(func, func.decompose), is_jax_function=False)
                 if func in decompositions:

@@ -269,6 +269,8 @@ def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Excepti
             f"give it other arguments: checks and choices by values can often be switched off. "
             f"({text.splitlines()[0]})"
         )
+    if "torchax Tensors can only do math" in text:
+        text = f"{_refused_operation(error)} has no lowering"
     if "no lowering" in text or isinstance(error, NotImplementedError):
         return ProgramError(
             f"An operation in {where} cannot run on the device: {text}. Replace it by others, or "
@@ -287,6 +289,12 @@ def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Excepti
             f"memory instead. ({kind}: {text})"
         )
     return ProgramError(f"{kind} in {where}: {text}")
+
+
+def _refused_operation(error: Exception) -> str:
+    """The operation that reached torchax's tensors without a mode that lowers it."""
+    found = [frame.f_locals.get("func") for frame in _frames(error)]
+    return next((str(func) for func in reversed(found) if func is not None), "an operation")
 
 
 def _looks_at_values(error: Exception) -> str | None:

@@ -81,10 +81,33 @@ def _unpooled(x: Any, indices: Any, output_size: Any, *_: Any) -> Any:
     return (out + change.reshape(out.shape)).reshape(*lead, *output_size)
 
 
+@jax.custom_jvp
+def _digamma(x: Any) -> Any:
+    return jax.scipy.special.digamma(x)
+
+
+@_digamma.defjvp
+def _digamma_jvp(given: Any, tangents: Any) -> Any:
+    return _digamma(*given), _polygamma(1, given[0]) * tangents[0]
+
+
+def index_reduce(
+    x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    """Slices of one tensor reduced into those of another, as `scatter_reduce` does with entries."""
+    if not source.ndim:
+        x, source = x.reshape(1), source.reshape(1)
+        return index_reduce(x, 0, index, source, reduce, include_self=include_self).reshape(())
+    shape = [1] * source.ndim
+    shape[dim] = -1
+    places = index.reshape(shape).expand(source.shape)
+    return aten.scatter_reduce.two(x, dim, places, source, reduce, include_self=include_self)
+
+
 def _polygamma(n: int, x: Any) -> Any:
     """The n-th derivative of digamma; JAX's zeta is for positive numbers, so others are shifted."""
     if n == 0:
-        return jax.scipy.special.digamma(x)
+        return _digamma(x)
     shifts = 24
     negative = x <= 0
     safe = jnp.where(negative, x + shifts, x)
@@ -122,6 +145,7 @@ COMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.as_strided_.default: _refused("as_strided_"),
     aten.as_strided_scatter.default: _refused("as_strided_scatter"),
     aten.cholesky.default: _cholesky,
+    aten.digamma.default: _digamma,
     aten.linalg_cholesky_ex.default: _cholesky_ex,
     aten.lu_unpack.default: _lu_unpack,
     aten.max_unpool2d.default: _unpooled,

@@ -141,16 +141,36 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """For bags of one length, given as rows."""
-    if offsets is not None or max_norm is not None or input.ndim != 2 or padding_idx is not None:
+    """Of bags that are the rows of a matrix, or that begin at offsets."""
+    if max_norm is not None or scale_grad_by_freq:
         raise NotImplementedError(
-            "embedding_bag takes bags of one length, as the rows of a matrix, without offsets, "
-            "max_norm and padding_idx"
+            "embedding_bag has no lowering for max_norm and scale_grad_by_freq"
         )
-    rows = weight.jax()[input.jax()]
+    index = input.jax()
+    if offsets is None:
+        bags = jnp.repeat(jnp.arange(index.shape[0]), index.shape[1])
+        count = index.shape[0]
+    else:
+        starts = offsets.jax()
+        starts = starts[:-1] if include_last_offset else starts
+        count = starts.shape[0]
+        bags = jnp.searchsorted(starts, jnp.arange(index.size), side="right") - 1
+    index = index.ravel()
+    kept = (
+        jnp.ones(index.shape, bool) if padding_idx is None else index != padding_idx % len(weight)
+    )
+    rows = weight.jax()[index]
     if per_sample_weights is not None:
-        rows = rows * per_sample_weights.jax()[..., None]
-    return watch.tensor(getattr(rows, mode)(axis=1))
+        rows = rows * per_sample_weights.jax().ravel()[:, None]
+    if mode == "max":
+        rows = jnp.where(kept[:, None], rows, -jnp.inf)
+        out = jax.ops.segment_max(rows, bags, count)
+        return watch.tensor(jnp.where(jnp.isneginf(out), 0, out))
+    out = jax.ops.segment_sum(jnp.where(kept[:, None], rows, 0), bags, count)
+    if mode == "mean":
+        counts = jax.ops.segment_sum(kept.astype(out.dtype), bags, count)
+        out = out / jnp.maximum(counts, 1)[:, None]
+    return watch.tensor(out)
 
 
 def _adaptive_max_pool(
