@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
-from tailrace.torch.torchax.ops.compositions import COMPOSITIONS, index_reduce
+from tailrace.torch.torchax.ops.compositions import COMPOSITIONS, index_reduce, scatter_reduce_of
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten
@@ -167,6 +167,9 @@ def make_environment() -> Any:
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
             )
+            reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
+            for one in _with_overloads(aten.scatter_reduce):
+                self._ops[one] = lowered(one, reduce)
             convolve = theirs[aten.convolution].func
             self._ops[aten.convolution] = lowered(aten.convolution, _grouped(convolve))
             for one in (

@@ -116,17 +116,52 @@ def _polygamma(n: int, x: Any) -> Any:
     return (-1) ** (n + 1) * math.factorial(n) * series
 
 
-def _cholesky(x: Any, upper: bool = False) -> Any:
-    """Of one triangle, with PyTorch's gradient, which is symmetric; JAX's has one triangle too."""
-    transposed = jnp.swapaxes(x, -1, -2).conj()
-    even = (x + transposed) / 2
-    part = jnp.triu(x) if upper else jnp.tril(x)
-    off = jnp.triu(x, 1) if upper else jnp.tril(x, -1)
+def _of_triangle(x: Any, upper: bool) -> Any:
+    """The symmetric matrix that one triangle says, with PyTorch's gradient: a symmetric one."""
+    even = (x + jnp.swapaxes(x, -1, -2).conj()) / 2
+    part, off = (jnp.triu(x), jnp.triu(x, 1)) if upper else (jnp.tril(x), jnp.tril(x, -1))
     read = part + jnp.swapaxes(off, -1, -2).conj()
-    found = jax.lax.linalg.cholesky(
-        even + jax.lax.stop_gradient(read - even), symmetrize_input=False
-    )
+    return even + jax.lax.stop_gradient(read - even)
+
+
+def _cholesky(x: Any, upper: bool = False) -> Any:
+    """Of what one triangle says; JAX's would be that of the mean of both."""
+    found = jax.lax.linalg.cholesky(_of_triangle(x, upper), symmetrize_input=False)
     return jnp.swapaxes(found, -1, -2).conj() if upper else found
+
+
+def _eigh(x: Any, UPLO: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
+    """Likewise."""
+    matrix = _of_triangle(x, UPLO.upper() == "U")
+    vectors, values = jax.lax.linalg.eigh(matrix, symmetrize_input=False)
+    return values, vectors if compute_v else jnp.zeros((0,), x.dtype)
+
+
+def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduction into places, right for integers as well; that of floats is torchax's."""
+
+    def run(
+        x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
+    ) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.inexact) or not x.ndim:
+            return theirs(x, dim, index, src, reduce, include_self=include_self)
+        wide = x.astype(jnp.int32)
+        places = list(jnp.indices(index.shape, sparse=True))
+        places[dim] = index
+        at = tuple(places)
+        source = src[tuple(slice(n) for n in index.shape)].astype(jnp.int32)
+        limits = jnp.iinfo(jnp.int32)
+        start = {"amax": limits.min, "amin": limits.max, "prod": 1}.get(reduce, 0)
+        touched = jnp.zeros(x.shape, bool).at[at].set(True)
+        base = wide if include_self else jnp.where(touched, start, wide)
+        how = {"amax": "max", "amin": "min", "prod": "multiply"}.get(reduce, "add")
+        out = getattr(base.at[at], how)(source)
+        if reduce == "mean":
+            count = jnp.full(x.shape, int(include_self)).at[at].add(1)
+            out = out // jnp.maximum(jnp.where(touched, count, 1), 1)
+        return out.astype(x.dtype)
+
+    return run
 
 
 def _cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> tuple[Any, Any]:
@@ -142,6 +177,7 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 COMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten._linalg_eigh.default: _eigh,
     aten.as_strided_.default: _refused("as_strided_"),
     aten.as_strided_scatter.default: _refused("as_strided_scatter"),
     aten.cholesky.default: _cholesky,
