@@ -70,6 +70,7 @@ OTHERS: dict[Any, Callable[..., Any]] = {
     aten.mean: norms.mean,
     aten.min.dim: functools.partial(_first_of, jnp.argmin),
     aten.sinc.default: jnp.sinc,
+    aten.special_log_ndtr.default: jax.scipy.special.log_ndtr,
     aten.std.correction: norms.deviation,
     aten.std.default: norms.deviation_of_all,
     aten.std.dim: norms.deviation_along,
@@ -189,6 +190,7 @@ def make_environment() -> Any:
                 found = self._without_out(func, types, args, rest)
                 return results.written(out, found, self.j2t_iso)
             first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
+            first, rest = results.as_floats(func, first, rest, self._as_dtype)
             if getattr(func, "overloadpacket", func) in WIDENED:
                 first, rest = results.widened(first, rest, self._as_dtype)
             try:

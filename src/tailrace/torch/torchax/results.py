@@ -213,6 +213,21 @@ def widened(args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
     return rebuild((args, kwargs), cast)
 
 
+def as_floats(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
+    """The arguments of a function of each entry, such as a sine, as floats where they are whole numbers
+    or booleans and the result is not."""
+    if torch.Tag.pointwise not in getattr(func, "tags", ()):
+        return args, kwargs
+    tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not tensors or any(t.is_floating_point() or t.is_complex() for t in tensors):
+        return args, kwargs
+    wanted = expected(func, args, kwargs)
+    if not isinstance(wanted, torch.Tensor) or not wanted.is_floating_point():
+        return args, kwargs
+    dtype = wanted.dtype
+    return rebuild((args, kwargs), lambda v: to(v, dtype) if isinstance(v, torch.Tensor) else v)
+
+
 def promoted(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any] | None:
     """The arguments in dtypes that JAX's functions take; None if they are in them already.
 
