@@ -60,7 +60,7 @@ TIES = ("kthvalue", "mode", "topk", "nn.functional.max_pool", "nn.functional.ada
 
 DRAWS = (
     *("bernoulli", "cauchy", "empty", "exponential", "geometric", "log_normal", "multinomial"),
-    *("normal", "rand", "uniform"),
+    *("nn.functional.rrelu", "normal", "rand", "uniform"),
 )
 """What draws random numbers, or shows memory as it was; also what differs between two seeds."""
 
@@ -122,9 +122,8 @@ def verdict(op: Any, sample: Any, form: str, grads: bool) -> tuple[str, str] | N
         text = f"{type(error).__name__}: {error}"
         named = any(part in text for part in REFUSALS)
         return "refused" if named else "crashed", text[:400]
-    if op.name.startswith(DRAWS) or any(
-        not close(a, b) for a, b in zip(expected[0], again[0], strict=True)
-    ):
+    draws = op.name.startswith(DRAWS) or sample.kwargs.get("dropout_p")
+    if draws or any(not close(a, b) for a, b in zip(expected[0], again[0], strict=True)):
         expected, found = shapes_only(expected), shapes_only(found)
     if op.name.startswith(TIES) and not expected[0][0].is_floating_point():
         expected, found = first_only(expected), first_only(found)
@@ -329,6 +328,8 @@ def nearer(a: torch.Tensor, b: torch.Tensor, exact: torch.Tensor) -> bool:
     """Whether ours is at most twice as far from the exact result as PyTorch's."""
     wide = exact.dtype
     away, theirs = (float((x.to(wide) - exact).abs().max()) for x in (a, b))
+    if math.isnan(theirs):  # overflown there
+        return away <= 0.05 * float(exact.abs().max())
     return away <= 2 * theirs
 
 

@@ -1,4 +1,4 @@
-"""Names of PopTorch: each works, is noted, or is refused by a sentence; files of options are read, not run."""
+"""Names of PopTorch: each works, is noted, or is refused by a sentence; options files are parsed."""
 
 import pytest
 import torch
@@ -66,7 +66,9 @@ def test_names_that_are_refused_say_so():
     module = Regression()
     model = poptorch.trainingModel(module)
     weight = next(iter(module.parameters()))
-    weight.replicaGrouping(poptorch.CommGroupType.All, 0, poptorch.VariableRetrievalMode.OnePerGroup)
+    weight.replicaGrouping(
+        poptorch.CommGroupType.All, 0, poptorch.VariableRetrievalMode.OnePerGroup
+    )
     with pytest.raises(poptorch.Error, match="All replicas hold the same parameters"):
         weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2, None)
     model.destroy()

@@ -247,7 +247,9 @@ def test_models_without_inputs():
 
     module = Constant()
     assert float(tt.inference_model(module)()) == 72
-    model = tt.training_model(module, torch.optim.SGD(module.parameters(), 0.01), device_iterations=3)
+    model = tt.training_model(
+        module, torch.optim.SGD(module.parameters(), 0.01), device_iterations=3
+    )
     before = float(model())
     assert float(model()) < before
     reference, rate = torch.full((2,), 3.0), 0.01

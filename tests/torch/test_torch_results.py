@@ -1,4 +1,4 @@
-"""Results are PyTorch's: type promotion of every pair of dtypes, `dtype=` and `out=` of every operation."""
+"""Results are PyTorch's: promotion of every pair of dtypes, `dtype=` and `out=` of every kind."""
 
 import itertools
 
@@ -45,7 +45,10 @@ def check(function, given):
     for name, value in expected.items():
         assert found[name].dtype == dtype_on_device(value.dtype), name
         assert found[name].shape == tuple(value.shape), name
-        assert_close(np.asarray(found[name]), array_of(value))
+        try:
+            assert_close(np.asarray(found[name]), array_of(value))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
 
 
 def values(dtype, shape=(3,)):
@@ -58,7 +61,7 @@ BINARY = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
-    "div": torch.div,
+    "div": lambda a, b: torch.div(a, b + 1),
     "floor": lambda a, b: torch.div(a, b + 1, rounding_mode="floor"),
     "maximum": torch.maximum,
     "less": torch.lt,
@@ -132,14 +135,17 @@ REDUCTIONS = {
 def test_dtype_is_the_dtype_of_the_computation(name):
     function = REDUCTIONS[name]
     # In half the sum of these would be infinite.
-    given = {"x": torch.full((2, 70000), 1.0, dtype=torch.float16), "small": torch.ones(2, 3).half()}
+    given = {
+        "x": torch.full((2, 70000), 1.0, dtype=torch.float16),
+        "small": torch.ones(2, 3).half(),
+    }
 
     def some(given):
         of = given["x"] if name in ("sum", "sum of a dim", "nansum", "mean") else given["small"]
-        return {
-            "wide": function(of, dtype=torch.float32),
-            "bfloat16": function(given["small"], dtype=torch.bfloat16),
-        }
+        wide = {"wide": function(of, dtype=torch.float32)}
+        if "norm" in name:
+            return wide  # PyTorch refuses a dtype that is not wider
+        return {**wide, "bfloat16": function(given["small"], dtype=torch.bfloat16)}
 
     check(some, given)
 

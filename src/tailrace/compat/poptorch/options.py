@@ -418,8 +418,8 @@ class Options(OptionsDict):
     # -- for the native front end ---------------------------------------------------------------
 
     def native(self, training_model: bool = True) -> ModelOptions:
-        """The same options as `tt.ModelOptions`. Outputs of a model that does not train are looked at on
-        the host, when floating point exceptions are enabled."""
+        """The same options as `tt.ModelOptions`. With floating point exceptions, the outputs of a
+        model that does not train are looked at on the host."""
         training, strategy = self.Training, self.execution_strategy
         kinds, means = enums.ReductionType, enums.MeanReductionStrategy
         reduction = "sum"

@@ -41,6 +41,8 @@ def dtype_on_device(dtype: torch.dtype) -> np.dtype:
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     if dtype in _BITS:
         return np.dtype(_BITS[dtype][1])
+    if dtype == torch.complex32:
+        raise NotImplementedError("torch.complex32 has no counterpart in JAX; use torch.complex64")
     return jnp.dtype(str(dtype).removeprefix("torch."))  # by name: also while a model is traced
 
 

@@ -18,7 +18,13 @@ import torch.nn.functional as functional
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
-from tailrace.torch.torchax.ops.compositions import COMPOSITIONS, index_reduce, scatter_reduce_of
+from tailrace.torch.torchax.ops.compositions import (
+    COMPOSITIONS,
+    WRAPPED,
+    index_reduce,
+    scatter_reduce_of,
+)
+from tailrace.torch.torchax.versions import unnamed_device
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten
@@ -168,6 +174,9 @@ def make_environment() -> Any:
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
             )
+            for func, change in WRAPPED.items():
+                for one in [f for f in _with_overloads(func) if f in theirs]:
+                    self._ops[one] = lowered(one, change(theirs[one].func))
             reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
             for one in _with_overloads(aten.scatter_reduce):
                 self._ops[one] = lowered(one, reduce)
@@ -184,6 +193,8 @@ def make_environment() -> Any:
             kwargs = kwargs or {}
             if results.asks_of_dtypes(func):
                 return results.expected(func, args, kwargs)
+            if kwargs.get("device") is not None and results.has_traced(args):
+                kwargs = {**kwargs, "device": unnamed_device()}
             out = kwargs.get("out")
             if out is not None and results.is_written_here(out):
                 rest = {name: value for name, value in kwargs.items() if name != "out"}

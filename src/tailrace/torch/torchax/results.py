@@ -153,6 +153,11 @@ def cast_first(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tup
 # -- out= -----------------------------------------------------------------------------------------
 
 
+def has_traced(value: Any) -> bool:
+    """Whether there is a tensor of the program in nested containers."""
+    return any(hasattr(leaf, "jax") for _, leaf in flatten(value))
+
+
 def is_written_here(out: Any) -> bool:
     """Whether `out=` is of tensors of the program; those of the host are PyTorch's business."""
     return all(hasattr(leaf, "jax") for _, leaf in flatten(out))

@@ -83,7 +83,8 @@ def _unpooled(x: Any, indices: Any, output_size: Any, *_: Any) -> Any:
 
 @jax.custom_jvp
 def _digamma(x: Any) -> Any:
-    return jax.scipy.special.digamma(x)
+    """Infinite at 0, where JAX's is NaN."""
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jax.scipy.special.digamma(x))
 
 
 @_digamma.defjvp
@@ -137,6 +138,36 @@ def _eigh(x: Any, UPLO: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
     return values, vectors if compute_v else jnp.zeros((0,), x.dtype)
 
 
+def pinv_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A pseudo-inverse that reads one triangle of a matrix that is said to be symmetric."""
+
+    def run(x: Any, *args: Any, hermitian: bool = False, **named: Any) -> Any:
+        x = _of_triangle(x, False) if hermitian else x
+        return theirs(x, *args, hermitian=hermitian, **named)
+
+    return run
+
+
+def at_indices_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A running maximum or minimum, whose gradient goes to the entry that the index names."""
+
+    def run(x: Any, dim: int) -> Any:
+        found, index = theirs(x, dim)
+        return (jnp.take_along_axis(x, index, dim) if x.ndim else found), index
+
+    return run
+
+
+def _lu(x: Any, *, pivot: bool = True) -> tuple[Any, Any, Any]:
+    """The permutation and the two factors."""
+    if not pivot:
+        raise NotImplementedError("linalg.lu has no lowering for pivot=False")
+    factors, _, order = jax.lax.linalg.lu(x)
+    _, lower, upper = _lu_unpack(factors, None, unpack_pivots=False)
+    permutation = jnp.swapaxes(jnp.eye(x.shape[-2], dtype=x.dtype)[order], -1, -2)
+    return permutation, lower, upper
+
+
 def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A reduction into places, right for integers as well; that of floats is torchax's."""
 
@@ -183,6 +214,7 @@ COMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.cholesky.default: _cholesky,
     aten.digamma.default: _digamma,
     aten.linalg_cholesky_ex.default: _cholesky_ex,
+    aten.linalg_lu.default: _lu,
     aten.lu_unpack.default: _lu_unpack,
     aten.max_unpool2d.default: _unpooled,
     aten.max_unpool3d.default: _unpooled,
@@ -194,3 +226,10 @@ COMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
 }
 """By function or operation."""
+
+WRAPPED: dict[Any, Callable[..., Any]] = {
+    aten.cummax: at_indices_of,
+    aten.cummin: at_indices_of,
+    aten.linalg_pinv: pinv_of,
+}
+"""Lowerings of torchax that run inside others."""
