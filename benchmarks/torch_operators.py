@@ -123,6 +123,9 @@ def verdict(op: Any, sample: Any, form: str, grads: bool) -> tuple[str, str] | N
         named = any(part in text for part in REFUSALS)
         return "refused" if named else "crashed", text[:400]
     draws = op.name.startswith(DRAWS) or sample.kwargs.get("dropout_p")
+    draws = draws or (
+        "attention" in op.name and any(isinstance(a, float) and a for a in sample.args)
+    )
     if draws or any(not close(a, b) for a, b in zip(expected[0], again[0], strict=True)):
         expected, found = shapes_only(expected), shapes_only(found)
     if op.name.startswith(TIES) and not expected[0][0].is_floating_point():

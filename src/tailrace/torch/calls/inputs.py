@@ -144,8 +144,8 @@ class CallForm:
             if len(arguments) != len(self._named):
                 raise CallError(
                     f"Number of positional arguments mismatch: expected {len(self._named)} arguments "
-                    f"({', '.join(self._named)}) but got {len(arguments)} ({', '.join(arguments)})."
-                    f"{_ADVICE}"
+                    f"but got {len(arguments)} (first {', '.join(self._named) or 'none'}; now "
+                    f"{', '.join(arguments) or 'none'}).{_ADVICE}"
                 )
             raise CallError(self._keys("the arguments", self._named, arguments))
         shapes = iter(self.shapes)

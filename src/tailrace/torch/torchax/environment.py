@@ -131,7 +131,7 @@ def make_environment() -> Any:
     for kind in (Tensor, View):
         kind.__setitem__ = _seen(kind.__setitem__)
 
-    decompositions: Any = torch._decomp.decomposition_table
+    decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
 
     def lowered(func: Any, run: Any, **flags: bool) -> Any:
         kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
@@ -228,8 +228,9 @@ def make_environment() -> Any:
             """A tensor of the program has a dtype; devices that PyTorch's code asks for are names."""
             if not hasattr(the_tensor, "jax"):
                 return super()._to_copy(the_tensor, new_dtype, new_device)
-            same = new_dtype is None or dtype_on_device(new_dtype) == the_tensor.jax().dtype
-            return the_tensor if same else self._as_dtype(the_tensor, new_dtype)
+            if new_dtype is None or dtype_on_device(new_dtype) == the_tensor.jax().dtype:
+                return the_tensor
+            return self._as_dtype(the_tensor, new_dtype)
 
         def _promoted(self, func: Any, types: Any, args: Any, kwargs: Any, error: Any) -> Any:
             """Once more, with integers as what PyTorch's result is; JAX's functions are stricter."""
