@@ -224,15 +224,24 @@ def _without_looking_at_values():
     distribution: Any = torch.distributions.Distribution
     fast, checked = torch.backends.mha.get_fastpath_enabled(), distribution._validate_args
     detect = transformer._detect_is_causal_mask
+    hook: Any = torch.utils.hooks.BackwardHook
+    set_up = hook.setup_input_hook, hook.setup_output_hook
+    # Hooks of the backward pass look for nodes of PyTorch's graph; training refuses them by name.
+    hook.setup_input_hook = hook.setup_output_hook = _as_given
     torch.backends.mha.set_fastpath_enabled(False)
     distribution.set_default_validate_args(False)
     transformer._detect_is_causal_mask = _said_to_be_causal
     try:
         yield
     finally:
+        hook.setup_input_hook, hook.setup_output_hook = set_up
         transformer._detect_is_causal_mask = detect
         distribution.set_default_validate_args(checked)
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _as_given(_: Any, values: Any) -> Any:
+    return values
 
 
 def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
