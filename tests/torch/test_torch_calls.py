@@ -185,16 +185,121 @@ def test_odd_inputs_are_taken_care_of(caplog):
     assert torch.equal(model(strided.requires_grad_(), y)[0], plain)
 
 
-def test_inputs_changed_in_place_stay_the_caller_s(caplog):
+def test_inputs_changed_in_place_are_changed_for_the_caller():
     class Changes(nn.Module):
-        def forward(self, x):
-            x.add_(1)
-            return x * 2
+        def forward(self, x, other):
+            x[:, 0].add_(1)
+            other = other + 1
+            return x * 2, other.add_(1)
 
-    x = torch.ones(3)
-    assert torch.equal(tt.inference_model(Changes())(x), torch.full((3,), 4.0))
-    assert torch.equal(x, torch.ones(3))
-    assert "Changes changes an input in place" in caplog.text
+    given = torch.randn(6, 2)
+    plain, kept = given.clone(), torch.ones(6, 1)
+    expected = Changes()(plain, kept)
+    model = tt.inference_model(Changes(), device_iterations=3)
+    found = model(given, kept)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(given, plain)
+    assert torch.equal(kept, torch.ones(6, 1))
+    model(given, kept)
+    Changes()(plain, kept)
+    assert torch.equal(given, plain)
+
+
+def test_inputs_changed_in_place_by_training():
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            x.mul_(2)
+            return tt.identity_loss((x * self.scale).square(), reduction="mean")
+
+    x = torch.arange(4.0)
+    model = tt.training_model(Changes(), accumulation=2, device_iterations=2)
+    model(x)
+    assert torch.equal(x, 2 * torch.arange(4.0))
+
+
+def test_dicts_are_read_by_key():
+    class Named(nn.Module):
+        def forward(self, batch, **more):
+            return batch["a"] - batch["b"], more["p"] - more["q"]
+
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    model = tt.inference_model(Named())
+    for _ in range(2):
+        first = model({"a": one, "b": two}, p=one, q=two)
+        again = model({"b": two, "a": one}, q=two, p=one)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+        assert torch.equal(again[0], one - two)
+
+
+def test_models_without_inputs():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((2,), 3.0))
+
+        def forward(self, scale=2):
+            return tt.identity_loss((self.weight * scale).square(), reduction="sum")
+
+    module = Constant()
+    assert float(tt.inference_model(module)()) == 72
+    model = tt.training_model(
+        module, torch.optim.SGD(module.parameters(), 0.01), device_iterations=3
+    )
+    before = float(model())
+    assert float(model()) < before
+    reference, rate = torch.full((2,), 3.0), 0.01
+    for _ in range(6):
+        reference = reference - rate * 8 * reference
+    assert torch.allclose(module.weight, reference)
+
+
+def test_inference_that_changes_buffers_gives_them_back():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += x.sum()
+            return x + self.seen
+
+    module, reference = Counts(), Counts()
+    model = tt.inference_model(module)
+    for _ in range(2):
+        assert torch.equal(model(torch.ones(3)), reference(torch.ones(3)))
+        assert torch.equal(module.seen, reference.seen)
+
+
+def test_parameters_are_parameters_inside_of_forward():
+    class Regularised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.b.requires_grad_(False)
+
+        def forward(self, x):
+            own = [p for p in self.parameters() if isinstance(p, nn.Parameter) and p.requires_grad]
+            assert len(own) == 2
+            assert self.get_parameter("a.weight") is own[0]
+            out = self.b(self.a(x))
+            assert out.requires_grad
+            assert not x.requires_grad
+            with torch.no_grad():
+                assert not self.a(x).requires_grad
+            loss = out.square().mean() + sum(p.square().sum() for p in own)
+            return tt.identity_loss(loss, reduction="none")
+
+    torch.manual_seed(0)
+    module = Regularised()
+    x = torch.randn(3, 2)
+    expected = module(x)
+    model = tt.training_model(module, torch.optim.SGD(module.parameters(), 0.1))
+    assert torch.allclose(model(x), expected)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ had is accepted, and said once.
 from tailrace.compat.poptorch import optim as optim
 from tailrace.compat.poptorch import options as options
 from tailrace.compat.poptorch import profiling as profiling
+from tailrace.compat.poptorch.arg_parsers import ICustomArgParser as ICustomArgParser
+from tailrace.compat.poptorch.arg_parsers import registerCustomArgParser as registerCustomArgParser
 from tailrace.compat.poptorch.enums import AutoStage as AutoStage
 from tailrace.compat.poptorch.enums import CommGroupType as CommGroupType
 from tailrace.compat.poptorch.enums import ConnectionType as ConnectionType
@@ -16,6 +18,7 @@ from tailrace.compat.poptorch.enums import DataLoaderMode as DataLoaderMode
 from tailrace.compat.poptorch.enums import Liveness as Liveness
 from tailrace.compat.poptorch.enums import MatMulSerializationMode as MatMulSerializationMode
 from tailrace.compat.poptorch.enums import MeanReductionStrategy as MeanReductionStrategy
+from tailrace.compat.poptorch.enums import MultiConvPlanType as MultiConvPlanType
 from tailrace.compat.poptorch.enums import OutputMode as AnchorMode  # noqa: F401
 from tailrace.compat.poptorch.enums import OutputMode as OutputMode
 from tailrace.compat.poptorch.enums import OverlapMode as OverlapMode
@@ -35,6 +38,7 @@ from tailrace.compat.poptorch.executor import trainingModel as trainingModel
 from tailrace.compat.poptorch.loader import AsynchronousDataAccessor as AsynchronousDataAccessor
 from tailrace.compat.poptorch.loader import DataLoader as DataLoader
 from tailrace.compat.poptorch.locations import TensorLocationSettings as TensorLocationSettings
+from tailrace.compat.poptorch.ops import CPU as CPU
 from tailrace.compat.poptorch.ops import Attribute as Attribute
 from tailrace.compat.poptorch.ops import BeginBlock as BeginBlock
 from tailrace.compat.poptorch.ops import Block as Block
@@ -67,5 +71,15 @@ from tailrace.compat.poptorch.strategies import PipelinedExecution as PipelinedE
 from tailrace.compat.poptorch.strategies import SerialPhasedExecution as SerialPhasedExecution
 from tailrace.compat.poptorch.strategies import ShardedExecution as ShardedExecution
 from tailrace.compat.poptorch.strategies import Stage as Stage
-from tailrace.torch.calls.containers import register_container as registerCustomArgParser  # noqa: F401
 from tailrace.torch.tracing.losses import identity_loss as identity_loss
+
+
+def __getattr__(name: str) -> object:
+    """Say what is missing, and what is near; a bare AttributeError would leave that open."""
+    import difflib
+
+    near = difflib.get_close_matches(name, [n for n in globals() if not n.startswith("_")], n=3)
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    raise AttributeError(
+        f"tailrace.compat.poptorch has no {name!r}: it has what docs/guides/pytorch.md lists.{hint}"
+    )

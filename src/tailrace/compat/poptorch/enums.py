@@ -121,3 +121,10 @@ class MatMulSerializationMode(enum.Enum):
     ReducingDim = "reducing_dim"
     OutputChannels = "output_channels"
     Disabled = "none"
+
+
+class MultiConvPlanType(enum.Enum):
+    """How several convolutions are planned together on that chip."""
+
+    Parallel = "parallel"
+    Serial = "serial"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import time
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.names import Names
 from tailrace.compat.poptorch.options import Options
-from tailrace.errors import OptionError, ProgramError
+from tailrace.errors import NonFiniteError, OptionError, ProgramError
 from tailrace.messages import note_once
 from tailrace.torch.calls.anchors import Anchor, output_tap
+from tailrace.torch.calls.containers import flatten
 from tailrace.torch.calls.output_modes import Returned
 from tailrace.torch.errors import UsageError
 from tailrace.torch.models.base import Model
@@ -228,6 +230,8 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
         self._given = options
         # Numbers of the optimizer change when setOptimizer says so, as in the original.
         TrainingModel.__init__(self, module, optimizer, options.native())
+        for name, parameter in module.named_parameters():
+            parameter.replicaGrouping = functools.partial(_grouped, name)  # type: ignore[attr-defined]
         self._follows = False
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -287,7 +291,27 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
         self._given = options
-        InferenceModel.__init__(self, module, options.native())
+        InferenceModel.__init__(self, module, options.native(training_model=False))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one execution; arguments are those of the module's forward."""
+        out = super().__call__(*args, **kwargs)
+        if self._given.Precision.floating_point_exceptions:
+            for name, value in flatten(out):
+                if isinstance(value, torch.Tensor) and not value.isfinite().all():
+                    raise NonFiniteError(
+                        f"Output {name or '0'} has NaN or Inf in it, and floating point exceptions are "
+                        f"enabled (Precision.enableFloatingPointExceptions)."
+                    )
+        return out
+
+    def copyWeightsToHost(self) -> None:
+        """Copy buffers that forward has changed from the device into the module."""
+        self.copy_weights_to_host()
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Nothing to do: what a call changes is copied at its end."""
+        return False
 
     def _steps(self) -> int:
         return self._engine.calls
@@ -376,6 +400,18 @@ def _options(options: Any) -> Options:
         )
     options.freeze()
     return options
+
+
+def _grouped(
+    name: str, comm_group_type: Any, shards: int = 0, variable_retrieval_mode: Any = None
+) -> None:
+    """`parameter.replicaGrouping`: all replicas hold the same parameters here."""
+    if comm_group_type is not enums.CommGroupType.All:
+        raise OptionError(
+            f"All replicas hold the same parameters: replicaGrouping takes "
+            f"poptorch.CommGroupType.All. Received for {name}: {comm_group_type}. For values of its "
+            f"own in each replica, give the parameter a leading dimension and choose by input."
+        )
 
 
 def load(filename: Any, edit_opts_fn: Any = None) -> Any:

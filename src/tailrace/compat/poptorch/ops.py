@@ -234,6 +234,17 @@ def ipuHardwareVersion() -> int:
     return 0
 
 
+class CPU:
+    """Refused: a function that runs on the host in the middle of a model."""
+
+    def __init__(self, layer_to_call: Any, ID: str) -> None:
+        raise ProgramError(
+            f"poptorch.CPU runs a function on the host in the middle of a model, which would stop the "
+            f"device in each microbatch. Received: {ID!r}. Call the function in forward, where it is "
+            f"compiled with the rest, or on the host before or after the call."
+        )
+
+
 def custom_op(*_: Any, **__: Any) -> Any:
     """Refused: an operation for that chip."""
     raise ProgramError(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+from torch.optim import Optimizer as Optimizer
+
 from tailrace.errors import OptionError
 from tailrace.torch import optim as native
 from tailrace.torch.errors import UsageError
@@ -43,11 +46,19 @@ def _with_attributes(kind: type) -> type:
         n for n, p in parameters.items() if n not in ("self", "params") and p.kind != p.VAR_KEYWORD
     ]
 
+    # The moments of 16-bit parameters are in 32 bits unless said otherwise: squares of gradients
+    # do not fit into 16, and NaN follows within a few steps.
+    wide = {
+        n: torch.float32
+        for n in names
+        if n.endswith(("momentum_accum_type", "velocity_accum_type"))
+    }
+
     def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("amsgrad"):
             raise OptionError("Only non-amsgrad Adam/AdamW optimizers are supported.")
         given = {n: v for n, v in kwargs.items() if v is not None}
-        kind.__init__(self, params, *args, **given)
+        kind.__init__(self, params, *args, **{**wide, **given})
         self.variable_attrs = VariableAttributes(
             set(names), {*names[: len(args)], *given} & set(names)
         )

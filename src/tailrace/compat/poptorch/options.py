@@ -12,15 +12,13 @@ import torch
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.containers import OptionsDict, noted
 from tailrace.compat.poptorch.locations import TensorLocationOptions
+from tailrace.compat.poptorch.option_files import ConfigFileError as ConfigFileError
+from tailrace.compat.poptorch.option_files import named_setter, read_line
 from tailrace.compat.poptorch.strategies import PipelinedExecution, _Strategy
-from tailrace.errors import OptionError, TailraceError
+from tailrace.errors import OptionError
 from tailrace.messages import note_once
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.errors import CallError, UsageError
-
-
-class ConfigFileError(TailraceError):
-    """A line of an options file cannot be read."""
 
 
 class TrainingOptions(OptionsDict):
@@ -127,11 +125,13 @@ class DistributedOptions(OptionsDict):
         return self.set(process_id=0, num_processes=1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> DistributedOptions:
-        """Only one process is possible."""
+        """Refused for several processes, whose models would not train together."""
         if num_processes != 1:
             raise OptionError(
                 f"A PyTorch model runs in one process. Received: {num_processes}. Use replicas "
-                f"(replicationFactor) for several devices of this machine."
+                f"(replicationFactor) for several devices of this machine. To split a dataset only, "
+                f"give each process its rows: torch.utils.data.Subset(dataset, range(process_id, "
+                f"len(dataset), num_processes))."
             )
         return self.set(process_id=process_id, num_processes=num_processes)
 
@@ -139,6 +139,15 @@ class DistributedOptions(OptionsDict):
         """Where the counts are read from."""
         count = int(os.environ.get(var_num_processes, "1"))
         return self.configureProcessId(int(os.environ.get(var_process_id, "0")), count)
+
+
+class JitOptions:
+    """`opts.Jit`: how the original traced; forward passes are traced in one way here."""
+
+    def traceModel(self, trace_model: bool) -> JitOptions:
+        """Without effect."""
+        noted("Jit.traceModel")
+        return self
 
 
 class PopartOptions:
@@ -186,6 +195,7 @@ class Options(OptionsDict):
             "Precision": PrecisionOptions(),
             "TensorLocations": TensorLocationOptions(),
             "Distributed": DistributedOptions(),
+            "Jit": JitOptions(),
             "_Popart": PopartOptions(),
         }.items():
             object.__setattr__(self, name, part)
@@ -199,6 +209,7 @@ class Options(OptionsDict):
     Precision: PrecisionOptions
     TensorLocations: TensorLocationOptions
     Distributed: DistributedOptions
+    Jit: JitOptions
     _Popart: PopartOptions
 
     # -- what counts here -----------------------------------------------------------------------
@@ -337,10 +348,11 @@ class Options(OptionsDict):
         return self
 
     def enableSyntheticData(self, enabled: bool) -> Options:
-        """About that chip."""
+        """Without effect: the data that a model is given is used."""
         if enabled:
-            raise OptionError(
-                "Synthetic data is not available: give the model torch.randn tensors instead."
+            note_once(
+                "enableSyntheticData has no effect: a model computes on the tensors that it is given. "
+                "For timings without a dataset, give it torch.randn tensors."
             )
         return self
 
@@ -383,28 +395,18 @@ class Options(OptionsDict):
     # -- files ----------------------------------------------------------------------------------
 
     def loadFromFile(self, filepath: Any) -> Options:
-        """Call setters from a file: one call a line, without `options.` in front."""
-        from tailrace.compat import poptorch
-
+        """Call setters from a file: one call a line, without `options.` in front, literals inside."""
         lines = [line.strip() for line in pathlib.Path(filepath).read_text().splitlines()]
         effective = [line for line in lines if line and not line.startswith("#")]
         for number, line in enumerate(effective, 1):
-            try:
-                exec(f"options.{line}", {"options": self, "poptorch": poptorch})
-            except SyntaxError as error:
-                raise ConfigFileError(
-                    f"SyntaxError at line {number} of {filepath}: {error.msg}\n> options.{line}"
-                ) from None
+            read_line(self, line, number, filepath)
         return self
 
     def from_json(self, text: str) -> Options:
         """Call setters from JSON: `{"Training.gradientAccumulation": 4}`."""
         for name, value in json.loads(text).items():
-            target: Any = self
-            for part in name.split("."):
-                target = getattr(target, part)
             arguments = value if isinstance(value, list) else [value]
-            target(*map(_enum_member, arguments))
+            named_setter(self, name)(*map(_enum_member, arguments))
         return self
 
     def toDict(self) -> dict[str, Any]:
@@ -415,8 +417,9 @@ class Options(OptionsDict):
 
     # -- for the native front end ---------------------------------------------------------------
 
-    def native(self) -> ModelOptions:
-        """The same options as `tt.ModelOptions`."""
+    def native(self, training_model: bool = True) -> ModelOptions:
+        """The same options as `tt.ModelOptions`. With floating point exceptions, the outputs of a
+        model that does not train are looked at on the host."""
         training, strategy = self.Training, self.execution_strategy
         kinds, means = enums.ReductionType, enums.MeanReductionStrategy
         reduction = "sum"
@@ -424,7 +427,7 @@ class Options(OptionsDict):
             running = training.meanAccumulationAndReplicationReductionStrategy is means.Running
             reduction = "running_mean" if running else "mean"
         observe: list[Any] = []
-        if self.Precision.floating_point_exceptions:
+        if self.Precision.floating_point_exceptions and training_model:
             from tailrace.taps.tap import stop_on_nonfinite
 
             observe = [stop_on_nonfinite()]

@@ -41,7 +41,9 @@ def dtype_on_device(dtype: torch.dtype) -> np.dtype:
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     if dtype in _BITS:
         return np.dtype(_BITS[dtype][1])
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    if dtype == torch.complex32:
+        raise NotImplementedError("torch.complex32 has no counterpart in JAX; use torch.complex64")
+    return jnp.dtype(str(dtype).removeprefix("torch."))  # by name: also while a model is traced
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:

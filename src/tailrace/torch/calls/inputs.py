@@ -63,12 +63,10 @@ class CallForm:
         self._named = {name: rebuild(v, _without_tensor) for name, v in given.arguments.items()}
         leaves = [leaf for name, value in given.arguments.items() for leaf in flatten(value, name)]
         tensors = [(path, v) for path, v in leaves if isinstance(v, torch.Tensor)]
+        # A call without tensors still says how many microbatches there are: by rows of nothing.
+        self._empty = not tensors
+        tensors = tensors or [("nothing", torch.zeros(pieces, dtype=torch.int8))]
         self.names = [path for path, _ in tensors]
-        if not tensors:
-            raise DataError(
-                "A model runs on tensors, and its call has none. Received: "
-                f"{self._named}. Give at least one tensor."
-            )
         self.shapes = [(tuple(t.shape), t.dtype) for _, t in tensors]
         self.resident = all(is_resident(t) for _, t in tensors)
         self._check_divisible([t for _, t in tensors])
@@ -101,6 +99,8 @@ class CallForm:
     def blocks(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Arrays of a whole call, [microbatches, *microbatch], in the spec's order."""
         found = {}
+        if self._empty:
+            tensors = [torch.zeros(self.pieces, dtype=torch.int8)]
         for name, tensor, (shape, _) in zip(self.names, tensors, self.shapes, strict=True):
             found[name] = rows_of(tensor, (self.pieces, *self._cut(shape)))
         return [found[name] for name in sorted(found)]
@@ -116,14 +116,7 @@ class CallForm:
             found = [(tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else 0 for a in args]
             if found == self.shapes:
                 return list(args)
-        given = self._bind(args, kwargs)
-        self._compare_arguments(given.arguments)
-        return [
-            leaf
-            for name, value in given.arguments.items()
-            for _, leaf in flatten(value, name)
-            if isinstance(leaf, torch.Tensor)
-        ]
+        return self._compare_arguments(self._bind(args, kwargs).arguments)
 
     def _bind(self, args: Any, kwargs: dict[str, Any]) -> inspect.BoundArguments:
         try:
@@ -144,19 +137,26 @@ class CallForm:
             return UsageError(f"{wrong} is not a valid parameter. {takes}")
         return UsageError(f"Too many arguments provided: {len(args)}. {takes}")
 
-    def _compare_arguments(self, arguments: dict[str, Any]) -> None:
+    def _compare_arguments(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors in arguments that have the compiled form, in its order: that of the first call,
+        whose dicts may have had their keys in another."""
         if list(arguments) != list(self._named):
             if len(arguments) != len(self._named):
                 raise CallError(
                     f"Number of positional arguments mismatch: expected {len(self._named)} arguments "
-                    f"but got {len(arguments)}.{_ADVICE}"
+                    f"but got {len(arguments)} (first {', '.join(self._named) or 'none'}; now "
+                    f"{', '.join(arguments) or 'none'}).{_ADVICE}"
                 )
             raise CallError(self._keys("the arguments", self._named, arguments))
         shapes = iter(self.shapes)
+        tensors: list[torch.Tensor] = []
         for name, value in arguments.items():
-            self._compare(name, self._named[name], value, shapes)
+            self._compare(name, self._named[name], value, shapes, tensors)
+        return tensors
 
-    def _compare(self, name: str, expected: Any, found: Any, shapes: Any) -> None:
+    def _compare(
+        self, name: str, expected: Any, found: Any, shapes: Any, tensors: list[torch.Tensor]
+    ) -> None:
         if expected is _SLOT:
             shape, dtype = next(shapes)
             if not isinstance(found, torch.Tensor):
@@ -174,6 +174,7 @@ class CallForm:
                     f"Shape mismatch for {name}: expected {torch.Size(shape)} but got "
                     f"{found.shape}.{_ADVICE}"
                 )
+            tensors.append(found)
             return
         if isinstance(found, torch.Tensor) or type(expected) is not type(found):
             raise CallError(
@@ -184,8 +185,8 @@ class CallForm:
             if set(expected) != set(found):
                 raise CallError(self._keys(name, expected, found))
             for key in expected:
-                self._compare(f"{name}.{key}", expected[key], found[key], shapes)
-            self._compare_fields(name, expected, found, shapes)
+                self._compare(f"{name}.{key}", expected[key], found[key], shapes, tensors)
+            self._compare_fields(name, expected, found, shapes, tensors)
         elif isinstance(expected, tuple | list):
             if len(expected) != len(found):
                 raise CallError(
@@ -193,24 +194,26 @@ class CallForm:
                     f"{len(found)}.{_ADVICE}"
                 )
             for number, (a, b) in enumerate(zip(expected, found, strict=True)):
-                self._compare(f"{name}.{number}", a, b, shapes)
+                self._compare(f"{name}.{number}", a, b, shapes, tensors)
         elif is_custom(expected):
             pairs = zip(flatten(expected), flatten(found), strict=False)
             for number, ((_, a), (_, b)) in enumerate(pairs):
-                self._compare(f"{name}.{number}", a, b, shapes)
+                self._compare(f"{name}.{number}", a, b, shapes, tensors)
         elif is_dataclass(expected):
-            self._compare_fields(name, expected, found, shapes)
+            self._compare_fields(name, expected, found, shapes, tensors)
         elif expected != found:
             raise CallError(
                 f"Value mismatch for {name}: expected {expected} but got {found}.{_ADVICE}"
             )
 
-    def _compare_fields(self, name: str, expected: Any, found: Any, shapes: Any) -> None:
+    def _compare_fields(
+        self, name: str, expected: Any, found: Any, shapes: Any, tensors: list[torch.Tensor]
+    ) -> None:
         ours, theirs = fields_beside(expected), fields_beside(found)
         if list(ours) != list(theirs):
             raise CallError(self._keys(name, ours, theirs))
         for field in ours:
-            self._compare(f"{name}.{field}", ours[field], theirs[field], shapes)
+            self._compare(f"{name}.{field}", ours[field], theirs[field], shapes, tensors)
 
     @staticmethod
     def _keys(name: str, expected: Any, found: Any) -> str:

@@ -17,7 +17,7 @@ from tailrace.torch.calls.inputs import CallForm
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode, Returned
 from tailrace.torch.errors import UsageError
-from tailrace.torch.tracing.forward import Forward, weights_of
+from tailrace.torch.tracing.forward import Forward, weights_of, written_name
 from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
 
 
@@ -74,6 +74,13 @@ class Model:
         }
         self._parts = parts
         self._anchored.clear()
+        written = dict(zip(form.names, tensors, strict=False))
+        for name in self._forward.written:
+            found = Returned(OutputMode.ALL).arrange(
+                output_part(parts, written_name(name)), *counts
+            )
+            with torch.no_grad():
+                written[name].copy_(tensor_of(found).reshape(written[name].shape))
         return self._forward.outputs(arrays)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -195,6 +202,10 @@ class Model:
         count = self._options.microbatches
         return [
             *(output_tap(name, self._returned, count) for name in forward.names),
+            *(
+                output_tap(written_name(name), Returned(OutputMode.ALL), count)
+                for name in forward.written
+            ),
             *(anchor.tap(count) for anchor in self._anchors.values()),
         ]
 

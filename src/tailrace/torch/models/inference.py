@@ -37,6 +37,24 @@ class InferenceModel(Model):
             )
         self._engine.put(*weights_of(self.module))
 
+    def copy_weights_to_host(self) -> None:
+        """Copy the buffers that forward has changed on the device into the module."""
+        if self._engine is None:
+            raise ProgramError(
+                "Model has not been compiled or has been destroyed. Call it, or compile(...) it."
+            )
+        named, found = dict(self.module.named_buffers()), self._engine.buffers
+        assert self._forward is not None
+        with torch.no_grad():
+            for name in self._forward.changed & set(named):
+                named[name].copy_(tensor_of(found[name]))
+
+    def _after_run(self) -> None:
+        """As in PyTorch, buffers that forward changes are changed in the module; one that trains
+        has the buffers of its training."""
+        if self._forward is not None and self._forward.changed and not owners_of(self.module):
+            self.copy_weights_to_host()
+
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Load weights into the module, and copy them to the device."""
         found = self.module.load_state_dict(state_dict, strict=strict)

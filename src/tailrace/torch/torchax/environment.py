@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as functional
 
 from tailrace.torch.calls.arrays import dtype_on_device
-from tailrace.torch.torchax.ops import elementwise, norms, random_numbers
+from tailrace.torch.torchax import results
+from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
+from tailrace.torch.torchax.ops.compositions import (
+    COMPOSITIONS,
+    WRAPPED,
+    index_reduce,
+    scatter_reduce_of,
+)
+from tailrace.torch.torchax.versions import unnamed_device
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten
@@ -68,6 +76,7 @@ OTHERS: dict[Any, Callable[..., Any]] = {
     aten.mean: norms.mean,
     aten.min.dim: functools.partial(_first_of, jnp.argmin),
     aten.sinc.default: jnp.sinc,
+    aten.special_log_ndtr.default: jax.scipy.special.log_ndtr,
     aten.std.correction: norms.deviation,
     aten.std.default: norms.deviation_of_all,
     aten.std.dim: norms.deviation_along,
@@ -89,9 +98,30 @@ DRAWN: dict[Any, Callable[..., Any]] = {
 """What fills a tensor with random numbers."""
 
 
+RESHAPING = (
+    *(aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_, aten.unsqueeze_),
+)
+"""What gives a tensor another shape in place."""
+
+_WIDENED = (
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d cumprod cumsum digamma erfinv lgamma logcumsumexp "
+    "logsumexp mvlgamma native_group_norm native_layer_norm polygamma prod sinc std std_mean var "
+    "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean"
+)
+
+WIDENED = frozenset(
+    {
+        *(getattr(aten, name) for name in _WIDENED.split()),
+        *(getattr(aten, name) for name in dir(aten) if name.startswith("special_")),
+    }
+)
+"""What PyTorch computes in 32 bits where its tensors have 16."""
+
+
 def make_environment() -> Any:
     """An environment of torchax with these lowerings; torchax's own stays as it is."""
-    from torchax.ops import jtorch, op_base, ops_registry
+    from torchax.ops import op_base, ops_registry
     from torchax.tensor import Environment, OperatorNotFound, Tensor
     from torchax.view import View
 
@@ -100,6 +130,8 @@ def make_environment() -> Any:
         delattr(Tensor, name)
     for kind in (Tensor, View):
         kind.__setitem__ = _seen(kind.__setitem__)
+
+    decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
 
     def lowered(func: Any, run: Any, **flags: bool) -> Any:
         kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
@@ -114,7 +146,7 @@ def make_environment() -> Any:
         def load_ops(self) -> None:
             super().load_ops()
             theirs = dict(self._ops)
-            for func, run in {**ELEMENTWISE, **OTHERS}.items():
+            for func, run in {**ELEMENTWISE, **OTHERS, **COMPOSITIONS}.items():
                 for one in _with_overloads(func):
                     self._ops[one] = lowered(one, run)
             for func in ELEMENTWISE:
@@ -123,36 +155,128 @@ def make_environment() -> Any:
             for func, draw in DRAWN.items():
                 for one in _with_overloads(func):
                     self._ops[one] = mutating(one, random_numbers.in_place(draw), needs_env=True)
+            for func in RESHAPING:
+                for one in _with_overloads(func):
+                    if (plain := _out_of_place(one)) is not None:
+                        self._ops[one] = mutating(one, op_base.InplaceOp(plain, True))
+            for one in _with_overloads(aten.copy_):
+                self._ops[one] = mutating(one, _copied, needs_env=True)
             for func in (aten.fill_, aten.zero_):
                 for one in _with_overloads(func):
                     self._ops[one] = mutating(one, _filled, needs_env=True)
             for one in _with_overloads(aten.normal):
                 self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
+            for one in (aten.index_reduce.default, aten.index_reduce):
+                self._ops[one] = lowered(one, index_reduce, is_jax_function=False)
+            for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
+                self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
             functional_normal = aten.normal_functional.default
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
             )
+            for func, change in WRAPPED.items():
+                for one in [f for f in _with_overloads(func) if f in theirs]:
+                    self._ops[one] = lowered(one, change(theirs[one].func))
+            reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
+            for one in _with_overloads(aten.scatter_reduce):
+                self._ops[one] = lowered(one, reduce)
             convolve = theirs[aten.convolution].func
             self._ops[aten.convolution] = lowered(aten.convolution, _grouped(convolve))
-            attend = jtorch.scaled_dot_product_attention
             for one in (
                 functional.scaled_dot_product_attention,
                 aten.scaled_dot_product_attention,
             ):
-                self._ops[one] = lowered(
-                    one, _rows_of_no_keys(attend), is_jax_function=False, needs_env=True
-                )
+                self._ops[one] = lowered(one, attention.attend, needs_env=True)
+
+        def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            """Run a function or operation, by PyTorch's rules for `dtype=`, `out=` and results."""
+            kwargs = kwargs or {}
+            if results.asks_of_dtypes(func):
+                return results.expected(func, args, kwargs)
+            if kwargs.get("device") is not None and results.has_traced(args):
+                kwargs = {**kwargs, "device": unnamed_device()}
+            out = kwargs.get("out")
+            if out is not None and results.is_written_here(out):
+                rest = {name: value for name, value in kwargs.items() if name != "out"}
+                found = self._without_out(func, types, args, rest)
+                return results.written(out, found, self.j2t_iso)
+            first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
+            first, rest = results.as_floats(func, first, rest, self._as_dtype)
+            if getattr(func, "overloadpacket", func) in WIDENED:
+                first, rest = results.widened(first, rest, self._as_dtype)
+            try:
+                found = super().dispatch(func, types, first, rest)
+            except TypeError as error:
+                if isinstance(error, jax.errors.JAXTypeError):
+                    raise  # about values, not about dtypes
+                found = self._promoted(func, types, args, kwargs, error)
+            return results.corrected(func, args, kwargs, found, self.j2t_iso)
+
+        def _without_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            plain = results.without_out(func) or func
+            try:
+                return self.dispatch(plain, types, args, kwargs)
+            except OperatorNotFound:
+                if isinstance(func, torch._ops.OpOverload):
+                    raise
+                return func(*args, **kwargs)
+
+        def _as_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+            return self.j2t_iso(results.as_dtype(x.jax(), dtype_on_device(dtype)))
+
+        def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
+            """A tensor of the program has a dtype; devices that PyTorch's code asks for are names."""
+            if not hasattr(the_tensor, "jax"):
+                return super()._to_copy(the_tensor, new_dtype, new_device)
+            if new_dtype is None or dtype_on_device(new_dtype) == the_tensor.jax().dtype:
+                return the_tensor
+            return self._as_dtype(the_tensor, new_dtype)
+
+        def _promoted(self, func: Any, types: Any, args: Any, kwargs: Any, error: Any) -> Any:
+            """Once more, with integers as what PyTorch's result is; JAX's functions are stricter."""
+            inner = results.promoted(func, args, kwargs, self._as_dtype)
+            if inner is None:
+                raise error
+            return super().dispatch(func, types, *inner)
 
         def _get_op_or_decomp(self, func: Any) -> Any:
+            known = func in self._ops or getattr(func, "overloadpacket", None) in self._ops
+            # Compositions of PyTorch's may write through views, which nothing follows in here.
+            if not known and (plain := _out_of_place(func)) is not None:
+                return mutating(func, op_base.InplaceOp(plain, _reshapes(func)))
             try:
                 return super()._get_op_or_decomp(func)
             except OperatorNotFound:
-                plain = _out_of_place(func)
-                if plain is None:
-                    raise
-                return mutating(func, op_base.InplaceOp(plain))
+                if _is_composed(func):
+                    return lowered(func, _composed(func, func.decompose), is_jax_function=False)
+                if func in decompositions:
+                    run = _composed(func, decompositions[func])
+                    return lowered(func, run, is_jax_function=False)
+                raise
 
     return Lowerings()
+
+
+def _is_composed(func: Any) -> bool:
+    """Whether an operation is nothing but others to PyTorch."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    kernel = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kernel)
+
+
+def _composed(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's own composition of an operation; some consist of parts that have no lowering."""
+
+    def composed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except AssertionError as error:
+            if "torchax" not in str(error):
+                raise
+            raise NotImplementedError(f"{results.name_of(func)} has no lowering") from error
+
+    return composed
 
 
 def _seen(write: Callable[..., None]) -> Callable[..., None]:
@@ -164,6 +288,18 @@ def _seen(write: Callable[..., None]) -> Callable[..., None]:
         write(self, *given)
 
     return run
+
+
+def _copied(x: Any, source: Any, non_blocking: bool = False, *, env: Any) -> Any:
+    """Write one tensor into another, whose shape and dtype stay; torchax's takes the other shape."""
+    held = x.jax()
+    source = source if hasattr(source, "jax") else env.to_xla(source)
+    new = jnp.broadcast_to(results.as_dtype(source.jax(), held.dtype), held.shape)
+    if hasattr(x, "_elem"):
+        x._elem = new
+    else:
+        x.update(env.j2t_iso(new))
+    return x
 
 
 def _filled(x: Any, value: Any = 0, *, env: Any) -> Any:
@@ -190,6 +326,10 @@ def _out_of_place(func: Any) -> Any:
     return next((one for one in plain if _kinds_taken(one) == taken), None)
 
 
+def _reshapes(func: Any) -> bool:
+    return func.overloadpacket in RESHAPING
+
+
 def _kinds_taken(func: Any) -> list[str]:
     return [str(argument.type) for argument in func._schema.arguments]
 
@@ -212,23 +352,5 @@ def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
             parts = weight.reshape(groups, -1, *weight.shape[1:])
             weight = jnp.swapaxes(parts, 0, 1).reshape(weight.shape)
         return convolve(x, weight, bias, *given)
-
-    return run
-
-
-def _rows_of_no_keys(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention that is 0 in rows which may look at nothing; a softmax of nothing is NaN."""
-
-    def run(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, env: Any, **named: Any
-    ) -> Any:
-        if attn_mask is None:
-            return attend(query, key, value, None, *given, env=env, **named)
-        mask = attn_mask.jax()
-        shut = ~mask if mask.dtype == bool else jnp.isneginf(mask)
-        nothing = shut.all(-1, keepdims=True)
-        opened = mask | nothing if mask.dtype == bool else jnp.where(nothing, 0, mask)
-        out = attend(query, key, value, env.j2t_iso(opened), *given, env=env, **named)
-        return env.j2t_iso(jnp.where(nothing, 0, out.jax()))
 
     return run

@@ -49,9 +49,19 @@ def environment() -> Any:
         torchax = importlib.import_module("torchax")
         importlib.import_module("tailrace.torch.torch_internals").check(together())
         device = property(lambda _: unnamed_device())
-        torchax.tensor.Tensor.device = device  # they ask for it by the name that it did not get
-        importlib.import_module("torchax.view").View.device = device
+        for kind in (torchax.tensor.Tensor, importlib.import_module("torchax.view").View):
+            kind.device = device  # they ask for it by the name that it did not get
+            kind.requires_grad = property(_has_gradient, _give_gradient)
         return importlib.import_module("tailrace.torch.torchax.environment").make_environment()
+
+
+def _has_gradient(tensor: Any) -> bool:
+    """Whether PyTorch would differentiate by a tensor. Said by us: JAX differentiates here."""
+    return vars(tensor).get("_has_gradient", False)
+
+
+def _give_gradient(tensor: Any, flag: bool) -> None:
+    tensor._has_gradient = flag
 
 
 def unnamed_device() -> Any:

@@ -11,14 +11,15 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.utils import _mode_utils as modes
+
+from tailrace.torch.torchax.results import plainly
 
 _NAMES = (
     *("diagonal", "flatten", "moveaxis", "movedim", "narrow", "permute", "ravel", "reshape"),
@@ -71,7 +72,7 @@ class Aliases:
             return
         base, rest = args[0], args[1:]
         shadow = self._shadow(base)
-        with _plainly(), contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+        with plainly(), contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
             sizes = [_without_values(t) if hasattr(t, "jax") else t for t in rest]
             shadow = func(shadow, *sizes, **kwargs)
         if shadow.shape != out.shape or not shadow._is_view():
@@ -82,7 +83,7 @@ class Aliases:
 
     def contiguous(self, tensor: Any) -> bool:
         """Whether PyTorch would hold the entries of a tensor in order."""
-        with _plainly():
+        with plainly():
             return self._shadow(tensor).is_contiguous()
 
     def settle(self) -> None:
@@ -105,7 +106,7 @@ class Aliases:
         for view in self._views:
             if view.tensor is tensor:
                 return view.shadow
-        with _plainly():
+        with plainly():
             return _without_values(tensor)
 
 
@@ -115,13 +116,6 @@ def _made(func: Any, rest: Any, kwargs: Any, base: Any) -> Any:
 
 def _without_values(tensor: Any) -> torch.Tensor:
     return torch.empty(tuple(tensor.shape), device="meta")
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """PyTorch alone, without the modes that trace."""
-    with modes.no_dispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 def _write(view: _View, values: Any) -> None:

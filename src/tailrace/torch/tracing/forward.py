@@ -37,6 +37,8 @@ class Forward:
         loss: which of the losses computed is the final one; None where none is looked for.
         devices: the device of each stage that the blocks in forward make; empty without blocks.
         unused: the parameters that the loss does not depend on; PyTorch gives them no gradient.
+        written: the inputs that forward changes in place, which the caller's tensors follow.
+        changed: the buffers that forward changes.
     """
 
     function: ModuleFunction
@@ -46,6 +48,8 @@ class Forward:
     loss: int | None = None
     devices: list[int] = dataclasses.field(default_factory=list)
     unused: frozenset[str] = frozenset()
+    written: list[str] = dataclasses.field(default_factory=list)
+    changed: frozenset[str] = frozenset()
 
     def learn(self, params: Mapping[str, Any], buffers: Mapping[str, Any], training: bool) -> None:
         """Trace once, without running anything, to see what there is."""
@@ -74,6 +78,8 @@ class Forward:
             self.unused = frozenset(name for name, var in inputs.items() if var not in used)
         self.devices = [device for _, device in ran.watch.stages]
         self.names = [name for name, _ in ran.leaves]
+        self.written = [self.form.names[number] for number in ran.written]
+        self.changed = ran.changed
         self.template = rebuild(ran.outputs, _placed)
 
     def _find_loss(self, jaxpr: Any, ran: Ran, params: Mapping[str, Any]) -> int:
@@ -104,6 +110,8 @@ class Forward:
         ran = self._run(params, buffers, element, key())
         for name, value in ran.leaves:
             mark(value, Tag("value", f"output/{name}"))
+        for number, value in ran.written.items():
+            mark(value, Tag("value", f"output/{written_name(self.form.names[number])}"))
         loss = None if self.loss is None else ran.losses[self.loss]
         return loss, ran.buffers
 
@@ -119,6 +127,11 @@ class Forward:
             return self.form.arguments(element, wrap)
 
         return self.function(params, buffers, fill, seed)
+
+
+def written_name(name: str) -> str:
+    """What an input that was changed in place is called among the outputs."""
+    return f"written {name}"
 
 
 def weights_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,7 +23,6 @@ from torch.nn.modules import transformer
 
 from tailrace.errors import ProgramError, TailraceError
 from tailrace.jaxprs import internals
-from tailrace.messages import note_once
 from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
 from tailrace.torch.torchax.ops.table import REPLACED
 from tailrace.torch.torchax.versions import environment, unnamed_device
@@ -44,12 +43,16 @@ class Ran:
         leaves: the tensors in it: (path, value).
         losses: what loss functions returned, in order.
         buffers: the buffers afterwards.
+        changed: those that are others than before.
+        written: arguments that were changed in place, by their number.
     """
 
     outputs: Any
     leaves: list[tuple[str, Any]]
     losses: list[Any]
     buffers: dict[str, Any]
+    changed: frozenset[str]
+    written: dict[int, Any]
     watch: Watch
 
 
@@ -90,6 +93,7 @@ class ModuleFunction:
         watch = Watch(env, staging=self.staging)
         weights = {name: watch.tensor(value) for name, value in params.items()}
         states = {name: watch.tensor(value) for name, value in buffers.items()}
+        _as_parameters(self.module, {**weights, **states})
         given: list[tuple[Any, Any]] = []
 
         def wrap(array: Any) -> Any:
@@ -123,11 +127,11 @@ class ModuleFunction:
                 )
             except Exception as error:
                 raise _explained(error, watch, self.module) from error
-        if any(tensor.jax() is not array for tensor, array in given):
-            note_once(
-                f"{type(self.module).__name__} changes an input in place. That is seen inside of the "
-                f"model only; the caller's tensor stays as it is."
-            )
+        written = {
+            number: tensor.jax()
+            for number, (tensor, array) in enumerate(given)
+            if tensor.jax() is not array
+        }
         # What was re-bound in forward is gone by now; what was updated in place is here.
         updated: dict[str, Any] = dict(states)
         after = {name: state.jax() for name, state in updated.items()}
@@ -137,6 +141,7 @@ class ModuleFunction:
                     f"A buffer keeps its shape from step to step. {name!r} was "
                     f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
                 )
+        changed = frozenset(name for name, value in after.items() if value is not buffers[name])
         after = {name: v.astype(buffers[name].dtype) for name, v in after.items()}
         if lost := held_elsewhere(out, is_traced):
             attribute, kind = lost
@@ -148,7 +153,15 @@ class ModuleFunction:
             )
         outputs = rebuild(out, lambda v: v.jax() if is_traced(v) else v)
         leaves = [(path or "0", v) for path, v in flatten(outputs) if isinstance(v, jax.Array)]
-        return Ran(outputs, leaves, watch.losses, after, watch)
+        return Ran(outputs, leaves, watch.losses, after, changed, written, watch)
+
+
+def _as_parameters(module: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Let those of a module's tensors that are parameters say so, and whether they are trained."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (tensor := tensors.get(name)) is not None:
+            tensor._is_param = True  # what PyTorch's isinstance looks at
+            tensor.requires_grad = parameter.requires_grad
 
 
 def _refuses_rebinding(given: Mapping[str, Any]) -> Callable[..., None]:
@@ -211,15 +224,24 @@ def _without_looking_at_values():
     distribution: Any = torch.distributions.Distribution
     fast, checked = torch.backends.mha.get_fastpath_enabled(), distribution._validate_args
     detect = transformer._detect_is_causal_mask
+    hook: Any = torch.utils.hooks.BackwardHook
+    set_up = hook.setup_input_hook, hook.setup_output_hook
+    # Hooks of the backward pass look for nodes of PyTorch's graph; training refuses them by name.
+    hook.setup_input_hook = hook.setup_output_hook = _as_given
     torch.backends.mha.set_fastpath_enabled(False)
     distribution.set_default_validate_args(False)
     transformer._detect_is_causal_mask = _said_to_be_causal
     try:
         yield
     finally:
+        hook.setup_input_hook, hook.setup_output_hook = set_up
         transformer._detect_is_causal_mask = detect
         distribution.set_default_validate_args(checked)
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _as_given(_: Any, values: Any) -> Any:
+    return values
 
 
 def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -256,6 +278,8 @@ def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Excepti
             f"give it other arguments: checks and choices by values can often be switched off. "
             f"({text.splitlines()[0]})"
         )
+    if "torchax Tensors can only do math" in text:
+        text = f"{_refused_operation(error)} has no lowering"
     if "no lowering" in text or isinstance(error, NotImplementedError):
         return ProgramError(
             f"An operation in {where} cannot run on the device: {text}. Replace it by others, or "
@@ -276,11 +300,19 @@ def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Excepti
     return ProgramError(f"{kind} in {where}: {text}")
 
 
+def _refused_operation(error: Exception) -> str:
+    """The operation that reached torchax's tensors without a mode that lowers it."""
+    found = [frame.f_locals.get("func") for frame in _frames(error)]
+    return next((str(func) for func in reversed(found) if func is not None), "an operation")
+
+
 def _looks_at_values(error: Exception) -> str | None:
     """The function of PyTorch's own that branched on a value; None where the user's code did."""
     innermost = None
     for frame in _frames(error):
         name = str(frame.f_globals.get("__name__"))
+        if name.startswith("tailrace."):
+            continue  # in between, where an operation is lowered
         if not internals.is_library(frame.f_code.co_filename):
             innermost = None
         elif name.startswith("torch.") and not name.startswith(_MACHINERY):

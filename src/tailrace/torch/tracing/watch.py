@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, rebuild
+from tailrace.torch.torchax.results import corrected, written
 from tailrace.torch.torchax.view_aliases import Aliases
 
 _watching: contextvars.ContextVar[Watch | None] = contextvars.ContextVar(
@@ -95,7 +96,7 @@ class WatchingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, as PyTorch asks modes to."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = sum(is_traced(t) for t in tensors)
         if ours and ours < len(tensors):
@@ -103,14 +104,13 @@ class WatchingMode(TorchFunctionMode):
         if ours:
             self.watch.aliases.settle()
             args, kwargs = self.cast(func, args, kwargs)
-        out: Any = NotImplemented
-        if ours and func in self.replaced:
-            with jax.named_scope(func.__name__):
-                out = self.replaced[func](self.watch, *args, **kwargs)
-        if out is NotImplemented:
-            out = func(*args, **kwargs)
+        place = kwargs.pop("out", None) if ours else None
+        out = self._run(func, args, kwargs) if ours else func(*args, **kwargs)
+        if place is not None:
+            out = written(place, out, self.watch.tensor)
         if ours:
             self._note(out)
+            self._flag(out, tensors)
         if not torch.is_grad_enabled():
             out = self._stopped(out, tensors)
         if ours:
@@ -119,6 +119,22 @@ class WatchingMode(TorchFunctionMode):
         if func in self.losses and is_traced(out):
             out = self.watch.mark_loss(out)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function, or what replaces it here."""
+        if func in self.replaced:
+            with jax.named_scope(func.__name__):
+                out = self.replaced[func](self.watch, *args, **kwargs)
+            if out is not NotImplemented:
+                return corrected(func, args, kwargs, out, self.watch.tensor)
+        return func(*args, **kwargs)
+
+    def _flag(self, out: Any, given: list[Any]) -> None:
+        """Let results say whether they have a gradient, as those of PyTorch do."""
+        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+            for _, leaf in flatten(out):
+                if is_traced(leaf) and leaf.dtype.is_floating_point:
+                    leaf.requires_grad = True
 
     def _note(self, out: Any) -> None:
         """Remember the latest tensor, where blocks are cut; refuse one that belongs to no block."""

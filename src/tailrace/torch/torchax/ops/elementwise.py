@@ -46,7 +46,7 @@ def mish(x: Any) -> Any:
 
 def log_sigmoid(x: Any) -> tuple[Any, Any]:
     """The value, and what PyTorch keeps for its backward pass, which is not run here."""
-    return jax.nn.log_sigmoid(x), jnp.zeros((0,), x.dtype)
+    return jax.nn.log_sigmoid(x), jnp.zeros(x.shape, x.dtype)
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:

@@ -6,6 +6,7 @@ Each takes and returns tensors of the forward pass that is being traced.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -140,41 +141,75 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """For bags of one length, given as rows."""
-    if offsets is not None or max_norm is not None or input.ndim != 2 or padding_idx is not None:
+    """Of bags that are the rows of a matrix, or that begin at offsets."""
+    if max_norm is not None or scale_grad_by_freq:
         raise NotImplementedError(
-            "embedding_bag takes bags of one length, as the rows of a matrix, without offsets, "
-            "max_norm and padding_idx"
+            "embedding_bag has no lowering for max_norm and scale_grad_by_freq"
         )
-    rows = weight.jax()[input.jax()]
+    index = input.jax()
+    if offsets is None:
+        bags = jnp.repeat(jnp.arange(index.shape[0]), index.shape[1])
+        count = index.shape[0]
+    else:
+        starts = offsets.jax()
+        starts = starts[:-1] if include_last_offset else starts
+        count = starts.shape[0]
+        bags = jnp.searchsorted(starts, jnp.arange(index.size), side="right") - 1
+    index = index.ravel()
+    kept = (
+        jnp.ones(index.shape, bool) if padding_idx is None else index != padding_idx % len(weight)
+    )
+    rows = weight.jax()[index]
     if per_sample_weights is not None:
-        rows = rows * per_sample_weights.jax()[..., None]
-    return watch.tensor(getattr(rows, mode)(axis=1))
+        rows = rows * per_sample_weights.jax().ravel()[:, None]
+    if mode == "max":
+        rows = jnp.where(kept[:, None], rows, -jnp.inf)
+        out = jax.ops.segment_max(rows, bags, count)
+        return watch.tensor(jnp.where(jnp.isneginf(out), 0, out))
+    out = jax.ops.segment_sum(jnp.where(kept[:, None], rows, 0), bags, count)
+    if mode == "mean":
+        counts = jax.ops.segment_sum(kept.astype(out.dtype), bags, count)
+        out = out / jnp.maximum(counts, 1)[:, None]
+    return watch.tensor(out)
 
 
 def _adaptive_max_pool(
     watch: Watch, input: Any, output_size: Any, return_indices: bool = False, *, dims: int
 ) -> Any:
-    """Maxima over windows that share out each of the last dims as evenly as they can."""
-    if return_indices:
-        raise NotImplementedError("adaptive max pooling has no lowering for return_indices=True")
+    """Maxima over windows that share out each of the last dims as evenly as they can.
+
+    Of several, the first counts, in its gradient and its index: the last dim is reduced first.
+    """
     x = input.jax()
+    spatial = x.shape[x.ndim - dims :]
+    places = jnp.broadcast_to(jnp.arange(math.prod(spatial)).reshape(spatial), x.shape)
     sizes = output_size if isinstance(output_size, tuple | list) else (output_size,) * dims
-    for axis, size in zip(range(x.ndim - dims, x.ndim), sizes, strict=True):
+    for axis, size in reversed([*zip(range(x.ndim - dims, x.ndim), sizes, strict=True)]):
         length = x.shape[axis]
         count = length if size is None else size
-        windows = [
-            jax.lax.slice_in_dim(x, i * length // count, -(-(i + 1) * length // count), axis=axis)
-            for i in range(count)
-        ]
-        x = jnp.concatenate([window.max(axis, keepdims=True) for window in windows], axis)
-    return watch.tensor(x)
+        parts = []
+        for i in range(count):
+            limits = (i * length // count, -(-(i + 1) * length // count))
+            window, where = (jax.lax.slice_in_dim(part, *limits, axis=axis) for part in (x, places))
+            first = jnp.argmax(window, axis, keepdims=True)
+            parts.append([jnp.take_along_axis(part, first, axis) for part in (window, where)])
+        x, places = (jnp.concatenate(part, axis) for part in zip(*parts, strict=True))
+    return (watch.tensor(x), watch.tensor(places)) if return_indices else watch.tensor(x)
+
+
+def _with_indices(
+    watch: Watch, input: Any, output_size: Any, return_indices: bool = False, *, dims: int
+) -> Any:
+    return _adaptive_max_pool(watch, input, output_size, True, dims=dims)
 
 
 LAYERS: dict[Any, Callable[..., Any]] = {
     functional.adaptive_max_pool1d: functools.partial(_adaptive_max_pool, dims=1),
     functional.adaptive_max_pool2d: functools.partial(_adaptive_max_pool, dims=2),
     functional.adaptive_max_pool3d: functools.partial(_adaptive_max_pool, dims=3),
+    functional.adaptive_max_pool1d_with_indices: functools.partial(_with_indices, dims=1),
+    functional.adaptive_max_pool2d_with_indices: functools.partial(_with_indices, dims=2),
+    functional.adaptive_max_pool3d_with_indices: functools.partial(_with_indices, dims=3),
     functional.batch_norm: _batch_norm,
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,

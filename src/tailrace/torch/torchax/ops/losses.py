@@ -108,7 +108,7 @@ def _multilabel_margin_loss(
     reduction: str = "mean",
 ) -> Any:
     """Targets are the classes before the first -1 of each row."""
-    x, y = input.jax(), target.jax()
+    x, y = jnp.atleast_1d(input.jax()), jnp.atleast_1d(target.jax())
     one = x.ndim == 1
     x, y = (x[None], y[None]) if one else (x, y)
     classes = x.shape[1]

@@ -83,3 +83,21 @@ def normal_like(x: Any, mean: float = 0, std: float = 1, *, generator: Any = Non
     return normal(env.get_and_rotate_prng_key(generator), x.shape, x.dtype, mean, std).astype(
         x.dtype
     )
+
+
+def rrelu(
+    x: Any,
+    noise: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+    *,
+    env: Any,
+) -> Any:
+    """A line above 0, and below a flatter one: by a slope of chance in training, else by the mean."""
+    if not training:
+        return jnp.where(x > 0, x, x * ((lower + upper) / 2))
+    key = env.get_and_rotate_prng_key(generator)
+    slopes = jax.random.uniform(key, x.shape, minval=lower, maxval=upper).astype(x.dtype)
+    return jnp.where(x > 0, x, x * slopes)

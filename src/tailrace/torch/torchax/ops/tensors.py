@@ -72,6 +72,12 @@ def _type_as(watch: Watch, input: Any, other: Any) -> Any:
     return input.to(other.dtype)
 
 
+def _requires_grad(watch: Watch, input: Any, requires_grad: bool = True) -> Any:
+    """A flag: what has a gradient is JAX's business here."""
+    input.requires_grad = requires_grad
+    return input
+
+
 def _is_meta(watch: Watch, input: Any) -> bool:
     """torchax's tensors are, inside; whoever asks wants to know whether there are values."""
     return False
@@ -93,6 +99,7 @@ TENSORS: dict[Any, Callable[..., Any]] = {
     getattr(torch.Tensor.is_meta, "__get__"): _is_meta,  # noqa: B009
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
+    torch.Tensor.requires_grad_: _requires_grad,
     torch.Tensor.type_as: _type_as,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
