@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.errors import OptionError, PlanError
+from tailrace.errors import OptionError, PlanError, ProgramError
+from tailrace.keras.data.batch_counts import Counts, counted
 from tailrace.keras.optimizers.wrappers import accumulation_of
 from tailrace.keras.outfeed_layers import check_wrappers
 from tailrace.keras.pipelines.assignment_classes import check_no_gaps
@@ -114,6 +115,33 @@ class Settings:
         """The stage assignment as it was set, as objects."""
         self.ignores_notes = False
         """Whether stages named where layers are called were taken back."""
+
+    # -- rules, which compatibility layers make stricter -------------------------------------------
+
+    def counts(
+        self, steps: int | None, size: int | None, execution: int, epochs: int = 1
+    ) -> Counts:
+        """How many batches an epoch and an execution take; see `counted`."""
+        del epochs
+        return counted(steps, size, execution, self.replicas)
+
+    def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
+        """Refuse what `compile` was given, if it cannot be."""
+
+    def check_keras_loop(self, reason: str) -> None:
+        """Refuse what Keras' own loop would leave undone in silence."""
+        for what, wrong in (
+            ("replicas", self.replicas > 1),
+            ("gradient accumulation by Tailrace", self.microbatches > 1),
+            ("a pipeline", self.is_pipelined),
+            ("observe=", bool(self.observe)),
+            ("run_dir=", self.run_dir is not None),
+        ):
+            if wrong:
+                raise ProgramError(
+                    f"The model {self.model.name!r} has {reason}: Keras' own loop runs it, not a "
+                    f"program on the device, so it does not go with {what}. Leave one of them out."
+                )
 
     # -- one step -------------------------------------------------------------------------------
 
