@@ -128,13 +128,10 @@ def test_layers_of_another_thread_note_no_stage():
 
 
 def test_hooked_methods_look_like_those_of_keras():
-    for method in (keras.layers.Layer.__init__, keras.Model.fit, keras.Model.compile):
-        assert inspect.getfullargspec(method).args == inspect.getfullargspec(method.__wrapped__).args
-
-    class Scaled(L.Layer):
-        """Has no `__init__` of its own."""
-
-    assert Scaled(name="one").get_config()["name"] == "one"
+    found = inspect.getfullargspec(keras.layers.Layer.__init__)  # Keras reads it like this
+    assert (found.args, "dtype" in found.kwonlyargs) == (["self"], True)
+    assert "steps_per_epoch" in inspect.signature(keras.Model.fit).parameters
+    assert keras.Sequential.compile is keras.Model.compile, "or Keras takes it for overridden"
 
 
 # -- names that the user has taken --------------------------------------------------------------
