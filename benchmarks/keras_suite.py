@@ -4,7 +4,7 @@
     python -m benchmarks.keras_suite trainers        # files whose path contains a word
 
 The tests come from the source distribution of the Keras that is installed, unpacked into a temporary
-directory: nothing of Keras is kept here. Each file runs in a process of its own, on the JAX backend.
+directory: nothing of Keras is kept here. Each room runs in a process of its own, on the JAX backend.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def unpacked(directory: pathlib.Path) -> pathlib.Path:
     return found
 
 
-def outcomes(root: pathlib.Path, file: pathlib.Path, *, scoped: bool) -> dict[str, str]:
-    """What becomes of each test of a file: passed, failed or skipped."""
+def outcomes(root: pathlib.Path, files: list[str], *, scoped: bool) -> dict[str, dict[str, str]]:
+    """For each file, what becomes of its tests: passed, failed or skipped."""
     with tempfile.TemporaryDirectory() as scratch:
         pathlib.Path(scratch, "tailrace_scope.py").write_text(SCOPE)
         report = pathlib.Path(scratch, "report.xml")
@@ -63,16 +63,18 @@ def outcomes(root: pathlib.Path, file: pathlib.Path, *, scoped: bool) -> dict[st
         }
         plugin = ["-p", "tailrace_scope"] if scoped else []
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin]
-        command += [f"--junitxml={report}", "--rootdir", str(root), str(file)]
+        command += [f"--junitxml={report}", "--rootdir", str(root), *files]
         ran = subprocess.run(
             command, cwd=scratch, env=environment, capture_output=True, text=True, check=False
         )
         if not report.exists():
-            raise SystemExit(f"pytest did not run {file.name}:\n{ran.stdout}\n{ran.stderr}")
-        return {
-            f"{file.stem}::{case.get('name')}": _outcome(case)
-            for case in ElementTree.parse(report).iter("testcase")
-        }
+            raise SystemExit(f"pytest did not run:\n{ran.stdout}\n{ran.stderr}")
+        found: dict[str, dict[str, str]] = {pathlib.Path(file).stem: {} for file in files}
+        for case in ElementTree.parse(report).iter("testcase"):
+            places = f"{case.get('classname')}.{case.get('name')}".split(".")
+            file = next((place for place in places if place in found), places[0])
+            found.setdefault(file, {})[".".join(places[-2:])] = _outcome(case)
+        return found
 
 
 def _outcome(case: ElementTree.Element) -> str:
@@ -83,38 +85,40 @@ def _outcome(case: ElementTree.Element) -> str:
 
 def main() -> None:
     """Run the suite and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="run files whose path contains one of these")
     parser.add_argument("--sources", help="keep the unpacked distribution in this directory")
-    parser.add_argument(
-        "--scoped-only", action="store_true", help="skip the run without a strategy"
-    )
     given = parser.parse_args()
-    directory = pathlib.Path(given.sources or tempfile.mkdtemp(prefix="keras_suite_"))
-    directory.mkdir(parents=True, exist_ok=True)
-    root = unpacked(directory)
+    with tempfile.TemporaryDirectory(prefix="keras_suite_") as temporary:
+        directory = pathlib.Path(given.sources or temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        compare(unpacked(directory), given.words)
+
+
+def compare(root: pathlib.Path, words: list[str]) -> None:
+    """Run each room without a strategy and in a scope, and print what passes."""
     print("| file | without a strategy | in a scope |")
     print("|---|--:|--:|")
-    plain_total, scoped_total, lost = 0, 0, []
+    totals, lost = [0, 0], []
     for room in ROOMS:
-        for file in sorted((root / "keras" / "src" / room).rglob("*_test.py")):
-            if given.words and not any(word in str(file) for word in given.words):
-                continue
-            scoped = outcomes(root, file, scoped=True)
-            plain = scoped if given.scoped_only else outcomes(root, file, scoped=False)
-            counts = [sum(one == "passed" for one in found.values()) for found in (plain, scoped)]
-            plain_total, scoped_total = plain_total + counts[0], scoped_total + counts[1]
-            wanted = scoped if given.scoped_only else plain
-            expected = ("passed", "failed") if given.scoped_only else ("passed",)
-            lost += [
-                name
-                for name, outcome in wanted.items()
-                if outcome in expected and scoped.get(name) != "passed"
-            ]
-            print(f"| {room}/{file.stem} | {counts[0]} | {counts[1]} |", flush=True)
-    print(f"| all | {plain_total} | {scoped_total} |")
+        files = [str(file) for file in sorted((root / "keras" / "src" / room).rglob("*_test.py"))]
+        files = [file for file in files if not words or any(word in file for word in words)]
+        if not files:
+            continue
+        plain, scoped = (outcomes(root, files, scoped=scope) for scope in (False, True))
+        for file, tests in plain.items():
+            passed = [_passed(found.get(file, {})) for found in (plain, scoped)]
+            totals = [total + len(names) for total, names in zip(totals, passed, strict=True)]
+            lost += [f"{file}: {name}" for name in sorted(passed[0] - passed[1])]
+            if tests:
+                print(f"| {room}/{file} | {len(passed[0])} | {len(passed[1])} |", flush=True)
+    print(f"| all | {totals[0]} | {totals[1]} |")
     for name in lost:
-        print(f"only without a strategy: {name}")
+        print(f"passes without a strategy only: {name}")
+
+
+def _passed(found: dict[str, str]) -> set[str]:
+    return {name for name, outcome in found.items() if outcome == "passed"}
 
 
 if __name__ == "__main__":

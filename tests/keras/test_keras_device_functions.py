@@ -66,13 +66,12 @@ def test_replicas_need_the_mean_of_their_gradients():
         model = keras.Sequential([keras.Input((6,)), L.Dense(4, activation="softmax")])
         outfeed = tr.OutfeedQueue()
         start = model.get_weights()
+        iterator = tk.DatasetIterator(tr.batches((x, y), 8))
         with pytest.raises(tr.TailraceError, match="equal on all replicas"):
-            strategy.run(
-                training_loop,
-                [tk.DatasetIterator(tr.batches((x, y), 8)), outfeed, model, keras.optimizers.SGD(0.1), 4],
-            )
+            strategy.run(training_loop, [iterator, outfeed, model, keras.optimizers.SGD(0.1), 4])
         optimizer = tk.CrossReplicaOptimizer(keras.optimizers.SGD(0.1))
-        strategy.run(training_loop, [tk.DatasetIterator(tr.batches((x, y), 8)), outfeed, model, optimizer, 4])
+        iterator = tk.DatasetIterator(tr.batches((x, y), 8))
+        strategy.run(training_loop, [iterator, outfeed, model, optimizer, 4])
     assert outfeed.dequeue().shape == (4, 2)
     whole = keras.Sequential([keras.Input((6,)), L.Dense(4, activation="softmax")])
     whole.set_weights(start)

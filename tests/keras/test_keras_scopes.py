@@ -1,4 +1,4 @@
-"""Scopes adopt the models made in them, and nothing else: threads, tasks, nesting, exceptions, names."""
+"""Scopes adopt the models made in them, and nothing else: threads, tasks, nesting, errors, names."""
 
 import asyncio
 import contextlib

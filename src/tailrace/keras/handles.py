@@ -1,11 +1,8 @@
-"""Which models train on the engine: each of them carries an object of ours."""
+"""Which models train on the engine: each of them carries an object of ours, a `model.Adopted`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tailrace.keras.settings.options import Settings
+from typing import Any
 
 _NAME = "_tailrace"
 
@@ -20,6 +17,6 @@ def attached(model: Any) -> Any:
     return model.__dict__.get(_NAME)
 
 
-def settings_of(model: Any) -> Settings:
-    """What an adopted model is set to."""
+def settings_of(model: Any) -> Any:
+    """What an adopted model is set to: its `Settings`."""
     return attached(model).settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from tailrace.compat.ipu.ops.cross_replica_ops import cross_replica_mean, cross_
 from tailrace.compat.ipu.scopes import ipu_scope, ordinal_of
 from tailrace.keras.adopt import take_over
 from tailrace.keras.data.batch_counts import Counts
+from tailrace.keras.keras_internals import hook
+from tailrace.keras.scopes import Scopes
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.strategy import Strategy
 
@@ -199,22 +202,26 @@ def _numbers(stages: Any) -> list[int]:
     return [stages]
 
 
-@contextlib.contextmanager
-def _averaging_gradients() -> Iterator[None]:
-    """Keras' optimizers get the mean of each gradient over replicas, while a function is traced."""
+_averaging = Scopes("ipu_averaging_gradients")
+
+
+def _averaging_gradients() -> contextlib.AbstractContextManager[None]:
+    """Keras' optimizers get the mean of each gradient over replicas while a function is traced."""
+    _hook_optimizers()
+    return _averaging.opened(True)
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    """Let Keras' optimizers ask whether gradients are averaged; once."""
     import keras  # here: `tailrace.keras` has seen to its backend by now
 
-    plain = keras.optimizers.Optimizer.apply
+    def apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if _averaging.innermost():
+            grads = [None if grad is None else cross_replica_mean(grad) for grad in grads]
+        return plain(optimizer, grads, trainable_variables)
 
-    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        averaged = [None if grad is None else cross_replica_mean(grad) for grad in grads]
-        return plain(optimizer, averaged, trainable_variables)
-
-    keras.optimizers.Optimizer.apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        keras.optimizers.Optimizer.apply = plain  # type: ignore[method-assign]
+    hook(keras.optimizers.Optimizer, "apply", apply)
 
 
 def _is_array(value: Any) -> bool:

@@ -189,7 +189,8 @@ class Executions:
     def _whole(self, block: Block) -> Block | None:
         """A block without the batches at its end that do not fill a step."""
         left = block.count % self.per_step
-        if not self.drops_remainder and self.per_step > self.replicas:
+        known = self.pacing.batches is not None  # and so what replicas cannot share was left out
+        if not self.drops_remainder and (known or self.per_step > self.replicas):
             size = block.form.spec.leaves[0].shape[:1]
             raise DataError(
                 f"The provided set of data has a partial batch, or ends, where a step of "

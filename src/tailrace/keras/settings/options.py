@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_only import ForwardPipeline
 from tailrace.program.step.accumulation import Accumulation, Reduction
+
+_staged: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("tailrace_staged")
+"""The forward passes of models that are traced here stage by stage, by the identity of the model."""
 
 
 class MetricReduction(enum.StrEnum):
@@ -286,13 +290,22 @@ class Settings:
     def in_stages(self) -> Iterator[None]:
         """Inside, a call of the model goes stage by stage, if it is cut into stages."""
         staged = self.staged()
-        if staged is not None:
-            self.model.__dict__["call"] = staged  # in front of that of its class, while traced
+        if staged is None:
+            yield
+            return
+        model, whole = self.model, self.model.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Another thread may call the model meanwhile: it has no stages there.
+            return _staged.get({}).get(id(model), whole)(*args, **kwargs)
+
+        model.__dict__["call"] = call  # in front of that of its class, while traced
+        token = _staged.set({**_staged.get({}), id(model): staged})
         try:
             yield
         finally:
-            if staged is not None:
-                del self.model.__dict__["call"]
+            _staged.reset(token)
+            del model.__dict__["call"]
 
     @property
     def merges_metrics(self) -> bool:
