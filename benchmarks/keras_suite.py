@@ -63,7 +63,8 @@ def outcomes(root: pathlib.Path, files: list[str], *, scoped: bool) -> dict[str,
         }
         plugin = ["-p", "tailrace_scope"] if scoped else []
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin]
-        command += [f"--junitxml={report}", "--rootdir", str(root), *files]
+        command += ["--continue-on-collection-errors", f"--junitxml={report}"]
+        command += ["--rootdir", str(root), *files]
         ran = subprocess.run(
             command, cwd=scratch, env=environment, capture_output=True, text=True, check=False
         )

@@ -21,8 +21,8 @@ def batches_in(
     x: Any, batch_size: int | None, steps: int | None = None, share: float = 1.0
 ) -> int | None:
     """How many batches a dataset of Keras' has; None where that is not known before it ends."""
-    if hasattr(x, "cardinality"):  # tf.data
-        found = int(x.cardinality())
+    if hasattr(x, "cardinality"):  # tf.data; of distributed datasets it is an attribute
+        found = int(x.cardinality() if callable(x.cardinality) else x.cardinality)
         return found if found >= 0 else None
     if hasattr(x, "num_batches"):  # PyDataset
         return x.num_batches
