@@ -58,7 +58,7 @@ def main(step_count=10_000, steps_per_execution=10):
     with strategy.scope():
         optimizer = keras.optimizers.SGD(0.01)
         model = create_model()
-        iterator = iter(data)
+        iterator = tk.DatasetIterator(data)
         outfeed_queue = tr.OutfeedQueue()
         started = time.time()
         for _ in range(0, step_count, steps_per_execution):

@@ -45,7 +45,7 @@ def test_many_steps_in_one_execution():
         optimizer = keras.optimizers.Adam(0.05)
         keras.utils.set_random_seed(1)
         model = create_model()
-        iterator = iter(tr.batches((x, y), 8))
+        iterator = tk.DatasetIterator(tr.batches((x, y), 8))
         outfeed = tr.OutfeedQueue()
         assert isinstance(iterator, tk.DatasetIterator)
         for _ in range(3):
@@ -66,13 +66,12 @@ def test_replicas_need_the_mean_of_their_gradients():
         model = keras.Sequential([keras.Input((6,)), L.Dense(4, activation="softmax")])
         outfeed = tr.OutfeedQueue()
         start = model.get_weights()
+        iterator = tk.DatasetIterator(tr.batches((x, y), 8))
         with pytest.raises(tr.TailraceError, match="equal on all replicas"):
-            strategy.run(
-                training_loop,
-                [iter(tr.batches((x, y), 8)), outfeed, model, keras.optimizers.SGD(0.1), 4],
-            )
+            strategy.run(training_loop, [iterator, outfeed, model, keras.optimizers.SGD(0.1), 4])
         optimizer = tk.CrossReplicaOptimizer(keras.optimizers.SGD(0.1))
-        strategy.run(training_loop, [iter(tr.batches((x, y), 8)), outfeed, model, optimizer, 4])
+        iterator = tk.DatasetIterator(tr.batches((x, y), 8))
+        strategy.run(training_loop, [iterator, outfeed, model, optimizer, 4])
     assert outfeed.dequeue().shape == (4, 2)
     whole = keras.Sequential([keras.Input((6,)), L.Dense(4, activation="softmax")])
     whole.set_weights(start)
@@ -103,8 +102,8 @@ def test_functions_return_values_and_take_arrays():
 def test_what_belongs_into_a_device_function_says_so():
     strategy = tk.Strategy()
     with strategy.scope():
-        iterator = iter(tr.batches((np.zeros((8, 2), np.float32),), 4))
-    with pytest.raises(tr.TailraceError, match="can not be accessed in eager mode when inside"):
+        iterator = tk.DatasetIterator(tr.batches((np.zeros((8, 2), np.float32),), 4))
+    with pytest.raises(tr.TailraceError, match="it has no elements outside of them"):
         next(iterator)
     with pytest.raises(tr.TailraceError, match="tk.repeat means something only in a device"):
         tk.repeat(2, lambda: None)
@@ -154,7 +153,7 @@ def test_state_is_found_wherever_the_function_has_it_from(given):
         Loop.run(loop, iterator)
 
     with strategy.scope():
-        iterator = iter(tr.batches((x, y), 8))
+        iterator = tk.DatasetIterator(tr.batches((x, y), 8))
         if given == "attributes":
             strategy.run(loop.run, args=[iterator])
         elif given == "closure":

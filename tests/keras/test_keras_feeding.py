@@ -40,7 +40,7 @@ def fitted(monkeypatch, quiet, *, callbacks=(), **made):
         x, y = digits_like(96)
         call = {"batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": False}
         history = model.fit(x, y, **call, callbacks=list(callbacks)).history
-    program = model.__dict__["_tailrace_made"]["train"]
+    program = tk.of(model).programs["train"]
     (runner,) = program.trainer._runners.values()
     muted = {key[-1] for key in runner._executables}
     assert runner.muted == frozenset(), "as it was, once the fit is over"

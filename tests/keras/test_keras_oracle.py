@@ -60,7 +60,7 @@ def test_one_dispatch_an_execution_and_one_program():
     x, y = digits_like()
     for _ in range(2):
         ours.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Listening()])
-    trainer = ours._tailrace_programs["train"].trainer
+    trainer = tk.of(ours).programs["train"].trainer
     assert trainer.executions == 2 * 2 * 12 // 4
     assert len(trainer._runners) == 1
     # Where nobody listens between executions, short ones run together.

@@ -9,7 +9,7 @@ from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both,
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_bits_equal
-from tailrace.keras.data import batch_source, resident_arrays
+from tailrace.keras.data import resident_arrays, resident_batches
 from tailrace.keras.programs.executions import as_element
 
 L = keras.layers
@@ -17,15 +17,15 @@ L = keras.layers
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """The blocks on the host of which rows were gathered on the device."""
+    """For each block of which rows were gathered on the device, their numbers for each leaf."""
     blocks = []
-    gather = resident_arrays.Resident.gathered
+    gather = resident_arrays.Rows.gathered
 
-    def noted(self, block, *others):
-        blocks.append(block)
-        return gather(self, block, *others)
+    def noted(self, numbers, arrays, device):
+        blocks.append([numbers] * len(arrays))
+        return gather(self, numbers, arrays, device)
 
-    monkeypatch.setattr(resident_arrays.Resident, "gathered", noted)
+    monkeypatch.setattr(resident_arrays.Rows, "gathered", noted)
     return blocks
 
 
@@ -127,35 +127,38 @@ def test_on_an_accelerator_it_is_so_by_itself(monkeypatch, gathered):
     assert len(gathered) == 2
 
 
-def test_batches_that_are_not_known_again_are_refused():
-    x, y = (resident_arrays.as_rows(part) for part in digits_like(32))
-    rows = np.array([3, 1, 2])
-    assert np.isnan(x[rows]).all()
-    assert_bits_equal(resident_arrays.data_of(x[4:8]), np.asarray(x)[4:8])
-    assert_bits_equal(resident_arrays.data_of(taken := x[rows]), np.asarray(x)[rows])
-    assert taken.shape == (3, 6)
-    batches = [(x[rows], y[rows]), (x[rows].copy(), y[rows])]
-    lost = np.zeros(32, np.float32)
-    for number, given in ((1, [x, y]), (2, [x, y, lost]), (2, [lost, lost])):
-        kept = resident_arrays.Resident(given)
-        found = batch_source.Batches(iter(batches[-number:]), as_element, {}, None, kept)
-        with pytest.raises(tr.TailraceError, match="took one for data. Switch it off"):
-            found.take(2, 1, jax.devices()[0], ahead=False)
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+def test_rows_are_those_that_keras_would_take(shuffle):
+    """Keras' own iterator over the same arrays, with the same seed, has the same batches."""
+    x, y = digits_like(30)
+    seen = []
+
+    class Noting(keras.Model):
+        def train_step(self, state, data):
+            seen.append(np.asarray(data[0]))
+            return {"loss": 0.0}, state
+
+    plain = Noting()
+    plain.compile("sgd", run_eagerly=True)
+    plain.built = plain.optimizer.built = True
+    keras.utils.set_random_seed(5)
+    plain.fit(x, y, batch_size=8, shuffle=shuffle, epochs=2, verbose=0)
+    keras.utils.set_random_seed(5)
+    rows = resident_arrays.Rows((x, y, None), 8, shuffle)
+    found = [rows.batch(one)[0] for _ in range(2) for one in rows.epoch()]
+    assert_bits_equal(found, seen)
 
 
 def test_what_stands_for_elements_on_the_host():
-    x, y = (resident_arrays.as_rows(part) for part in digits_like(32))
-    rows = np.array([[3, 1], [2, 7]])
-    batches = [(x[each], y[each]) for each in rows]
-    found = batch_source.Batches(
-        iter(batches), as_element, {}, None, resident_arrays.Resident([x, y])
-    )
-    block = found.take(2, 1, jax.devices()[0], ahead=False)
-    for leaf, elements in zip(
-        block.staged.device, block.form.feed.elements_of(block.staged.host), strict=True
-    ):
-        assert_bits_equal(np.asarray(leaf), elements)
-    assert_bits_equal(np.asarray(block.staged.device[0]), np.asarray(x)[rows])
+    x, y = digits_like(32)
+    rows = resident_arrays.Rows((x, y, None), 2, True)
+    found = resident_batches.ResidentBatches(iter(()), as_element, {}, rows)
+    block = found.take(2, 1, jax.devices()[0], ahead=0)
+    elements = block.form.feed.elements_of(block.staged.host)
+    for leaf, element in zip(block.staged.device, elements, strict=True):
+        assert_bits_equal(np.asarray(leaf), element)
+    numbers = np.asarray(block.staged.host[0])
+    assert_bits_equal(np.asarray(block.staged.device[0]), x[numbers])
 
 
 @pytest.mark.parametrize("keep", [False, True])

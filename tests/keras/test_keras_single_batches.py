@@ -50,18 +50,6 @@ def test_as_many_batches_are_validated_as_asked_for(execution):
     assert_same(pair, fit_both(pair, x, y, batch_size=8, epochs=2, validation_steps=4, **call))
 
 
-def test_eager_models_are_refused_however_they_got_so():
-    x, y = digits_like(16)
-    plain = classifier()
-    plain.compile("sgd", SPARSE["loss"](), run_eagerly=True)
-    later = tk.adopt(classifier())
-    later.compile("sgd", SPARSE["loss"]())
-    later.run_eagerly = True
-    for model in (tk.adopt(plain), later):
-        with pytest.raises(tr.TailraceError, match="cannot run eagerly"):
-            model.fit(x, y, batch_size=8, verbose=0)
-
-
 def test_an_outfeed_and_a_smaller_last_batch():
     x, y = digits_like(20)
     queue = tr.OutfeedQueue()

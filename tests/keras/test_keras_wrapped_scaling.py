@@ -214,7 +214,7 @@ def in_a_loop(optimizer_of, count=4):
         keras.utils.set_random_seed(7)
         model = dense()
         optimizer = optimizer_of(model)
-        iterator = iter(tr.batches(digits_like(8 * count), 8))
+        iterator = tk.DatasetIterator(tr.batches(digits_like(8 * count), 8))
 
         def loop(iterator, model, optimizer):
             def step():

@@ -8,6 +8,7 @@ from tailrace.keras import backend as _backend
 _backend.load()
 
 from tailrace.keras.adopt import adopt as adopt  # noqa: E402
+from tailrace.keras.adopt import of as of  # noqa: E402
 from tailrace.keras.custom_loops.device_functions import DatasetIterator as DatasetIterator  # noqa: E402
 from tailrace.keras.custom_loops.device_functions import repeat as repeat  # noqa: E402
 from tailrace.keras.custom_loops.device_functions import value_and_grad as value_and_grad  # noqa: E402

@@ -1,26 +1,62 @@
-"""Models get Tailrace's trainer: a class in front of their own, with everything else as it was."""
+"""Models get Tailrace's trainer: an object beside each of them, which Keras' methods ask for.
+
+Classes of models stay as they are, so files, pickles and clones are those of plain Keras.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
 from typing import Any
 
 import keras
 
-from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.model import TailraceModel
+from tailrace.errors import OptionError
+from tailrace.keras.handles import attach, attached
+from tailrace.keras.keras_internals import PLAIN, functional_class, hook
+from tailrace.keras.model import ASSET, Adopted
+from tailrace.keras.pipelines.assignment import stages_of
+from tailrace.keras.scopes import Scopes
 from tailrace.keras.settings.options import Options, Settings
 
-_CLASSES: dict[type, type] = {}
-_SAVED_AS = ("tailrace", "Adopted")
-_OURS = ("make_train_function", "make_test_function", "make_predict_function")
+scopes = Scopes("tailrace_strategies")
+"""The scopes of strategies, each with a function that adopts the models made in it."""
+
+_HOOKED = (
+    "compile",
+    "fit",
+    "evaluate",
+    "predict",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "jax_state_sync",
+    "compute_loss_and_updates",
+    "get_metrics_result",
+)
+_ADDED = (
+    "records",
+    "tensors",
+    "save_assets",
+    "set_gradient_accumulation_options",
+    "set_pipelining_options",
+    "set_infeed_queue_options",
+    "set_outfeed_queue_options",
+    "set_replication_options",
+    "set_asynchronous_callbacks",
+    "get_pipeline_stage_assignment",
+    "set_pipeline_stage_assignment",
+    "reset_pipeline_stage_assignment",
+    "print_pipeline_stage_assignment_summary",
+)
 
 
 def adopt(model: Any, replicas: int = 1) -> Any:
     """Give a Keras model Tailrace's trainer; returns the same model.
 
-    Everything about it stays: layers, weights, name, what it was compiled with. `fit`, `evaluate`
-    and `predict` then run `steps_per_execution` batches in one program on the device.
+    Everything about it stays: class, layers, weights, name, what it was compiled with. `fit`,
+    `evaluate` and `predict` then run `steps_per_execution` batches in one program on the device.
 
     Args:
         model: a Sequential, Functional or subclassed model, built or not.
@@ -40,114 +76,114 @@ def adopt(model: Any, replicas: int = 1) -> Any:
             f"tk.adopt takes a Keras model: Sequential, Functional or a subclass of keras.Model. "
             f"Received: {type(model).__name__}."
         )
-    if isinstance(model, TailraceModel):
-        model.tailrace.replicas = replicas
-        model.forget_programs()
-        return model
-    take_over(model, replicas)
+    adopted = attached(model)
+    if adopted is None:
+        take_over(model, replicas)
+    else:
+        adopted.settings.replicas = replicas
+        adopted.forget_programs()
     return model
 
 
-def take_over(model: Any, replicas: int) -> None:
-    """Put Tailrace's class in front of that of a model."""
-    plain = type(model)
-    for name in _OURS:
-        if getattr(plain, name) is not getattr(keras.Model, name):
-            raise ProgramError(
-                f"The function `{name}` for the model {plain.__name__!r} has been overridden. It is "
-                f"what Tailrace replaces, so it would be skipped in silence. Remove it, or use the "
-                f"model outside the scope of a tk.Strategy."
-            )
-    model.__dict__["_tailrace_settings"] = Settings(model, replicas)
-    model.__class__ = _class_for(plain)
-    if getattr(model, "compiled", False):
-        model.forget_programs()
+def of(model: Any) -> Adopted:
+    """What Tailrace adds to an adopted model, also where the model has names of its own for it.
 
+    `model.records` is what the class of the model says, if it says anything: `tk.of(model).records`
+    is ours.
 
-def _class_for(plain: type) -> type:
-    if plain not in _CLASSES:
-        made = type(
-            plain.__name__,
-            (Adopted, plain),
-            {"__module__": plain.__module__, "__doc__": plain.__doc__, "_plain": plain},
+    Example:
+        >>> import keras, tailrace.keras as tk
+        >>> class Library(keras.Model):
+        ...     records = ("Blue", "Hejira")
+        >>> model = tk.adopt(Library())
+        >>> model.records
+        ('Blue', 'Hejira')
+        >>> tk.of(model).set_gradient_accumulation_options(4)
+    """
+    adopted = attached(model) if isinstance(model, keras.Model) else None
+    if adopted is None:
+        raise OptionError(
+            f"tk.of takes a model that trains on the engine: made in the scope of a tk.Strategy, or "
+            f"given to tk.adopt. Received: {type(model).__name__}."
         )
-        # All of them are saved under one name: which class it was is part of the configuration.
-        keras.saving.register_keras_serializable(*_SAVED_AS)(made)
-        _register()
-        _CLASSES[plain] = made
-    return _CLASSES[plain]
+    return adopted
 
 
-class Adopted(TailraceModel):
-    """How a model with Tailrace's trainer is saved and loaded."""
-
-    _plain: type = keras.Model
-
-    def get_config(self) -> dict[str, Any]:
-        """The model's own configuration, and what it is set to."""
-        config = super().get_config()  # type: ignore[misc]
-        plain = type(self)._plain
-        config["tailrace"] = {
-            "class": plain.__name__,
-            "module": plain.__module__,
-            "registered": keras.saving.get_registered_name(plain),
-            "replicas": self.tailrace.replicas,
-            "options": self.tailrace.options.saved(),
-        }
-        return config
-
-    def compile_from_config(self, config: Any) -> None:
-        """Compile as a saved model was compiled."""
-        if type(self)._plain.compile is not keras.Model.compile:
-            super().compile_from_config(config)  # type: ignore[misc]
-            return
-        self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.optimizer is not None and self.built:  # type: ignore[attr-defined]
-            self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Make the model again, with its options."""
-        config = dict(config)
-        kept = config.pop("tailrace", None)
-        plain = cls._plain if kept is None else _found(kept)
-        try:
-            model = plain.from_config(config, custom_objects=custom_objects)
-        except TypeError:
-            model = plain.from_config(config)
-        replicas = 1 if kept is None else kept["replicas"]
-        model = adopt(model, replicas)
-        if kept is not None:
-            model.tailrace.options = Options.restored(kept["options"])
-        return model
+def take_over(model: Any, replicas: int, kind: type[Settings] = Settings) -> Settings:
+    """Let a model train on the engine; returns what it is set to."""
+    settings = kind(model, replicas)
+    adopted = Adopted(model, settings)
+    attach(model, adopted)
+    adopted.forget_programs()
+    return settings
 
 
-def _found(kept: dict[str, Any]) -> Any:
-    """The class that a saved model had."""
-    if kept["class"] == "Sequential":
-        return keras.Sequential
-    if kept["class"] in ("Functional", "Model"):
-        return functional_class()
-    found = keras.saving.get_registered_object(kept["registered"])
-    if found is None:
-        raise ProgramError(
-            f"The saved model is a {kept['class']} of {kept['module']}, which is not known here. "
-            f"Import it, register it with @keras.saving.register_keras_serializable(), or give "
-            f"custom_objects."
-        )
-    return getattr(found, "_plain", found)
+# -- hooks in Keras, made once ------------------------------------------------------------------
+
+
+class _Added:
+    """An attribute of adopted models. It hides nothing: what a class or a model has comes first."""
+
+    def __init__(self, name: str, inside: str) -> None:
+        self._name, self._inside = name, inside
+        self.__doc__ = getattr(Adopted, inside, Settings).__doc__
+
+    def __get__(self, model: Any, kind: Any = None) -> Any:
+        if model is None:
+            return self
+        adopted = attached(model)
+        if adopted is None:
+            raise AttributeError(f"{type(model).__name__!r} object has no attribute {self._name!r}")
+        return getattr(adopted, self._inside)
+
+
+def _made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a model, which the scope around adopts."""
+    make(model, *args, **kwargs)
+    adopting = scopes.innermost()
+    if adopting is not None and attached(model) is None:
+        adopting(model)
+
+
+def _functional_made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a Functional model: all of its layers have a stage, or none."""
+    make(model, *args, **kwargs)
+    if attached(model) is not None and scopes.innermost() is not None:
+        stages_of(model)
+
+
+def _asked(name: str) -> Any:
+    def around(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        adopted = attached(model)
+        if adopted is None:
+            return plain(model, *args, **kwargs)
+        return getattr(adopted, name)(*args, **kwargs)
+
+    return around
+
+
+def _load_assets(model: Any, directory: str | None) -> None:
+    """Adopt a model that was saved as an adopted one; called by Keras while it is loaded."""
+    path = pathlib.Path(directory, ASSET) if directory else None
+    if path is None or not path.exists():
+        return
+    kept = json.loads(path.read_text())
+    adopt(model, kept["replicas"])
+    attached(model).settings.options = Options.restored(kept["options"])
 
 
 @functools.cache
-def functional_class() -> type:
-    """The class of Functional models, which Keras does not name in public."""
-    inputs = keras.Input((1,), name="of_a_functional_model")
-    made = type(keras.Model(inputs, inputs, name="a_functional_model"))
-    return getattr(made, "_plain", made)
+def install() -> None:
+    """Hook Keras; once."""
+    functional: Any = functional_class()
+    hook(keras.Model, "__init__", _made)
+    hook(functional, "__init__", _functional_made)
+    for name in _HOOKED:
+        PLAIN[name] = hook(keras.Model, name, _asked(name))
+    for name in _ADDED:
+        setattr(keras.Model, name, _Added(name, name))
+    keras.Model.tailrace = _Added("tailrace", "settings")  # type: ignore[attr-defined]
+    keras.Model.load_assets = _load_assets  # type: ignore[attr-defined]
 
 
-def _register() -> None:
-    keras.saving.register_keras_serializable(*_SAVED_AS)(Adopted)
-
-
-_register()
+install()

@@ -31,6 +31,6 @@ def load() -> None:
             f"tailrace.keras needs Keras {OLDEST[0]}.{OLDEST[1]} or newer. Received: Keras "
             f"{keras.__version__}. Install it with: pip install -U 'tailrace[keras]'."
         )
-    from tailrace.keras import keras_internals  # late: it imports Keras
+    from tailrace.keras import keras_seams  # late: it imports Keras
 
-    keras_internals.check()
+    keras_seams.check()

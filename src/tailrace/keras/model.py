@@ -1,9 +1,11 @@
-"""The trainer that a Keras model gets: `compile`, `fit`, `evaluate` and `predict` on the engine."""
+"""What an adopted Keras model does: `compile`, `fit`, `evaluate` and `predict` on the engine."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import pathlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +15,9 @@ import jax.numpy as jnp
 import keras
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.data.batch_counts import (
-    batches_in,
-    check_accumulation,
-    check_enough,
-    per_replica,
-)
-from tailrace.keras.data.resident_arrays import are_arrays, arrays_in, as_rows, keeps
+from tailrace.keras.data.batch_counts import batches_in, check_accumulation, counted
+from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
+from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.wrappers import overrides
 from tailrace.keras.pipelines.assignment import Assigning
 from tailrace.keras.pipelines.stage_scope import in_scope
@@ -29,8 +27,13 @@ from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
 from tailrace.keras.programs.train import Training
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
+from tailrace.messages import note_once
 
-_DATA = ("x", "y", "sample_weight")
+ASSET = "tailrace.json"
+"""The file, among the assets of a saved model, that says what the model is set to."""
+
+_LOSS = "compute_loss_and_updates"
+_CALLED = {"train": "fit", "test": "evaluate", "predict": "predict"}
 _SINGLE = (
     "train_on_batch, test_on_batch and predict_on_batch take one batch, and a step of this model takes "
     "{} (replicas x microbatches). Give that many batches to fit, evaluate or predict instead."
@@ -49,19 +52,22 @@ class Watch(keras.callbacks.Callback):
         self._pacing.begin_epoch()
 
 
-class TailraceModel(Setters, Assigning):
-    """What stands in front of a Keras model's class; see `tk.adopt`."""
+class Adopted(Setters, Assigning):
+    """What Tailrace adds to one Keras model; `tk.of(model)`.
 
-    @property
-    def tailrace(self) -> Settings:  # type: ignore[override]
-        """What the model is set to."""
-        if "_tailrace_settings" not in self.__dict__:  # made by its class, as a clone is
-            object.__setattr__(self, "_tailrace_settings", Settings(self))
-        return self.__dict__["_tailrace_settings"]
+    Keras calls the methods here that have the names of its own, for models that are adopted: what a
+    model's class overrides comes before them, and reaches them by `super()`.
 
-    @property
-    def _tailrace_programs(self) -> dict[str, Any]:
-        return self.__dict__.setdefault("_tailrace_made", {})
+    Attributes:
+        model: the model.
+        settings: what it is set to.
+    """
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.programs: dict[str, Any] = {}
+        self._running: dict[str, Pacing] = {}
+        self._active: Any = None
 
     # -- compile --------------------------------------------------------------------------------
 
@@ -75,17 +81,18 @@ class TailraceModel(Setters, Assigning):
             run_dir: a new directory that keeps history and records while training goes on.
             **kwargs: as in Keras.
         """
-        _check_compiled(kwargs.get("run_eagerly"), kwargs.get("jit_compile", "auto"))
-        super().compile(*args, **kwargs)  # type: ignore[misc]
-        settings = self.tailrace
+        model, settings = self.model, self.settings
+        PLAIN["compile"](model, *args, **kwargs)
+        settings.check_compiled(model.run_eagerly, model.jit_compile)
         settings.observe, settings.run_dir = observe, run_dir
-        self.steps_per_execution = _count(self.steps_per_execution)
+        model.steps_per_execution = _count(model.steps_per_execution)
         self.forget_programs()
 
     def forget_programs(self) -> None:
         """Build the device programs anew when they are needed next."""
-        self.train_function = self.test_function = self.predict_function = None
-        object.__setattr__(self, "_tailrace_made", {})
+        model = self.model
+        model.train_function = model.test_function = model.predict_function = None
+        self.programs = {}
 
     # -- what is seen ---------------------------------------------------------------------------
 
@@ -99,7 +106,7 @@ class TailraceModel(Setters, Assigning):
         return self._trained("tensors()").tensors()
 
     def _trained(self, what: str) -> Any:
-        program = self._tailrace_programs.get("train")
+        program = self.programs.get("train")
         if program is None or getattr(program, "trainer", None) is None:
             raise ProgramError(
                 f"model.{what} is there after a fit: the model has not been trained since it was "
@@ -111,76 +118,80 @@ class TailraceModel(Setters, Assigning):
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `fit`: many batches to an execution, on the device."""
-        bound = inspect.signature(super().fit).bind(*args, **kwargs)  # type: ignore[misc]
+        model, plain = self.model, PLAIN["fit"]
+        if not model.compiled or self._keras_runs("train"):  # Keras says what is missing
+            return plain(model, *args, **kwargs)
+        bound = inspect.signature(plain).bind(model, *args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
         pacing = self._pacing_of_fit(call)
-        if self._keeps_arrays(call):
-            call.update({name: as_rows(call[name]) for name in _DATA})
-            pacing.resident = arrays_in([call[name] for name in _DATA])
+        pacing.resident = self._resident_rows(call)
+        self._listen(pacing, call)
+        with self._while_running("train", pacing), _remainders(pacing.drops):
+            return plain(**call)
+
+    def _listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
+        """Find out who wants to hear of batches, and hear of epochs ourselves."""
         callbacks = call["callbacks"]
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.callbacks.append(Watch(pacing))
-        else:
-            listed = keras.tree.flatten(callbacks) if callbacks else []
-            call["callbacks"] = [Watch(pacing), *listed]
-            if call["verbose"] != 0 and not any(
-                isinstance(one, keras.callbacks.ProgbarLogger) for one in listed
-            ):
-                pacing.bar = keras.callbacks.ProgbarLogger()
-                pacing.bar.async_safe = True  # or Keras would wait for the logs of each execution
-                call["callbacks"].append(pacing.bar)
-            if self.tailrace.options.asynchronous_callbacks:
-                pacing.every_step = listed
-            stepwise = overrides(self, "train_step", keras.Model)  # its logs are all there is
-            listening = [one for one in call["callbacks"] if _listens(one)]
-            pacing.heard = stepwise or bool(listening)
-            pacing.alone = stepwise or not all(
-                getattr(one, "async_safe", False) for one in listening
-            )
-        with self._running("train", pacing), _remainders(pacing.drops):
-            return super().fit(**call)  # type: ignore[misc]
+            return
+        listed = keras.tree.flatten(callbacks) if callbacks else []
+        call["callbacks"] = [Watch(pacing), *listed]
+        if call["verbose"] != 0 and not any(
+            isinstance(one, keras.callbacks.ProgbarLogger) for one in listed
+        ):
+            pacing.bar = keras.callbacks.ProgbarLogger()
+            pacing.bar.async_safe = True  # or Keras would wait for the logs of each execution
+            call["callbacks"].append(pacing.bar)
+        if self.settings.options.asynchronous_callbacks:
+            pacing.every_step = listed
+        stepwise = overrides(self.model, "train_step", keras.Model)  # its logs are all there is
+        listening = [one for one in call["callbacks"] if _listens(one)]
+        pacing.heard = stepwise or bool(listening) or logs_of_its_own(self.model)
+        pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `evaluate`: many batches to an execution, on the device."""
+        model, plain = self.model, PLAIN["evaluate"]
+        if not model.compiled or self._keras_runs("test"):
+            return plain(model, *args, **kwargs)
         validating = kwargs.get("_use_cached_eval_dataset", False)
-        bound = inspect.signature(super().evaluate).bind(*args, **kwargs)  # type: ignore[misc]
+        bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = self._pacing_of_test(bound.arguments, validating)
-        several = self.tailrace.replicas > 1
-        with self._running("test", pacing, same_execution=validating), _remainders(several):
-            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        several = self.settings.replicas > 1
+        with self._while_running("test", pacing, same_execution=validating), _remainders(several):
+            return plain(model, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `predict`: many batches to an execution, on the device."""
-        bound = inspect.signature(super().predict).bind(*args, **kwargs)  # type: ignore[misc]
+        model, plain = self.model, PLAIN["predict"]
+        if self._keras_runs("predict"):
+            return plain(model, *args, **kwargs)
+        bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = self._pacing_of_test(bound.arguments, False)
-        with self._running("predict", pacing), _remainders(self.tailrace.replicas > 1):
-            return super().predict(*args, **kwargs)  # type: ignore[misc]
+        with self._while_running("predict", pacing), _remainders(self.settings.replicas > 1):
+            return plain(model, *args, **kwargs)
 
     # -- what Keras' trainer asks for -----------------------------------------------------------
 
     def make_train_function(self, force: bool = False) -> Any:
         """The function that trains for one execution."""
-        overridden = overrides(self, "train_step", keras.Model)
-        self.train_function = self._program("train", Stepping if overridden else Training, force)
-        return self.train_function
+        return self._make("train", Training if trains_by_engine(self.model) else Stepping, force)
 
     def make_test_function(self, force: bool = False) -> Any:
         """The function that evaluates for one execution."""
-        self.test_function = self._program("test", Evaluating, force)
-        return self.test_function
+        return self._make("test", Evaluating, force)
 
     def make_predict_function(self, force: bool = False) -> Any:
         """The function that predicts for one execution."""
-        self.predict_function = self._program("predict", Predicting, force)
-        return self.predict_function
+        return self._make("predict", Predicting, force)
 
     def jax_state_sync(self) -> None:
         """Give the variables their values back."""
-        program = self.__dict__.get("_tailrace_active")
-        if program is not None:
-            program.fill()
-        super().jax_state_sync()  # type: ignore[misc]
+        if self._active is not None:
+            self._active.fill()
+        PLAIN["jax_state_sync"](self.model)
 
     def compute_loss_and_updates(
         self,
@@ -194,18 +205,16 @@ class TailraceModel(Setters, Assigning):
         optimizer_variables: Any = None,
     ) -> Any:
         """Keras' forward pass; inside a training program, its loss is also kept with its gradient."""
-        settings = self.tailrace
+        settings, plain = self.settings, PLAIN["compute_loss_and_updates"]
         state = (trainable_variables, non_trainable_variables, metrics_variables)
         if settings.seen is None:
-            return super().compute_loss_and_updates(  # type: ignore[misc]
-                *state, x, y, sample_weight, training, optimizer_variables
-            )
+            return plain(self.model, *state, x, y, sample_weight, training, optimizer_variables)
         layout = settings.layout
         # Keras scales the loss too, by values that do not matter: that result is not used.
         unused = [] if layout.scale is None else layout.optimizer.all[: layout.scale + 1]
         zeros = [jnp.zeros(tuple(v.shape), v.dtype) for v in unused]
-        _, (loss, y_pred, others, metrics) = super().compute_loss_and_updates(  # type: ignore[misc]
-            *state, x, y, sample_weight, True, zeros
+        _, (loss, y_pred, others, metrics) = plain(
+            self.model, *state, x, y, sample_weight, True, zeros
         )
         settings.seen.loss = loss
         loss, y_pred = jax.lax.stop_gradient((loss, y_pred))
@@ -213,10 +222,9 @@ class TailraceModel(Setters, Assigning):
 
     def get_metrics_result(self) -> dict[str, Any]:
         """The metrics now; with replicas, as `set_replication_options` says."""
-        found = super().get_metrics_result()  # type: ignore[misc]
-        settings = self.tailrace
-        program = self.__dict__.get("_tailrace_active")
-        latest = getattr(program, "latest", None)
+        found = PLAIN["get_metrics_result"](self.model)
+        settings = self.settings
+        latest = getattr(self._active, "latest", None)
         if settings.replicas == 1 or settings.merges_metrics or not latest:
             return found
         return {
@@ -224,114 +232,174 @@ class TailraceModel(Setters, Assigning):
             for name, value in found.items()
         }
 
+    # -- saved with the model -------------------------------------------------------------------
+
+    def save_assets(self, directory: str) -> None:
+        """Put what the model is set to into its file, where plain Keras does not look."""
+        kept = {"replicas": self.settings.replicas, "options": self.settings.options.saved()}
+        pathlib.Path(directory, ASSET).write_text(json.dumps(kept))
+
     # -- inside ---------------------------------------------------------------------------------
 
-    def _program(self, mode: str, kind: type, force: bool) -> Any:
-        programs = self._tailrace_programs
-        program: Any = programs.get(mode)
-        if force or type(program) is not kind or not program.layout.same(self):
-            program = programs[mode] = kind(self)
+    def _keras_runs(self, mode: str) -> bool:
+        """Whether Keras' own loop runs a model: what it asks for is not a program on the device."""
+        reason = self._reason(mode)
+        if reason is None:
+            return False
+        self.settings.check_keras_loop(reason)
+        note_once(
+            f"Keras' own loop runs {_CALLED[mode]} of the model {self.model.name!r}, a step at a time: "
+            f"it has {reason}.",
+            key=f"keras loop {mode} {reason}",
+        )
+        return True
 
-        def function(state: Any, iterator: Iterator[Any]) -> Any:
-            object.__setattr__(self, "_tailrace_active", program)
-            running = self.__dict__.get("_tailrace_running", {}).get(mode)
-            program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
-            try:
-                if running is None and program.per_step > 1:
-                    raise ProgramError(_SINGLE.format(program.per_step))
-                return program.run(state, iterator)
-            except Exception as error:
-                if not isinstance(error, StopIteration):
-                    program.restore(state)  # Keras has emptied its variables
-                raise
-            finally:
-                if running is None:  # a single batch, outside fit
-                    program.fill()
-                    program.end()
+    def _reason(self, mode: str) -> str | None:
+        model, name = self.model, f"{mode}_function"
+        if model.run_eagerly:
+            return "run_eagerly=True"
+        if not model.jit_compile:
+            return "jit_compile=False, or a layer that cannot be compiled"
+        if overrides(model, f"make_{name}", keras.Model):
+            return f"a `make_{name}` of its own"
+        if getattr(model, name) is not None and not isinstance(getattr(model, name), _Function):
+            return f"a `{name}` of its own"
+        return None
 
-        return function
+    def _make(self, mode: str, kind: type, force: bool) -> Any:
+        model, name = self.model, f"{mode}_function"
+        if self._keras_runs(mode):
+            ours = isinstance(getattr(model, name), _Function)
+            return PLAIN[f"make_{name}"](model, force or ours)
+        program: Any = self.programs.get(mode)
+        if force or type(program) is not kind or not program.layout.same(model):
+            program = self.programs[mode] = kind(model)
+        setattr(model, name, _Function(self, mode, program))
+        return getattr(model, name)
+
+    def run(self, mode: str, program: Any, state: Any, iterator: Iterator[Any]) -> Any:
+        """One execution of a program; called by Keras' trainer."""
+        self._active = program
+        running = self._running.get(mode)
+        program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
+        try:
+            if running is None and program.per_step > 1:
+                raise ProgramError(_SINGLE.format(program.per_step))
+            return program.run(state, iterator)
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                program.restore(state)  # Keras has emptied its variables
+            raise
+        finally:
+            if running is None:  # a single batch, outside fit
+                program.fill()
+                program.end()
 
     @contextlib.contextmanager
-    def _running(self, mode: str, pacing: Pacing, same_execution: bool = False) -> Iterator[None]:
+    def _while_running(
+        self, mode: str, pacing: Pacing, same_execution: bool = False
+    ) -> Iterator[None]:
         """While Keras' trainer runs: it counts executions in batches over all replicas."""
-        _check_compiled(self.run_eagerly)  # type: ignore[attr-defined]
-        running = self.__dict__.setdefault("_tailrace_running", {})
+        model, running = self.model, self._running
         before, running[mode] = running.get(mode), pacing
-        configured = self.steps_per_execution
+        configured = model.steps_per_execution
         if not same_execution:
-            self.steps_per_execution = pacing.execution
+            model.steps_per_execution = pacing.execution
         try:
             with in_scope():
                 yield
         finally:
-            self.steps_per_execution = configured
+            model.steps_per_execution = configured
             if before is None:
                 del running[mode]
             else:
                 running[mode] = before
-            program = self._tailrace_programs.get(mode)
+            program = self.programs.get(mode)
             if program is not None:
                 program.end()
 
     def _pacing_of_fit(self, call: dict[str, Any]) -> Pacing:
-        settings = self.tailrace
+        settings = self.settings
         settings.check_pipeline()
         replicas, count = settings.replicas, settings.microbatches
         steps, split = call["steps_per_epoch"], call["validation_split"]
         share = 1.0 - split if split and call["validation_data"] is None else 1.0
-        size = batches_in(call["x"], call["batch_size"], share)
-        each, execution = per_replica(steps, size, self.steps_per_execution, replicas)
-        check_accumulation(execution, count, settings.is_pipelined)
+        size = batches_in(call["x"], call["batch_size"], steps, share)
         epochs = max(0, call["epochs"] - call["initial_epoch"])
-        needed = None if steps is None else steps * epochs
-        if steps is not None:
-            check_enough(steps * epochs, size, restarts=steps == size)
+        counts = settings.counts(steps, size, self.model.steps_per_execution, epochs)
+        check_accumulation(counts, count, replicas, settings.is_pipelined)
         return Pacing(
-            execution=execution * replicas,
+            execution=counts.execution,
             unit=count * replicas,
             replicas=replicas,
-            batches=each * replicas,
-            most=needed,
+            batches=counts.batches,
             ahead=settings.options.prefetch > 0,
             drops=(steps or size or 0) % replicas != 0,
         )
 
-    def _keeps_arrays(self, call: dict[str, Any]) -> bool:
-        """Whether what `fit` is given is kept on the device whole."""
-        settings = self.tailrace
-        asked, data = settings.options.resident, [call[name] for name in _DATA]
-        one_device = settings.replicas == 1 and not settings.is_pipelined
-        possible = one_device and are_arrays(data) and not call["validation_split"]
-        if asked and not possible:
+    def _resident_rows(self, call: dict[str, Any]) -> Rows | None:
+        """The arrays that `fit` is given, where they are kept on the device whole."""
+        settings = self.settings
+        asked, one_device = (
+            settings.options.resident,
+            settings.replicas == 1 and not settings.is_pipelined,
+        )
+        found = rows_of(call) if one_device and asked is not False else None
+        if asked and found is None:
             raise OptionError(
                 f"resident=True keeps the arrays given to fit on the one device that trains: numpy "
                 f"arrays, whose floats are of the type that Keras computes in "
                 f"({keras.config.floatx()}), not split by validation_split. Received: "
                 f"{'other data' if one_device else 'a model with replicas or stages'}. Leave it out."
             )
-        if asked is not None or not possible:
-            return bool(asked)
-        return keeps(data, call["epochs"] - call["initial_epoch"])
+        if found is None or asked or keeps(found.arrays, call["epochs"] - call["initial_epoch"]):
+            return found
+        return None
 
     def _pacing_of_test(self, call: dict[str, Any], validating: bool) -> Pacing:
-        settings = self.tailrace
-        replicas = settings.replicas
-        if validating:  # as many batches to an execution as in training, and what is left
-            outer = self.__dict__["_tailrace_running"]["train"]
-            steps = call.get("steps")
-            most = None if steps is None else steps - steps % replicas
-            return Pacing(outer.execution, replicas, replicas, batches=most, most=most, ahead=True)
-        steps = call.get("steps")
-        size = batches_in(call.get("x"), call.get("batch_size"))
-        each, execution = per_replica(steps, size, self.steps_per_execution, replicas)
+        settings = self.settings
+        replicas, steps = settings.replicas, call.get("steps")
+        outer = self._running.get("train")
+        if validating and outer is not None:  # as many batches to an execution as in training
+            counts = counted(steps, None, outer.execution // replicas, replicas)
+        elif validating:  # in an epoch of Keras' own loop
+            counts = counted(steps, None, self.model.steps_per_execution, replicas)
+        else:
+            size = batches_in(call.get("x"), call.get("batch_size"), steps)
+            counts = settings.counts(steps, size, self.model.steps_per_execution)
         return Pacing(
-            execution=execution * replicas,
+            execution=counts.execution,
             unit=replicas,
             replicas=replicas,
-            batches=each * replicas,
-            most=steps,
+            batches=counts.batches,
             ahead=settings.options.prefetch > 0,
         )
+
+
+class _Function:
+    """What Keras' trainer calls for one execution."""
+
+    def __init__(self, adopted: Adopted, mode: str, program: Any) -> None:
+        self._adopted, self._mode, self._program = adopted, mode, program
+
+    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
+        """Run an execution; returns logs or outputs, and the next state."""
+        return self._adopted.run(self._mode, self._program, state, iterator)
+
+
+def trains_by_engine(model: Any) -> bool:
+    """Whether a step is the engine's: loss and gradient, then the optimizer.
+
+    Otherwise Keras' `train_step`, or the user's, is the step, in a loop on the device.
+    """
+    own = any(overrides(model, one, keras.Model) for one in ("train_step", _LOSS))
+    return not own and bool(model.trainable_variables)
+
+
+def logs_of_its_own(model: Any) -> bool:
+    """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
+    names = ("compute_metrics", "get_metrics_result")
+    return any(overrides(model, name, keras.Model) for name in names)
 
 
 @contextlib.contextmanager
@@ -341,21 +409,6 @@ def _remainders(dropped: bool) -> Iterator[None]:
         if dropped:
             warnings.filterwarnings("ignore", "Your input ran out of data")
         yield
-
-
-def _check_compiled(run_eagerly: Any, jit_compile: Any = "auto") -> None:
-    """Refuse to run what was asked to be run step by step."""
-    if run_eagerly:
-        raise ProgramError(
-            "Keras models cannot run eagerly when using tk.Strategy: an execution is one program "
-            "on the device. Received: run_eagerly=True. Leave it out, or use a model outside "
-            "the scope."
-        )
-    if jit_compile is False:
-        raise ProgramError(
-            "An execution is one compiled program. Received: jit_compile=False. Leave it out, or "
-            "use a model outside the scope."
-        )
 
 
 def _listens(callback: Any) -> bool:

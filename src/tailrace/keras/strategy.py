@@ -6,14 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
-
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import OptionError
-from tailrace.keras.adopt import functional_class, take_over
-from tailrace.keras.custom_loops.device_functions import DeviceFunctions, datasets_are_infeeds
-from tailrace.keras.model import TailraceModel
-from tailrace.keras.pipelines.assignment import stages_of
+from tailrace.keras.adopt import scopes, take_over
+from tailrace.keras.custom_loops.device_functions import DeviceFunctions
 from tailrace.keras.pipelines.stage_scope import in_scope
 
 
@@ -42,42 +38,16 @@ class Strategy:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """While it is open, models that are made get Tailrace's trainer.
+        """While it is open, models that are made here get Tailrace's trainer.
 
-        And `iter(dataset)` of a `tf.data.Dataset`, a PyTorch `DataLoader` or `tr.batches(...)`,
-        written there, gives an infeed for `run`.
+        Here is: in this thread, or in this task of asynchronous code and what it starts.
         """
-        plain = keras.Model.__init__
-
-        def adopting(model: Any, *args: Any, **kwargs: Any) -> None:
-            plain(model, *args, **kwargs)
-            if not isinstance(model, TailraceModel):
-                self.adopt(model)
-
-        functional: Any = functional_class()
-        make = functional.__init__
-
-        def checking(model: Any, *args: Any, **kwargs: Any) -> None:
-            make(model, *args, **kwargs)
-            if isinstance(model, TailraceModel):
-                stages_of(model)  # all of its layers have a stage, or none
-
-        keras.Model.__init__ = adopting  # type: ignore[method-assign]
-        functional.__init__ = checking
-        try:
-            with self.iterating(), in_scope():
-                yield self
-        finally:
-            keras.Model.__init__ = plain  # type: ignore[method-assign]
-            functional.__init__ = make
+        with scopes.opened(self.adopt), in_scope():
+            yield self
 
     def adopt(self, model: Any) -> None:
         """Give a model that was made in the scope Tailrace's trainer."""
         take_over(model, self.replicas)
-
-    def iterating(self) -> contextlib.AbstractContextManager[None]:
-        """While the scope is open: what `iter(dataset)` gives."""
-        return datasets_are_infeeds()
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run a device function in one program.

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from tailrace.compat.ipu import config
+from tailrace.compat.ipu.batch_rules import check_enough, per_replica
+from tailrace.compat.ipu.dataset_iteration import datasets_are_infeeds
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.ipu.ipu_infeed_queue import IPUOwnedIterator
 from tailrace.compat.ipu.ops.cross_replica_ops import cross_replica_mean, cross_replica_sum
 from tailrace.compat.ipu.scopes import ipu_scope, ordinal_of
-from tailrace.keras.custom_loops.device_functions import datasets_are_infeeds
+from tailrace.keras.adopt import take_over
+from tailrace.keras.data.batch_counts import Counts
+from tailrace.keras.keras_internals import hook
+from tailrace.keras.scopes import Scopes
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.strategy import Strategy
 
@@ -46,7 +52,10 @@ class IPUStrategyV1(Strategy):
     @contextlib.contextmanager
     def scope(self) -> Iterator[IPUStrategyV1]:
         """Models made inside train on the engine; datasets iterated inside are infeeds."""
-        with ipu_scope(self._device), super().scope():
+        iterators = (
+            datasets_are_infeeds(IPUOwnedIterator) if self._iterators else contextlib.nullcontext()
+        )
+        with ipu_scope(self._device), iterators, super().scope():
             yield self
 
     def adopt(self, model: Any) -> None:
@@ -58,15 +67,8 @@ class IPUStrategyV1(Strategy):
                 f"Keras models train on the first logical device. This strategy is for "
                 f"{self._device!r}: configure the devices for one, or use strategy.run."
             )
-        super().adopt(model)
-        model.tailrace.__class__ = _Settings
-        model.tailrace.options.offload_optimizer_state = None  # where it pays, as there
-
-    def iterating(self) -> contextlib.AbstractContextManager[None]:
-        """While the scope is open: `iter(dataset)` gives an infeed, unless it was switched off."""
-        return (
-            datasets_are_infeeds(IPUOwnedIterator) if self._iterators else contextlib.nullcontext()
-        )
+        settings = take_over(model, self.replicas, _Settings)
+        settings.options.offload_optimizer_state = None  # where it pays, as there
 
     def run(
         self,
@@ -126,7 +128,11 @@ IPUStrategy = IPUStrategyV1
 
 
 class _Settings(Settings):
-    """Settings of a model whose replicas are the devices divided by those that one copy takes."""
+    """Settings of a model by the original's rules.
+
+    Its replicas are the devices divided by those that one copy takes; epochs are of known length, and
+    made of whole executions; a step at a time is refused.
+    """
 
     _asking = False
 
@@ -144,6 +150,36 @@ class _Settings(Settings):
     @replicas.setter
     def replicas(self, value: int) -> None:
         del value  # a saved model brings the number it had; here the devices say
+
+    def counts(
+        self, steps: int | None, size: int | None, execution: int, epochs: int = 1
+    ) -> Counts:
+        """How many batches an epoch and an execution take, or why they cannot."""
+        found = per_replica(steps, size, execution, self.replicas)
+        if steps is not None:
+            check_enough(steps * epochs, size, restarts=steps == size)
+        return found
+
+    def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
+        """Refuse to run what was asked to be run step by step."""
+        if run_eagerly:
+            raise IPUValueError(
+                "Keras models cannot run eagerly when using an IPUStrategy: an execution is one "
+                "program on the device. Received: run_eagerly=True. Leave it out, or use a model "
+                "outside the scope."
+            )
+        if not jit_compile:
+            raise IPUValueError(
+                "An execution is one compiled program. Received: jit_compile=False. Leave it out, or "
+                "use a model outside the scope."
+            )
+
+    def check_keras_loop(self, reason: str) -> None:
+        """Refuse it: Keras' own loop does not train on the device."""
+        raise IPUValueError(
+            f"The model {self.model.name!r} has {reason}: Keras' own loop would run it, not a program "
+            f"on the device. Leave it out, or use the model outside the scope."
+        )
 
     def _shards(self) -> int:
         if self._asking:  # finding the stages describes the model, which asks for the replicas
@@ -166,22 +202,26 @@ def _numbers(stages: Any) -> list[int]:
     return [stages]
 
 
-@contextlib.contextmanager
-def _averaging_gradients() -> Iterator[None]:
-    """Keras' optimizers get the mean of each gradient over replicas, while a function is traced."""
+_averaging = Scopes("ipu_averaging_gradients")
+
+
+def _averaging_gradients() -> contextlib.AbstractContextManager[None]:
+    """Keras' optimizers get the mean of each gradient over replicas while a function is traced."""
+    _hook_optimizers()
+    return _averaging.opened(True)
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    """Let Keras' optimizers ask whether gradients are averaged; once."""
     import keras  # here: `tailrace.keras` has seen to its backend by now
 
-    plain = keras.optimizers.Optimizer.apply
+    def apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if _averaging.innermost():
+            grads = [None if grad is None else cross_replica_mean(grad) for grad in grads]
+        return plain(optimizer, grads, trainable_variables)
 
-    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        averaged = [None if grad is None else cross_replica_mean(grad) for grad in grads]
-        return plain(optimizer, averaged, trainable_variables)
-
-    keras.optimizers.Optimizer.apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        keras.optimizers.Optimizer.apply = plain  # type: ignore[method-assign]
+    hook(keras.optimizers.Optimizer, "apply", apply)
 
 
 def _is_array(value: Any) -> bool:

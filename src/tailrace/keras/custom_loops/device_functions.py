@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
-import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 
-from tailrace.data.batches import Batches
 from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.marks import dequeue
@@ -73,7 +71,7 @@ class _Seen(Exception):
 
 
 class DatasetIterator:
-    """What `iter(dataset)` gives in the scope of a strategy: an infeed for device functions.
+    """A dataset as an infeed for device functions: they call `next(iterator)`.
 
     Args:
         dataset: see `tr.InfeedQueue`.
@@ -90,9 +88,9 @@ class DatasetIterator:
         running = _running.get()
         if running is None:
             raise FeedError(
-                "Accessing dataset elements can not be accessed in eager mode when inside a "
-                "tk.Strategy: the iterator feeds programs on the device. Call next(iterator) in the "
-                "function given to strategy.run(...)."
+                "A tk.DatasetIterator feeds programs on the device; it has no elements outside of "
+                "them. Call next(iterator) in the function given to strategy.run(...), or iterate over "
+                "the dataset itself."
             )
         spec = self.infeed.spec().tree()
         if running.looking:
@@ -272,38 +270,6 @@ def _build(call: Callable[[Any], Any], arrays: list[Any]) -> None:
     # Once gradients are asked for, nothing more is built.
     with keras.StatelessScope(), suppress(_Seen):
         jax.eval_shape(lambda given: jax.tree.leaves(call(given)), arrays)
-
-
-@contextmanager
-def datasets_are_infeeds(make: Callable[[Any], Any] | None = None) -> Iterator[None]:
-    """`iter(dataset)` written by the user inside gives an infeed; libraries iterate as ever."""
-    kinds: list[tuple[Any, Any]] = [(Batches, Batches.__iter__)]
-    for module, path in (
-        ("tensorflow", ("data", "Dataset")),
-        ("torch", ("utils", "data", "DataLoader")),
-    ):
-        found: Any = sys.modules.get(module)
-        for name in path:
-            found = getattr(found, name, None)
-        if isinstance(found, type):
-            kinds.append((found, found.__iter__))
-
-    def patched(plain: Any) -> Any:
-        def iterate(dataset: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-            if caller in ("tailrace", "keras", "tensorflow", "torch"):
-                return plain(dataset)
-            return (make or DatasetIterator)(dataset)
-
-        return iterate
-
-    for kind, plain in kinds:
-        kind.__iter__ = patched(plain)
-    try:
-        yield
-    finally:
-        for kind, plain in kinds:
-            kind.__iter__ = plain
 
 
 def _is_array(value: Any) -> bool:

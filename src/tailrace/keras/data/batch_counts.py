@@ -1,4 +1,4 @@
-"""How many batches there are, and the rules that steps, replicas and accumulation follow.
+"""How many batches there are, and how many of them an epoch and an execution take.
 
 Arguments count batches. `steps_per_execution` counts those that each replica works through in one
 execution; `steps`, `steps_per_epoch` and the length of a dataset count the batches of all replicas.
@@ -6,20 +6,23 @@ execution; `steps`, `steps_per_epoch` and the length of a dataset count the batc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import numpy as np
 
-from tailrace.errors import DataError, OptionError, ProgramError
-from tailrace.messages import logger, note_once
+from tailrace.errors import DataError, ProgramError
+from tailrace.messages import note_once
 
 
-def batches_in(x: Any, batch_size: int | None, share: float = 1.0) -> int | None:
+def batches_in(
+    x: Any, batch_size: int | None, steps: int | None = None, share: float = 1.0
+) -> int | None:
     """How many batches a dataset of Keras' has; None where that is not known before it ends."""
-    if hasattr(x, "cardinality"):  # tf.data
-        found = int(x.cardinality())
+    if hasattr(x, "cardinality"):  # tf.data; of distributed datasets it is an attribute
+        found = int(x.cardinality() if callable(x.cardinality) else x.cardinality)
         return found if found >= 0 else None
     if hasattr(x, "num_batches"):  # PyDataset
         return x.num_batches
@@ -36,7 +39,9 @@ def batches_in(x: Any, batch_size: int | None, share: float = 1.0) -> int | None
     if not leaves or any(not hasattr(leaf, "shape") for leaf in leaves):
         return None
     examples = math.floor(int(np.shape(leaves[0])[0]) * share)
-    return math.ceil(examples / (batch_size or 32))
+    if not batch_size:  # as Keras chooses it
+        batch_size = math.ceil(examples / steps) if steps else 32
+    return math.ceil(examples / batch_size)
 
 
 def read_once(x: Any) -> bool:
@@ -44,10 +49,21 @@ def read_once(x: Any) -> bool:
     return hasattr(x, "__next__")
 
 
-def per_replica(
-    steps: int | None, size: int | None, execution: int, replicas: int
-) -> tuple[int, int]:
-    """Check how many batches are asked for; returns those of each replica and of an execution.
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """How many batches there are, over all replicas.
+
+    Attributes:
+        batches: those of an epoch; None: as many as the data has.
+        execution: those of an execution.
+    """
+
+    batches: int | None
+    execution: int
+
+
+def counted(steps: int | None, size: int | None, execution: int, replicas: int) -> Counts:
+    """How many batches Keras asks for.
 
     Args:
         steps: what the caller gave: `steps_per_epoch` or `steps`.
@@ -56,48 +72,34 @@ def per_replica(
         replicas: how many replicas there are.
     """
     total = size if steps is None else steps
-    if total is None:
-        raise DataError(
-            "Could not infer the size of the data. You must specify the number of steps to run. "
-            "Give steps_per_epoch= (fit), validation_steps= or steps= (evaluate, predict)."
-        )
-    if total % replicas and size is not None:
-        note_once(
-            f"{total} batches do not divide evenly over {replicas} replicas: the last "
-            f"{total % replicas} are dropped.",
-            key=f"keras remainder {total} {replicas}",
-        )
-    each = total // replicas
-    if each == 0:
-        raise DataError(
-            f"The provided dataset contains {total} items, but all {replicas} replicas are "
-            f"requested to run 1 steps each. Make sure the dataset contains at least {replicas} "
-            f"items."
-        )
-    if execution > each:
-        note_once(
-            f"steps_per_execution ({execution}) is larger than the number of batches ({each}). "
-            f"Using {each} as steps_per_execution.",
-            key=f"keras truncated {execution} {each}",
-        )
-        execution = each
-    if each % execution:
-        whose = " to this replica" if replicas > 1 else ""
-        raise OptionError(
-            f"`steps_per_execution` ({execution}) must be a divisor of the number of batches "
-            f"({each}) in the dataset provided{whose}. Use "
-            f"{_nearest_divisor(each, execution)}, or give another number of steps."
-        )
-    if execution == 1:
-        logger.info(
-            "steps_per_execution is 1: every batch is a dispatch of its own. A larger value keeps "
-            "the device busy: compile(steps_per_execution=...)."
-        )
-    return each, execution
+    if total is not None and replicas > 1:
+        if total % replicas and size is not None:
+            note_once(
+                f"{total} batches do not divide evenly over {replicas} replicas: the last "
+                f"{total % replicas} are dropped.",
+                key=f"keras remainder {total} {replicas}",
+            )
+        total -= total % replicas
+        if not total:
+            raise too_few(size if steps is None else steps, replicas)
+    if total:  # an execution is at most an epoch
+        execution = min(execution, total // replicas)
+    return Counts(total, execution * replicas)
 
 
-def check_accumulation(execution: int, count: int, pipelined: bool) -> None:
-    """An execution is made of whole steps."""
+def too_few(total: int | None, replicas: int) -> DataError:
+    """Why there is nothing to do."""
+    return DataError(
+        f"The provided dataset contains {total} items, but all {replicas} replicas are requested to "
+        f"run 1 steps each. Make sure the dataset contains at least {replicas} items."
+    )
+
+
+def check_accumulation(counts: Counts, count: int, replicas: int, pipelined: bool) -> None:
+    """An execution, and an epoch, are made of whole steps."""
+    execution = counts.execution // replicas
+    if counts.batches is not None:
+        execution = min(execution, counts.batches // replicas)
     if execution % count:
         what = "pipelined model" if pipelined else "model"
         raise ProgramError(
@@ -105,17 +107,9 @@ def check_accumulation(execution: int, count: int, pipelined: bool) -> None:
             f"the current steps_per_execution value (set to {execution}) is not divisible by "
             f"gradient_accumulation_steps_per_replica ({count}). Use a multiple of {count}."
         )
-
-
-def check_enough(needed: int, size: int | None, restarts: bool) -> None:
-    """A dataset that is not restarted each epoch has enough for all of them."""
-    if size is not None and not restarts and needed > size:
+    if counts.batches is not None and (counts.batches // replicas) % count:
         raise DataError(
-            f"Your input does not have enough data. Make sure that your dataset or generator can "
-            f"generate at least {needed} batches (currently it can only generate {size} batches). "
-            f"Ask for fewer steps, or repeat the dataset."
+            f"A step takes {count} batches of a replica, and an epoch is made of whole steps. "
+            f"Received: {counts.batches // replicas} batches. Give a multiple of {count}, for example "
+            f"with steps_per_epoch=."
         )
-
-
-def _nearest_divisor(of: int, to: int) -> int:
-    return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - to), -d))

@@ -9,7 +9,6 @@ their own.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -24,19 +23,10 @@ from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue, Staged
 from tailrace.feeds.transfer import put
-from tailrace.keras.data.resident_arrays import (
-    Resident,
-    RowNumbers,
-    Slice,
-    data_of,
-    numbers_of,
-    same_rows,
-)
+from tailrace.keras.data.resident_arrays import RowNumbers
 
 THREAD_FROM = 8
 """Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
-
-_ARRAYS = frozenset({np.ndarray, Slice})
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,8 +99,6 @@ class Batches:
         iterator: yields batches, as Keras' trainer hands them to its functions.
         shape: makes the element that programs see from a batch.
         forms: the forms seen so far, by structure, shapes and dtypes; kept by the caller.
-        most: how many batches may be read in all; None: all there are.
-        resident: keeps the arrays that batches are rows of on the device, where they are.
     """
 
     def __init__(
@@ -118,13 +106,11 @@ class Batches:
         iterator: Iterator[Any],
         shape: Callable[[Any], Any],
         forms: dict[Any, Form],
-        most: int | None = None,
-        resident: Resident | None = None,
     ) -> None:
-        self._resident = resident
         self.iterator = iterator
-        self._source = _without_transfer(iterator)
-        self._shape, self._forms, self._left = shape, forms, most
+        self._next_batch = on_host(iterator)
+        self._shape, self._forms = shape, forms
+        self._ended = False
         self._held: tuple[Any, list[Any], Any] | None = None
         self._worker: Worker | None = None
         self._ahead: Future[Block | None] | None = None
@@ -141,14 +127,14 @@ class Batches:
             self._bytes = 0 if first is None else sum(leaf.nbytes for leaf in first[1])
         return self._bytes
 
-    def take(self, count: int, replicas: int, sharding: Any, ahead: bool) -> Block | None:
+    def take(self, count: int, replicas: int, sharding: Any, ahead: int) -> Block | None:
         """Up to `count` batches of one form; None when there are no more.
 
         Args:
             count: how many at most, over all replicas.
             replicas: how many replicas share the block.
             sharding: where the block goes.
-            ahead: whether to read as many again meanwhile.
+            ahead: how many to read meanwhile, for the next call.
         """
         waiting, self._ahead = self._ahead, None
         block = waiting.result() if waiting is not None else self._stage(count, replicas, sharding)
@@ -159,7 +145,7 @@ class Batches:
         if ahead and block is not None and count >= THREAD_FROM:
             if self._worker is None:
                 self._worker = Worker("tailrace-infeed-keras")
-            self._ahead = self._worker.submit(self._stage, count, replicas, sharding)
+            self._ahead = self._worker.submit(self._stage, ahead, replicas, sharding)
         return block
 
     def close(self) -> None:
@@ -186,46 +172,26 @@ class Batches:
         key, leaves, batch = first
         form = self._forms.get(key)
         if form is None:
-            form = self._forms[key] = _form_of(batch, self._shape, self._forms.values())
-        ours = self._resident and self._resident.sources([leaves[n] for n in form.order])
+            form = self._forms[key] = form_of(batch, self._shape, self._forms.values())
         spread = isinstance(sharding, jax.sharding.NamedSharding)
         if count == 1 and not spread:  # travels with the call as it is, as it does in Keras
             wanted = zip(form.order, form.spec.leaves, strict=True)
-            alone = [data_of(leaves[n]).astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
+            alone = [leaves[n].astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
-        sources = ours or [None] * len(form.order)
-        kept = [n for n, source in zip(form.order, sources, strict=True) if source is not None]
-        block: list[Any] = [
-            allocate((count, *leaf.shape), leaf.dtype) if source is None else None
-            for leaf, source in zip(form.spec.leaves, sources, strict=True)
-        ]
-        pairs = zip(block, form.order, strict=True)
-        copied = [(target, n) for target, n in pairs if target is not None]
-        rows: list[Any] = []
+        block = [allocate((count, *leaf.shape), leaf.dtype) for leaf in form.spec.leaves]
         found = 0
         for found, batch_leaves in enumerate(self._alike(key, leaves, count), start=1):
-            for target, n in copied:
-                target[found - 1] = data_of(batch_leaves[n])
-            if kept:
-                rows.append(same_rows([batch_leaves[n] for n in kept]))
+            for target, n in zip(block, form.order, strict=True):
+                target[found - 1] = batch_leaves[n]
         if found < count:
-            block = [None if leaf is None else leaf[:found] for leaf in block]
-        if kept:
-            numbers = numbers_of(rows)
-            block = [
-                leaf if source is None else RowNumbers.of(source, numbers)
-                for leaf, source in zip(block, sources, strict=True)
-            ]
+            block = [leaf[:found] for leaf in block]
         return self._moved(form, found, block, replicas, sharding)
 
     def _moved(
         self, form: Form, count: int, block: list[np.ndarray], replicas: int, sharding: Any
     ) -> Block:
         """A block that was read, on the device too."""
-        if self._resident is None or not any(isinstance(leaf, RowNumbers) for leaf in block):
-            return Block(form, count, moved(block, count, replicas, sharding), sharding)
-        device = self._resident.gathered(block, form.spec.leaves, sharding)
-        return Block(form, count, Staged(block, device, count, replicas), sharding)
+        return Block(form, count, moved(block, count, replicas, sharding), sharding)
 
     def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:
         """The leaves of a batch, and of those that follow and look like it: up to `count` in all."""
@@ -249,20 +215,18 @@ class Batches:
         if self._held is not None:
             held, self._held = self._held, None
             return held
-        if self._left is not None:
-            if not self._left:
-                return None
-            self._left -= 1
-        try:
-            batch = next(self._source)
-        except StopIteration:
-            self._left = 0
+        if self._ended:
             return None
-        if type(batch) is tuple and _ARRAYS.issuperset(map(type, batch)):
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            self._ended = True
+            return None
+        if type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch):
             leaves, structure = list(batch), len(batch)  # most batches: cheaper to see than a tree
         else:
             leaves, structure = jax.tree.flatten(batch)
-            leaves = [leaf if type(leaf) in _ARRAYS else np.asarray(leaf) for leaf in leaves]
+            leaves = [leaf if type(leaf) is np.ndarray else np.asarray(leaf) for leaf in leaves]
         key = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
         return key, leaves, batch
 
@@ -279,7 +243,8 @@ def moved(block: list[np.ndarray], count: int, replicas: int, sharding: Any) -> 
     return Staged(block, device, passes, replicas)
 
 
-def _form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
+def form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
+    """The form of a batch; it shares its feed with one of the others that is the same to programs."""
     leaves, structure = jax.tree.flatten(batch)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         check_numeric(jax.tree_util.keystr(path), np.asarray(leaf))
@@ -295,14 +260,21 @@ def _form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) ->
     return Form(spec, tuple(order), feed or HandFeed(spec))
 
 
-def _without_transfer(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The batches on the host, where Keras would move them to the device one by one.
+def on_host(iterator: Iterator[Any]) -> Callable[[], Any]:
+    """Takes the next batch of an iterator of Keras, and leaves it in the memory of the host.
 
-    On an accelerator Keras wraps its iterator in a generator that moves each batch ahead. Before it
-    has begun, what it reads from can be read directly; otherwise its arrays are taken as they come.
+    On an accelerator Keras moves each batch there by `jax.device_put(batch)`. Blocks of batches are
+    stacked on the host, so its default device is the host while a batch is taken.
     """
-    if inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == "GEN_CREATED":
-        inner = inspect.getgeneratorlocals(iterator).get("numpy_iterator")
-        if inner is not None:
-            return iter(inner)
-    return iterator
+    if jax.default_backend() == "cpu":
+        return lambda: next(iterator)
+    try:
+        host = jax.devices("cpu")[0]
+    except RuntimeError:  # JAX runs without its CPU backend: batches are brought back
+        return lambda: next(iterator)
+
+    def following() -> Any:
+        with jax.default_device(host):
+            return next(iterator)
+
+    return following

@@ -1,14 +1,15 @@
 """Arrays given to `fit`, kept on the device whole: only the numbers of their rows travel.
 
-Keras itself shuffles, and cuts into batches. It does so with arrays of a kind that notes which rows
-each slice of it holds; a block of batches is then gathered on the device. Shuffled rows are not even
-copied on the host: what Keras hands on has their shape and dtype, and no number in it is one of theirs.
-That each batch is known again is checked, so that nobody ever trains on such numbers.
+Keras cuts arrays into batches by a simple rule: rows in order, or in that of a permutation from
+`np.random`. Here the same rule gives the numbers of the rows, and blocks of batches are gathered on the
+device. Keras' own iterator over the arrays says when an epoch begins; it is not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from tailrace.errors import ProgramError
 from tailrace.feeds.device_dataset import MOST_BYTES
 from tailrace.feeds.transfer import put
 
@@ -25,57 +25,101 @@ ONCE_BYTES = 64 << 20
 while the device works."""
 
 
-_UNKNOWN = (
-    "Arrays given to fit are kept on the device, and shuffled batches of them on the host are empty. "
-    "This version of Keras, or a program around it, took one for data. Switch it off: "
-    "model.set_infeed_queue_options(resident=False)."
-)
+@dataclasses.dataclass(eq=False)
+class Rows:
+    """The arrays that one fit reads, and the rule by which it does.
+
+    Attributes:
+        data: the arrays as `(x, y, sample_weight)`, each a tree or None.
+        batch_size: how many rows a batch has; the last one of an epoch may have fewer.
+        shuffle: as in Keras: True, False, or "batch" for a shuffle within each batch.
+    """
+
+    data: tuple[Any, Any, Any]
+    batch_size: int
+    shuffle: Any
+    _kept: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All arrays, in the order of a batch's leaves."""
+        return jax.tree.leaves(self.data)
+
+    def epoch(self) -> Iterator[Any]:
+        """The rows of one batch after another: a slice, or their numbers.
+
+        >>> list(Rows((np.zeros(5), None, None), 2, False).epoch())
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+        """
+        count = len(self.arrays[0])
+        whole = self.shuffle and self.shuffle != "batch"
+        order = np.random.permutation(count) if whole else None
+        for start in range(0, count, self.batch_size):
+            stop = min(start + self.batch_size, count)
+            if order is not None:
+                yield order[start:stop]
+            elif self.shuffle:
+                yield np.random.permutation(stop - start) + start
+            else:
+                yield slice(start, stop)
+
+    def batch(self, rows: Any) -> Any:
+        """A batch on the host."""
+        return jax.tree.map(lambda array: array[rows], self.data)
+
+    def gathered(self, numbers: np.ndarray, arrays: Any, device: Any) -> list[Any]:
+        """Some rows of arrays, on the device: [*numbers.shape, *row] each.
+
+        Args:
+            numbers: the numbers of the rows.
+            arrays: some of these arrays, each with the form (its dtype) that it has in a program.
+            device: where to.
+        """
+        kept = [self._on_device(array, spec.dtype, device) for array, spec in arrays]
+        return _gather(kept, jax.device_put(numbers, device))
+
+    def _on_device(self, array: np.ndarray, dtype: Any, device: Any) -> Any:
+        key = (id(array), dtype, device)  # the arrays are kept here, so an identity stays theirs
+        if key not in self._kept:
+            self._kept[key] = put(array.astype(dtype, copy=False), device)
+        return self._kept[key]
 
 
-class Slice(np.ndarray):
-    """Rows of an array. Whatever is made of it in turn is not noted, and so not taken for rows."""
-
-    source: np.ndarray | None = None
-    """The array it is of."""
-    rows: Any = None
-    """Which rows of it these are: a slice, or their numbers."""
-
-
-class Rows(np.ndarray):
-    """An array whose slices know what they are; those of whole rows chosen by number are empty."""
-
-    _empty: np.ndarray | None = None
-
-    def __getitem__(self, index: Any) -> Any:
-        """A slice."""
-        if isinstance(index, slice) and _is_plain(index, len(self)):
-            found = super().__getitem__(index).view(Slice)
-        elif isinstance(index, np.ndarray) and index.ndim == 1 and index.dtype.kind == "i":
-            if self._empty is None or len(self._empty) != len(index):
-                self._empty = _empty(self, len(index))
-            found = self._empty.view(Slice)
-        else:
-            return self.view(np.ndarray)[index]
-        found.source, found.rows = self, index
-        return found
+def rows_of(call: dict[str, Any]) -> Rows | None:
+    """What `fit` was given, if it is nothing but numpy arrays of which batches are rows as they are."""
+    x, y, weights = call["x"], call["y"], call["sample_weight"]
+    arrays = [leaf for leaf in keras.tree.flatten((x, y, weights)) if leaf is not None]
+    if call["validation_split"] or not arrays or not all(map(_is_sliced, arrays)):
+        return None
+    count = len(arrays[0])
+    if any(len(array) != count for array in arrays):
+        return None  # Keras says what is wrong
+    nested = isinstance(y, list | tuple | dict)
+    if call["class_weight"] is not None:
+        if nested or y is None or weights is not None:
+            return None
+        weights = _weights_of_classes(y, call["class_weight"])
+    elif nested and isinstance(weights, np.ndarray):  # one for all outputs
+        weights = keras.tree.map_structure(lambda _: weights, y)
+    size, steps = call["batch_size"], call["steps_per_epoch"]
+    if not size:
+        size = math.ceil(count / steps) if steps else 32
+    return Rows((x, y, weights), size, call["shuffle"])
 
 
-def _is_plain(index: slice, length: int) -> bool:
-    """Whether a slice is of rows one after another, counted from the start."""
-    start, stop = index.start, index.stop
-    return (
-        index.step is None
-        and start is not None
-        and stop is not None
-        and 0 <= start < stop <= length
-    )
+def _is_sliced(leaf: Any) -> bool:
+    """Whether Keras hands on slices of an array as they are."""
+    if type(leaf) is not np.ndarray or not leaf.ndim or leaf.dtype.kind not in "fiub":
+        return False
+    return leaf.dtype.kind != "f" or leaf.dtype == keras.config.floatx()
 
 
-def _empty(like: np.ndarray, count: int) -> np.ndarray:
-    """Something of the shape and dtype of rows, which takes no memory and no time."""
-    strange = np.nan if like.dtype.kind == "f" else 1 if like.dtype.kind == "b" else 99
-    shape = (count, *like.shape[1:])
-    return np.ndarray(shape, like.dtype, np.full((), strange, like.dtype), 0, (0,) * len(shape))
+def _weights_of_classes(y: np.ndarray, class_weight: dict[int, float]) -> np.ndarray:
+    """A weight for each example, of one for each class; classes that are not named weigh 1."""
+    if y.ndim > 1:
+        y = y.argmax(-1) if y.shape[-1] != 1 else y.squeeze(-1)
+    found = [class_weight.get(int(one), 1.0) for one in np.round(y)]
+    return np.array(found, keras.config.floatx())
 
 
 class RowNumbers(np.ndarray):
@@ -97,113 +141,15 @@ class RowNumbers(np.ndarray):
     def elements(self) -> np.ndarray:
         """The rows."""
         assert self.source is not None
-        return self.source.view(np.ndarray)[self.view(np.ndarray)]
+        return self.source[self.view(np.ndarray)]
 
 
-def source_of(leaf: Any) -> np.ndarray | None:
-    """The array that a leaf of a batch is a slice of, if it is one."""
-    return leaf.source if type(leaf) is Slice else None
-
-
-def data_of(leaf: Any) -> np.ndarray:
-    """What a leaf of a batch holds, wherever it is."""
-    source = source_of(leaf)
-    if source is None or isinstance(leaf.rows, slice):
-        return leaf.view(np.ndarray)
-    return source.view(np.ndarray)[leaf.rows]
-
-
-def keeps(data: Any, epochs: int) -> bool:
+def keeps(arrays: Sequence[np.ndarray], epochs: int) -> bool:
     """Whether it pays to keep arrays on the device: it has a memory of its own, and they fit."""
     if jax.default_backend() == "cpu":
         return False
-    size = sum(leaf.nbytes for leaf in arrays_in(data))
+    size = sum(array.nbytes for array in arrays)
     return size <= (MOST_BYTES if epochs > 1 else ONCE_BYTES)
-
-
-def are_arrays(data: Any) -> bool:
-    """Whether there is nothing but arrays of numpy, of which Keras takes slices as they are."""
-
-    def sliced(leaf: Any) -> bool:
-        if type(leaf) is not np.ndarray or not leaf.ndim or leaf.dtype.kind not in "fiub":
-            return False
-        return leaf.dtype.kind != "f" or leaf.dtype == keras.config.floatx()
-
-    return all(map(sliced, arrays_in(data)))
-
-
-def arrays_in(data: Any) -> list[Any]:
-    """What stands in a tree of arrays, or whatever it is instead."""
-    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-
-
-def as_rows(data: Any) -> Any:
-    """The same arrays, of the kind whose slices are noted."""
-    return keras.tree.map_structure(
-        lambda leaf: leaf.view(Rows) if type(leaf) is np.ndarray else leaf, data
-    )
-
-
-class Resident:
-    """The arrays that are on the device for the time of one fit.
-
-    Args:
-        arrays: all that Keras was given.
-    """
-
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._count, self._different = len(arrays), _different(arrays)
-        self._kept: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-
-    def sources(self, leaves: Sequence[Any]) -> list[np.ndarray | None]:
-        """For each leaf of a batch the array that it is a slice of; None if it is none."""
-        found = [source_of(leaf) for leaf in leaves]
-        ours = [source for source in found if source is not None]
-        # More of them are all right: Keras repeats one array of weights for several outputs.
-        if len(ours) < self._count or _different(ours) < self._different:
-            raise ProgramError(_UNKNOWN)
-        return found
-
-    def gathered(self, block: Sequence[np.ndarray], forms: Any, device: Any) -> tuple[Any, ...]:
-        """The leaves of a block on the device: rows of the arrays there, and what else there is.
-
-        Args:
-            block: for each leaf numbers of rows, the same for all that have them, or the leaf itself.
-            forms: the dtype, and shape, that a batch has.
-            device: where to.
-        """
-        rows = {n: leaf for n, leaf in enumerate(block) if isinstance(leaf, RowNumbers)}
-        made = {n: put(leaf, device) for n, leaf in enumerate(block) if n not in rows}
-        arrays = [self._on_device(leaf.source, forms[n].dtype, device) for n, leaf in rows.items()]
-        numbers = next(iter(rows.values())).view(np.ndarray)
-        made.update(zip(rows, _gather(arrays, jax.device_put(numbers, device)), strict=True))
-        return tuple(made[n] for n in range(len(block)))
-
-    def _on_device(self, source: Any, dtype: Any, device: Any) -> Any:
-        key = (source.ctypes.data, source.shape, source.strides, source.dtype, device)
-        if key not in self._kept:
-            whole = put(source.view(np.ndarray).astype(dtype, copy=False), device)
-            self._kept[key] = (source, whole)  # with the source: its memory stays its own
-        return self._kept[key][1]
-
-
-def _different(arrays: Sequence[np.ndarray]) -> int:
-    """How many arrays there are, the same ones counted once."""
-    return len({array.ctypes.data for array in arrays})
-
-
-def same_rows(leaves: Sequence[Any]) -> Any:
-    """The rows that slices hold of their arrays: those of one batch all hold the same."""
-    rows = getattr(leaves[0], "rows", None)
-    for leaf in leaves:
-        if type(leaf) is not Slice or rows is None or not _equal(leaf.rows, rows):
-            raise ProgramError(_UNKNOWN)
-    return rows
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether rows are the same; for all leaves of a batch, Keras gives one and the same object."""
-    return one is other or (type(one) is type(other) and bool(np.all(one == other)))
 
 
 def numbers_of(batches: Sequence[Any]) -> np.ndarray:

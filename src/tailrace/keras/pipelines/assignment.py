@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from tailrace.errors import OptionError, ProgramError
+from tailrace.keras.handles import attached, settings_of
 from tailrace.keras.pipelines.assignment_classes import (
     NestedModelStageAssignment,
     assigned,
@@ -27,10 +28,8 @@ from tailrace.pipeline.balance_cuts import balanced_cut
 class Assigning:
     """Stages of a pipeline, for each call of a layer; input layers have none."""
 
-    @property
-    def tailrace(self) -> Settings:
-        """What the model is set to."""
-        raise NotImplementedError
+    model: Any
+    settings: Settings
 
     def forget_programs(self) -> None:
         """Build the device programs anew when they are needed next."""
@@ -38,10 +37,10 @@ class Assigning:
 
     def get_pipeline_stage_assignment(self) -> list[Any]:
         """An entry for each layer call, in post-order; its stage is None where none was assigned."""
-        settings = self.tailrace
+        settings = self.settings
         if settings.assignment is not None:
             return list(settings.assignment)
-        return assigned(self, stages_of(self))
+        return assigned(self.model, stages_of(self.model))
 
     def set_pipeline_stage_assignment(
         self, pipeline_stage_assignment: Any, stages: int | None = None
@@ -54,28 +53,28 @@ class Assigning:
                 such. Or "auto", with `stages`: cut so that the slowest stage is as fast as it can be.
             stages: for "auto", how many stages.
         """
-        settings = self.tailrace
+        settings = self.settings
         if isinstance(pipeline_stage_assignment, str):
             if pipeline_stage_assignment != "auto" or stages is None:
                 raise OptionError(
                     f"set_pipeline_stage_assignment takes a list, or 'auto' with stages=. Received: "
                     f"{pipeline_stage_assignment!r}, stages={stages!r}."
                 )
-            plain = balanced(self, stages)
+            plain = balanced(self.model, stages)
             settings.assignment = None
         else:
-            plain = plain_stages(self, pipeline_stage_assignment)
+            plain = plain_stages(self.model, pipeline_stage_assignment)
             objects = [one for one in pipeline_stage_assignment if not isinstance(one, int | list)]
             whole = len(objects) == len(plain)
             settings.assignment = (
-                list(pipeline_stage_assignment) if whole else assigned(self, plain)
+                list(pipeline_stage_assignment) if whole else assigned(self.model, plain)
             )
         settings.options.pipeline_stage_assignment = plain
         self.forget_programs()
 
     def reset_pipeline_stage_assignment(self) -> None:
         """Run the model without stages."""
-        settings = self.tailrace
+        settings = self.settings
         settings.assignment, settings.options.pipeline_stage_assignment = None, None
         settings.ignores_notes = True
         self.forget_programs()
@@ -90,13 +89,13 @@ class Assigning:
             print_fn: called with each line; None prints.
         """
         show = print if print_fn is None else print_fn
-        for line in summary(self, line_length):
+        for line in summary(self.model, line_length):
             show(line)
 
 
 def stages_of(model: Any) -> list[Any] | None:
     """The stages of a model, set or named where its layers are called; None if it has none."""
-    settings = model.tailrace
+    settings = settings_of(model)
     if settings.options.pipeline_stage_assignment is not None or settings.ignores_notes:
         return settings.options.pipeline_stage_assignment
     if isinstance(model, keras.Sequential) or not model.built:
@@ -171,7 +170,7 @@ def summary(model: Any, line_length: int | None) -> list[str]:
     if not chain:
         heads = ["Layer (type) (node index)", "Input Layers", "Pipeline Stage"]
     lines = [f'Model: "{model.name}"', "_" * width, _row(heads, places), "=" * width]
-    lines += _rows(model.get_pipeline_stage_assignment(), places, width, chain)
+    lines += _rows(attached(model).get_pipeline_stage_assignment(), places, width, chain)
     lines[-1] = "=" * width
     return lines
 

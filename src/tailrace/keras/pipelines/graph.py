@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from tailrace.errors import ProgramError
-from tailrace.keras.keras_internals import check_graphs
+from tailrace.keras.keras_seams import check_graphs
 from tailrace.keras.pipelines.masks import with_mask
 
 Tensor = tuple[str, int, int]

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
 from tailrace.errors import OptionError, ProgramError
+from tailrace.keras.keras_internals import hook
+from tailrace.keras.scopes import Scopes
 
 _stage: contextvars.ContextVar[int | None] = contextvars.ContextVar("tailrace_stage", default=None)
-_open_scopes: contextvars.ContextVar[int] = contextvars.ContextVar("tailrace_scopes", default=0)
+_allowed = Scopes("tailrace_stages_allowed")
+
+following: contextvars.ContextVar[Any] = contextvars.ContextVar("tailrace_following", default=None)
+"""The subclassed model whose layer calls are followed here, if one is."""
 
 CALLS, MADE = "_tailrace_call_stages", "_tailrace_stage"
 """Under these names a layer keeps the stages of its calls, and the one that it was made in."""
 
 
-@contextlib.contextmanager
-def in_scope() -> Iterator[None]:
+def in_scope() -> AbstractContextManager[None]:
     """While the scope of a strategy is open, stages can be named."""
-    token = _open_scopes.set(_open_scopes.get() + 1)
-    try:
-        yield
-    finally:
-        _open_scopes.reset(token)
+    return _allowed.opened(True)
 
 
 class PipelineStage:
@@ -55,7 +54,7 @@ class PipelineStage:
             raise OptionError(
                 f"A pipeline stage is a number of at least 0. Received: PipelineStage({self.stage!r})."
             )
-        if not _open_scopes.get():
+        if not _allowed.innermost():
             raise ProgramError(
                 "PipelineStage may only be used from within a tk.Strategy context. Write it inside "
                 "`with strategy.scope():`."
@@ -66,38 +65,39 @@ class PipelineStage:
                 f"PipelineStage({_stage.get()})."
             )
         self._token = _stage.set(self.stage)
-        self._patched = _noted_layers()
-        self._patched.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._patched.__exit__(*error)
         _stage.reset(self._token)
 
 
-@contextlib.contextmanager
-def _noted_layers() -> Iterator[None]:
-    """Layers note the stage that they are made and called in."""
-    kind: Any = keras.layers.Layer
-    make, call = kind.__init__, kind.__call__
+def _made(make: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a layer, which notes the stage that it is made in."""
+    make(layer, *args, **kwargs)
+    if (stage := _stage.get()) is not None:
+        layer.__dict__[MADE] = stage
 
-    def making(layer: Any, *args: Any, **kwargs: Any) -> None:
-        make(layer, *args, **kwargs)
-        layer.__dict__[MADE] = _stage.get()
 
-    def calling(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if _stage.get() is not None:
-            flat = keras.tree.flatten((args, kwargs))
-            symbolic = any(isinstance(one, keras.KerasTensor) for one in flat)
-            if symbolic or CALLS not in layer.__dict__:
-                layer.__dict__.setdefault(CALLS, []).append(_stage.get())
+def _called(call: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer, which notes the stage; the model that calls it may be followed."""
+    if (stage := _stage.get()) is not None:
+        flat = keras.tree.flatten((args, kwargs))
+        symbolic = any(isinstance(one, keras.KerasTensor) for one in flat)
+        if symbolic or CALLS not in layer.__dict__:
+            layer.__dict__.setdefault(CALLS, []).append(stage)
+    found = following.get()
+    if found is None or found.depth:
         return call(layer, *args, **kwargs)
-
-    kind.__init__, kind.__call__ = making, calling
+    found.depth += 1  # at once: a boundary carries masks with layers of its own
     try:
-        yield
+        args, kwargs = found.enter(layer, args, kwargs)
+        return call(layer, *args, **kwargs)
     finally:
-        kind.__init__, kind.__call__ = make, call
+        found.depth -= 1
+
+
+hook(keras.layers.Layer, "__init__", _made)
+hook(keras.layers.Layer, "__call__", _called)
 
 
 def current_stage() -> int | None:

@@ -7,7 +7,6 @@ subclassed model is followed: where it calls a layer of the next stage, that sta
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import keras
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.pipelines.graph import Call, Flow, Tensor, flow_of, run_flow
 from tailrace.keras.pipelines.masks import masked_boundary
-from tailrace.keras.pipelines.stage_scope import MADE, current_stage, in_scope
+from tailrace.keras.pipelines.stage_scope import MADE, current_stage, following, in_scope
 
 
 def by_call(flow: Flow, stages: Any) -> dict[int, int]:
@@ -127,35 +126,14 @@ class Following:
         return layer.__dict__.get(MADE) if now is None else now
 
 
-_running: contextvars.ContextVar[Following | None] = contextvars.ContextVar(
-    "tailrace_following", default=None
-)
-
-
 @contextlib.contextmanager
-def following(found: Following) -> Iterator[Following]:
+def followed(found: Following) -> Iterator[Following]:
     """Follow the layer calls that a model makes itself."""
-    kind: Any = keras.layers.Layer
-    call = kind.__call__
-
-    def calling(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        now = _running.get()
-        if now is None or now.depth:
-            return call(layer, *args, **kwargs)
-        now.depth += 1  # at once: a boundary carries masks with layers of its own
-        try:
-            args, kwargs = now.enter(layer, args, kwargs)
-            return call(layer, *args, **kwargs)
-        finally:
-            now.depth -= 1
-
-    kind.__call__ = calling
-    token = _running.set(found)
+    token = following.set(found)
     try:
         yield found
     finally:
-        _running.reset(token)
-        kind.__call__ = call
+        following.reset(token)
 
 
 def called_layers(model: Any) -> list[Any]:
@@ -190,7 +168,7 @@ def _followed(model: Any) -> Following:
             f"The layer calls of {model.name!r} are found by following its `call` on the shape of its "
             f"inputs, which it does not know. Call it on a batch first."
         )
-    with following(Following(None, cuts=False)) as found, keras.StatelessScope(), in_scope():
+    with followed(Following(None, cuts=False)) as found, keras.StatelessScope(), in_scope():
         model.compute_output_spec(_symbols(shape))
     return found
 
@@ -211,5 +189,5 @@ class StagedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        with following(Following(self._stages)):
+        with followed(Following(self._stages)):
             return self._call(*args, **kwargs)

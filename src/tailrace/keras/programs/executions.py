@@ -13,7 +13,8 @@ from tailrace.errors import DataError
 from tailrace.feeds import buffers
 from tailrace.feeds.infeed import Staged
 from tailrace.keras.data.batch_source import Batches, Block, Form
-from tailrace.keras.data.resident_arrays import Resident
+from tailrace.keras.data.resident_batches import ResidentBatches
+from tailrace.keras.handles import settings_of
 from tailrace.keras.programs.logs import Later, Number, Series, Unheard
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.messages import note_once
@@ -60,8 +61,7 @@ class Executions:
         """Those of the latest dispatch that are numbers."""
         self._latest_count = 0
         self._forms: dict[Any, Form] = {}
-        self._batches: Batches | None = None
-        self._resident: Resident | None = None
+        self._batches: Batches | ResidentBatches | None = None
         self._tickets: deque[tuple[Any, int]] = deque()
 
     @property
@@ -93,7 +93,7 @@ class Executions:
         done = 0
         while done < wanted:
             piece = min(pacing.piece(size, wanted), wanted - done)
-            ahead = pacing.reads_on(done + piece)
+            ahead = pacing.reads_on(done + piece, piece)
             block = batches.take(piece, self.replicas, self._sharding, ahead)
             if block is None:
                 break
@@ -134,12 +134,12 @@ class Executions:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
-        self._resident = None
+        self.pacing = Pacing()  # arrays on the device are let go of
         buffers.trim()
 
     def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Series]:
         """The metrics that are numbers, as one dispatch or several sent them out."""
-        reduce = self.model.tailrace.metric_reduction
+        reduce = settings_of(self.model).metric_reduction
         return {
             name: Series([part[name] for part in sent], self.replicas, reduce) for name in sent[0]
         }
@@ -158,14 +158,15 @@ class Executions:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _open(self, iterator: Iterator[Any]) -> Batches:
+    def _open(self, iterator: Iterator[Any]) -> Batches | ResidentBatches:
         if self._batches is None or self._batches.iterator is not iterator:
             if self._batches is not None:
                 self._batches.close()
-            if self.pacing.resident and self._resident is None:
-                self._resident = Resident(self.pacing.resident)
-            self._batches = Batches(
-                iterator, self.element, self._forms, self.pacing.most, self._resident
+            rows = self.pacing.resident
+            self._batches = (
+                Batches(iterator, self.element, self._forms)
+                if rows is None
+                else ResidentBatches(iterator, self.element, self._forms, rows)
             )
         return self._batches
 
@@ -188,7 +189,8 @@ class Executions:
     def _whole(self, block: Block) -> Block | None:
         """A block without the batches at its end that do not fill a step."""
         left = block.count % self.per_step
-        if not self.drops_remainder:
+        known = self.pacing.batches is not None  # and so what replicas cannot share was left out
+        if not self.drops_remainder and (known or self.per_step > self.replicas):
             size = block.form.spec.leaves[0].shape[:1]
             raise DataError(
                 f"The provided set of data has a partial batch, or ends, where a step of "

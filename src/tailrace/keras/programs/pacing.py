@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tailrace.keras.data.resident_arrays import Rows
 from tailrace.keras.programs.logs import Number, Series
 from tailrace.program.running.dispatch_lengths import MOST_BYTES, good_piece
 
@@ -33,11 +34,10 @@ class Pacing:
         unit: pieces of an execution are a multiple of so many batches.
         replicas: how many replicas share them.
         batches: the batches of an epoch; None: until there are no more.
-        most: the batches that one iterator may be asked for, in all; None: all it has.
         every_step: callbacks to be told of every step, not only the last one of an execution.
         bar: the progress bar, to be moved while a long execution runs.
         ahead: whether to read on while an execution runs.
-        resident: the arrays, of which batches are slices, that are kept on the device.
+        resident: the arrays, of which batches are rows, that are kept on the device.
         drops: whether batches at the end of an epoch are left out.
         heard: whether any callback listens to the logs of batches.
         alone: whether callbacks look at the model between executions. Where none does, short ones
@@ -48,11 +48,10 @@ class Pacing:
     unit: int = 1
     replicas: int = 1
     batches: int | None = None
-    most: int | None = None
     every_step: Sequence[Any] = ()
     bar: Any = None
     ahead: bool = False
-    resident: Sequence[Any] = ()
+    resident: Rows | None = None
     drops: bool = False
     heard: bool = True
     alone: bool = True
@@ -74,8 +73,8 @@ class Pacing:
     def wanted(self, bytes_per_batch: int = 0) -> int:
         """How many batches the next execution takes, with those that run together with it."""
         self._together = False
-        if self._left is None:
-            return self.execution
+        if self._left is None or (self._left <= 0 and self.replicas == 1):
+            return self.execution  # as long as Keras asks for more
         if self.alone or self.execution >= TOGETHER or not self.batches:
             return min(self.execution, self._left)
         most = min(TOGETHER, MOST_BYTES // max(1, bytes_per_batch))
@@ -101,7 +100,9 @@ class Pacing:
         most = max(1, MOST_BYTES // max(1, bytes_per_batch))
         if self.every_step or (self.bar is not None and self._seconds > LONG_S):
             most = min(most, max(1, self.execution // PIECES))
-        if self.resident:  # little travels: what counts is how soon the first piece is read
+        if (
+            self.resident is not None
+        ):  # little travels: what counts is how soon the first piece is read
             most = min(most, TOGETHER)
         longest = min(wanted, most)
         for piece in range(longest - longest % self.unit, longest // SHORTEST, -self.unit):
@@ -109,9 +110,14 @@ class Pacing:
                 return piece
         return good_piece(wanted, most, self.unit)
 
-    def reads_on(self, after: int) -> bool:
-        """Whether more batches will be read after so many of this execution."""
-        return self.ahead and (self._left is None or self._left > after or self.most is not None)
+    def reads_on(self, after: int, piece: int) -> int:
+        """How many batches to read ahead after so many of this execution: none of the next epoch.
+
+        What callbacks change at the end of an epoch has its effect on the data at once.
+        """
+        if not self.ahead:
+            return 0
+        return piece if self._left is None else max(0, min(piece, self._left - after))
 
     def took(self, count: int) -> None:
         """An execution, and those that ran together with it, took so many."""
@@ -119,8 +125,6 @@ class Pacing:
         self._number += count
         if self._left is not None:
             self._left -= count
-        if self.most is not None:
-            self.most -= count
 
     def ready(self, share: float) -> None:
         """A dispatch, so much of an execution, is over: how long do they take?"""

@@ -14,6 +14,7 @@ from tailrace.errors import DeviceError, PipelineError, PlanError, ProgramError,
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.keras.data.batch_source import Block
+from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import check_optimizer
 from tailrace.keras.optimizers.wrappers import Wrapper, overrides
 from tailrace.keras.outfeed_layers import silent
@@ -43,11 +44,11 @@ class Looping(Executions):
     """How many of them, from the start, the step leaves alone."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__(model, Placement(model.tailrace.replicas), model.tailrace.replicas)
+        super().__init__(model, Placement(settings_of(model).replicas), settings_of(model).replicas)
         self.layout = Layout(model)
         self.variables = [getattr(self.layout, kind) for kind in self.kinds]
         self.out = OutfeedQueue()
-        self._pipeline = model.tailrace.forward_pipeline()
+        self._pipeline = settings_of(model).forward_pipeline()
         """The stages that the step goes through; None: it runs whole on one device."""
         self._runners: dict[Any, LoopRunner] = {}
         self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
@@ -184,7 +185,7 @@ class Looping(Executions):
         assert self._pipeline is not None
 
         def compute(read: Any, carried: Any, element: Any, _: Any) -> Any:
-            with self.model.tailrace.in_stages():
+            with settings_of(self.model).in_stages():
                 return self._advanced(carried, element, read)
 
         form = (read, carried, feed.spec().tree(), ())
@@ -252,7 +253,7 @@ class Stepping(Evaluating):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        settings = model.tailrace
+        settings = settings_of(model)
         self._check_optimizer()
         for what, wrong in (
             ("replicas", settings.replicas > 1),
@@ -263,11 +264,19 @@ class Stepping(Evaluating):
         ):
             if wrong:
                 raise ProgramError(
-                    f"The function `train_step` for the model {model.name!r} has been overridden: "
-                    f"it runs in a loop on the device, but its gradients cannot be told apart, so "
-                    f"it does not go with {what}. Override `compute_loss` instead, or leave {what} "
-                    f"out."
+                    f"{self._why()} it runs in a loop on the device, but its gradients cannot be told "
+                    f"apart, so it does not go with {what}. Override `compute_loss` instead, or leave "
+                    f"{what} out."
                 )
+
+    def _why(self) -> str:
+        """Why Keras' step runs, and not the engine's."""
+        for name in ("train_step", "compute_loss_and_updates"):
+            if overrides(self.model, name, keras.Model):
+                return (
+                    f"The function `{name}` for the model {self.model.name!r} has been overridden:"
+                )
+        return f"Nothing in the model {self.model.name!r} can be trained, so Keras' step is used:"
 
     def _check_optimizer(self) -> None:
         """Refuse an optimizer that the step would call otherwise than it is written."""

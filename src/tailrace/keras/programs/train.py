@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from tailrace.keras.data.batch_source import Block, Form
+from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import Updates
 from tailrace.keras.optimizers.wrappers import overrides, wrappers_of
 from tailrace.keras.outfeed_layers import OutfeedOptimizer
@@ -39,7 +40,7 @@ class Training(Executions):
     """The training program of one compiled model, kept from fit to fit."""
 
     def __init__(self, model: Any) -> None:
-        settings = model.tailrace
+        settings = settings_of(model)
         placement = Placement(settings.replicas)
         count = settings.microbatches
         super().__init__(model, placement, count * settings.replicas)
@@ -119,7 +120,7 @@ class Training(Executions):
         self._handed = []
 
     def _made(self, values: list[Any]) -> Trainer:
-        layout, settings = self.layout, self.model.tailrace
+        layout, settings = self.layout, settings_of(self.model)
         rest = iter(values)
         trees = [{name: next(rest) for name in kind.names} for kind in layout.kinds]
         params, others, kept, metrics = trees
@@ -171,7 +172,7 @@ class Training(Executions):
             layout.others.values(model_state),
             layout.metrics.values(model_state),
         )
-        with model.tailrace.differentiating(layout) as seen:
+        with settings_of(model).differentiating(layout) as seen:
             # The step of evaluation, with the training pass inside: it updates all metrics.
             logs, (_, others, metrics) = keras.Model.test_step(model, state, as_batch(element))
         loss = seen.loss
@@ -230,7 +231,7 @@ class Training(Executions):
             return False
         assert self.trainer is not None
         if self.replicas > 1 or self.trainer.pipeline is not None:
-            merged = self.replicas == 1 or self.model.tailrace.merges_metrics
+            merged = self.replicas == 1 or settings_of(self.model).merges_metrics
             return merged and not self.pacing.heard
         own = overrides(self.model, "compute_metrics", keras.Model)
         return not self.pacing.heard or (steps >= QUIET_FROM and not own)

@@ -58,7 +58,7 @@ class Layout:
     """Which variables a compiled model has."""
 
     def __init__(self, model: Any) -> None:
-        optimizer: Any = model.optimizer
+        optimizer: Any = getattr(model, "optimizer", None)
         name = model.name
         self.trainable = Variables(*_named(model.trainable_variables, name))
         self.others = Variables(*_named(model.non_trainable_variables, name))
@@ -81,7 +81,7 @@ class Layout:
             (self.trainable.all, model.trainable_variables),
             (self.others.all, model.non_trainable_variables),
             (self.metrics.all, model.metrics_variables),
-            (self.optimizer.all, [] if model.optimizer is None else model.optimizer.variables),
+            (self.optimizer.all, getattr(getattr(model, "optimizer", None), "variables", [])),
         )
         return all(
             len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.errors import OptionError, PlanError
+from tailrace.errors import OptionError, PlanError, ProgramError
+from tailrace.keras.data.batch_counts import Counts, counted
 from tailrace.keras.optimizers.wrappers import accumulation_of
 from tailrace.keras.outfeed_layers import check_wrappers
 from tailrace.keras.pipelines.assignment_classes import check_no_gaps
@@ -21,6 +23,9 @@ from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_only import ForwardPipeline
 from tailrace.program.step.accumulation import Accumulation, Reduction
+
+_staged: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("tailrace_staged")
+"""The forward passes of models that are traced here stage by stage, by the identity of the model."""
 
 
 class MetricReduction(enum.StrEnum):
@@ -114,6 +119,33 @@ class Settings:
         """The stage assignment as it was set, as objects."""
         self.ignores_notes = False
         """Whether stages named where layers are called were taken back."""
+
+    # -- rules, which compatibility layers make stricter -------------------------------------------
+
+    def counts(
+        self, steps: int | None, size: int | None, execution: int, epochs: int = 1
+    ) -> Counts:
+        """How many batches an epoch and an execution take; see `counted`."""
+        del epochs
+        return counted(steps, size, execution, self.replicas)
+
+    def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
+        """Refuse what `compile` was given, if it cannot be."""
+
+    def check_keras_loop(self, reason: str) -> None:
+        """Refuse what Keras' own loop would leave undone in silence."""
+        for what, wrong in (
+            ("replicas", self.replicas > 1),
+            ("gradient accumulation by Tailrace", self.microbatches > 1),
+            ("a pipeline", self.is_pipelined),
+            ("observe=", bool(self.observe)),
+            ("run_dir=", self.run_dir is not None),
+        ):
+            if wrong:
+                raise ProgramError(
+                    f"The model {self.model.name!r} has {reason}: Keras' own loop runs it, not a "
+                    f"program on the device, so it does not go with {what}. Leave one of them out."
+                )
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -258,13 +290,22 @@ class Settings:
     def in_stages(self) -> Iterator[None]:
         """Inside, a call of the model goes stage by stage, if it is cut into stages."""
         staged = self.staged()
-        if staged is not None:
-            self.model.__dict__["call"] = staged  # in front of that of its class, while traced
+        if staged is None:
+            yield
+            return
+        model, whole = self.model, self.model.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Another thread may call the model meanwhile: it has no stages there.
+            return _staged.get({}).get(id(model), whole)(*args, **kwargs)
+
+        model.__dict__["call"] = call  # in front of that of its class, while traced
+        token = _staged.set({**_staged.get({}), id(model): staged})
         try:
             yield
         finally:
-            if staged is not None:
-                del self.model.__dict__["call"]
+            _staged.reset(token)
+            del model.__dict__["call"]
 
     @property
     def merges_metrics(self) -> bool:

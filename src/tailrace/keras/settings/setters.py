@@ -56,10 +56,7 @@ _CHIP_ONLY = (
 class Setters:
     """The options of a model, one method each."""
 
-    @property
-    def tailrace(self) -> Settings:
-        """What the model is set to."""
-        raise NotImplementedError
+    settings: Settings
 
     def forget_programs(self) -> None:
         """Build the device programs anew when they are needed next."""
@@ -67,7 +64,7 @@ class Setters:
 
     @property
     def _options(self) -> Options:
-        return self.tailrace.options
+        return self.settings.options
 
     def set_gradient_accumulation_options(
         self,

@@ -1,0 +1,70 @@
+"""The rules of the original's Keras: known lengths, executions that divide epochs, no eager steps."""
+
+import keras
+import numpy as np
+import pytest
+
+import tailrace as tr
+from tailrace.compat import ipu
+
+L = keras.layers
+
+
+@pytest.fixture
+def line(request):
+    """Makes the smallest model there is, on some devices."""
+
+    def make(devices=1, execution=1, **compiled):
+        config = ipu.config.IPUConfig()
+        config.auto_select_ipus = devices
+        config.configure_ipu_system()
+        with ipu.ipu_strategy.IPUStrategy().scope():
+            model = keras.Sequential([keras.Input((2,)), L.Dense(1)])
+            model.compile("sgd", "mse", steps_per_execution=execution, **compiled)
+        return model
+
+    yield make
+    ipu.config.reset_ipu_configuration()
+
+
+def points(examples=8):
+    x = np.random.default_rng(0).normal(size=(examples, 2)).astype(np.float32)
+    return x, x.sum(1, keepdims=True)
+
+
+def endless():
+    while True:
+        yield points()
+
+
+@pytest.mark.parametrize(
+    ("execution", "devices", "call", "message"),
+    [
+        (1, 1, {}, "Could not infer the size of the data. You must specify the number of steps"),
+        (1, 2, {"steps_per_epoch": 1}, "contains 1 items, but all 2 replicas are requested to run"),
+        (3, 1, {"steps_per_epoch": 4}, r"\(3\) must be a divisor of the number of batches \(4\)"),
+        (3, 2, {"steps_per_epoch": 8}, r"\(4\) in the dataset provided to this replica"),
+    ],
+)
+def test_counting_rules(line, execution, devices, call, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        line(devices, execution).fit(endless(), verbose=0, shuffle=False, **call)
+    assert isinstance(caught.value, tr.TailraceError)
+
+
+def test_there_is_enough_data_for_all_epochs(line):
+    x, y = points(48)
+    with pytest.raises(ValueError, match="does not have enough data.*at least 14 batches"):
+        line().fit(x, y, batch_size=8, steps_per_epoch=7, epochs=2, verbose=0)
+
+
+def test_nothing_runs_a_step_at_a_time(line):
+    x, y = points()
+    with pytest.raises(tr.TailraceError, match="cannot run eagerly"):
+        line(run_eagerly=True)
+    with pytest.raises(tr.TailraceError, match="jit_compile=False"):
+        line(jit_compile=False)
+    later = line()
+    later.run_eagerly = True
+    with pytest.raises(tr.TailraceError, match="Keras' own loop would run it"):
+        later.fit(x, y, verbose=0)
