@@ -244,7 +244,7 @@ def is_backward(eqn: JaxprEqn) -> bool:
 _LIBRARIES = frozenset(
     ["jax", "jaxlib", "flax", "equinox", "haiku", "keras", "optax", "tailrace", "torch", "torchax"]
 )
-_OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package
 
 
 def is_library(path: str) -> bool:
