@@ -22,7 +22,8 @@ def batches_in(
 ) -> int | None:
     """How many batches a dataset of Keras' has; None where that is not known before it ends."""
     if hasattr(x, "cardinality"):  # tf.data; of distributed datasets it is an attribute
-        found = int(x.cardinality() if callable(x.cardinality) else x.cardinality)
+        said: Any = x.cardinality
+        found = int(said() if callable(said) else said)
         return found if found >= 0 else None
     if hasattr(x, "num_batches"):  # PyDataset
         return x.num_batches
