@@ -1,5 +1,8 @@
 """One executable serves executions of every length; its results are those of the plain scan."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import jax
@@ -13,6 +16,7 @@ from jax import lax
 
 import tailrace as tr
 from oracles import assert_bits_equal
+from tailrace.program.running.compiled_programs import forget_programs
 from tailrace.taps.counted_loop import Looks, looks_between, run_counted
 from tailrace.taps.frame import Emission, Emissions, Trip
 
@@ -46,6 +50,7 @@ def plain(steps):
 @pytest.fixture
 def compilations(monkeypatch):
     """The programs compiled so far."""
+    forget_programs()
     found = []
     compile_ = jax.stages.Lowered.compile
 
@@ -147,6 +152,51 @@ def test_programs_in_pieces_of_unequal_lengths(compilations):
     assert_bits_equal(total, lax.scan(lambda c, x: (c + x, None), jnp.float32(0), sums)[0])
     assert len([one for one in compilations if "while" in one.as_text()]) == 1
     infeed.close()
+
+
+def test_equal_functions_share_one_executable(compilations):
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.05), params())
+    found = [
+        trainer.evaluate(list(ROWS[:5]), lambda w, x: {"first": loss_fn(w, x)}),
+        trainer.evaluate(list(ROWS[:9]), lambda w, x: {"first": loss_fn(w, x)}),
+    ]
+    assert len(compilations) == 1
+    other = trainer.evaluate(list(ROWS[:9]), lambda w, x: {"second": loss_fn(w, x)})
+    assert other == {"second": found[1]["first"]}
+    assert trainer.evaluate(list(ROWS[:9]), lambda w, x: loss_fn(w, x) + 1)["loss"] > 1
+
+
+def test_trainers_of_one_program_share_it_and_nothing_else(compilations):
+    def run(seed):
+        start = jax.tree.map(lambda v: v + np.float32(seed), params())
+        trainer = tr.Trainer(loss_fn, optax.sgd(0.05, momentum=0.9), start, steps_per_execution=8)
+        return trainer, trainer.fit(iter(ROWS[:20]), steps=20).loss
+
+    (one, first), (two, second), (again, third) = run(0), run(1), run(0)
+    assert len(compilations) == 1
+    assert_bits_equal(first, third)
+    assert_bits_equal(one.params, again.params)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(two.params["a"], one.params["a"])
+
+
+def test_programs_are_kept_between_processes(tmp_path):
+    script = (
+        "import numpy as np, optax, tailrace as tr, jax, jax.numpy as jnp\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "t = tr.Trainer(lambda w, x: ((x * w) ** 2).sum(), optax.sgd(0.1), np.float32(1))\n"
+        "t.fit([np.float32(1)] * 4, steps=4)\n"
+    )
+    settings = {"TAILRACE_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    done = [
+        subprocess.run(
+            [sys.executable, "-c", script], env={**kept, **settings}, check=True, timeout=120
+        )
+        and len(list(tmp_path.iterdir()))
+        for _ in range(2)
+    ]
+    assert done[0] == done[1] > 0
 
 
 @settings(max_examples=40, deadline=None)

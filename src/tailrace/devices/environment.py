@@ -1,11 +1,15 @@
-"""What the environment says about devices; read when `tailrace` is imported, without JAX."""
+"""What the environment asks for; read when `tailrace` is imported, without JAX.
+
+TAILRACE_DEVICES   how many virtual CPU devices there are
+TAILRACE_CACHE     a directory that keeps compiled programs for later processes
+"""
 
 import os
 import sys
 
 from tailrace.errors import DeviceError
 
-VARIABLE = "TAILRACE_DEVICES"
+VARIABLE, CACHE = "TAILRACE_DEVICES", "TAILRACE_CACHE"
 
 
 def asked_devices() -> int | None:
@@ -22,15 +26,23 @@ def asked_devices() -> int | None:
 
 
 def apply_environment() -> None:
-    """Ask JAX for as many virtual CPU devices as `TAILRACE_DEVICES` says.
+    """Hand on to JAX what `TAILRACE_DEVICES` and `TAILRACE_CACHE` say.
 
-    JAX is not imported for this: it reads its own variable when it is.
+    JAX is not imported for this: it reads its own variables when it is.
     """
     devices = asked_devices()
-    if devices is None:
-        return
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-    if "jax" in sys.modules:
-        from tailrace.devices.devices import ask_for_cpu_devices
+    if devices is not None:
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
+        if "jax" in sys.modules:
+            from tailrace.devices.devices import ask_for_cpu_devices
 
-        ask_for_cpu_devices(devices)
+            ask_for_cpu_devices(devices)
+    if directory := os.environ.get(CACHE):
+        _keep_programs(directory)
+
+
+def _keep_programs(directory: str) -> None:
+    """Let JAX's compilation cache keep whatever takes a second to compile, in a directory."""
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", directory)
+    if (jax := sys.modules.get("jax")) is not None and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", directory)

@@ -23,7 +23,8 @@ def batches_in(
     """How many batches a dataset of Keras' has; None where that is not known before it ends."""
     if hasattr(x, "cardinality"):  # tf.data; of distributed datasets it is an attribute
         said: Any = x.cardinality
-        found = int(said() if callable(said) else said)
+        count: Any = said() if callable(said) else said
+        found = int(count)
         return found if found >= 0 else None
     if hasattr(x, "num_batches"):  # PyDataset
         return x.num_batches

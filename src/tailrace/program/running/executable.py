@@ -20,6 +20,7 @@ from tailrace.jaxprs.internals import JaxprEqn, compiler_options, scan_sizes
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
 from tailrace.program.running.agreement import Agreement
+from tailrace.program.running.compiled_programs import compiled_program
 from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
 from tailrace.taps.counted_loop import looks_between
@@ -71,6 +72,12 @@ class Placement:
     def device(self) -> Any:
         """A device of this process, to ask what they can do."""
         return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """The numbers of all devices, in order."""
+        found = [self.everywhere] if self.mesh is None else self.mesh.devices.flat
+        return tuple(device.id for device in found)
 
     @property
     def everywhere(self) -> Any:
@@ -229,7 +236,8 @@ class Executable:
         if self._compiled is None:
             started = time.perf_counter()
             lowered = self._jitted().lower(*self._arguments(known, staged, Numbers(0, 0)))
-            self._compiled = lowered.compile(compiler_options(self.segment.equations))
+            options = compiler_options(self.segment.equations)
+            self._compiled = compiled_program(lowered, self.placement.device_ids, options)
             self.compile_s = time.perf_counter() - started
         return self._compiled
 
