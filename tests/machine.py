@@ -74,6 +74,8 @@ def _keep_compiled_programs() -> None:
     if not root:
         return
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(root) / _machine()))
+    # Of programs from the cache XLA's CPU loader prints its own tuning preferences as errors.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

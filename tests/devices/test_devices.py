@@ -53,7 +53,7 @@ def python(code, **environment):
     ],
 )
 def test_devices_that_can_be_had(code, environment, expected):
-    start = "import jax, tailrace as tr\nfrom tailrace import devices\n"
+    start = "import jax, tailrace as tr\nfrom tailrace.devices import devices\n"
     returned, printed, error = python(start + code, **environment)
     assert (returned, printed) == (0, expected), error
 

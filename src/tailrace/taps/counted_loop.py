@@ -6,19 +6,21 @@ i of a buffer with as many rows as there is room for:
 
     while i < count:  carry, emitted = one_pass(carry, xs[i]);  buffer[i] = emitted;  i += 1
 
-Periodic taps look at steps period-1, 2 period-1, ... Which passes those are is data too, so that
-reductions are made under a branch, and their rows are written under one:
+Periodic taps look at steps period-1, 2 period-1, ... A branch in every pass would cost more than
+the look, so passes without one run in a loop of their own:
 
-    look = (step + 1) % period == 0
-    carry, emitted = one_pass(carry, xs[i], look);  if look:  looks[k] = emitted;  k += 1
+    while i < count:
+        while i < min(count, next look):  silent pass
+        if i < count:                     pass with a look, row k of the buffers of looks
 
-The body is traced once: the shapes of the buffers come from the traced program.
+The body is traced twice, once silent and once with a look, and never again: shapes come from the
+traced programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,68 +29,65 @@ from jax import lax
 from tailrace.jaxprs import internals
 from tailrace.taps.frame import Emissions, Trip
 
-OnePass = Callable[[Any, Any, Any], Any]
-
-
-class Looks(NamedTuple):
-    """Periodic taps: in every how many steps they look, and which emissions are theirs."""
-
-    period: int
-    are_of: Callable[[Any], bool]
+OnePass = Callable[[Any, Any, bool], Any]
 
 
 def run_counted(
-    one_pass: OnePass, init: Any, xs: Any, room: int, trip: Trip, looks: Looks | bool
+    one_pass: OnePass, init: Any, xs: Any, room: int, trip: Trip, period: int, observing: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """The first `trip.count` of `room` passes: carry, ys, emissions of each pass, and of looks.
+    """The first `trip.count` of `room` passes: carry, ys, emissions of each pass, and of looks."""
 
-    Args:
-        one_pass: `one_pass(carry, x, look)` returns the next carry and `(ys, emissions)`.
-        init: what the first pass starts from.
-        xs: what each pass gets, stacked: `room` rows.
-        room: the most passes.
-        trip: how many there are, and the step of the first.
-        looks: the periodic taps; True or False: all passes have a look, or none.
-    """
-    periodic = looks if isinstance(looks, Looks) else None
-
-    def look_at(index: Any) -> Any:
-        return looks if periodic is None else (trip.first + index + 1) % periodic.period == 0
-
-    def at(carry: Any, index: Any) -> Any:
-        x = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), xs)
-        return one_pass(carry, x, look_at(index))
+    def at(index: Any) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), xs)
 
     start = jnp.int32(0)
     init = jax.tree.map(jnp.asarray, init)
-    run, (_, (ys, emitted)) = _traced(at, init, start)
-    seen = [key for key in emitted if periodic is not None and periodic.are_of(key)]
-    most_looks = 0 if periodic is None else looks_in(room, periodic.period)
-    kept = jax.tree.map(lambda s: zeros(s, (room,)), (ys, _without(emitted, seen)))
-    rows = jax.tree.map(lambda s: zeros(s, (most_looks,)), _only(emitted, seen))
+    looks_always = observing and period == 1
+    quiet, form = _traced(lambda c, i: one_pass(c, at(i), looks_always), init, start)
+    _, (ys, each) = form
+    kept = jax.tree.map(lambda s: zeros(s, (room,)), (ys, each))
 
-    def advance(state: Any) -> Any:
-        index, number, carry, kept, rows = state
-        carry, (ys, emitted) = run(carry, index)
-        kept = _put(kept, (ys, _without(emitted, seen)), index)
-        if seen:
-            look = look_at(index)
-            rows = lax.cond(look, _put, lambda rows, *_: rows, rows, _only(emitted, seen), number)
-            number = number + look.astype(jnp.int32)
-        return index + 1, number, carry, kept, rows
+    def silent(state: Any) -> Any:
+        index, carry, kept = state
+        carry, made = quiet(carry, index)
+        return index + 1, carry, _put(kept, made, index)
 
-    _, _, carry, (ys, each), rows = lax.while_loop(
-        lambda state: state[0] < trip.count, advance, (start, start, init, kept, rows)
+    if period == 1 or not observing:
+        _, carry, (ys, each) = lax.while_loop(
+            lambda state: state[0] < trip.count, silent, (start, init, kept)
+        )
+        return carry, ys, each, Emissions()
+
+    loud, form = _traced(lambda c, i: one_pass(c, at(i), True), init, start)
+    _, (_, all_made) = form
+    looks = Emissions(
+        (key, jax.tree.map(lambda s: zeros(s, (looks_in(room, period),)), shape))
+        for key, shape in all_made.items()
+        if key not in each
     )
-    return carry, ys, each, rows
 
+    def look(state: Any) -> Any:
+        index, number, carry, kept, looks = state
+        carry, (ys, emitted) = loud(carry, index)
+        always = Emissions((key, emitted[key]) for key in each)
+        now = Emissions((key, emitted[key]) for key in looks)
+        kept, looks = _put(kept, (ys, always), index), _put(looks, now, number)
+        return index + 1, number + 1, carry, kept, looks
 
-def _only(emitted: Any, keys: Sequence[Any]) -> Any:
-    return Emissions((key, emitted[key]) for key in keys)
+    def group(state: Any) -> Any:
+        index, number, carry, kept, looks = state
+        ahead = period - 1 - (trip.first + index) % period
+        stop = jnp.minimum(trip.count, index + ahead)
+        index, carry, kept = lax.while_loop(
+            lambda state: state[0] < stop, silent, (index, carry, kept)
+        )
+        state = (index, number, carry, kept, looks)
+        return lax.cond(index < trip.count, look, lambda state: state, state)
 
-
-def _without(emitted: Any, keys: Sequence[Any]) -> Any:
-    return Emissions((key, value) for key, value in emitted.items() if key not in keys)
+    _, _, carry, (ys, each), looks = lax.while_loop(
+        lambda state: state[0] < trip.count, group, (start, start, init, kept, looks)
+    )
+    return carry, ys, each, looks
 
 
 def looks_in(passes: int, period: int) -> int:

@@ -93,8 +93,7 @@ class Frame:
         steps_before: passes of outermost loops that this execution ran before.
         stopped: whether a guard has stopped the training, in this execution or an earlier one.
         replaying: whether a forward pass is only repeated for the backward pass.
-        observing: whether periodic values are wanted in this pass; a traced flag where the running
-            program decides.
+        observing: whether periodic values are wanted in this pass.
         trip: how far the outermost loop runs, if its length is data.
         emitted: what leaves, by key.
         rows: of what leaves such a loop, one row for every so many passes; by key.
@@ -106,7 +105,7 @@ class Frame:
     steps_before: Any = 0
     stopped: Any = False
     replaying: bool = False
-    observing: Any = True
+    observing: bool = True
     trip: Trip | None = None
     emitted: Emissions[Hashable, Emission] = dataclasses.field(default_factory=Emissions)
     rows: dict[Hashable, int] = dataclasses.field(default_factory=dict)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.taps.counted_loop import Looks, run_counted, zeros
+from tailrace.taps.counted_loop import run_counted, zeros
 from tailrace.taps.frame import Emission, Emissions, Trip
 
 
@@ -52,20 +52,14 @@ class Passes:
         length: how many passes there are, or, with a `trip`, how many there is room for.
         collect: emissions of which one value in all is kept: their sum, or the last.
         trip: how far the loop runs, if that is data.
-        is_periodic: which emissions come from passes with a look only; asked with a `trip`.
     """
 
-    one_pass: Callable[[Any, Any, Any], Any]
+    one_pass: Callable[[Any, Any, bool], Any]
     reverse: bool
     unroll: int
     length: int
     collect: Mapping[Any, str] | None = None
     trip: Trip | None = None
-    is_periodic: Callable[[Any], bool] = lambda key: False
-
-    def counted(self, trip: Trip, is_periodic: Callable[[Any], bool]) -> Passes:
-        """The same, as far as `trip` says."""
-        return dataclasses.replace(self, trip=trip, is_periodic=is_periodic)
 
     def collecting(self, collect: Mapping[Any, str]) -> Passes:
         """Keep one entry in all, not one a pass, of the emissions named in `collect`."""
@@ -80,7 +74,7 @@ class Passes:
         )
         kept = Emissions((k, jax.tree.map(zeros, shapes[k])) for k in self.collect if k in shapes)
 
-        def one_pass(carry: Any, x: Any, observing: Any) -> Any:
+        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
             carry, kept = carry
             carry, (ys, emitted) = self.one_pass(carry, x, observing)
             after = Emissions()
@@ -95,8 +89,7 @@ class Passes:
     def _all(self, one_pass: Any, init: Any, xs: Any, period: int, observing: bool) -> Ran:
         if self.trip is not None:
             assert not self.reverse, "a loop over steps runs forwards"
-            looks = observing and (Looks(period, self.is_periodic) if period > 1 else True)
-            found = run_counted(one_pass, init, xs, self.length, self.trip, looks)
+            found = run_counted(one_pass, init, xs, self.length, self.trip, period, observing)
             return Ran(*found, Emissions())
 
         def scan(body: Any, carry: Any, xs: Any, length: int) -> Any:
@@ -134,7 +127,7 @@ def guarded(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Call
     It carries, besides, whether that has happened.
     """
 
-    def run(carry: Any, x: Any, observing: Any) -> Any:
+    def run(carry: Any, x: Any, observing: bool) -> Any:
         before, stopped = carry
         after, (ys, emitted) = one_pass(before, x, observing)
         # The choice must not be fused with what it chooses from: XLA would round the update otherwise

@@ -39,7 +39,7 @@ from tailrace.jaxprs.walk import Position, concerns_us, elements_read, loop_tag
 from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
 from tailrace.taps.loop_passes import Passes, both, collected, guarded
-from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine, is_periodic
+from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ class Rewriter:
     ) -> list[Any]:
         outputs = self._emit(eqn, inputs, frame, here)
         for want in self.wanted.get(here, ()):
-            if frame.observing is not False or not want.periodic:
+            if frame.observing or not want.periodic:
                 frame.emit(RawKey((want,)), outputs[want.output])
         return outputs
 
@@ -179,7 +179,7 @@ class Rewriter:
         numbers = jnp.arange(length, dtype=jnp.int32) if elements else None
         outermost = loop_tag(body.jaxpr) is not None and not frame.counters
 
-        def one_pass(carry: Any, x: Any, observing: Any) -> Any:
+        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
             values, number = x
             blocks = {
                 queue: Block(tuple(_rows(leaf, number, counts[queue]) for leaf in leaves))
@@ -210,9 +210,7 @@ class Rewriter:
         if guarding:
             one_pass, start = guarded(one_pass, self._is_good), (start, jnp.asarray(frame.stopped))
         trip = frame.trip if outermost else None
-        over = Passes(one_pass, params["reverse"], params["unroll"], length)
-        if trip is not None:
-            over = over.counted(trip, self.is_periodic)
+        over = Passes(one_pass, params["reverse"], params["unroll"], length, trip=trip)
         period = self.period if outermost else 1
         if collected and loop_tag(body.jaxpr) is not None:
             over = over.collecting(collected)
@@ -224,10 +222,6 @@ class Rewriter:
         if outermost:
             frame.steps_before = frame.steps_before + (length if trip is None else trip.count)
         return [*carry, *ran.ys]
-
-    def is_periodic(self, key: Hashable) -> bool:
-        """Whether what is emitted under a key comes from periodic taps."""
-        return is_periodic(key, (want for wants in self.wanted.values() for want in wants))
 
     def _is_good(self, emitted: Any) -> Any:
         """Whether no flag that a pass emitted is down, on any replica."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-from jax import lax
 
-from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Emission, Frame
 from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
 
@@ -72,46 +70,18 @@ def condense(frame: Frame, at_end: bool = False) -> None:
         elif want.reduce is None:
             packs[want.periodic].append((want.key, emission))
         else:
-            reduced = _looked(frame, want.periodic, want.reduce, emission.value)
-            frame.emit(want.key, reduced, emission.valid)
+            frame.emit(want.key, want.reduce(emission.value), emission.valid)
     if guarded:
         key = FiniteKey(key for key, _ in guarded)
         frame.emit(key, all_finite([e.value for _, e in guarded]))
-    for periodic, pack in packs.items():
+    for pack in packs.values():
         # A pack has one flag, so what has flags goes alone.
         alone = [[(k, e)] for k, e in pack if e.valid is not None]
         together = [(k, e) for k, e in pack if e.valid is None]
         for members in [together, *alone] if together else alone:
             key = StatsKey((k, int(e.value.size)) for k, e in members)
-            values = [e.value for _, e in members]
-            packed = _looked(frame, periodic, pack_statistics, values)
+            packed = pack_statistics([e.value for _, e in members])
             frame.emit(key, packed, members[0][1].valid)
-
-
-def is_periodic(key: Hashable, wanted: Iterable[Wanted]) -> bool:
-    """Whether what is emitted under a key comes from periodic taps."""
-    periodic = {want.key for want in wanted if want.periodic}
-    if isinstance(key, RawKey):
-        return key[0].periodic
-    return key in periodic or (isinstance(key, StatsKey) and key[0][0] in periodic)
-
-
-def _looked(frame: Frame, periodic: bool, reduce: Callable[[Any], Any], value: Any) -> Any:
-    """What is made of a value; only in passes that have a look, where the program decides that.
-
-    The branch is around the reduction alone: around the whole pass, it would be compiled twice.
-    """
-    look = frame.observing
-    if not periodic or isinstance(look, bool):
-        return reduce(value)
-    form = jax.eval_shape(reduce, value)
-    if jax.tree.map(_signature, form) == jax.tree.map(_signature, value):
-        return reduce(value)  # the value itself
-    return lax.cond(look, reduce, lambda _: jax.tree.map(zeros, form), value)
-
-
-def _signature(array: Any) -> tuple[Any, ...]:
-    return array.shape, array.dtype
 
 
 def fine(flag: Emission) -> Any:

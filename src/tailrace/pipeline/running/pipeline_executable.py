@@ -148,7 +148,7 @@ class PipelineExecutable(Executable):
             for queue, leaves in zip(queues, elements, strict=True)
         )
 
-        def one_pass(carry: Any, x: Any, observing: Any) -> Any:
+        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
             counter, slices = x
             inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
             here = {**consts, a.body.invars[-1]: counter}
@@ -161,9 +161,7 @@ class PipelineExecutable(Executable):
         if self._guarding:
             one_pass = guarded(one_pass, functools.partial(_is_good, machine))
             start = (start, jnp.asarray(stopped))
-        over = Passes(one_pass, False, 1, length)
-        if trip is not None:
-            over = over.counted(trip, self._rewriter.is_periodic)
+        over = Passes(one_pass, False, 1, length, trip=trip)
         if self._collected:
             over = over.collecting(self._collected)
         counters = offset + jnp.arange(length, dtype=jnp.int32)
