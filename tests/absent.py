@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 NEEDS = {
-    "keras": ("keras",),
+    "porch_keras": ("keras",),
     "runs": ("zarr",),
     "test_front_ends_write.py": ("keras", "torch", "torchax", "zarr"),
-    "torch": ("torch", "torchax"),
+    "porch_torch": ("torch", "torchax"),
 }
 """Folder or file: what it imports."""
 
