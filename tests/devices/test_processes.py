@@ -1,10 +1,6 @@
 """Several processes train as one does: the same losses, parameters and results, each said once."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+import launched
 import tailrace as tr
+from launched import arrays, leaves
 from oracles import (
     assert_close,
     mlp,
@@ -27,24 +25,9 @@ HERE = Path(__file__).parent
 SCRIPT = HERE / "train_together.py"
 
 
-def together(processes, devices, timeout=120, script=SCRIPT, **options):
-    """Run a script under `tailrace launch`; (exit code, what each process said, all output)."""
-    source = Path(tr.__file__).parents[1]
-    path = os.pathsep.join([str(source), str(HERE.parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tailrace.cli", "launch", "-n", str(processes)),
-            *("--devices", str(devices), str(script), json.dumps(options)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        check=False,
-    )
-    said = [json.loads(line) for line in re.findall(r"RESULT (\{.*\})", done.stdout)]
-    return done.returncode, sorted(said, key=lambda one: one["process"]), done.stdout + done.stderr
+def together(*args, **options):
+    """The script of this folder, in several processes."""
+    return launched.together(SCRIPT, *args, **options)
 
 
 def alone(optimizer, replicas, microbatches=1, **options):
@@ -54,14 +37,6 @@ def alone(optimizer, replicas, microbatches=1, **options):
     )
     trainer.fit(regression(64), steps=4)
     return trainer
-
-
-def leaves(tree):
-    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(tree)]
-
-
-def arrays(lists):
-    return [np.asarray(one, np.float32) for one in lists]
 
 
 def test_two_processes_equal_the_plain_loop(tmp_path):

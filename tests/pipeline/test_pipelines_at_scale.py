@@ -180,12 +180,10 @@ def test_a_cpu_has_no_memory_to_keep_a_pipelines_state_in():
     ("devices", "replicas", "share"), [(1, 1, False), (2, 2, True)], ids=["stages", "replicas"]
 )
 def test_pipelines_in_two_processes(devices, replicas, share):
-    from test_processes import arrays, leaves, together
+    from launched import arrays, leaves, together
 
     script = Path(__file__).with_name("pipeline_together.py")
-    code, said, text = together(
-        2, devices, script=script, replicas=replicas, shard_optimizer_state=share
-    )
+    code, said, text = together(script, 2, devices, replicas=replicas, shard_optimizer_state=share)
     assert code == 0, text
     assert len(said) == 2
     import pipeline_together
