@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tailrace.devices.environment import asked_devices
 from tailrace.errors import DeviceError, ReplicaError
 
 REPLICA, STAGE = "replica", "stage"
@@ -47,7 +48,7 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
         )
     if platform is not None and platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
         raise DeviceError(f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}.")
-    started = not ask_for_cpu_devices(devices)
+    started = not _ask_for_cpu_devices(devices)
     found = _devices_of(platform)
     each = _by_process(found)
     if devices is not None and min(map(len, each)) < devices:
@@ -83,7 +84,7 @@ def offer_cpu_devices(count: int) -> None:
         "XLA_FLAGS", ""
     )
     if not asked and getattr(jax.config, "jax_num_cpu_devices", -1) in (-1, None):
-        ask_for_cpu_devices(count)
+        _ask_for_cpu_devices(count)
 
 
 def use(devices: list[Any] | None) -> None:
@@ -101,8 +102,8 @@ def available() -> list[Any]:
     """The devices chosen, or all there are."""
     if _chosen is not None:
         return list(_chosen)
-    wanted = os.environ.get("TAILRACE_DEVICES")
-    return configure(int(wanted)) if wanted else list(jax.devices())
+    wanted = asked_devices()
+    return configure(wanted) if wanted else list(jax.devices())
 
 
 def mesh(replicas: int, stages: int = 1) -> Mesh:
@@ -176,7 +177,7 @@ def _is_count(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool) and value.__index__() >= 1
 
 
-def ask_for_cpu_devices(devices: int | None) -> bool:
+def _ask_for_cpu_devices(devices: int | None) -> bool:
     """Ask JAX for virtual CPU devices; False if it has started and can no longer be asked."""
     if devices is None:
         return True

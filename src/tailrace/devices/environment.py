@@ -4,6 +4,7 @@ TAILRACE_DEVICES   how many virtual CPU devices there are
 TAILRACE_CACHE     a directory that keeps compiled programs for later processes
 """
 
+import contextlib
 import os
 import sys
 
@@ -33,10 +34,10 @@ def apply_environment() -> None:
     devices = asked_devices()
     if devices is not None:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-        if "jax" in sys.modules:
-            from tailrace.devices.devices import ask_for_cpu_devices
-
-            ask_for_cpu_devices(devices)
+        if (jax := sys.modules.get("jax")) is not None:
+            # Where it has started, too few devices are refused when they are used.
+            with contextlib.suppress(RuntimeError):
+                jax.config.update("jax_num_cpu_devices", devices)
     if directory := os.environ.get(CACHE):
         _keep_programs(directory)
 
