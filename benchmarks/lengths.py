@@ -139,7 +139,7 @@ def gpt(layers: int, width: int, length: int, batch: int) -> None:
             started = time.perf_counter()
             trainer.fit(data, steps=steps)
             took.append(time.perf_counter() - started)
-        runner = next(iter(trainer._runners.values()))  # what users do not see
+        runner = trainer.engine.runner  # what users do not see
         print(
             f"  {name:10} fits of 1, 64, 64 steps: {', '.join(f'{t:.1f}' for t in took)} s; "
             f"{len(runner._executables)} executable(s), compiled in {runner.compile_s:.1f} s "

@@ -124,7 +124,7 @@ class Kept:
 def alone(steps: int, run_dir: Path) -> float:
     """The processor time of writing a fit while nothing else runs, as often as the last fit did."""
     trainer, kept = observed(None), Kept([])
-    trainer.sink = kept
+    trainer._journal.sink = kept
     trainer.fit(HostBatches(steps), steps=steps, progress=False)
     often = writes[-1] - writes[-2] if len(writes) > 1 else 1
     together = -(-len(kept.executions) // often)

@@ -4,6 +4,8 @@ JAX starts once. So the devices are chosen here, before any test module is impor
 pytest-xdist are processes of their own and import this file too.
 """
 
+import threading
+
 import machine
 
 machine.prepare()
@@ -15,6 +17,7 @@ import tailrace as tr  # noqa: E402
 from absent import AbsentModule, missing  # noqa: E402
 from quick import mark_quick  # noqa: E402
 from tailrace.messages import forget_notes  # noqa: E402
+from tailrace.program.running.compiled_programs import forget_programs  # noqa: E402
 from threads import infeed_threads  # noqa: E402
 
 tr.configure(devices=machine.DEVICES if machine.PLATFORM == "cpu" else None)
@@ -70,3 +73,20 @@ def _no_thread_outlives_its_test(monkeypatch):
         queue.close()
     left = infeed_threads() - before
     assert not left, f"threads outlive their closed queues: {left}"
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The programs compiled so far."""
+    forget_programs()
+    found = []
+    compile_ = jax.stages.Lowered.compile
+
+    def counting(self, *args, **kwargs):
+        # On an accelerator a thread compiles, beside this, loops of fixed length for short steps.
+        if threading.current_thread().name != "tailrace-compile":
+            found.append(self)
+        return compile_(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
+    return found

@@ -130,14 +130,14 @@ def test_replicas_fill_the_devices_there_are():
         tr.Pipeline(stages, loss, accumulation=4), optax.sgd(0.1), params, replicas=None
     )
     assert trainer.replicas == 4
-    assert dict(trainer.placement.mesh.shape) == {"replica": 4, "stage": 2}
+    assert dict(trainer.engine.placement.mesh.shape) == {"replica": 4, "stage": 2}
 
 
 def test_each_stage_holds_its_own_parameters_only():
     stages, params, loss = dense_stages([3, 40, 40, 2])
     pipeline = tr.Pipeline(stages, loss, accumulation=6)
     trainer = trained(pipeline, optax.sgd(0.01, momentum=0.9), params, elements(6, 3), 1)
-    assembly = next(iter(trainer._runners.values())).assembly
+    assembly = trainer.engine.runner.assembly
     sizes = [assembly.held_layout.used(device) for device in range(3)]
     own = [2 * sum(leaf.nbytes for leaf in p.values()) for p in params]
     assert sizes == own  # parameters and momentum; nothing of another stage

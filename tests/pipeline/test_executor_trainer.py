@@ -160,7 +160,7 @@ def stash_of(stages, params, recompute):
         tr.Pipeline(stages, LOSS, accumulation=4, recompute=recompute), optax.sgd(0.1), params
     )
     trainer.fit(elements(4, 3), steps=1)
-    return next(iter(trainer._runners.values())).assembly
+    return trainer.engine.runner.assembly
 
 
 def test_recomputation_stashes_inputs_instead_of_what_is_made_of_them():

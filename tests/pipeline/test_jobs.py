@@ -39,7 +39,7 @@ def random_loss(seed):
 
 def dissected(pipeline, params):
     trainer = tr.Trainer(pipeline, optax.sgd(0.1), params)
-    runner, _ = trainer._runner_for(elements(1, 3))
+    runner, _ = trainer.engine.program_for(elements(1, 3))
     return runner.assembly
 
 

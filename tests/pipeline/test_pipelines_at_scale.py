@@ -12,8 +12,9 @@ import pytest
 import tailrace as tr
 from oracles import assert_close, regression
 from tailrace.pipeline.lowering import buffers
-from tailrace.pipeline.running import pipeline_engine
+from tailrace.pipeline.running import pipeline_runner
 from tailrace.program.memory import activation_offload, host_memory, optimizer_state
+from tailrace.program.running.loop_state import Buffer
 
 OPTIMIZERS = {
     "adam": optax.adam(1e-2),
@@ -84,10 +85,8 @@ def test_each_replica_of_a_stage_holds_one_share(monkeypatch):
         shard_optimizer_state=True,
     )  # fmt: skip
     trainer.fit(regression(12), steps=1)
-    assert trainer._active is not None
-    held = [
-        v.shape for k, v in trainer._active[1].items() if isinstance(k, tuple) and k[0] == "held"
-    ]
+    values = trainer.engine.loop_state.values.items()
+    held = [v.shape for k, v in values if isinstance(k, Buffer) and k.kind == "held"]
     # Of the largest stage: 30 parameters for all; half of two moments of each for each replica.
     assert sorted(held) == [(2, 3, 30), (3, 30)]
 
@@ -112,7 +111,7 @@ def as_if_moved(monkeypatch):
     monkeypatch.setattr(host_memory, "memory_moves", lambda: host_memory.NO_MOVES)
     monkeypatch.setattr(buffers, "to_host", lambda value: value)
     monkeypatch.setattr(buffers, "to_device", lambda value: value)
-    monkeypatch.setattr(pipeline_engine, "HOST_MEMORY", "device")
+    monkeypatch.setattr(pipeline_runner, "HOST_MEMORY", "device")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_the_state_of_a_pipeline_is_updated_where_it_lies(as_if_moved):
             pipeline, optax.adam(0.1), params, offload_optimizer_state=True, steps_per_execution=1
         )
         trainer.fit(regression(4, features=width), steps=1)
-        (one,) = trainer._runners.values()
+        one = trainer.engine.runner
         (executable,) = [e for e in one._executables.values() if e.compiled is not None]
         copies = re.findall(
             rf"f32\[(?:1,)?{width},{width}\]\S* copy\(", executable.compiled.as_text()

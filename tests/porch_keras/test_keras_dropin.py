@@ -211,7 +211,7 @@ def test_methods_that_pass_on_what_they_are_given():
     pair = twins(Passing, execution=2, **SPARSE)
     call = {"batch_size": 8, "epochs": 2, "validation_data": (x, y)}
     assert_same(pair, fit_both(pair, x, y, **call))
-    assert tk.of(pair[1]).programs["train"].trainer.step == 10
+    assert tk.of(pair[1]).programs["train"].engine.step == 10
     found = [(model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)) for model in pair]
     assert_close(np.float32(found[1][0]), np.float32(found[0][0]))
     assert_close(found[1][1], found[0][1])

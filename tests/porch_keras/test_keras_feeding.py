@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from keras_oracle import SPARSE, classifier, digits_like, twins
+from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both, twins
 
 import tailrace.keras as tk
 from oracles import assert_bits_equal, assert_close
@@ -41,10 +41,10 @@ def fitted(monkeypatch, quiet, *, callbacks=(), **made):
         call = {"batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": False}
         history = model.fit(x, y, **call, callbacks=list(callbacks)).history
     program = tk.of(model).programs["train"]
-    (runner,) = program.trainer._runners.values()
+    runner = program.engine.runner
     muted = {key[-1] for key in runner._executables}
     assert runner.muted == frozenset(), "as it was, once the fit is over"
-    return model.get_weights(), history, muted == {frozenset([program.trainer.scalars])}
+    return model.get_weights(), history, muted == {frozenset([program.engine.scalars])}
 
 
 # -- what leaves --------------------------------------------------------------------------------
@@ -137,3 +137,23 @@ def test_pieces_of_an_execution():
     assert Pacing(499).piece(size, 499) == 250
     assert Pacing(7).piece(1 << 30, 7) == 1
     assert Pacing(64).piece(1 << 10, 64) == 64
+
+
+# -- one program --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_short_execution_at_the_end_needs_no_program_of_its_own(compilations, replicas):
+    x, y = digits_like(8 * 22)
+    pair = twins(classifier, execution=8, replicas=replicas, **SPARSE)
+    call = {"batch_size": 8, "shuffle": False}
+    if replicas == 1:
+        assert_same(pair, fit_both(pair, x, y, epochs=2, **call))
+    else:
+        pair[1].fit(x, y, epochs=2, verbose=0, **call)
+    runner = tk.of(pair[1]).programs["train"].engine.runner
+    assert len(runner.compiled_lengths) == 1
+    pair[1].evaluate(x, y, batch_size=8, verbose=0)
+    before = len(compilations)
+    pair[1].evaluate(x[: 8 * 6], y[: 8 * 6], batch_size=8, verbose=0)
+    assert len(compilations) == before

@@ -60,12 +60,12 @@ def test_one_dispatch_an_execution_and_one_program():
     x, y = digits_like()
     for _ in range(2):
         ours.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Listening()])
-    trainer = tk.of(ours).programs["train"].trainer
-    assert trainer.executions == 2 * 2 * 12 // 4
-    assert len(trainer._runners) == 1
+    engine = tk.of(ours).programs["train"].engine
+    assert engine.executions == 2 * 2 * 12 // 4
+    assert engine.runner.executions == engine.executions
     # Where nobody listens between executions, short ones run together.
     ours.fit(x, y, batch_size=8, epochs=2, verbose=0)
-    assert trainer.executions == 2 * 2 * 12 // 4 + 2
+    assert engine.executions == 2 * 2 * 12 // 4 + 2
 
 
 def test_weights_go_back_and_forth_without_loss():

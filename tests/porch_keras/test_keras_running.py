@@ -176,7 +176,7 @@ def test_those_who_only_read_logs_get_the_same_ones():
         model = line(execution=2)
         heard = kind()
         model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=[heard])
-        found.append((heard.ended, heard.losses, tk.of(model).programs["train"].trainer))
+        found.append((heard.ended, heard.losses, tk.of(model).programs["train"].engine))
     assert sorted(found[1][0]) == sorted(found[0][0]) == sorted([*range(1, 12, 2)] * 2)
     assert_close(np.sort(np.float32(found[1][1])), np.sort(np.float32(found[0][1])))
     assert (found[0][2].executions, found[1][2].executions) == (12, 2)

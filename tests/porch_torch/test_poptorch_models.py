@@ -296,7 +296,7 @@ def test_pipelines(strategy, count):
     plain = torch.optim.Adam(reference.parameters(), lr=0.02)
     train_plainly(reference, plain, cut(batch, 2 * count), count)
     assert_close(module.a.weight.detach().numpy(), reference.a.weight.detach().numpy())
-    assert model._engine.trainer.pipeline is not None
+    assert model._program.engine.pipeline is not None
 
 
 def test_pipeline_constraints():

@@ -95,7 +95,7 @@ def check(make, count, microbatches=6, replicas=1, iterations=2, **options):
     assert_close(loss.numpy(), torch.tensor(expected).numpy())
     assert_close(weights(module), weights(reference))
     assert out.shape == (4 * pieces, 1)
-    trainer = model._engine.trainer
+    trainer = model._program.engine
     assert (trainer.pipeline is None) == (count == 1)
     if count > 1:
         assert trainer.placement.mesh.shape == {"replica": replicas, "stage": count}

@@ -172,7 +172,7 @@ def test_what_was_compiled_is_what_runs(options):
     model, *_ = training(**options)
     model.compile(*digits(8))
     model(*digits(8))
-    assert len(model._engine._fit.runner._executables) == 1
+    assert len(model._program.engine.runner._executables) == 1
 
 
 def test_odd_inputs_are_taken_care_of(caplog):

@@ -182,7 +182,7 @@ def test_schedulers_drive_without_compiling_again():
         for scheduler in schedulers:
             scheduler.step()
     assert_close(weights(module), weights(reference))
-    runner = model._engine._fit.runner
+    runner = model._program.engine.runner
     assert runner.executions == 4
     assert len(runner._executables) == 1
 
@@ -193,13 +193,13 @@ def test_set_optimizer_changes_numbers_or_the_program():
     model = tt.training_model(module, first)
     batch = digits(4)
     model(*batch)
-    engine = model._engine
+    engine = model._program
     model.set_optimizer(torch.optim.SGD(module.parameters(), lr=0.01))
     model(*batch)
-    assert model._engine is engine
+    assert model._program is engine
     model.set_optimizer(torch.optim.Adam(module.parameters(), lr=0.02))
     model(*batch)
-    assert model._engine is not engine
+    assert model._program is not engine
     train_plainly(reference, torch.optim.SGD(reference.parameters(), lr=0.5), [batch])
     train_plainly(reference, torch.optim.SGD(reference.parameters(), lr=0.01), [batch])
     train_plainly(reference, torch.optim.Adam(reference.parameters(), lr=0.02), [batch])

@@ -12,8 +12,8 @@ from torch import nn
 import tailrace as tr
 import tailrace.torch as tt
 from tailrace.torch.calls import arrays
-from tailrace.torch.engine import portions
-from tailrace.torch.engine.portions import lengths_of
+from tailrace.torch.programs import portions
+from tailrace.torch.programs.portions import lengths_of
 
 STEPS, MICROBATCHES, BATCH = 12, 2, 4
 
@@ -63,7 +63,7 @@ def two_calls(observe=(), anchors=ANCHORS, **options):
             seen += [record.steps, record.microbatches]
             seen += jax.tree.leaves(record.values)
     seen += module.state_dict().values()
-    return [np.asarray(value) for value in seen], len(model._engine._portions.lengths)
+    return [np.asarray(value) for value in seen], len(model._program._portions.lengths)
 
 
 def same(one, other):
@@ -102,13 +102,13 @@ def test_sums_and_guards_are_not_divided(divided):
     for options in ({"output_mode": "sum"}, {"observe": [tr.stop_on_nonfinite("loss")]}):
         model, _, _ = training(device_iterations=STEPS, **options)
         model.compile(*digits(STEPS * 10))
-        assert model._engine._portions.lengths == (STEPS,)
+        assert model._program._portions.lengths == (STEPS,)
 
 
 def test_several_devices_are_not_divided(divided):
     model, _, _ = training(device_iterations=4, replicas=2)
     model.compile(*digits(64))
-    assert model._engine._portions.lengths == (4,)
+    assert model._program._portions.lengths == (4,)
 
 
 def test_what_only_some_steps_make_is_not_divided(divided):
@@ -120,8 +120,9 @@ def test_what_only_some_steps_make_is_not_divided(divided):
     def lengths(mode):
         tap = tr.Tap("activation/:tanh", mode=mode, reduce="tensor")
         trainer = tr.Trainer(loss_fn, optax.sgd(0.1), jnp.ones(3), observe=[tap])
-        with trainer.fitting(tr.InfeedQueue([np.ones((400, 3), np.float32)])) as fit:
-            return len(portions.Portions(fit.runner, fit.sight, 12, resident=False).lengths)
+        engine = trainer.engine
+        engine.use([np.ones((400, 3), np.float32)])
+        return len(portions.Portions(engine.runner, engine.sight, 12, resident=False).lengths)
 
     assert lengths("final") == 1
     assert lengths("all") > 2
@@ -137,7 +138,7 @@ def test_inference(divided, monkeypatch, mode):
         model.anchor_tensor("hidden", "activation/relu", output_mode="all")
         out = model(x)
         found.append([out, model.anchored_tensor("hidden")])
-        found[-1].append(len(model._engine._portions.lengths) > 2)
+        found[-1].append(len(model._program._portions.lengths) > 2)
         monkeypatch.undo()
     (out, hidden, cut), (whole, whole_hidden, whole_cut) = found
     assert cut
@@ -150,9 +151,9 @@ def test_compiling_first_is_compiling_all(divided):
     model, _, _ = training(device_iterations=STEPS)
     x, labels = digits(STEPS * 10)
     model.compile(x, labels)
-    programs = [model._engine._portions._body, model._engine._portions._runner]
+    programs = [model._program._portions._body, model._program._portions._runner]
     before = [[e.compiled for e in runner._executables.values()] for runner in programs]
-    assert len(model._engine._portions.lengths) > 2
+    assert len(model._program._portions.lengths) > 2
     model(x, labels)
     assert before == [[e.compiled for e in runner._executables.values()] for runner in programs]
     assert all(made is not None for runner in before for made in runner)
@@ -171,7 +172,7 @@ def test_tensors_on_the_device_need_no_portions(divided, monkeypatch):
     monkeypatch.setattr(inputs, "rows_of", reshaped)
     model, _, _ = training(device_iterations=STEPS)
     model(*digits(STEPS * 10))
-    assert model._engine._portions.lengths == (STEPS,)
+    assert model._program._portions.lengths == (STEPS,)
     assert len(handed) == 2
 
 

@@ -68,7 +68,7 @@ def test_state_in_shares_and_activations_elsewhere_change_nothing(shared):
             model(*digits(4 * 8, seed=call))
         found.append(weights(module))
     assert_close(found[1], found[0])
-    decided = " ".join(model._engine.trainer.decisions)
+    decided = " ".join(model._program.engine.memory.decisions)
     assert ("2 of 10 leaves" in decided) is shared
 
 
@@ -270,7 +270,7 @@ def test_the_precision_of_products():
     for precision in (None, "highest"):
         model, *_ = training(Regression, precision=precision)
         model.compile(*line(4))
-        program = str(model._engine._fit.runner.traced.jaxpr)
+        program = str(model._program.engine.runner.traced.jaxpr)
         assert ("HIGHEST" in program) == (precision == "highest")
 
 

@@ -219,7 +219,7 @@ def test_work_after_the_loss_has_no_gradient(as_if_moved):
 
 def equations(trainer):
     """The equations of a microbatch, in order."""
-    (runner,) = trainer._runners.values()
+    runner = trainer.engine.runner
     (loop,) = [e for e in runner.traced.jaxpr.eqns if e.primitive.name == "scan"]
     return loop.params["jaxpr"].jaxpr.eqns
 

@@ -21,8 +21,9 @@ def test_elements_are_not_copied_before_the_loop(microbatches, period):
         loss_fn, optax.sgd(0.1), jnp.ones((32, 4)), accumulation=microbatches, observe=[tap]
     )
     steps = 20
-    with trainer.fitting(tr.InfeedQueue([element])) as fit:
-        made = fit.runner.compiled(fit.known, steps, fit.sight.period)
+    engine = trainer.engine
+    engine.use([element])
+    made = engine.runner.compiled(engine.loop_state, steps, engine.sight.period)
     total = element.nbytes * steps * microbatches
     assert made.compiled.memory_analysis().argument_size_in_bytes > total
     # Those of one step and what it computes with them, twice over.

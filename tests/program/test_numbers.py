@@ -8,8 +8,8 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_bits_equal
-from tailrace.program.running.engine import LoopRunner
 from tailrace.program.running.executable import Numbers, Placement
+from tailrace.program.running.loop_runner import LoopRunner
 
 
 @pytest.fixture

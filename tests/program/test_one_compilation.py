@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from jax import lax
 
 import tailrace as tr
 from oracles import assert_bits_equal
-from tailrace.program.running.compiled_programs import forget_programs
 from tailrace.taps.counted_loop import looks_between, run_counted
 from tailrace.taps.frame import Emission, Emissions, Trip
 
@@ -45,23 +43,6 @@ def plain(steps):
     scan = jax.jit(lambda state, xs: lax.scan(step, state, xs))
     (w, _), (losses, grads) = scan((w, optimizer.init(w)), ROWS[:steps])
     return w, np.asarray(losses), jax.tree.map(np.asarray, grads)
-
-
-@pytest.fixture
-def compilations(monkeypatch):
-    """The programs compiled so far."""
-    forget_programs()
-    found = []
-    compile_ = jax.stages.Lowered.compile
-
-    def counting(self, *args, **kwargs):
-        # On an accelerator a thread compiles, beside this, loops of fixed length for short steps.
-        if threading.current_thread().name != "tailrace-compile":
-            found.append(self)
-        return compile_(self, *args, **kwargs)
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
-    return found
 
 
 @pytest.mark.parametrize("length", [10, "auto"])

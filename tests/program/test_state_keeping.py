@@ -103,7 +103,7 @@ def test_shares_with_accumulation_and_replicas(small_leaves, microbatches, repli
 
 def test_each_replica_holds_one_share(small_leaves):
     trainer = trained(OPTIMIZERS["adamw"], 1, 4, shard_optimizer_state=True)
-    held = trainer._current().optimizer_state[0].mu["hidden"]["kernel"]
+    held = trainer.engine._held().optimizer_state[0].mu["hidden"]["kernel"]
     assert held.shape == (16,)  # 15 elements, padded
     assert {shard.data.shape for shard in held.addressable_shards} == {(4,)}
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.optimizer_state))
@@ -146,7 +146,7 @@ def test_leaves_of_shared_state_can_be_replaced(small_leaves):
     trainer = trained(OPTIMIZERS["momentum"], 1, 2, shard_optimizer_state=True)
     number = len(jax.tree.leaves(trainer.params))
     new = np.arange(5, dtype=np.float32)
-    trainer.replace({number: new})
+    trainer.engine.replace({number: new})
     assert_close(jax.tree.leaves(trainer.state)[number], new)
     trainer.fit(regression(8), steps=2)
 
@@ -202,7 +202,7 @@ def test_offload_with_accumulation_replicas_and_shares(as_if_moved, microbatches
 
 def test_state_moves_inside_the_loop_after_the_microbatches(as_if_moved):
     trainer = trained(OPTIMIZERS["adamw"], 2, offload_optimizer_state=True)
-    (runner,) = trainer._runners.values()
+    runner = trainer.engine.runner
     (loop,) = [e for e in runner.traced.jaxpr.eqns if e.primitive.name == "scan"]
     body = loop.params["jaxpr"].jaxpr
     order = [e.primitive.name for e in body.eqns if e.primitive.name in ("scan", "while")]

@@ -52,7 +52,7 @@ TAPS = [
 def test_records_are_equal(monkeypatch):
     sink = Keep()
     trainer = make_trainer(None, TAPS, steps_per_execution=4, accumulation=2, replicas=2)
-    trainer.sink = sink
+    trainer._journal.sink = sink
     train(trainer, 22)
     assert [done.steps for done in sink.executions] == [4, 4, 4, 4, 4, 2]
     for large in (-1, 100, 1 << 30):  # statistics merged first: all, those of 4 steps, none

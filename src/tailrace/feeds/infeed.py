@@ -11,7 +11,6 @@ so nothing is lost and nothing is read twice, whatever is executed next.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import deque
 from concurrent.futures import Future, wait
@@ -28,24 +27,11 @@ from tailrace.feeds import buffers
 from tailrace.feeds.background import Worker
 from tailrace.feeds.device_dataset import ResidentReader, resident_pays
 from tailrace.feeds.elements import ElementSpec
-from tailrace.feeds.reader import Block, Reader
+from tailrace.feeds.feed import Block, Feed, Staged
+from tailrace.feeds.reader import Reader
 
 
-@dataclasses.dataclass(eq=False)
-class Staged:
-    """The elements of one execution: on the host, and on the device."""
-
-    host: Block
-    device: tuple[Any, ...]
-    count: int
-    replicas: int
-
-    def unused(self, used: int) -> Block:
-        """What is left on the host after the first `used` elements (over all replicas)."""
-        return [leaf[used:] for leaf in self.host]
-
-
-class InfeedQueue:
+class InfeedQueue(Feed):
     """A queue that feeds the elements of a dataset to programs.
 
     Args:
@@ -99,20 +85,6 @@ class InfeedQueue:
             if not reader.has_spec:  # or what is staged would be waited for, and moved again
                 self._settle()
             return reader.spec()
-
-    def bind_replicas(self, replicas: int) -> None:
-        """A queue hands out its elements to one number of replicas for good."""
-        self.check_replicas(replicas)
-        self.replicas = replicas
-
-    def check_replicas(self, replicas: int) -> None:
-        """Refuse a number of replicas other than the one the queue is bound to."""
-        if self.replicas is not None and self.replicas != replicas:
-            raise FeedError(
-                f"An infeed belongs to the number of replicas it was first used with, because they "
-                f"share out its elements in turn. This one was used with {self.replicas}, and now "
-                f"with {replicas}. Make another InfeedQueue for the other program."
-            )
 
     def take(
         self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
@@ -180,6 +152,11 @@ class InfeedQueue:
             self._settle()
             reader = self._open()
             reader.put_back(reader.read(count))
+
+    @property
+    def restartable(self) -> bool:
+        """Whether the dataset can be read again from its start."""
+        return as_dataset(self.dataset).restartable
 
     @property
     def position(self) -> int:

@@ -19,9 +19,8 @@ from tailrace.data.batches import Batches
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.feed import Block
 from tailrace.feeds.transfer import put, with_room
-
-Block = list[np.ndarray]
 
 _END = object()
 """Stands for the element after the last one; `None` could be an element."""

@@ -99,20 +99,20 @@ class Adopted(Setters, Assigning):
     @property
     def records(self) -> Any:
         """What the taps of `compile(observe=...)` saw in the latest fit."""
-        return self._trained("records").records
+        return self._trained("records").journal.records
 
     def tensors(self) -> Any:
         """Every tensor of a training step by name, as `observe=` selects them; after a fit."""
-        return self._trained("tensors()").tensors()
+        return self._trained("tensors()").engine.tensors()
 
     def _trained(self, what: str) -> Any:
         program = self.programs.get("train")
-        if program is None or getattr(program, "trainer", None) is None:
+        if program is None or getattr(program, "engine", None) is None:
             raise ProgramError(
                 f"model.{what} is there after a fit: the model has not been trained since it was "
                 f"compiled. Call fit first."
             )
-        return program.trainer
+        return program
 
     # -- fit, evaluate, predict -----------------------------------------------------------------
 

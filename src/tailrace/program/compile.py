@@ -15,7 +15,8 @@ from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
-from tailrace.program.running.executable import STEPS, Executable, Numbers, Placement
+from tailrace.program.running.executable import STEPS, Executable, Placement
+from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.tap_selection import look
@@ -110,9 +111,9 @@ class Program:
         """Run the program; returns what the function returns."""
         version = self._version(args)
         traced = version.traced
-        known = dict(zip(traced.jaxpr.constvars, version.consts, strict=True))
+        state = LoopState(dict(zip(traced.jaxpr.constvars, version.consts, strict=True)))
         leaves = self.placement.put(jax.tree.leaves(args))
-        known.update(zip(traced.jaxpr.invars, leaves, strict=True))
+        state.values.update(zip(traced.jaxpr.invars, leaves, strict=True))
         self.records.clear()
         for queue, out in traced.outfeeds.items():
             queue.check_fits(out.structure, out.shapes)
@@ -121,9 +122,9 @@ class Program:
         try:
             for segment in version.segments:
                 if segment.is_loop:
-                    self._run_in_pieces(version, segment, known)
+                    self._run_in_pieces(version, segment, state)
                 else:
-                    self._run_once(version, segment, known)
+                    self._run_once(version, segment, state)
             # Without a loop of its own, the whole call is a step: the next one gets other keys.
             self.steps += not version.has_loops
         finally:
@@ -133,23 +134,23 @@ class Program:
                 queue.end()
         return jax.tree.unflatten(
             traced.out_structure,
-            [jnp.asarray(value_of(known, var)) for var in traced.jaxpr.outvars],
+            [jnp.asarray(value_of(state.values, var)) for var in traced.jaxpr.outvars],
         )
 
     # -- running --------------------------------------------------------------------------------
 
-    def _run_once(self, version: _Version, segment: Segment, known: dict[Any, Any]) -> None:
+    def _run_once(self, version: _Version, segment: Segment, state: LoopState) -> None:
         executable = version.executable(segment)
-        emitted, _ = executable.run(known, Numbers(self._seed, self.steps))
+        emitted, _ = executable.run(state, Numbers(self._seed, self.steps))
         self.executions += 1
         passes = emitted.pop(STEPS, None)
         self._deliver(version, emitted, self.steps, 1, 1)
         self.steps += version.steps_of(segment) if passes is None else int(jnp.max(passes.value))
 
-    def _run_in_pieces(self, version: _Version, segment: Segment, known: dict[Any, Any]) -> None:
+    def _run_in_pieces(self, version: _Version, segment: Segment, state: LoopState) -> None:
         # The first piece would overwrite what the caller, or a later segment, still holds.
         for result, start in segment.start:
-            known[result] = self.placement.own(value_of(known, start))
+            state.values[result] = self.placement.own(value_of(state.values, start))
         live = any(queue.live for queue in version.traced.outfeeds)
         done, length = 0, segment.length
         if not live and version.piece(segment) == length:  # cut to look into it, not for its size
@@ -167,7 +168,7 @@ class Program:
             fresh = executable.compiled is None
             started = time.perf_counter()
             numbers = Numbers(self._seed, first, done, now)
-            emitted, ticket = executable.run(known, numbers, following)
+            emitted, ticket = executable.run(state, numbers, following)
             self.executions += 1
             self._deliver(version, emitted, first + done, now, every)
             done += now

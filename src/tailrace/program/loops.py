@@ -11,7 +11,7 @@ from jax import lax
 
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.feed import Feed
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import ProgramTrace, Tag, current_trace, dequeue, inside_loop, mark
 
@@ -22,7 +22,7 @@ def repeat(
     n: int | jax.Array,
     body: Callable[..., Any],
     inputs: Any = _NOTHING,
-    infeed: InfeedQueue | None = None,
+    infeed: Feed | None = None,
 ) -> Any:
     """Run `body` n times on the device.
 
@@ -51,7 +51,7 @@ def repeat_with(
     n: int | jax.Array,
     body: Callable[..., Any],
     inputs: Any = _NOTHING,
-    infeed: InfeedQueue | None = None,
+    infeed: Feed | None = None,
 ) -> Any:
     """`repeat`, with `call(body, carried, element)` deciding how the body gets its element."""
     trace = current_trace("tr.repeat")
@@ -74,7 +74,7 @@ def while_loop(
     condition: Callable[[Any], Any],
     body: Callable[..., Any],
     inputs: Any,
-    infeed: InfeedQueue | None = None,
+    infeed: Feed | None = None,
     maximum_iterations: int | None = None,
 ) -> Any:
     """Run `body` on the device for as long as `condition(inputs)` holds.
@@ -131,13 +131,13 @@ def _loop_body(
     trace: ProgramTrace,
     call: Callable[..., Any],
     body: Callable[..., Any],
-    infeed: InfeedQueue | None,
+    infeed: Feed | None,
     length: int | None,
     carries: bool,
 ) -> Callable[[Any, Any], Any]:
     """`(counter, carry) -> carry`, with the loop's mark, its element and its checks."""
     if infeed is not None:
-        if not isinstance(infeed, InfeedQueue):
+        if not isinstance(infeed, Feed):
             raise ProgramError(
                 f"infeed must be a tr.InfeedQueue. Received: {type(infeed).__name__}. "
                 f"Wrap the dataset: tr.InfeedQueue(dataset)."

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import name_values
-from tailrace.program.running.executable import Executable, Numbers, Placement
+from tailrace.program.running.executable import Executable, Placement
+from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.segments import cut
 from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import Traced, trace_program
@@ -104,12 +105,15 @@ class Observed:
 
     def _call(self, args: tuple[Any, ...]) -> tuple[Any, Records]:
         traced, sight, executables = self._version(args)
-        known = dict(zip(traced.jaxpr.constvars, self._placement.put(traced.consts), strict=True))
+        state = LoopState(
+            dict(zip(traced.jaxpr.constvars, self._placement.put(traced.consts), strict=True))
+        )
+        known = state.values
         leaves = self._placement.put(jax.tree.leaves(args))
         known.update(zip(traced.jaxpr.invars, leaves, strict=True))
         records = Records()
         for executable in executables:
-            emitted, _ = executable.run(known, Numbers(self._seed, self.calls))
+            emitted, _ = executable.run(state, Numbers(self._seed, self.calls))
             found = take_records(emitted, sight.chosen, first_step=self.calls, steps=1, replicas=1)
             for record in found:
                 records.add(record)

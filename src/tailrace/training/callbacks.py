@@ -30,8 +30,8 @@ class Execution:
 class Callback:
     """Override what you need; each method does nothing by default.
 
-    The values of an execution arrive after it has ended, while the next one runs already.
-    `trainer.stop()` in a callback ends the fit after the execution that runs then.
+    In `on_step_end` and `on_execution_end`, `trainer.params` and `trainer.step` are those at the end
+    of the execution that the values come from. `trainer.stop()` in a callback ends the fit after it.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
@@ -45,6 +45,13 @@ class Callback:
 
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
         """After the last execution, also when an exception ended the fit."""
+
+
+def listens(callback: Callback) -> bool:
+    """Whether a callback wants to be called while training goes on."""
+    kind = type(callback)
+    names = ("on_step_end", "on_execution_end")
+    return any(getattr(kind, name, None) is not getattr(Callback, name) for name in names)
 
 
 def tell(callbacks: list[Callback], trainer: Trainer, execution: Execution) -> None:

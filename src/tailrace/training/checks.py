@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,8 +10,39 @@ import jax.numpy as jnp
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.marks import path_name
+from tailrace.pipeline.pipeline import Pipeline
 from tailrace.program.optimizers import AccumulationState
 from tailrace.training.callbacks import Callback
+
+
+def check_model(
+    loss_fn: Any,
+    optimizer: Any,
+    params: Any,
+    model_state: Any,
+    pipeline: Pipeline | None,
+    accumulation: Any,
+) -> tuple[Any, Any]:
+    """What is trained; returns the accumulation and the parameters, of a pipeline those of stages."""
+    if not callable(loss_fn):
+        raise OptionError(f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}.")
+    check_optimizer(optimizer)
+    if pipeline is not None:
+        check_pipeline(accumulation)
+        accumulation, params = pipeline.accumulation, pipeline.untie(params)
+    check_params(params)
+    check_arrays("model_state", model_state)
+    check_accumulates_once(optimizer, params)
+    return accumulation, params
+
+
+def check_replica_state(rule: Any) -> bool | Callable[[str], bool]:
+    """Whether replicas share the model state: for all leaves, or by a leaf's name."""
+    if callable(rule):
+        return lambda name: rule(name) == "mean"
+    if rule not in ("mean", "each"):
+        raise OptionError(f"replica_state is 'mean' or 'each'. Received: replica_state={rule!r}.")
+    return rule == "mean"
 
 
 def check_optimizer(optimizer: Any) -> None:

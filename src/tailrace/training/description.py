@@ -1,34 +1,29 @@
-"""A trainer in words that go into a file: devices, options, taps, catalogue, plan."""
+"""An engine in words that go into a file: devices, options, taps, catalogue, plan."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tailrace.devices.devices import available
-from tailrace.program.tracing.tap_selection import Sight
-
-if TYPE_CHECKING:
-    from tailrace.training.trainer import Trainer
+from tailrace.training.engine import Engine
 
 
-def describe(trainer: Trainer, sight: Sight) -> dict[str, Any]:
+def describe(engine: Engine, steps_per_execution: int | None) -> dict[str, Any]:
     """What a run directory says of the fit that writes it, ready for JSON."""
-    plan = getattr(trainer, "plan", None)
-    pace = trainer.pace
-    mesh = getattr(trainer.placement, "mesh", None)
+    plan, mesh = engine.plan, engine.placement.mesh
     return {
         "devices": [
             {"platform": device.platform, "kind": device.device_kind, "id": device.id}
             for device in (available()[:1] if mesh is None else mesh.devices.flat)
         ],
         "options": {
-            "steps_per_execution": "auto" if pace is None or pace.steps is None else pace.steps,
-            "microbatches": trainer.accumulation.microbatches,
-            "reduction": str(trainer.accumulation.reduction),
-            "replicas": trainer.replicas,
-            "seed": trainer.seed,
+            "steps_per_execution": "auto" if steps_per_execution is None else steps_per_execution,
+            "microbatches": engine.accumulation.microbatches,
+            "reduction": str(engine.accumulation.reduction),
+            "replicas": engine.placement.replicas,
+            "seed": engine.seed,
         },
         "taps": [
             {
@@ -36,9 +31,9 @@ def describe(trainer: Trainer, sight: Sight) -> dict[str, Any]:
                 "mode": f"every({tap.period})" if tap.period > 1 else str(tap.mode),
                 "reduce": tap.kind,
             }
-            for tap in trainer.taps
+            for tap in engine.taps
         ],
-        "catalogue": json.loads(sight.catalogue.to_json()),
+        "catalogue": json.loads(engine.sight.catalogue.to_json()),
         "plan": plan.to_json(ticks=False) if plan is not None else None,
     }
 

@@ -20,8 +20,9 @@ from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import path_name
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
-from tailrace.program.running.engine import LoopRunner
-from tailrace.program.running.executable import Numbers, Placement
+from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import Numbers
 from tailrace.program.step.training_step import Step
 
 _MOST_RUNNERS = 16
@@ -86,7 +87,7 @@ class Evaluator:
         live: bool = False,
     ) -> Generator[tuple[Any, ElementSpec], None, None]:
         key, runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
-        known = self._step.begin_evaluating(runner, read)
+        state = self._step.begin_evaluating(runner, read)
         replicas = runner.placement.replicas
         local = runner.elements_per_pass  # of this process
         spec = infeed.spec()
@@ -100,7 +101,7 @@ class Evaluator:
                 found = length * local
                 started, compiled = time.perf_counter(), runner.compile_s
                 try:
-                    emitted, _ = runner.dispatch(known, length, Numbers(self._seed, position))
+                    emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position))
                 except DataExhausted:
                     found = infeed.remaining(found)
                     length = -(-_most(found) // local)
@@ -108,7 +109,7 @@ class Evaluator:
                         break
                     if found < length * local:
                         infeed.pad(found, length * local)
-                    emitted, _ = runner.dispatch(known, length, Numbers(self._seed, position), 0)
+                    emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position), 0)
                 position += length
                 if waiting is not None:
                     yield _taken(*waiting), spec

@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 
+from tailrace.errors import TailraceError
 from tailrace.program.memory.optimizer_state import StateKeeping
-from tailrace.program.running.engine import LoopRunner
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState
+from tailrace.training.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Explanation:
 
 def explain(
     runner: LoopRunner,
-    known: dict[Any, Any],
+    state: LoopState,
     length: int,
     parts: dict[str, Any],
     effective_batch_size: int | None,
@@ -66,7 +69,7 @@ def explain(
     decisions: tuple[str, ...] = (),
 ) -> Explanation:
     """Compile the loop of `runner` for `length` passes and read XLA's analysis of it."""
-    executable = runner.compiled(known, length)
+    executable = runner.compiled(state, length)
     compiled = executable.compiled
     memory = compiled.memory_analysis()
     # XLA counts the body of a loop once: that of the steps, and that of the microbatches.
@@ -94,6 +97,17 @@ def explain(
         executable.compile_s,
         decisions,
     )
+
+
+def flops_of_update(engine: Engine) -> float:
+    """The floating-point operations of the optimizer alone, once a step."""
+    optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
+    update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
+    held = keeping.forms if keeping is not None else state.optimizer_state
+    try:
+        return flops_of(update.lower(state.params, held, state.params))
+    except TailraceError:  # it means something inside a program only: small beside the rest
+        return 0.0
 
 
 def flops_of(compiled: Any) -> float:

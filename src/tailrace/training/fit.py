@@ -1,195 +1,118 @@
-"""One `fit` while it runs: executions go out ahead, their results come in one behind."""
+"""One `fit` while it runs: executions are dispatched, and their results collected, in order."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from tailrace.errors import DataExhausted
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.messages import logger, note_once
+from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
-from tailrace.program.running.engine import LoopRunner
-from tailrace.program.running.executable import STOPPED, Numbers
-from tailrace.program.tracing.tap_selection import Sight
-from tailrace.records.history import History, split_emission
-from tailrace.records.records import take_records
-from tailrace.records.sinks import Finished
-from tailrace.taps.frame import Emission
-from tailrace.taps.tap import StopOnNonfinite
-from tailrace.training.callbacks import Callback, Execution, tell
-from tailrace.training.nonfinite_guard import diagnose, first_bad_step
+from tailrace.training.callbacks import Callback, Execution, listens, tell
+from tailrace.training.engine import Engine
+from tailrace.training.executions import Ticket
+from tailrace.training.journal import Journal
+from tailrace.training.pace import Pace
 from tailrace.training.progress import ProgressBar
+from tailrace.training.step_counts import note_left_out, too_short
 
 if TYPE_CHECKING:
     from tailrace.training.trainer import Trainer
 
 
 class Fit:
-    """One `fit` while it runs: dispatches ahead, and takes in results one execution behind."""
+    """The loop of `tr.Trainer` around its engine.
+
+    Without callbacks an execution is dispatched while the one before runs, so that the device never
+    waits for the host. Callbacks see the state that belongs to the values they get: with them, an
+    execution is collected before the next one goes out.
+    """
 
     def __init__(
         self,
         trainer: Trainer,
-        runner: LoopRunner,
-        infeed: InfeedQueue,
-        known: dict[Any, Any],
-        sight: Sight,
+        engine: Engine,
+        feed: InfeedQueue,
+        journal: Journal,
+        pace: Pace,
         callbacks: list[Callback],
         bar: ProgressBar,
     ) -> None:
-        self.trainer, self.runner, self.infeed, self.known = trainer, runner, infeed, known
-        self.sight, self.callbacks, self.bar = sight, callbacks, bar
-        self.pending: deque[tuple[int, int, int, dict[Hashable, Emission], Any]] = deque()
-        self.guarded = any(isinstance(one.tap, StopOnNonfinite) for one in sight.chosen)
-        self.live = any(getattr(one.tap, "live", False) for one in sight.chosen)
-        runner.keep_elements = self.guarded
+        self.trainer, self.engine, self.feed, self.journal = trainer, engine, feed, journal
+        self.pace, self.callbacks, self.bar = pace, callbacks, bar
+        self.stopping = False
+        self._pending: deque[Ticket] = deque()
+        self._in_flight = 0 if engine.live or any(map(listens, callbacks)) else 1
 
     def steps(self, count: int) -> None:
-        """Exactly so many steps."""
+        """Exactly `count` steps."""
         remaining = count
-        while remaining and not self.trainer.stopping:
+        while remaining and not self.stopping:
             try:
                 remaining -= self.execute(remaining)
             except DataExhausted as error:
-                done = count - remaining
-                found = self.infeed.position + self.infeed.remaining(
-                    remaining * self.runner.elements_per_pass
-                )
-                raise DataExhausted(self.trainer.too_short(count, found, done)) from error
+                per_step = self.engine.runner.elements_per_pass
+                found = self.feed.position + self.feed.remaining(remaining * per_step)
+                message = too_short(self.engine, count, found, count - remaining)
+                raise DataExhausted(message) from error
 
     def epoch(self, count: int | None) -> None:
         """To the end of the dataset; `count` steps if that is known."""
         if count is not None:
             self.steps(count)
             return
-        while not self.trainer.stopping:
+        while not self.stopping:
             try:
                 self.execute(None)
             except DataExhausted:
                 break
-        if self.trainer.stopping:
+        if self.stopping:
             return
-        per_step = self.runner.elements_per_pass
-        assert self.trainer.pace is not None
-        left = self.infeed.remaining(self.trainer.pace.next(None) * per_step)
+        per_step = self.engine.runner.elements_per_pass
+        left = self.feed.remaining(self.pace.next(None) * per_step)
         self.steps(agreed_least(left // per_step) or 0)
         note_left_out(left, per_step)
 
     def execute(self, remaining: int | None) -> int:
         """Dispatch one execution; returns how many steps it has."""
-        pace = self.trainer.pace
-        assert pace is not None
+        engine, pace = self.engine, self.pace
         length = pace.next(remaining)
         rest = None if remaining is None else remaining - length
         measuring = pace.is_measuring
         following = 0 if pace.chosen is None or rest == 0 else pace.next(rest)
-        compiled_before = self.runner.compile_s
+        compiled_before = engine.runner.compile_s
         started = time.perf_counter()
-        ticket = self.run(length, following, self.sight.period)
+        ticket = engine.dispatch(length, following=following)
+        self._pending.append(ticket)
         if measuring:
-            jax.block_until_ready(ticket)
-            seconds = time.perf_counter() - started - (self.runner.compile_s - compiled_before)
-            seconds = agreed_seconds(seconds)
-            pace.measured(length, seconds)
+            jax.block_until_ready(ticket.ready)
+            seconds = time.perf_counter() - started - (engine.runner.compile_s - compiled_before)
+            pace.measured(length, agreed_seconds(seconds))
             logger.info(pace.reason)
             if pace.chosen is not None:
-                fixed = self.sight.period, pace.seconds_per_step
-                self.runner.fix(self.known, pace.chosen, *fixed)
-        if len(self.pending) > (0 if self.live else 1):
-            self.take_in()
+                period = engine.sight.period
+                engine.runner.fix(engine.loop_state, pace.chosen, period, pace.seconds_per_step)
+        self.collect(self._in_flight)
         return length
 
-    def run(self, length: int, following: int | None = None, period: int = 1) -> Any:
-        """Dispatch one execution of `length` steps; returns an array that is ready after it.
-
-        Args:
-            length: how many steps.
-            following: how many the next execution will have (0: none; None: as many again), so that
-                its elements can be staged meanwhile.
-            period: periodic taps look at every so many steps of this execution.
-        """
-        trainer = self.trainer
-        numbers = Numbers(trainer.seed, trainer.step)
-        # The counter of the loop starts at 0 in each execution; the step it belongs to is told.
-        emitted, ticket = self.runner.dispatch(self.known, length, numbers, following, period)
-        self.pending.append((trainer.step, length, self.sight.period, emitted, self.runner.taken))
-        trainer.step += length
-        return ticket
-
-    def finish(self) -> None:
-        """Take in everything that is still on its way."""
-        while self.pending:
-            self.take_in()
-
-    def take_in(self) -> dict[str, np.ndarray]:
-        """The results of the oldest execution: history, callbacks, progress.
-
-        Returns:
-            The loss and the scalar aux values by name, of shape (steps, microbatches, replicas).
-        """
-        first_step, steps, period, emitted, taken = self.pending.popleft()
-        trainer = self.trainer
-        parts = take_records(
-            emitted,
-            self.sight.chosen,
-            first_step=first_step,
-            steps=steps,
-            replicas=trainer.replicas,
-            period=period,
-        )
-        for part in parts:
-            trainer.records.add(part)
-        out = trainer.scalars
-        structure = self.runner.traced.outfeeds[out].structure
-        scalars = jax.tree.unflatten(structure, emitted.pop(out).value)
-        self.runner.traced.deliver(emitted)
-        count, replicas = trainer.accumulation.microbatches, trainer.replicas
-        values = {"loss": scalars["loss"], **scalars["aux"]}
-        arrays = {name: split_emission(v, count, replicas) for name, v in values.items()}
-        weights = scalars["weight"]
-        if weights is not None:
-            weights = split_emission(weights, count, replicas).astype(np.float64)
-        bad = first_bad_step(emitted, replicas) if self.guarded else None
-        if bad is not None:
-            arrays = {name: values[: bad[0]] for name, values in arrays.items()}
-            weights = weights[: bad[0]] if weights is not None else None
-        trainer.history.add(arrays, weights)
-        if trainer.sink is not None:
-            kept = len(arrays["loss"])
-            trainer.sink.execution(Finished(first_step, kept, parts, arrays, weights))
-        if bad is not None:
-            # What was dispatched after the bad step changed nothing: the guard stays down until here.
-            trainer.step = first_step + bad[0]
-            self.known.pop(STOPPED, None)
-            self.pending.clear()
-            raise diagnose(
-                self.runner,
-                self.known,
-                taken[self.infeed],
-                bad,
-                first_step=first_step,
-                seed=trainer.seed,
-                microbatches=count,
-            )
-        if self.callbacks:
-            one = History(first_step, count, replicas)
-            one.add(arrays, weights)
-            tell(self.callbacks, trainer, Execution(first_step, steps, {n: one[n] for n in one}))
-        self.bar.advance(steps, float(np.mean(arrays["loss"][-1])))
-        return arrays
-
-
-def note_left_out(elements: int, per_step: int) -> None:
-    """Say, once, that elements at the end do not fill a step."""
-    if left := elements % per_step:
-        note_once(
-            f"The last {left} elements of the dataset do not fill a step of {per_step} and are "
-            f"left out.",
-            key="incomplete step",
-        )
+    def collect(self, in_flight: int = 0) -> None:
+        """Take in results until at most this many executions are on their way."""
+        while len(self._pending) > in_flight:
+            results = self.engine.collect(self._pending.popleft())
+            self.journal.add(results)
+            if results.failure is not None:
+                self._pending.clear()  # what was dispatched after the bad step changed nothing
+                raise results.failure
+            if self.callbacks:
+                values = self.journal.one(results)
+                tell(
+                    self.callbacks,
+                    self.trainer,
+                    Execution(results.first_step, results.steps, values),
+                )
+            self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))

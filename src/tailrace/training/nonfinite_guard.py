@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,10 @@ import numpy as np
 
 from tailrace.devices.processes.distributed import process_index
 from tailrace.errors import NonFiniteError
-from tailrace.feeds.infeed import Staged
+from tailrace.feeds.feed import Staged
 from tailrace.program.nonfinite import find_culprit, step_block
-from tailrace.program.running.engine import LoopRunner
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState
 from tailrace.taps.frame import Ambient, Emission, Frame
 from tailrace.taps.wanted import FiniteKey, fine
 
@@ -37,7 +37,7 @@ def first_bad_step(
 
 def diagnose(
     runner: LoopRunner,
-    known: dict[Any, Any],
+    state: LoopState,
     staged: Staged,
     bad: tuple[int, int, list[str]],
     *,
@@ -49,7 +49,7 @@ def diagnose(
     step, replica, names = bad
     replicas, local = runner.placement.replicas, runner.placement.local_replicas
     owner = replica // local
-    args = [jnp.asarray(leaf) for leaf in runner.carried_by(known, replica)]
+    args = [jnp.asarray(leaf) for leaf in runner.carried_by(state, replica)]
     if owner != process_index():
         error = NonFiniteError(
             f"Not finite in step {first_step + step}, replica {replica}: {', '.join(names[:3])}. "

@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 
 from tailrace.errors import OptionError
-from tailrace.program.running.dispatch_lengths import LONGEST, MOST_BYTES
+from tailrace.program.running.dispatch_lengths import LIVE_S, LONGEST, MOST_BYTES
+from tailrace.taps.tap import bytes_per_step, check_bytes
+from tailrace.training.engine import Engine
 
 TARGET_S = 0.25
 """How long one execution should take, in seconds."""
@@ -60,6 +62,17 @@ class Pace:
         most = LONGEST if self.most_steps is None else self.most_steps
         return max(1, min(fitting, most, LONGEST))
 
+    def capacity(self, before: int | None, total: int | None) -> int:
+        """The most steps of an execution: what is compiled has room for that many, and no more.
+
+        It is the same for fits of every length, or each would be compiled for itself. It grows only
+        where an execution as long as was asked for would not fit.
+        """
+        if self.steps is None:
+            return self.most
+        needed = self.steps if total is None else min(self.steps, max(total, self.most))
+        return max(before or 0, needed)
+
     @property
     def is_measuring(self) -> bool:
         """Whether the next execution is timed: a given number needs that on accelerators only."""
@@ -95,6 +108,35 @@ class Pace:
 
     def _ideal(self) -> int:
         return min(self.most, max(1, int(self.target_s / self.seconds_per_step)))
+
+
+def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | None) -> Pace:
+    """The pace of fits on the engine's program in use; the one from before where it still holds.
+
+    Args:
+        engine: what will run.
+        steps: what was given, or None to find out.
+        most_bytes: what the records of one execution may take on the device.
+        before: what was found earlier.
+    """
+    sight, runner = engine.sight, engine.runner
+    count, replicas = engine.accumulation.microbatches, engine.placement.replicas
+    recorded = bytes_per_step(sight.chosen, count, replicas)
+    if steps is not None:
+        check_bytes(sight.chosen, steps, count, replicas, most_bytes)
+    most = int(most_bytes / recorded) if recorded else None
+    if most is not None and most < sight.period:
+        check_bytes(sight.chosen, sight.period, count, replicas, most_bytes)
+    size = runner.bytes_per_pass
+    if before is not None and before.bytes_per_step == size:
+        return before
+    return Pace(
+        steps,
+        size,
+        most_steps=most,
+        target_s=LIVE_S if engine.live else TARGET_S,
+        times_given=engine.placement.device.platform != "cpu",
+    )
 
 
 def parse_steps(value: int | str) -> int | None:

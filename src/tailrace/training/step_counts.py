@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataExhausted
-from tailrace.training.fit import note_left_out
-
-if TYPE_CHECKING:
-    from tailrace.training.trainer import Trainer
+from tailrace.messages import note_once
+from tailrace.training.engine import Engine
 
 
 def total_steps(
-    trainer: Trainer, length: int | None, steps: int | None, epochs: int | None
+    engine: Engine, length: int | None, steps: int | None, epochs: int | None
 ) -> int | None:
     """The number of steps; None if only reading the dataset shows it."""
     if not length:  # unknown; or none at all, which reading the first element reports
         return steps
-    per_epoch = length // trainer.elements_per_step
+    per_epoch = length // engine.elements_per_step
     if steps is not None:
         if steps > per_epoch:
-            raise DataExhausted(trainer.too_short(steps, length, 0))
+            raise DataExhausted(too_short(engine, steps, length, 0))
         return steps
     if not per_epoch:
-        raise DataExhausted(trainer.too_short(1, length, 0))
-    note_left_out(length, trainer.elements_per_step)
+        raise DataExhausted(too_short(engine, 1, length, 0))
+    note_left_out(length, engine.elements_per_step)
     return per_epoch * (1 if epochs is None else epochs)
 
 
 def agreed_total_steps(
-    trainer: Trainer, length: int | None, steps: int | None, epochs: int | None
+    engine: Engine, length: int | None, steps: int | None, epochs: int | None
 ) -> int | None:
     """The same for all processes: the shortest dataset decides."""
-    if trainer.placement.in_one_process:
-        return total_steps(trainer, length, steps, epochs)
+    if engine.placement.in_one_process:
+        return total_steps(engine, length, steps, epochs)
     try:
-        total = total_steps(trainer, length, steps, epochs)
+        total = total_steps(engine, length, steps, epochs)
     except DataExhausted as error:
         distributed.meet({"failed": str(error)})
         raise
@@ -46,3 +42,24 @@ def agreed_total_steps(
             raise DataExhausted(f"Of process {process}: {said['failed']}")
     known = [said["total"] for said in heard if said["total"] is not None]
     return min(known) if len(known) == len(heard) else None
+
+
+def too_short(engine: Engine, steps: int, length: int | str, done: int) -> str:
+    """What to say when a dataset ends before `steps` are done."""
+    count, replicas = engine.accumulation.microbatches, engine.placement.local_replicas
+    return (
+        f"fit takes steps x microbatches x replicas elements, {steps} x {count} x {replicas} = "
+        f"{steps * count * replicas}, and never restarts a dataset for steps=. This one has "
+        f"{length}; {done} steps were done. Ask for fewer steps, repeat the dataset, or use "
+        f"fit(epochs=...)."
+    )
+
+
+def note_left_out(elements: int, per_step: int) -> None:
+    """Say, once, that elements at the end do not fill a step."""
+    if left := elements % per_step:
+        note_once(
+            f"The last {left} elements of the dataset do not fill a step of {per_step} and are "
+            f"left out.",
+            key="incomplete step",
+        )

@@ -5,60 +5,43 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tailrace.data.adapters import as_dataset
-from tailrace.devices.devices import resolve_replicas
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, OptionError, ProgramError, TailraceError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.pipeline.running.pipeline_engine import PipelineRunner, place_pipeline
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import PipelineReport
 from tailrace.pipeline.running.report import report as pipeline_report
-from tailrace.program.memory.activation_offload import activations_on_host
-from tailrace.program.memory.first_state import FirstState
-from tailrace.program.memory.host_memory import check_activations
-from tailrace.program.memory.optimizer_state import StateKeeping, check_options, decide
-from tailrace.program.running.dispatch_lengths import LIVE_S
-from tailrace.program.running.engine import LoopRunner
-from tailrace.program.running.executable import Placement
+from tailrace.pipeline.schedule.plan import Plan
 from tailrace.program.step.accumulation import Accumulation
-from tailrace.program.step.training_step import Step, TrainState
-from tailrace.program.tracing.tap_selection import Sight
+from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.records.records import Records
-from tailrace.records.sinks import Sink
-from tailrace.runs.writer import RunWriter
-from tailrace.taps.tap import MOST_BYTES, bytes_per_step, check_bytes, parse_taps
+from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.tap import MOST_BYTES
 from tailrace.training.callbacks import Callback
-from tailrace.training.checks import (
-    check_accumulates_once,
-    check_arrays,
-    check_callbacks,
-    check_duration,
-    check_optimizer,
-    check_params,
-    check_pipeline,
-)
+from tailrace.training.checks import check_callbacks, check_duration
 from tailrace.training.description import describe
+from tailrace.training.engine import Engine
 from tailrace.training.evaluate import Evaluator
-from tailrace.training.explain import Explanation, explain
+from tailrace.training.explain import Explanation, explain, flops_of_update
 from tailrace.training.fit import Fit
-from tailrace.training.pace import TARGET_S, Pace, parse_steps
-from tailrace.training.programs import Programs, on_host
+from tailrace.training.journal import Journal
+from tailrace.training.pace import Pace, pace_for, parse_steps
 from tailrace.training.progress import ProgressBar
 from tailrace.training.step_counts import agreed_total_steps
 
 
-class Trainer(Programs):
+class Trainer:
     """Trains parameters with an optax optimizer, on the device, many steps to an execution.
 
     Args:
@@ -120,97 +103,122 @@ class Trainer(Programs):
         observe_bytes: int = MOST_BYTES,
         run_dir: Any = None,
     ) -> None:
-        pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
-        if not callable(loss_fn):
-            raise OptionError(
-                f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}."
-            )
-        check_optimizer(optimizer)
-        if pipeline is not None:
-            check_pipeline(accumulation)
-            accumulation, params = pipeline.accumulation, pipeline.untie(params)
-        check_params(params)
-        check_arrays("model_state", model_state)
-        check_accumulates_once(optimizer, params)
-        check_options(shard_optimizer_state, offload_optimizer_state)
-        check_activations(offload_activations)
-        if not callable(replica_state) and replica_state not in ("mean", "each"):
-            raise OptionError(
-                f"replica_state is 'mean' or 'each'. Received: replica_state={replica_state!r}."
-            )
-        self.accumulation = Accumulation.of(accumulation)
-        self.pipeline = pipeline
-        self.placement = (
-            Placement(resolve_replicas(replicas))
-            if pipeline is None
-            else place_pipeline(pipeline, replicas)
-        )
-        self.seed = seed
-        self.history = History()
-        self.step = 0
-        self._steps_per_execution = parse_steps(steps_per_execution)
-        self.scalars = OutfeedQueue()
-        self.taps = parse_taps(observe)
-        keeps = run_dir is not None and distributed.writes()
-        self.sink: Sink | None = RunWriter(run_dir) if keeps else None
-        self.records = Records(None if self.sink is None else self.sink.stored)
-        self._observe_bytes = observe_bytes
-        kind = Step if pipeline is None else PipelineStep
-        self._step = kind(
+        self.engine = Engine(
             loss_fn,
             optimizer,
-            self.accumulation,
-            model_state is not None,
-            self.scalars,
-            (lambda name: replica_state(name) == "mean")
-            if callable(replica_state)
-            else replica_state == "mean",
-            tuple(self.taps),
-            [] if self.taps else None,
+            params,
+            accumulation=accumulation,
+            replicas=replicas,
+            model_state=model_state,
+            replica_state=replica_state,
+            offload_optimizer_state=offload_optimizer_state,
+            shard_optimizer_state=shard_optimizer_state,
+            offload_activations=offload_activations,
+            seed=seed,
+            observe=observe,
         )
-        params = jax.tree.map(jnp.asarray, params)
-        model_state = jax.tree.map(jnp.asarray, model_state)
-        first = FirstState(optimizer.init, params)
-        self._form = jax.eval_shape(lambda: TrainState(params, (), model_state))
-        self._form = self._form._replace(optimizer_state=first.forms)
-        self.decisions: tuple[str, ...] = ()
-        self._keeping: StateKeeping | None = None
-        if shard_optimizer_state or offload_optimizer_state is not False:
-            self._keeping, self.decisions = decide(
-                self._form.optimizer_state,
-                self.placement,
-                self.taps,
-                share=shard_optimizer_state,
-                offload_state=offload_optimizer_state,
-                microbatches=self.accumulation.microbatches,
-                pipelined=pipeline is not None,
-            )
-        if offload_activations:
-            hold, told = activations_on_host(
-                self.placement.device, pipeline is not None, self.placement.local_replicas
-            )
-            self.decisions += told
-            self._step = dataclasses.replace(self._step, hold_activations=hold)
-        # Of a pipeline on the host, until it is known which device holds what.
-        place = self.placement.own if pipeline is None else on_host
-        if self._keeping is None:
-            made = jax.tree.unflatten(
-                jax.tree.structure(first.forms), [place(leaf) for leaf in first.leaves()]
-            )
-        else:
-            made = self._keeping.hold(first.leaves(), self.placement)
-            self._form = self._form._replace(optimizer_state=self._keeping.held_forms)
-            self._step = dataclasses.replace(self._step, keeping=self._keeping)
-        placed = jax.tree.map(place, (params, model_state))
-        self._state: TrainState | None = TrainState(placed[0], made, placed[1])
-        self._runners: dict[ElementSpec, LoopRunner] = {}
-        self._sights: dict[ElementSpec, Sight] = {}
-        self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
-        self._evaluator = Evaluator(self._step, self.placement, seed)
-        self.stopping = False
-        self._left: tuple[Any, InfeedQueue] | None = None
-        self.pace: Pace | None = None
+        self._steps_per_execution = parse_steps(steps_per_execution)
+        self._observe_bytes = observe_bytes
+        self._journal = Journal(run_dir)
+        self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
+        self._pace: Pace | None = None
+        self._fit: Fit | None = None
         self._seconds_per_step: float | None = None
+
+    # -- what there is --------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimizer state and model state: copies, which training leaves alone."""
+        return self.engine.copied(self.engine.state)
+
+    @property
+    def params(self) -> Any:
+        """The parameters as they are now: a copy."""
+        params = self.engine.copied(self.engine.state.params)
+        return params if self.pipeline is None else self.pipeline.tie(params)
+
+    @property
+    def model_state(self) -> Any:
+        """The model state as it is now: a copy."""
+        return self.engine.copied(self.engine.state.model_state)
+
+    @property
+    def step(self) -> int:
+        """How many steps were trained so far."""
+        return self.engine.step
+
+    @property
+    def seed(self) -> int:
+        """Where the keys of `tr.key()` come from."""
+        return self.engine.seed
+
+    @property
+    def history(self) -> History:
+        """The course of the latest fit."""
+        return self._journal.history
+
+    @property
+    def records(self) -> Records:
+        """What the taps of the latest fit delivered."""
+        return self._journal.records
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """How many microbatches make a step, and how."""
+        return self.engine.accumulation
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline, if there is one."""
+        return self.engine.pipeline
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the pipeline, once the form of its elements is known; None without one."""
+        return self.engine.plan
+
+    @property
+    def replicas(self) -> int:
+        """How many copies train side by side."""
+        return self.engine.placement.replicas
+
+    @property
+    def executions(self) -> int:
+        """How many dispatches training has made so far."""
+        return self.engine.executions
+
+    @property
+    def elements_per_step(self) -> int:
+        """How many elements of the dataset one step takes: microbatches x replicas.
+
+        With several processes each has a dataset of its own, and counts its own replicas.
+        """
+        return self.engine.elements_per_step
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """What was decided, in sentences: about memory, and the length of executions."""
+        pace = self._pace if self._steps_per_execution is None else None
+        lengths = (pace.reason,) if pace is not None else ()
+        return (*self.engine.memory.decisions, *lengths)
+
+    def set_inputs(self, inputs: Sequence[Any]) -> None:
+        """Other values for the `inputs` of a pipeline; nothing is compiled again."""
+        self.engine.set_inputs(inputs)
+
+    def tensors(self, example: Any = None) -> Catalogue:
+        """Every tensor of the step by name, as `observe=` selects them.
+
+        Args:
+            example: one element of the dataset; not needed after a fit.
+        """
+        return self.engine.tensors(example)
+
+    def stop(self) -> None:
+        """End the current fit after the execution that runs now."""
+        if self._fit is not None:
+            self._fit.stopping = True
 
     # -- training -------------------------------------------------------------------------------
 
@@ -249,82 +257,53 @@ class Trainer(Programs):
                 f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
                 f"end. Use fit(steps=...), or a dataset that does not repeat."
             )
-        total = agreed_total_steps(self, source.length, steps, epochs)
-        with self.fitting(
-            dataset, total=total, callbacks=callbacks, progress=progress, counted=True
-        ) as fit:
-            self._train(fit, dataset, steps, 1 if epochs is None else epochs, total)
+        total = agreed_total_steps(self.engine, source.length, steps, epochs)
+        with self._fitting(dataset, total, callbacks, progress) as fit:
+            if steps is not None:
+                fit.steps(steps)
+            else:
+                self._epochs(fit, dataset, 1 if epochs is None else epochs, total)
         return self.history
 
     @contextmanager
-    def fitting(
-        self,
-        dataset: Any,
-        *,
-        total: int | None = None,
-        callbacks: Sequence[Callback] = (),
-        progress: bool | None = False,
-        go_on: bool = False,
-        counted: bool = False,
+    def _fitting(
+        self, dataset: Any, total: int | None, callbacks: list[Callback], progress: bool | None
     ) -> Iterator[Fit]:
-        """A fit whose executions the caller dispatches, one by one: `fit.run(length)`.
-
-        For front ends with a training loop of their own. History and records cover everything run
-        inside; results of an execution arrive with `fit.take_in()`, or when the block ends. With
-        `go_on` they are added to those of the fit before. The dataset may be an infeed of its own.
-        With `counted`, executions of every length share one executable.
-        """
-        callbacks = list(callbacks)
-        runner, infeed = self._runner_for(dataset)
-        known = self._activate(runner)
-        self.stopping = False
-        sight = self._sights[infeed.spec()]
-        if not go_on:
-            self.history = History(self.step, self.accumulation.microbatches, self.replicas)
-            self.records.clear()
-        self._set_pace(runner, sight)
-        if counted:
-            runner.capacity = self._capacity(runner.capacity, total)
+        """One fit, from its first execution to its last; results come in whatever ends it."""
+        engine, journal = self.engine, self._journal
+        feed = engine.use(dataset)
+        assert isinstance(feed, InfeedQueue)
+        self._pace = pace_for(engine, self._steps_per_execution, self._observe_bytes, self._pace)
+        engine.runner.capacity = self._pace.capacity(engine.runner.capacity, total)
+        journal.begin(engine.step, self.accumulation.microbatches, self.replicas)
         for callback in callbacks:
             callback.on_fit_begin(self)
-        for queue, out in runner.traced.outfeeds.items():
-            queue.check_fits(out.structure, out.shapes)
-        for place in (self.records.runs, *runner.traced.outfeeds):
-            place.begin()
-        keeping = self.sink.fitting(describe(self, sight)) if self.sink else nullcontext()
         shown = progress if distributed.writes() else False
-        bar = ProgressBar(total, self.effective_batch_size(infeed.spec()), shown)
-        started, compiled, first_step = time.perf_counter(), runner.compile_s, self.step
+        bar = ProgressBar(total, self.effective_batch_size(feed.spec()), shown)
+        started, compiled, first_step = time.perf_counter(), engine.runner.compile_s, self.step
+        info = describe(engine, self._steps_per_execution)
         try:
-            with keeping, bar:
-                fit = Fit(self, runner, infeed, known, sight, callbacks, bar)
+            with engine.delivering(), journal.open(info), bar:
+                fit = self._fit = Fit(self, engine, feed, journal, self._pace, callbacks, bar)
                 try:
                     yield fit
                 except BaseException as error:
                     if not isinstance(error, TailraceError):
                         fit.callbacks = []  # it may come from one of them, or be an interrupt
-                    fit.finish()  # what was computed before the failure is part of the history
+                    fit.collect()  # what was computed before the failure is part of the history
                     raise
-                fit.finish()
+                fit.collect()
             if self.step > first_step:
-                took = time.perf_counter() - started - (runner.compile_s - compiled)
+                took = time.perf_counter() - started - (engine.runner.compile_s - compiled)
                 self._seconds_per_step = took / (self.step - first_step)
         finally:
-            infeed.rest()
-            one_shot = infeed is not dataset and not as_dataset(dataset).restartable
-            self._left = (dataset, infeed) if one_shot else None
-            for place in (self.records.runs, *runner.traced.outfeeds):
-                place.end()
+            self._fit = None
+            engine.let_go(dataset, feed)
             for callback in callbacks:
                 callback.on_fit_end(self, self.history)
 
-    def _train(
-        self, fit: Fit, dataset: Any, steps: int | None, epochs: int, total: int | None
-    ) -> None:
-        """So many steps, or so many times through the dataset."""
-        if steps is not None:
-            fit.steps(steps)
-            return
+    def _epochs(self, fit: Fit, dataset: Any, epochs: int, total: int | None) -> None:
+        """Go through the dataset again and again."""
         source = as_dataset(dataset)
         if epochs > 1 and not source.restartable:
             raise DataError(
@@ -333,10 +312,10 @@ class Trainer(Programs):
                 f"use fit(steps=...)."
             )
         for epoch in range(epochs):
-            if self.stopping:
+            if fit.stopping:
                 break
             if epoch:
-                fit.infeed.restart(dataset, epoch)
+                fit.feed.restart(dataset, epoch)
             fit.epoch(total // epochs if total is not None else None)
 
     def effective_batch_size(self, spec: ElementSpec) -> int | None:
@@ -355,7 +334,7 @@ class Trainer(Programs):
             fn: called like the loss function; returns a scalar, a dict of scalars, or what a loss
                 function returns. None: the loss function.
         """
-        return self._evaluator.evaluate(dataset, fn, self._read())
+        return self._evaluator.evaluate(dataset, fn, self.engine.read())
 
     def predict(
         self, dataset: Any, fn: Callable[..., Any] | None = None, live: bool = False
@@ -373,9 +352,9 @@ class Trainer(Programs):
             A tree of arrays. Results whose leading dim is that of the element's arrays are
             concatenated along it, all others are stacked.
         """
-        read = self._read()
-        if fn is None and isinstance(self._step, PipelineStep):
-            fn = self._step.outputs
+        read = self.engine.read()
+        if fn is None and isinstance(self.engine.step_function, PipelineStep):
+            fn = self.engine.step_function.outputs
         if not callable(fn):
             raise OptionError(
                 f"predict needs a function of parameters and batch. Received: {fn!r}. Give it "
@@ -394,26 +373,26 @@ class Trainer(Programs):
         """
         length = self._steps_per_execution or 10 if steps is None else parse_steps(steps)
         assert length is not None
-        runner, infeed = self._runner_for([example])
-        known = self._activate(runner)
-        state = self._current()
+        engine = self.engine
+        feed = engine.use([example])
+        state = engine.state
         explanation = explain(
-            runner,
-            known,
+            engine.runner,
+            engine.loop_state,
             length,
             parts={
                 "parameters": state.params,
                 "optimizer state": state.optimizer_state,
                 "model state": state.model_state,
             },
-            keeping=self._keeping,
-            decisions=(*self.decisions, *getattr(self._step.hold_activations, "said", ())),
-            effective_batch_size=self.effective_batch_size(infeed.spec()),
+            keeping=engine.memory.keeping,
+            decisions=engine.memory.all_decisions,
+            effective_batch_size=self.effective_batch_size(feed.spec()),
             microbatches=self.accumulation.microbatches,
-            flops_of_update=self._flops_of_update(state),
+            flops_of_update=flops_of_update(engine),
         )
-        if isinstance(runner, PipelineRunner):
-            stages = pipeline_report(runner.assembly, timed=False)
+        if isinstance(engine.runner, PipelineRunner):
+            stages = pipeline_report(engine.runner.assembly, timed=False)
             whole = ("parameters", "optimizer state", "model state")
             rest = {name: n for name, n in explanation.parts.items() if name not in whole}
             parts = {"parameters and state of stages": max(stages.held), **rest}
@@ -425,7 +404,8 @@ class Trainer(Programs):
 
         Stages are run alone for a moment to take their times.
         """
-        if self._active is None or not isinstance(self._active[0], PipelineRunner):
+        runner = self.engine.runner if self.engine.executions else None
+        if not isinstance(runner, PipelineRunner):
             raise ProgramError(
                 "report tells what the stages of a pipeline cost, after a fit. Received: "
                 + (
@@ -434,49 +414,4 @@ class Trainer(Programs):
                     else "a trainer without a pipeline. Use trainer.explain(example)."
                 )
             )
-        return pipeline_report(self._active[0].assembly, measured=self._seconds_per_step)
-
-    # -- inside ---------------------------------------------------------------------------------
-
-    def _set_pace(self, runner: LoopRunner, sight: Sight) -> None:
-        count = self.accumulation.microbatches
-        recorded = bytes_per_step(sight.chosen, count, self.replicas)
-        if self._steps_per_execution is not None:
-            steps = self._steps_per_execution
-            check_bytes(sight.chosen, steps, count, self.replicas, self._observe_bytes)
-        most = int(self._observe_bytes / recorded) if recorded else None
-        if most is not None and most < sight.period:
-            check_bytes(sight.chosen, sight.period, count, self.replicas, self._observe_bytes)
-        live = any(getattr(tap, "live", False) for tap in self.taps)
-        size = runner.bytes_per_pass
-        if self.pace is None or self.pace.bytes_per_step != size:
-            self.pace = Pace(
-                self._steps_per_execution,
-                size,
-                most_steps=most,
-                target_s=LIVE_S if live else TARGET_S,
-                times_given=self.placement.device.platform != "cpu",
-            )
-
-    def _capacity(self, before: int | None, total: int | None) -> int:
-        """The most steps of an execution: what is compiled has room for so many, and no more.
-
-        It is the same for fits of every length, or each would be compiled for itself. It grows only
-        where an execution as long as was asked for would not fit.
-        """
-        assert self.pace is not None
-        asked = self._steps_per_execution
-        if asked is None:
-            return self.pace.most
-        needed = asked if total is None else min(asked, max(total, self.pace.most))
-        return max(before or 0, needed)
-
-    def too_short(self, steps: int, length: int | str, done: int) -> str:
-        """What to say when a dataset ends before `steps` are done."""
-        count, replicas = self.accumulation.microbatches, self.placement.local_replicas
-        return (
-            f"fit takes steps x microbatches x replicas elements, {steps} x {count} x {replicas} = "
-            f"{steps * count * replicas}, and never restarts a dataset for steps=. This one has "
-            f"{length}; {done} steps were done. Ask for fewer steps, repeat the dataset, or use "
-            f"fit(epochs=...)."
-        )
+        return pipeline_report(runner.assembly, measured=self._seconds_per_step)

@@ -189,12 +189,12 @@ class PoplarExecutor(Model):
         try:
             super()._build(args, kwargs)
         except BaseException:
-            self._engine = None
+            self._program = None
             raise
         self._compile_s = time.perf_counter() - started
         forward = self._forward
         assert forward is not None
-        self._names = self._names_in(self._engine.catalogue, forward)
+        self._names = self._names_in(self._program.catalogue, forward)
         for hook in list(_hooks["after"]):
             hook()
 
@@ -204,9 +204,9 @@ class PoplarExecutor(Model):
             # Without anchors first: what the names stand for is known once there is a program.
             count = self._options.microbatches
             plain = [output_tap(name, self._returned, count) for name in forward.names]
-            engine = self._new_engine(forward, *weights_of(self.module), plain)
-            names = self._names_in(engine.catalogue, forward)
-            engine.close()
+            program = self._new_program(forward, *weights_of(self.module), plain)
+            names = self._names_in(program.catalogue, forward)
+            program.close()
             self._anchors = {
                 short: self._anchor(short, names, *entry) for short, entry in wanted.items()
             }
@@ -254,15 +254,15 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
         return bound
 
     def _steps(self) -> int:
-        return self._engine.trainer.step
+        return self._program.engine.step
 
     def _set_steps(self, steps: int) -> None:
-        self._engine.trainer.seed, self._engine.trainer.step = self._seed, steps
+        self._program.engine.seed, self._program.engine.step = self._seed, steps
 
     def _copy_buffers(self, names: list[str]) -> None:
         _, buffers = weights_of(self.module)
         state = self._state()
-        self._engine.put(
+        self._program.put(
             state._replace(
                 model_state={
                     name: buffers[name] if name in names else value
@@ -314,20 +314,20 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
         return False
 
     def _steps(self) -> int:
-        return self._engine.calls
+        return self._program.calls
 
     def _set_steps(self, steps: int) -> None:
-        self._engine.seed, self._engine.calls = self._seed, steps
+        self._program.seed, self._program.calls = self._seed, steps
 
     def _copy_buffers(self, names: list[str]) -> None:
         _, buffers = weights_of(self.module)
-        kept = {n: buffers[n] if n in names else v for n, v in self._engine.buffers.items()}
-        self._engine.put(self._engine.params, kept)
+        kept = {n: buffers[n] if n in names else v for n, v in self._program.buffers.items()}
+        self._program.put(self._program.params, kept)
 
     def _names_in(self, catalogue: Any, forward: Forward) -> Names:
         return Names(catalogue, forward.form.names)
 
-    def _new_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
         stages = len(forward.devices)
         pipelined = self._given.execution_strategy.execution == "pipelined"
         if forward.spread and pipelined and self._options.device_iterations < stages:
@@ -336,7 +336,7 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
                 f"pipeline stages ({stages}) when running a poptorch.inferenceModel using "
                 f"poptorch.PipelinedExecution."
             )
-        return super()._new_engine(forward, params, buffers, taps)
+        return super()._new_program(forward, params, buffers, taps)
 
 
 def trainingModel(

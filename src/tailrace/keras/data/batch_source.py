@@ -21,9 +21,8 @@ from tailrace.errors import DataError
 from tailrace.feeds.background import Worker
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
-from tailrace.feeds.infeed import InfeedQueue, Staged
-from tailrace.feeds.transfer import put
-from tailrace.keras.data.resident_arrays import RowNumbers
+from tailrace.feeds.feed import HandedFeed, Staged
+from tailrace.feeds.transfer import put, with_room
 
 THREAD_FROM = 8
 """Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
@@ -41,7 +40,8 @@ class Block:
     def on(self, sharding: Any, replicas: int) -> Staged:
         """The block where `sharding` says; moved there if it was read before that was known."""
         if self.sharding != sharding:
-            self.staged = moved(self.staged.host, self.count, replicas, sharding)
+            room = self.staged.room * replicas
+            self.staged = moved(self.staged.host, self.count, replicas, sharding, room)
             self.sharding = sharding
         return self.staged
 
@@ -52,44 +52,7 @@ class Form:
 
     spec: ElementSpec
     order: tuple[int, ...]
-    feed: HandFeed
-
-
-class HandFeed(InfeedQueue):
-    """An infeed whose blocks are handed over by the one who dispatches."""
-
-    def __init__(self, spec: ElementSpec) -> None:
-        super().__init__([], prefetch=0)
-        self._spec = spec
-        self.block: Staged | None = None
-
-    def spec(self) -> ElementSpec:
-        """The form of a batch."""
-        return self._spec
-
-    def take(
-        self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
-    ) -> Staged:
-        """The block that waits."""
-        assert room is None
-        assert self.block is not None
-        assert self.block.count == count
-        block, self.block = self.block, None
-        return block
-
-    def put_back(self, staged: Staged, used: int) -> None:
-        """Keep a block that a failed dispatch did not use."""
-        self.block = staged
-
-    def elements_of(self, block: Any) -> Any:
-        """The elements that a block on the host stands for."""
-        return [leaf.elements() if isinstance(leaf, RowNumbers) else leaf for leaf in block]
-
-    def started(self, ticket: Any) -> None:
-        """Nothing waits for blocks here."""
-
-    def rest(self) -> None:
-        """There is no thread to end."""
+    feed: HandedFeed
 
 
 class Batches:
@@ -127,7 +90,9 @@ class Batches:
             self._bytes = 0 if first is None else sum(leaf.nbytes for leaf in first[1])
         return self._bytes
 
-    def take(self, count: int, replicas: int, sharding: Any, ahead: int) -> Block | None:
+    def take(
+        self, count: int, replicas: int, sharding: Any, ahead: int, room: int = 0
+    ) -> Block | None:
         """Up to `count` batches of one form; None when there are no more.
 
         Args:
@@ -135,17 +100,22 @@ class Batches:
             replicas: how many replicas share the block.
             sharding: where the block goes.
             ahead: how many to read meanwhile, for the next call.
+            room: how many batches the block has room for on the device, if for more.
         """
         waiting, self._ahead = self._ahead, None
-        block = waiting.result() if waiting is not None else self._stage(count, replicas, sharding)
+        block = (
+            waiting.result()
+            if waiting is not None
+            else self._stage(count, replicas, sharding, room)
+        )
         if block is not None and block.count > count:  # read for an execution of another length
             self._rest = (block.form, [leaf[count:] for leaf in block.staged.host])
             part = [leaf[:count] for leaf in block.staged.host]
-            block = self._moved(block.form, count, part, replicas, sharding)
+            block = self._moved(block.form, count, part, replicas, sharding, room)
         if ahead and block is not None and count >= THREAD_FROM:
             if self._worker is None:
                 self._worker = Worker("tailrace-infeed-keras")
-            self._ahead = self._worker.submit(self._stage, ahead, replicas, sharding)
+            self._ahead = self._worker.submit(self._stage, ahead, replicas, sharding, room)
         return block
 
     def close(self) -> None:
@@ -159,13 +129,13 @@ class Batches:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _stage(self, count: int, replicas: int, sharding: Any) -> Block | None:
+    def _stage(self, count: int, replicas: int, sharding: Any, room: int) -> Block | None:
         if self._rest is not None:
             (form, rows), self._rest = self._rest, None
             if len(rows[0]) > count:
                 self._rest = (form, [leaf[count:] for leaf in rows])
                 rows = [leaf[:count] for leaf in rows]
-            return self._moved(form, len(rows[0]), rows, replicas, sharding)
+            return self._moved(form, len(rows[0]), rows, replicas, sharding, room)
         first = self._next()
         if first is None:
             return None
@@ -174,7 +144,9 @@ class Batches:
         if form is None:
             form = self._forms[key] = form_of(batch, self._shape, self._forms.values())
         spread = isinstance(sharding, jax.sharding.NamedSharding)
-        if count == 1 and not spread:  # travels with the call as it is, as it does in Keras
+        if (
+            max(count, room) == 1 and not spread
+        ):  # travels with the call as it is, as it does in Keras
             wanted = zip(form.order, form.spec.leaves, strict=True)
             alone = [leaves[n].astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
@@ -185,13 +157,19 @@ class Batches:
                 target[found - 1] = batch_leaves[n]
         if found < count:
             block = [leaf[:found] for leaf in block]
-        return self._moved(form, found, block, replicas, sharding)
+        return self._moved(form, found, block, replicas, sharding, room)
 
     def _moved(
-        self, form: Form, count: int, block: list[np.ndarray], replicas: int, sharding: Any
+        self,
+        form: Form,
+        count: int,
+        block: list[np.ndarray],
+        replicas: int,
+        sharding: Any,
+        room: int,
     ) -> Block:
         """A block that was read, on the device too."""
-        return Block(form, count, moved(block, count, replicas, sharding), sharding)
+        return Block(form, count, moved(block, count, replicas, sharding, room), sharding)
 
     def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:
         """The leaves of a batch, and of those that follow and look like it: up to `count` in all."""
@@ -231,15 +209,18 @@ class Batches:
         return key, leaves, batch
 
 
-def moved(block: list[np.ndarray], count: int, replicas: int, sharding: Any) -> Staged:
-    """A block, on the device too."""
-    passes = count // replicas
+def moved(
+    block: list[np.ndarray], count: int, replicas: int, sharding: Any, room: int = 0
+) -> Staged:
+    """A block, on the device too; there with room for `room` batches, so that a short block at the
+    end of the data runs in the program of the long ones."""
+    passes, rows = count // replicas, max(count, room) // replicas
     if isinstance(sharding, jax.sharding.NamedSharding):
         whole = [leaf[: passes * replicas] for leaf in block]
         shaped = [leaf.reshape(passes, replicas, *leaf.shape[1:]) for leaf in whole]
-        device = tuple(jax.device_put(leaf, sharding) for leaf in shaped)
+        device = tuple(jax.device_put(with_room(leaf, rows), sharding) for leaf in shaped)
     else:
-        device = tuple(put(leaf, sharding) for leaf in block)
+        device = tuple(put(leaf, sharding, rows) for leaf in block)
     return Staged(block, device, passes, replicas)
 
 
@@ -257,7 +238,7 @@ def form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> 
         )
     # (x, y) and (x, y, None) are one to a program, and so share its feed.
     feed = next((other.feed for other in others if other.spec == spec), None)
-    return Form(spec, tuple(order), feed or HandFeed(spec))
+    return Form(spec, tuple(order), feed or HandedFeed(spec))
 
 
 def on_host(iterator: Iterator[Any]) -> Callable[[], Any]:

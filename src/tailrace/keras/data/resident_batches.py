@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
-from tailrace.feeds.infeed import Staged
+from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form, form_of
 from tailrace.keras.data.resident_arrays import RowNumbers, Rows, numbers_of
 
@@ -41,21 +42,25 @@ class ResidentBatches:
         rows = self._rows
         return sum(array.nbytes // max(1, len(array)) for array in rows.arrays) * rows.batch_size
 
-    def take(self, count: int, replicas: int, sharding: Any, ahead: int) -> Block | None:
-        """Up to `count` batches of one size; None when there are no more."""
+    def take(
+        self, count: int, replicas: int, sharding: Any, ahead: int, room: int = 0
+    ) -> Block | None:
+        """Up to `count` batches of one size, with room for more; None when there are no more."""
         del ahead  # nothing is read
         taken = self._next_of_one_size(count)
         if not taken:
             return None
         form = self._form(taken[0])
-        if count == 1:  # travels with the call, as it does in Keras
+        if max(count, room) == 1:  # travels with the call, as it does in Keras
             leaves = self._leaves(self._rows.batch(taken[0]), form)
             alone = [leaf.astype(spec.dtype, copy=False)[None] for leaf, spec in leaves]
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
         numbers = numbers_of(taken)
         arrays = self._leaves(self._rows.data, form)
         host: list[Any] = [RowNumbers.of(array, numbers) for array, _ in arrays]
-        device = self._rows.gathered(numbers, arrays, sharding)
+        # Rows behind the last: room, so that a short block runs in the program of the long ones.
+        padded = np.pad(numbers, ((0, max(count, room) - len(taken)), (0, 0)), mode="edge")
+        device = self._rows.gathered(padded, arrays, sharding)
         return Block(form, len(taken), Staged(host, tuple(device), len(taken), replicas), sharding)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import keras
 
 from tailrace.errors import DataError
 from tailrace.feeds import buffers
-from tailrace.feeds.infeed import Staged
+from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Batches, Block, Form
 from tailrace.keras.data.resident_batches import ResidentBatches
 from tailrace.keras.handles import settings_of
@@ -60,6 +60,7 @@ class Executions:
         self.latest: dict[str, Series] = {}
         """Those of the latest dispatch that are numbers."""
         self._latest_count = 0
+        self._room = 1
         self._forms: dict[Any, Form] = {}
         self._batches: Batches | ResidentBatches | None = None
         self._tickets: deque[tuple[Any, int]] = deque()
@@ -94,7 +95,9 @@ class Executions:
         while done < wanted:
             piece = min(pacing.piece(size, wanted), wanted - done)
             ahead = pacing.reads_on(done + piece, piece)
-            block = batches.take(piece, self.replicas, self._sharding, ahead)
+            # One program serves all lengths up to the longest, which comes first.
+            self._room = max(self._room, piece)
+            block = batches.take(piece, self.replicas, self._sharding, ahead, self._room)
             if block is None:
                 break
             if block.count % self.per_step:
@@ -207,8 +210,11 @@ class Executions:
         count = block.count - left
         if not count:
             return None
-        staged = part(block.staged, 0, count // self.replicas)
-        return Block(block.form, count, staged, block.sharding)
+        whole, passes = block.staged, count // self.replicas
+        host = [leaf[:count] for leaf in whole.host]
+        return Block(
+            block.form, count, Staged(host, whole.device, passes, self.replicas), block.sharding
+        )
 
 
 def part(staged: Staged, first: int, count: int) -> Staged:
@@ -217,3 +223,8 @@ def part(staged: Staged, first: int, count: int) -> Staged:
     host = [leaf[first * replicas : (first + count) * replicas] for leaf in staged.host]
     device = tuple(leaf[first : first + count] for leaf in staged.device)
     return Staged(host, device, count, replicas)
+
+
+def exact(staged: Staged) -> Staged:
+    """A block without room for more."""
+    return staged if staged.room == staged.count else part(staged, 0, staged.count)

@@ -11,20 +11,22 @@ import keras
 import numpy as np
 
 from tailrace.errors import DeviceError, PipelineError, PlanError, ProgramError, ReplicaError
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.feed import HandedFeed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.keras.data.batch_source import Block
 from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import check_optimizer
 from tailrace.keras.optimizers.wrappers import Wrapper, overrides
 from tailrace.keras.outfeed_layers import silent
-from tailrace.keras.programs.executions import Executions, as_batch
+from tailrace.keras.programs.executions import Executions, as_batch, exact
 from tailrace.keras.programs.variables import Layout, for_replicas, merged, on_one_device
 from tailrace.messages import note_once
 from tailrace.pipeline.running.forward_only import ForwardRunner, stages_in
 from tailrace.program.loops import repeat_with, whole
-from tailrace.program.running.engine import LoopRunner
-from tailrace.program.running.executable import Numbers, Placement
+from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.result_packing import on_device
 
 
 class Looping(Executions):
@@ -51,7 +53,7 @@ class Looping(Executions):
         self._pipeline = settings_of(model).forward_pipeline()
         """The stages that the step goes through; None: it runs whole on one device."""
         self._runners: dict[Any, LoopRunner] = {}
-        self._active: tuple[LoopRunner, dict[Any, Any]] | None = None
+        self._active: tuple[LoopRunner, LoopState] | None = None
         self._token = tuple([None] * len(self.kinds))  # an object of its own
         self._start: tuple[list[Any], list[Any]] | None = None
         self._read: list[Any] = []
@@ -107,14 +109,17 @@ class Looping(Executions):
                 state = ((tuple(read), tuple(carried)), ())
             self._active = (runner, runner.begin(*state))
             self._start = None
-        known = self._active[1]
         # Of a pipeline, only now its devices are known.
         self._sharding = runner.placement.shared_out
-        block.form.feed.block = block.on(self._sharding, self.replicas)
+        staged = block.on(self._sharding, self.replicas)
         passes = block.count // self.replicas
         if isinstance(runner, ForwardRunner):
             passes //= runner.per_pass
-        emitted, ticket = runner.dispatch(known, passes, Numbers(0, self._step), 0)
+            staged = exact(staged)
+        else:
+            runner.capacity = staged.room if staged.room > 1 else None
+        numbers = Numbers(0, self._step)
+        emitted, ticket = runner.dispatch(self._active[1], passes, numbers, 0, block=staged)
         self._step += passes
         value = runner.by_element(emitted.pop(self.out).value)
         runner.traced.deliver(emitted)
@@ -123,8 +128,8 @@ class Looping(Executions):
     def _carried(self) -> Any:
         """What the steps have changed so far."""
         assert self._active is not None
-        runner, known = self._active
-        return runner.changed(known) if isinstance(runner, ForwardRunner) else runner.carried(known)
+        runner, state = self._active
+        return runner.changed(state) if isinstance(runner, ForwardRunner) else runner.carried(state)
 
     def result(self, sent: Any) -> Any:
         """What is made of what a dispatch sent out: metrics, by default."""
@@ -164,7 +169,7 @@ class Looping(Executions):
         )
         return sent, after
 
-    def _whole_model(self, read: Any, carried: Any, feed: InfeedQueue) -> LoopRunner:
+    def _whole_model(self, read: Any, carried: Any, feed: HandedFeed) -> LoopRunner:
         """The step in a loop, on one device of each replica."""
 
         def body(carried: Any, element: Any, read: Any) -> Any:
@@ -180,7 +185,7 @@ class Looping(Executions):
         own = [True] * len(jax.tree.leaves(carried))
         return LoopRunner(program, carried, read, self.placement, own)
 
-    def _through_stages(self, read: Any, carried: Any, feed: InfeedQueue, count: int) -> LoopRunner:
+    def _through_stages(self, read: Any, carried: Any, feed: HandedFeed, count: int) -> LoopRunner:
         """The step as a pipeline, each stage on its device."""
         assert self._pipeline is not None
 
@@ -321,6 +326,7 @@ class Predicting(Looping):
         """Outputs in the order of the examples: passes, then replicas."""
 
         def join(leaf: Any) -> Any:
+            leaf = on_device(leaf)
             if self.replicas > 1:
                 leaf = jnp.swapaxes(leaf, 0, 1)
                 leaf = leaf.reshape(-1, *leaf.shape[2:])

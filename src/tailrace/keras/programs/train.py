@@ -1,4 +1,4 @@
-"""The training program of a model: Keras' loss, metrics and optimizer on a `tr.Trainer`.
+"""The training program of a model: Keras' loss, metrics and optimizer on an engine.
 
 Keras' trainer calls `run(state, iterator)` once an execution and gets back logs, which wait for the
 device only when they are read, and a token for its state, which it hands back. The variables get their
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
 from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import Updates
@@ -25,12 +28,14 @@ from tailrace.keras.outfeed_layers import OutfeedOptimizer
 from tailrace.keras.programs.executions import Executions, as_batch, part
 from tailrace.keras.programs.logs import Final, Series
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
-from tailrace.program.running.dispatch_lengths import next_piece
 from tailrace.program.running.executable import Placement
 from tailrace.program.step.training_step import TrainState
-from tailrace.taps.tap import Tap
-from tailrace.training.fit import Fit
-from tailrace.training.trainer import Trainer
+from tailrace.taps.tap import MOST_BYTES, Tap
+from tailrace.training.description import describe
+from tailrace.training.engine import Engine
+from tailrace.training.executions import Ticket
+from tailrace.training.journal import Journal
+from tailrace.training.pace import TRIALS, pace_for
 
 QUIET_FROM = 32
 """Metrics of so many steps and more are computed once, behind them, if nobody wants each."""
@@ -45,9 +50,13 @@ class Training(Executions):
         count = settings.microbatches
         super().__init__(model, placement, count * settings.replicas)
         self.layout = Layout(model)
-        self.trainer: Trainer | None = None
+        self.engine: Engine | None = None
+        self.journal = Journal(settings.run_dir)
         self._leaves: list[list[int]] = []
-        self._fit: tuple[Form, Fit] | None = None
+        self._form: Form | None = None
+        self._pending: deque[Ticket] = deque()
+        self._most_steps: int | None = None
+        self._timed = 0
         self._contexts = contextlib.ExitStack()
         self._began = False
         self._token = tuple([None] * len(self.layout.kinds))  # an object of its own
@@ -56,7 +65,6 @@ class Training(Executions):
         self._observing: list[OutfeedOptimizer] = []
         """Optimizers that get the gradients of each batch by observation."""
         self._delivered = 0
-        self._found: tuple[Any, dict[str, int]] | None = None
 
     # -- what Keras calls -----------------------------------------------------------------------
 
@@ -72,13 +80,13 @@ class Training(Executions):
         if not self._dirty:
             return
         self._dirty = False
-        if self._fit is not None:
-            self._fit[1].finish()  # what callbacks read at the end of an epoch is all there
+        assert self.engine is not None
+        if self._form is not None:
+            self._collect()  # what callbacks read at the end of an epoch is all there
             self._deliver()
-        assert self.trainer is not None
-        leaves = jax.tree.leaves(self.trainer.current())
+        leaves = jax.tree.leaves(self.engine.state)
         values = [leaves[numbers[0]] for numbers in self._leaves]
-        if self.replicas > 1 or self.trainer.pipeline is not None:
+        if self.replicas > 1 or self.engine.pipeline is not None:
             values = [
                 _of_one(variable, value)
                 for variable, value in zip(self.layout.variables, values, strict=True)
@@ -101,10 +109,10 @@ class Training(Executions):
 
     def _load(self, values: list[Any]) -> None:
         """Take over what Keras hands in, where it is not what was handed out."""
-        new = self.trainer is None
-        if self.trainer is None:
-            self.trainer = self._made(values)
-            self._leaves = _leaf_numbers(self.layout, self.trainer.current())
+        new = self.engine is None
+        if self.engine is None:
+            self.engine = self._made(values)
+            self._leaves = _leaf_numbers(self.layout, self.engine.state)
         changed: dict[int, Any] = {}
         for number, (name, variable, value) in enumerate(
             zip(self.layout.names, self.layout.variables, values, strict=True)
@@ -116,10 +124,10 @@ class Training(Executions):
             entering = for_replicas(variable, value, self.replicas) if own else value
             changed.update(dict.fromkeys(self._leaves[number], entering))
         if changed:
-            self.trainer.replace(changed)
+            self.engine.replace(changed)
         self._handed = []
 
-    def _made(self, values: list[Any]) -> Trainer:
+    def _made(self, values: list[Any]) -> Engine:
         layout, settings = self.layout, settings_of(self.model)
         rest = iter(values)
         trees = [{name: next(rest) for name in kind.names} for kind in layout.kinds]
@@ -132,17 +140,15 @@ class Training(Executions):
             sending = [one for one in wrappers if isinstance(one, OutfeedOptimizer)]
             self._observing = [one for one in sending if one.sees_each]
             taps += [Tap(name, reduce="tensor") for w in self._observing for name in w.wanted()]
-        return Trainer(
+        return Engine(
             settings.loss_function(self.loss),
             Updates(self.model.optimizer, layout, kept),
             params,
-            steps_per_execution=1,
             accumulation=1 if settings.is_pipelined else settings.accumulation,
             replicas=self.replicas,
             model_state={**others, **metrics},
             replica_state=lambda name: "each" if layout.own_of_replicas(name) else "mean",
             observe=taps,
-            run_dir=settings.run_dir,
             offload_optimizer_state=settings.options.offload_optimizer_state,
             shard_optimizer_state=settings.options.shard_optimizer_state,
             offload_activations=settings.options.offload_activations,
@@ -150,11 +156,10 @@ class Training(Executions):
 
     def _deliver(self) -> None:
         """Hand over the gradients of each batch that were observed since the last time."""
-        assert self.trainer is not None
         for optimizer in self._observing:
             found, count = {}, 0
             for name, key in optimizer.wanted().items():
-                values = self.trainer.records[name, "tensor"].values
+                values = self.journal.records[name, "tensor"].values
                 count = len(values)
                 values = values[self._delivered :]
                 lead = (-1, self.replicas) if self.replicas > 1 else (-1,)
@@ -188,57 +193,86 @@ class Training(Executions):
     # -- executions -----------------------------------------------------------------------------
 
     def dispatch(self, block: Block) -> tuple[Any, Any]:
-        """Run the steps of a block; cut where periodic taps look."""
-        trainer, fit, feed = self.trainer, self._enter(block.form), block.form.feed
-        assert trainer is not None
-        if trainer.pipeline is not None:  # only once it is traced, its devices are known
-            self._sharding = fit.runner.placement.shared_out
+        """Run the steps of a block."""
+        engine = self._enter(block.form)
+        if engine.pipeline is not None:  # only once it is traced, its devices are known
+            self._sharding = engine.placement.shared_out
             block.on(self._sharding, self.replicas)
         count = self.per_step // self.replicas
         steps, ran = block.count // self.per_step, 0
-        most = trainer.pace.most_steps if trainer.pace is not None else None
-        piece = steps if most is None else min(steps, max(1, most))  # what taps return must fit
+        most = self._most_steps  # what taps return must fit
+        piece = steps if most is None else min(steps, max(1, most))
         sent: list[dict[str, Any]] = []
-        ticket = None
-        quiet = self._is_quiet(fit, steps)
-        fit.runner.muted = frozenset([trainer.scalars]) if quiet else frozenset()
+        ready = None
+        quiet = self._is_quiet(engine, steps)
+        engine.runner.muted = frozenset([engine.scalars]) if quiet else frozenset()
         while ran < steps:
-            length, period = next_piece(piece, steps - ran, trainer.step, fit.sight.period)
+            length = min(piece, steps - ran)
             whole = length == steps
-            feed.block = block.staged if whole else part(block.staged, ran * count, length * count)
-            ticket = fit.run(length, 0, period)
-            self._dirty = True
+            staged = block.staged if whole else part(block.staged, ran * count, length * count)
+            ticket = self._run(engine, staged, length, staged.room // count)
+            ready, self._dirty = ticket.ready, True
             ran += length
             if not quiet:
-                sent.append(self._scalars(fit))
-            if quiet or self._nothing_to_take(fit):
-                fit.pending.clear()
-            elif len(fit.pending) > 1:
-                fit.take_in()
+                sent.append(
+                    {name.removeprefix("metrics/"): v for name, v in ticket.scalars.items()}
+                )
+                if not self._nothing_to_take(engine):
+                    self._pending.append(ticket)
+                    self._collect(in_flight=1)
         if quiet:
-            return ticket, self._metrics_now(fit) if self.pacing.heard else {}
-        return ticket, self.log_series(*sent)
+            return ready, self._metrics_now(engine) if self.pacing.heard else {}
+        numbers = [name for name, shape in self.names.items() if not shape]
+        return ready, self.log_series(*({name: one[name] for name in numbers} for one in sent))
+
+    def _run(self, engine: Engine, staged: Staged, length: int, room: int) -> Ticket:
+        """One execution, in the program for all lengths up to the room that its block has.
+
+        On an accelerator a loop of fixed length is faster where steps are short: the time of the
+        first executions decides whether one is compiled for this length.
+        """
+        runner = engine.runner
+        runner.capacity = room if room > 1 else None
+        timing = self._timed < TRIALS and runner.placement.device.platform != "cpu" and room > 1
+        before, started = runner.compile_s, time.perf_counter()
+        ticket = engine.dispatch(length, block=staged, following=0)
+        if timing and runner.compile_s == before:
+            jax.block_until_ready(ticket.ready)
+            seconds = (time.perf_counter() - started) / length
+            self._timed += 1
+            if self._timed == TRIALS:
+                runner.fix(engine.loop_state, length, engine.sight.period, seconds)
+        return ticket
+
+    def _collect(self, in_flight: int = 0) -> None:
+        """Take in results until at most this many executions are on their way."""
+        assert self.engine is not None
+        while len(self._pending) > in_flight:
+            results = self.engine.collect(self._pending.popleft())
+            self.journal.add(results)
+            if results.failure is not None:
+                self._pending.clear()
+                raise results.failure
 
     # -- steps that nobody hears of -------------------------------------------------------------
 
-    def _is_quiet(self, fit: Fit, steps: int) -> bool:
+    def _is_quiet(self, engine: Engine, steps: int) -> bool:
         """Whether nothing has to leave the program step by step.
 
         Keras makes the logs of an epoch from the metrics' variables. So are those of an execution,
         where the steps in it are not reported and there are enough of them to pay for it.
         """
-        if self.pacing.hears_steps or not self._nothing_to_take(fit):
+        if self.pacing.hears_steps or not self._nothing_to_take(engine):
             return False
-        assert self.trainer is not None
-        if self.replicas > 1 or self.trainer.pipeline is not None:
+        if self.replicas > 1 or engine.pipeline is not None:
             merged = self.replicas == 1 or settings_of(self.model).merges_metrics
             return merged and not self.pacing.heard
         own = overrides(self.model, "compute_metrics", keras.Model)
         return not self.pacing.heard or (steps >= QUIET_FROM and not own)
 
-    def _metrics_now(self, fit: Fit) -> dict[str, Series]:
+    def _metrics_now(self, engine: Engine) -> dict[str, Series]:
         """The metrics that are numbers, computed from their variables as they are now."""
-        state = fit.runner.carried(fit.known).model_state
+        state = engine.runner.carried(engine.loop_state).model_state
         found = self._results(self.layout.metrics.values(state))
         return {name: Final(value) for name, value in found.items() if not jnp.ndim(value)}
 
@@ -251,41 +285,31 @@ class Training(Executions):
 
         return jax.jit(results)
 
-    def _scalars(self, fit: Fit) -> dict[str, Any]:
-        """The metrics that the latest dispatch sent out, still on the device."""
-        assert self.trainer is not None
-        leaves = fit.pending[-1][3][self.trainer.scalars].value
-        return {name: leaves[n] for name, n in self._places(fit).items()}
-
-    def _places(self, fit: Fit) -> dict[str, int]:
-        """Where among the scalars that leave a program its metrics are."""
-        assert self.trainer is not None
-        if self._found is None or self._found[0] is not fit.runner:
-            out = fit.runner.traced.outfeeds[self.trainer.scalars]
-            numbered = jax.tree.unflatten(out.structure, range(out.structure.num_leaves))["aux"]
-            places = {name.removeprefix("metrics/"): n for name, n in numbered.items()}
-            self._found = (fit.runner, places)
-        return self._found[1]
-
-    def _nothing_to_take(self, fit: Fit) -> bool:
+    def _nothing_to_take(self, engine: Engine) -> bool:
         """Whether the metrics are all that comes out: they are read elsewhere, when wanted."""
-        assert self.trainer is not None
-        others = len(fit.runner.traced.outfeeds) > 1
-        return not (fit.sight.chosen or fit.guarded or others or self.trainer.sink)
+        others = len(engine.runner.traced.outfeeds) > 1
+        return not (engine.sight.chosen or engine.guarded or others or self.journal.sink)
 
-    def _enter(self, form: Form) -> Fit:
-        """The fit for batches of this form."""
-        assert self.trainer is not None
-        if self._fit is None or self._fit[0] is not form:
+    def _enter(self, form: Form) -> Engine:
+        """The engine, on batches of this form."""
+        assert self.engine is not None
+        if self._form is not form:
             self._leave()
-            context = self.trainer.fitting(form.feed, go_on=self._began)
-            self._fit, self._began = (form, self._contexts.enter_context(context)), True
-        return self._fit[1]
+            self.engine.use(form.feed)
+            if not self._began:
+                microbatches = self.engine.accumulation.microbatches
+                self.journal.begin(self.engine.step, microbatches, self.replicas)
+            self._most_steps = pace_for(self.engine, None, MOST_BYTES, None).most_steps
+            self._contexts.enter_context(self.journal.open(describe(self.engine, 1)))
+            self._contexts.enter_context(self.engine.delivering())
+            self._form, self._began = form, True
+        return self.engine
 
     def _leave(self) -> None:
-        if self._fit is not None:
-            self._fit[1].runner.muted = frozenset()
-        self._fit = None
+        if self._form is not None and self.engine is not None:
+            self._collect()
+            self.engine.runner.muted = frozenset()
+        self._form = None
         self._contexts.close()
 
 

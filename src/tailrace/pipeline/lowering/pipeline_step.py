@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.errors import PipelineError
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import Tracer, Var
 from tailrace.jaxprs.marks import (
@@ -36,12 +36,14 @@ from tailrace.pipeline.lowering.cut import Cut, cut_function
 from tailrace.pipeline.lowering.forward_backward import Halves, call_backward, call_forward, halve
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_step import forward_pass, microbatches_of, stages_of
-from tailrace.pipeline.running.pipeline_engine import PipelineRunner
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.program.in_program import microbatch
 from tailrace.program.loops import repeat, repeat_with, whole
-from tailrace.program.running.engine import LoopRunner
 from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState
 from tailrace.program.step.training_step import Step, TrainState, Yield, share_of
+from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.probe import probed
 
 
@@ -65,7 +67,7 @@ class PipelineStep(Step):
         return self.pipeline(params, model_state, self.has_model_state, batch, inputs)
 
     def runner(
-        self, form: Any, infeed: InfeedQueue, placement: Placement, each: Any, kept_from: int
+        self, form: Any, infeed: Feed, placement: Placement, each: Any, kept_from: int
     ) -> PipelineRunner:
         """What runs the steps, each stage on its device."""
 
@@ -85,7 +87,7 @@ class PipelineStep(Step):
         )
 
     def loop(
-        self, state: TrainState, infeed: InfeedQueue, length: int = 1, inputs: Any = ()
+        self, state: TrainState, infeed: Feed, length: int = 1, inputs: Any = ()
     ) -> TrainState:
         """`length` steps, fed by `infeed`, all with the same `inputs`."""
         return repeat(length, lambda s: self.accumulated(s, infeed, inputs), state)
@@ -95,7 +97,7 @@ class PipelineStep(Step):
         return self.pipeline.outputs(params, model_state, self.has_model_state, batch, inputs)[0]
 
     def evaluating(
-        self, compute: Any, out: OutfeedQueue, infeed: InfeedQueue, read: Any, placement: Placement
+        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Any, placement: Placement
     ) -> LoopRunner:
         """The same, each stage on its device; on one device if the function has no boundaries."""
         inputs = self._inputs
@@ -112,13 +114,13 @@ class PipelineStep(Step):
 
         return PipelineRunner(program, read, inputs, self.pipeline, placement, training=False)
 
-    def begin_evaluating(self, runner: LoopRunner, read: Any) -> dict[Any, Any]:
+    def begin_evaluating(self, runner: LoopRunner, read: Any) -> LoopState:
         """The values that such a runner's dispatches work on."""
         if not isinstance(runner, PipelineRunner):
             return super().begin_evaluating(runner, read)
         return runner.begin(read, self._inputs)
 
-    def accumulated(self, state: TrainState, infeed: InfeedQueue, inputs: Any = ()) -> TrainState:
+    def accumulated(self, state: TrainState, infeed: Feed, inputs: Any = ()) -> TrainState:
         """A step; every piece accumulates the gradients of the parameters that it uses."""
         named = self._named(state)
         accumulation = self.accumulation
@@ -162,9 +164,8 @@ class PipelineStep(Step):
     def model(self, state: TrainState, batch: Any, inputs: Any) -> Model:
         """The model for such elements, cut and differentiated."""
         forward: Any = self.forward
-        if self.activations is not None:
-            self.activations.clear()
-            forward = probed(forward, self._is_tapped, self.activations)
+        if self.taps:
+            forward = probed(forward, self._is_tapped, new_listing())
         args = (state.params, state.model_state, batch, inputs)
         return Model.trace(forward, args, self.pipeline.sizes, self.pipeline.recompute)
 

@@ -13,16 +13,17 @@ from typing import Any
 
 import jax
 
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import ProgramTrace, inside_loop, tracing
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_step import forward_pass, microbatches_of, stages_of
-from tailrace.pipeline.running.pipeline_engine import PipelineRunner
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.pipeline.schedule.units import read_ticks
 from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_state import LoopState
 
 Compute = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """`compute(read, changed, element, ())` returns what is sent out, and the next `changed`."""
@@ -70,7 +71,7 @@ class ForwardRunner(PipelineRunner):
         compute: Compute,
         read: Any,
         changed: Any,
-        infeed: InfeedQueue,
+        infeed: Feed,
         out: OutfeedQueue,
         count: int,
         pipeline: ForwardPipeline,
@@ -85,11 +86,13 @@ class ForwardRunner(PipelineRunner):
         each = [False] * self._read_only + [True] * len(jax.tree.leaves(changed))
         super().__init__(program, (read, changed), (), pipeline, placement, each, training=False)
 
-    def changed(self, known: dict[Any, Any]) -> Any:
+    def changed(self, state: LoopState) -> Any:
         """What the passes have changed, without what they only read."""
         found = [*zip(self.traced.jaxpr.outvars, self._results, strict=True)][self._read_only :]
-        carried = self._leaves(known, [number for _, number in found if number >= 0])
-        values = [value_of(known, v) if number < 0 else carried[number] for v, number in found]
+        carried = self._leaves(state, [number for _, number in found if number >= 0])
+        values = [
+            value_of(state.values, v) if number < 0 else carried[number] for v, number in found
+        ]
         return self.traced.out_structure.children()[1].unflatten(values)
 
 

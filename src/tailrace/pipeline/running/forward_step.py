@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, current_trace, inside_loop, mark
 from tailrace.pipeline.lowering.cut import cut_function
@@ -39,7 +39,7 @@ def stages_of(compute: Compute, args: Any) -> tuple[int, ...]:
 def forward_pass(
     compute: Compute,
     read: Any,
-    infeed: InfeedQueue,
+    infeed: Feed,
     out: OutfeedQueue,
     count: int,
     inputs: Any,

@@ -17,7 +17,8 @@ from tailrace.jaxprs.walk import Position
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.running.emit_step import Machine
 from tailrace.pipeline.running.value_lookup import from_device
-from tailrace.program.running.executable import Executable, Numbers, Placement
+from tailrace.program.running.executable import Executable, Placement
+from tailrace.program.running.loop_state import Buffer, Numbers
 from tailrace.program.running.segments import Segment
 from tailrace.taps.frame import Ambient, Block, Emissions, Frame, Trip
 from tailrace.taps.loop_passes import Passes, guarded
@@ -43,8 +44,8 @@ class PipelinePlacement(Placement):
 class PipelineExecutable(Executable):
     """A piece of a loop over pipelined steps.
 
-    What the loop carries is not known by variable but in buffers: `("held", i)` for buffer i of what
-    devices hold for themselves, `("all", i)` for value i that all carry alike.
+    What the loop carries is not known by variable but in buffers: `Buffer("held", i)` for buffer i
+    of what devices hold for themselves, `Buffer("all", i)` for value i that all carry alike.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class PipelineExecutable(Executable):
         )
         self.assembly = assembly
         self._carried = [
-            *(("held", i) for i in range(len(assembly.held_layout.buffers))),
-            *(("all", i) for i in assembly.everywhere),
+            *(Buffer("held", i) for i in range(len(assembly.held_layout.buffers))),
+            *(Buffer("all", i) for i in assembly.everywhere),
         ]
         self._writes = list(self._carried)
         self._guarding = any(want.guard for wants in wanted.values() for want in wants)

@@ -15,12 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tailrace.devices import devices
 from tailrace.errors import FeedError, ReplicaError
-from tailrace.feeds.infeed import InfeedQueue, Staged
+from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.internals import JaxprEqn, compiler_options, scan_sizes
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
 from tailrace.program.running.agreement import Agreement
 from tailrace.program.running.compiled_programs import compiled_program
+from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
 from tailrace.taps.counted_loop import looks_between
@@ -30,13 +31,6 @@ from tailrace.taps.wanted import Wanted, condense
 
 STEPS = ("steps",)
 """The key under which a program emits how many steps it ran, where only running it shows that."""
-
-
-STOPPED = "stopped"
-"""Under this key, what was run keeps whether a guard has stopped it, for what is run next."""
-
-NUMBERS = "numbers"
-"""Under this key, it keeps the numbers of a dispatch that goes on from there, with their array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,39 +126,6 @@ class Placement:
         return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Numbers:
-    """What each dispatch is told besides its data.
-
-    To a GPU, sending these few numbers takes as long as starting a short program. So each dispatch
-    makes those of the one that goes on from there: only if that one is told others, they are sent.
-    """
-
-    seed: int
-    first_step: int
-    offset: int = 0
-    count: int = 0
-
-    def as_array(self) -> np.ndarray:
-        """As one argument of the compiled program: each would be a transfer of its own."""
-        seed = np.uint32(self.seed % 2**32).view(np.int32)
-        return np.array([seed, self.first_step, self.offset, self.count], np.int32)
-
-    def after(self, steps: int) -> Numbers:
-        """Those of a dispatch that goes on after so many steps."""
-        return dataclasses.replace(self, first_step=self.first_step + steps)
-
-    @staticmethod
-    def advanced(array: Any, steps: Any) -> Any:
-        """The same inside the program, of that argument."""
-        return array.at[1].add(steps)
-
-    @staticmethod
-    def read(array: Any) -> tuple[Any, Any, Any, Any]:
-        """The numbers in that argument, inside the program: seed, first step, offset, count."""
-        return jax.lax.bitcast_convert_type(array[0], jnp.uint32), *array[1:]
-
-
 class Executable:
     """One segment (for a loop: a piece of so many passes), compiled.
 
@@ -220,7 +181,7 @@ class Executable:
         self._carried: list[Any] = [var for var, _ in segment.start] if segment.is_loop else []
         self._writes: list[Any] = list(segment.writes)
         self.compile_s = 0.0
-        self.taken: dict[InfeedQueue, Staged] = {}
+        self.taken: dict[Feed, Staged] = {}
         """The elements of the last dispatch, kept on the host while `keep_elements` is set."""
         self.keep_elements = False
 
@@ -231,28 +192,26 @@ class Executable:
         """What XLA made; None before `compile`."""
         return self._compiled
 
-    def compile(self, known: dict[Any, Any], staged: dict[InfeedQueue, Any]) -> Any:
+    def compile(self, state: LoopState, staged: dict[Feed, Any]) -> Any:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
             started = time.perf_counter()
-            lowered = self._jitted().lower(*self._arguments(known, staged, Numbers(0, 0)))
+            lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
             options = compiler_options(self.segment.equations)
             self._compiled = compiled_program(lowered, self.placement.device_ids, options)
             self.compile_s = time.perf_counter() - started
         return self._compiled
 
     def _arguments(
-        self, known: dict[Any, Any], staged: dict[InfeedQueue, Any], numbers: Numbers
+        self, state: LoopState, staged: dict[Feed, Any], numbers: Numbers
     ) -> tuple[Any, ...]:
-        stopped = known.get(STOPPED)
-        foreseen, array = known.get(NUMBERS, (None, None))
         return (
-            [known[var] for var in self._carried],
-            [known[var] for var in self.segment.reads],
+            [state.values[var] for var in self._carried],
+            [state.values[var] for var in self.segment.reads],
             [tuple(staged[queue]) for queue, count in self.elements.items() if count],
             (
-                array if foreseen == numbers else numbers.as_array(),
-                np.bool_(False) if stopped is None else stopped,
+                state.numbers(numbers),
+                np.bool_(False) if state.stopped is None else state.stopped,
             ),
         )
 
@@ -332,38 +291,42 @@ class Executable:
     # -- running --------------------------------------------------------------------------------
 
     def run(
-        self, known: dict[Any, Any], numbers: Numbers, following: int | None = None
+        self,
+        state: LoopState,
+        numbers: Numbers,
+        following: int | None = None,
+        given: Staged | None = None,
     ) -> tuple[dict[Hashable, Emission], Any]:
-        """Dispatch once: read from `known` and the infeeds, add results to `known`.
+        """Dispatch once: read from `state` and the feeds, write results to `state`.
 
         Args:
-            known: values of variables, on the devices; results are added.
+            state: values of variables, on the devices; results are added.
             numbers: the seed and the counters.
             following: how many passes the next dispatch of this loop will run (0: none), so that
                 its elements can be staged; None if it is unknown.
+            given: the elements, if the caller has them; else they are taken from the feeds.
 
         Returns:
             What was emitted, still on the devices, and an array that is ready when all is over.
         """
         passes = numbers.count if self.counted else self.length
-        taken = self._take_together(passes, following)
+        taken = self._take_together(passes, following, given)
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
-            compiled = self.compile(known, blocks)
+            compiled = self.compile(state, blocks)
             # The ticket is ready when the execution is over, and donated by nobody.
-            results, emitted, ticket, stopped = compiled(*self._arguments(known, blocks, numbers))
+            results, emitted, ticket, stopped = compiled(*self._arguments(state, blocks, numbers))
         except BaseException:
-            for queue, staged in taken.items():
-                queue.put_back(staged, used=0)
+            _put_back(taken)
             raise
         for queue in taken:
             queue.started(ticket)
         self.taken = taken if self.keep_elements else {}
-        known.update(zip(self._writes, results, strict=True))
+        state.values.update(zip(self._writes, results, strict=True))
         if self.segment.is_loop:
-            known[NUMBERS] = (numbers.after(passes or 0), ticket)
+            state.foreseen = (numbers.after(passes or 0), ticket)
         if stopped is not None:
-            known[STOPPED] = stopped
+            state.stopped = stopped
         if not self.placement.in_one_process:
             emitted = jax.tree.map(self.placement.readable, emitted)
         if self._packing is not None:
@@ -391,24 +354,27 @@ class Executable:
         return found
 
     def _take_together(
-        self, passes: int | None, following: int | None
-    ) -> dict[InfeedQueue, Staged]:
+        self, passes: int | None, following: int | None, given: Staged | None
+    ) -> dict[Feed, Staged]:
         """The elements of a dispatch, in all processes or in none."""
+
+        def take() -> dict[Feed, Staged]:
+            return self._take(passes, following) if given is None else self._given(given)
+
         if self.placement.in_one_process:
-            return self._take(passes, following)
+            return take()
         if self._agreement is None:
             self._agreement = Agreement(self.segment, self.placement.replicas)
+        return self._agreement.take_together(passes, take, _put_back)
 
-        def put_back(taken: dict[InfeedQueue, Staged]) -> None:
-            for queue, staged in taken.items():
-                queue.put_back(staged, used=0)
+    def _given(self, block: Staged) -> dict[Feed, Staged]:
+        """A block for the one feed that the segment reads."""
+        (queue,) = (queue for queue, count in self.elements.items() if count)
+        queue.bind_replicas(self.placement.replicas)
+        return {queue: block}
 
-        return self._agreement.take_together(
-            passes, lambda: self._take(passes, following), put_back
-        )
-
-    def _take(self, passes: int | None, following: int | None) -> dict[InfeedQueue, Staged]:
-        taken: dict[InfeedQueue, Staged] = {}
+    def _take(self, passes: int | None, following: int | None) -> dict[Feed, Staged]:
+        taken: dict[Feed, Staged] = {}
         try:
             for queue, each in self.segment.elements.items():
                 if each and self.elements[queue]:
@@ -420,13 +386,12 @@ class Executable:
                         count, self.placement.shared_out, then=then, room=room
                     )
         except BaseException:
-            for queue, staged in taken.items():
-                queue.put_back(staged, used=0)
+            _put_back(taken)
             raise
         return taken
 
     def _return_unread(
-        self, emissions: dict[Hashable, Emission], taken: dict[InfeedQueue, Staged]
+        self, emissions: dict[Hashable, Emission], taken: dict[Feed, Staged]
     ) -> None:
         for key in [k for k in emissions if isinstance(k, tuple) and k[0] == "read"]:
             read = emissions.pop(key).value
@@ -435,7 +400,13 @@ class Executable:
             queue.put_back(taken[queue], used)
 
 
-def _no_elements(queue: InfeedQueue) -> tuple[Any, ...]:
+def _put_back(taken: dict[Feed, Staged]) -> None:
+    """Return elements that no program has used."""
+    for queue, staged in taken.items():
+        queue.put_back(staged, used=0)
+
+
+def _no_elements(queue: Feed) -> tuple[Any, ...]:
     return tuple(jnp.zeros((0, *leaf.shape), leaf.dtype) for leaf in queue.spec().leaves)
 
 

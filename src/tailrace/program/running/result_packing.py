@@ -47,6 +47,10 @@ class FirstRows:
         """The dtype."""
         return self.whole.dtype
 
+    def on_device(self) -> Any:
+        """Those rows as an array on the device."""
+        return jax.lax.slice_in_dim(jnp.asarray(self.whole), 0, self.count, axis=self.axis)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = self.whole
         large = isinstance(whole, jax.Array) and whole.nbytes > MOST_BYTES
@@ -118,6 +122,11 @@ class Packing:
             for number, start, shape in self._places
         ]
         return jax.tree.unflatten(self._structure, leaves)
+
+
+def on_device(leaf: Any) -> Any:
+    """What a program emitted, as an array on the device."""
+    return leaf.on_device() if isinstance(leaf, FirstRows) else leaf
 
 
 def start_copying(tree: Any) -> None:

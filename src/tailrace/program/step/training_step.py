@@ -21,14 +21,16 @@ import jax.numpy as jnp
 
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, mark, name_values, path_name
 from tailrace.program.in_program import cross_replica_mean, cross_replica_sum, microbatch
 from tailrace.program.loops import repeat, repeat_with, whole
-from tailrace.program.running.engine import LoopRunner
 from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.probe import probed
 from tailrace.taps.tap import Tap
@@ -74,7 +76,6 @@ class Step:
         share_state: whether the model state is averaged over replicas once a step; a function of the
             name of a leaf decides leaf by leaf.
         taps: what is observed; activations among it are marked before differentiation.
-        activations: the activations and their gradients, by name, found while tracing.
         keeping: where the optimizer's state lies between updates, if not whole on each device.
         hold_activations: differentiates the forward pass so that what the backward pass needs of it
             is held elsewhere; None leaves that to JAX.
@@ -87,18 +88,21 @@ class Step:
     scalars: OutfeedQueue
     share_state: bool | Callable[[str], bool] = True
     taps: tuple[Tap, ...] = ()
-    activations: list[Entry] | None = None
     keeping: StateKeeping | None = None
     hold_activations: HeldActivations | None = None
 
-    def loop(self, state: TrainState, infeed: InfeedQueue, length: int = 1) -> TrainState:
+    def tapped(self, taps: tuple[Tap, ...]) -> Step:
+        """The same step, observed otherwise."""
+        return dataclasses.replace(self, taps=taps)
+
+    def loop(self, state: TrainState, infeed: Feed, length: int = 1) -> TrainState:
         """`length` steps, fed by `infeed`: the body of a training program."""
         if self.accumulation.microbatches == 1:
             return repeat_with(whole, length, self.plain, state, infeed)
         return repeat(length, lambda s: self.accumulated(s, infeed), state)
 
     def runner(
-        self, form: Any, infeed: InfeedQueue, placement: Placement, each: Any, kept_from: int
+        self, form: Any, infeed: Feed, placement: Placement, each: Any, kept_from: int
     ) -> LoopRunner:
         """What runs the steps on elements of `infeed`; `form` is that of the state."""
 
@@ -108,7 +112,7 @@ class Step:
         return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
 
     def evaluating(
-        self, compute: Any, out: OutfeedQueue, infeed: InfeedQueue, read: Any, placement: Placement
+        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Any, placement: Placement
     ) -> LoopRunner:
         """What sends out `compute(params, model_state, batch, inputs)` of each element."""
 
@@ -121,7 +125,7 @@ class Step:
 
         return LoopRunner(program, (), read, placement)
 
-    def begin_evaluating(self, runner: LoopRunner, read: Any) -> dict[Any, Any]:
+    def begin_evaluating(self, runner: LoopRunner, read: Any) -> LoopState:
         """The values that such a runner's dispatches work on."""
         return runner.begin((), read)
 
@@ -137,7 +141,7 @@ class Step:
             grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
         return self.finish(named, grads, model_state, out.weight)
 
-    def accumulated(self, state: TrainState, infeed: InfeedQueue) -> TrainState:
+    def accumulated(self, state: TrainState, infeed: Feed) -> TrainState:
         """A step of several microbatches; the optimizer stands outside their loop."""
         named = self._named(state)
         accumulation = self.accumulation
@@ -172,9 +176,8 @@ class Step:
             loss, after, aux = self.forward(params, before, batch)
             return loss, (after, aux)
 
-        if self.activations is not None:
-            self.activations.clear()
-            forward = probed(forward, self._is_tapped, self.activations)
+        if self.taps:
+            forward = probed(forward, self._is_tapped, new_listing())
         if self.hold_activations is not None:
             value_and_grad = self.hold_activations.value_and_grad(forward)
         else:

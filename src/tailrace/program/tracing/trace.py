@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from tailrace.errors import FeedError, ProgramError
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue, OutfeedTarget
 from tailrace.jaxprs import internals, jax_seams
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
@@ -47,7 +47,7 @@ class Traced:
     out_structure: Any
     out_names: tuple[str, ...]
     replicas: int
-    infeeds: tuple[InfeedQueue, ...] = ()
+    infeeds: tuple[Feed, ...] = ()
     outfeeds: dict[OutfeedQueue, Outgoing] = dataclasses.field(default_factory=dict)
 
     def deliver(self, emitted: Mapping[Hashable, Emission]) -> None:

@@ -44,7 +44,7 @@ class Model:
         self._anchors: dict[str, Anchor] = {}
         self._anchored: dict[str, np.ndarray] = {}
         self._forward: Forward | None = None
-        self._engine: Any = None
+        self._program: Any = None
         self._parts: dict[tuple[str, str], Any] = {}
         self._seed = torch.initial_seed() % 2**31 if options.seed is None else options.seed
 
@@ -64,7 +64,7 @@ class Model:
         tensors = form.tensors_of(args, kwargs)
         self._before_run()
         options = self._options
-        parts = self._engine.run(form.blocks(tensors))
+        parts = self._program.run(form.blocks(tensors))
         self._after_run()
         counts = (options.device_iterations, options.microbatches, options.replicas)
         assert self._forward is not None
@@ -90,12 +90,12 @@ class Model:
             note_once("Call to compile() ignored: the model is compiled already.")
             return
         self._build(args, kwargs)
-        self._engine.compile()
+        self._program.compile()
 
     @property
     def is_compiled(self) -> bool:
         """Whether the model has its program."""
-        return self._engine is not None
+        return self._program is not None
 
     def train(self, mode: bool = True) -> Model:
         """Put the module in training mode; a compiled model is compiled again for it."""
@@ -118,12 +118,12 @@ class Model:
 
     def tensors(self) -> Catalogue:
         """All tensors of the program, with shape, dtype and source. The model must be compiled."""
-        if self._engine is None:
+        if self._program is None:
             raise UsageError(
                 "Model must be compiled before calling tensor_names. Call the model, or "
                 "compile(...) with tensors like those of a call."
             )
-        return self._engine.catalogue
+        return self._program.catalogue
 
     def anchor_tensor(
         self,
@@ -169,9 +169,9 @@ class Model:
     @property
     def records(self) -> Records:
         """What `observe=` selected, of the latest call."""
-        if self._engine is None:
+        if self._program is None:
             raise UsageError("There are records after the first call. Call the model first.")
-        return self._engine.records
+        return self._program.records
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Model:
         self._before_making(forward)
         taps = self._taps(forward)
         try:
-            self._engine = self._make_engine(forward, params, buffers, taps)
+            self._program = self._make_program(forward, params, buffers, taps)
         except SelectionError as error:
             text, _, _ = str(error).partition(" All names:")
             raise SelectionError(
@@ -209,10 +209,10 @@ class Model:
             *(anchor.tap(count) for anchor in self._anchors.values()),
         ]
 
-    def _make_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
-        return self._new_engine(forward, params, buffers, taps)
+    def _make_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+        return self._new_program(forward, params, buffers, taps)
 
-    def _new_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
         raise NotImplementedError
 
     def _before_call(self) -> None:
@@ -229,12 +229,12 @@ class Model:
 
     def _drop_program(self) -> None:
         """Forget the program; the next call compiles it again."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self._program is not None:
+            self._program.close()
+            self._program = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("module", "_engine", "_options") or name.startswith("__"):
+        if name in ("module", "_program", "_options") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.module, name)
 

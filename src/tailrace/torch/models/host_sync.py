@@ -107,8 +107,8 @@ class FollowingModel(Model):
         if self._held is not None:
             after = {**self._held.optimizer_state, "hyper": jnp.asarray(values)}
             self._held = self._held._replace(optimizer_state=after)
-        elif self._engine is not None and (values != self._hypers).any():
-            self._engine.set_hypers(values)
+        elif self._program is not None and (values != self._hypers).any():
+            self._program.set_hypers(values)
             self._hypers = values
 
     def _note_form(self) -> None:
@@ -122,7 +122,7 @@ class FollowingModel(Model):
         changed = before.forms() != self._forms or before.choices() != self._choices
         if same and not (anew or changed or self._reloaded):
             return
-        exists = self._engine is not None or self._held is not None
+        exists = self._program is not None or self._held is not None
         if exists and not self._reloaded:
             before.take_over(self._state().optimizer_state)
         bound = self._bind(optimizer)
@@ -136,10 +136,10 @@ class FollowingModel(Model):
                 self._drop_program()
             state = self._state()
             state = state._replace(optimizer_state=bound.init(state.params))
-            if self._engine is None:
+            if self._program is None:
                 self._held = state
             else:
-                self._engine.put(state)
+                self._program.put(state)
                 self._hypers = bound.hypers()
         self.optimizer, self._device_optimizer, self._reloaded = optimizer, bound, False
         self._note_form()
@@ -154,8 +154,8 @@ class FollowingModel(Model):
         if not names or self._restructured:
             return
         values = {name: array_of(self._sharing.tensors[name]) for name in names}
-        if self._engine is not None:
-            self._engine.put_weights(values)
+        if self._program is not None:
+            self._program.put_weights(values)
         elif self._held is not None:
             parts = (self._held.params, self._held.model_state)
             taken = [{n: jnp.array(values.get(n, v)) for n, v in p.items()} for p in parts]
@@ -199,8 +199,8 @@ class FollowingModel(Model):
         self._reloaded = True
 
     def _state(self) -> TrainState:
-        if self._engine is not None:
-            return self._engine.state
+        if self._program is not None:
+            return self._program.state
         if self._held is None:
             raise ProgramError(
                 "Model has not been compiled or has been destroyed. Call it, or compile(...) it."
@@ -211,13 +211,13 @@ class FollowingModel(Model):
         self._state()
 
     def _drop_program(self) -> None:
-        if self._engine is not None:
-            self._held = jax.tree.map(jnp.copy, self._engine.state)
-            self._step = self._engine.trainer.step
+        if self._program is not None:
+            self._held = jax.tree.map(jnp.copy, self._program.state)
+            self._step = self._program.engine.step
         super()._drop_program()
 
     def _forget_program(self) -> None:
-        if self._engine is not None:
-            self._step = self._engine.trainer.step
-            self._engine.close()
-        self._engine, self._held = None, None
+        if self._program is not None:
+            self._step = self._program.engine.step
+            self._program.close()
+        self._program, self._held = None, None

@@ -9,11 +9,11 @@ import torch
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.options import ModelOptions
-from tailrace.torch.engine.infer import InferenceEngine
-from tailrace.torch.engine.infer_pipelined import StagedInferenceEngine, can_be_staged
 from tailrace.torch.models.base import Model
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
 from tailrace.torch.models.weights import owners_of, trainer_of
+from tailrace.torch.programs.infer import InferenceProgram
+from tailrace.torch.programs.infer_pipelined import StagedInferenceProgram, can_be_staged
 from tailrace.torch.tracing.forward import Forward, weights_of
 
 
@@ -31,19 +31,19 @@ class InferenceModel(Model):
 
     def copy_weights_to_device(self) -> None:
         """Use the weights that the module has now."""
-        if self._engine is None:
+        if self._program is None:
             raise ProgramError(
                 "Model has not been compiled or has been destroyed. Call it, or compile(...) it."
             )
-        self._engine.put(*weights_of(self.module))
+        self._program.put(*weights_of(self.module))
 
     def copy_weights_to_host(self) -> None:
         """Copy the buffers that forward has changed on the device into the module."""
-        if self._engine is None:
+        if self._program is None:
             raise ProgramError(
                 "Model has not been compiled or has been destroyed. Call it, or compile(...) it."
             )
-        named, found = dict(self.module.named_buffers()), self._engine.buffers
+        named, found = dict(self.module.named_buffers()), self._program.buffers
         assert self._forward is not None
         with torch.no_grad():
             for name in self._forward.changed & set(named):
@@ -58,7 +58,7 @@ class InferenceModel(Model):
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Load weights into the module, and copy them to the device."""
         found = self.module.load_state_dict(state_dict, strict=strict)
-        if self._engine is not None:
+        if self._program is not None:
             self.copy_weights_to_device()
         return found
 
@@ -79,7 +79,7 @@ class InferenceModel(Model):
         with torch.no_grad():
             for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
                 tensor.copy_(values[name])
-        if self._engine is not None:
+        if self._program is not None:
             self.copy_weights_to_device()
 
     def destroy(self) -> None:
@@ -87,17 +87,17 @@ class InferenceModel(Model):
         self._drop_program()
 
     def _weights(self) -> tuple[Any, Any]:
-        if self._engine is None:
+        if self._program is None:
             return weights_of(self.module)
-        return self._engine.params, self._engine.buffers
+        return self._program.params, self._program.buffers
 
-    def _make_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _make_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
         self._seen = self._version()
-        return super()._make_engine(forward, params, buffers, taps)
+        return super()._make_program(forward, params, buffers, taps)
 
-    def _new_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
         staged = can_be_staged(forward, self._options)
-        kind = StagedInferenceEngine if staged else InferenceEngine
+        kind = StagedInferenceProgram if staged else InferenceProgram
         return kind(forward, self._options, params, buffers, taps, self._seed)
 
     def _version(self) -> tuple[Any, ...]:
@@ -108,12 +108,12 @@ class InferenceModel(Model):
     def _before_run(self) -> None:
         """Take over what a training model of the same module has learnt since."""
         version = self._version()
-        if self._engine is None or not version or version == self._seen:
+        if self._program is None or not version or version == self._seen:
             return
         self._seen = version
         training = trainer_of(self.module)
         if training is None:  # inside of modules that train
-            self._engine.put(*weights_of(self.module))
+            self._program.put(*weights_of(self.module))
             return
         state = training._latest()
-        self._engine.put(state.params, state.model_state)
+        self._program.put(state.params, state.model_state)

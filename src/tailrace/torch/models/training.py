@@ -17,11 +17,11 @@ from tailrace.records.history import History
 from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
-from tailrace.torch.engine.train import TrainingEngine
 from tailrace.torch.errors import UsageError
 from tailrace.torch.models.host_sync import FollowingModel
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
 from tailrace.torch.models.weights import unlink
+from tailrace.torch.programs.train import TrainingProgram
 from tailrace.torch.tracing.forward import Forward, weights_of
 
 
@@ -74,17 +74,17 @@ class TrainingModel(FollowingModel):
         self._dirty = False
         params, buffers = weights_of(self.module)
         state = self._state()._replace(params=params, model_state=buffers)
-        if self._engine is None:
+        if self._program is None:
             # Copies: arrays of the host may share the memory of the module's own tensors.
             self._held = jax.tree.map(jnp.array, state)
         else:
-            self._engine.put(state)
+            self._program.put(state)
         self.version += 1
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Load weights into the module, and copy them to the device."""
         found = self.module.load_state_dict(state_dict, strict=strict)
-        if self._engine is not None:
+        if self._program is not None:
             self.copy_weights_to_device()
         return found
 
@@ -98,7 +98,7 @@ class TrainingModel(FollowingModel):
             "buffer": state.model_state,
             "optimizer": state.optimizer_state,
         }
-        step = self._step if self._engine is None else self._engine.trainer.step
+        step = self._step if self._program is None else self._program.engine.step
         kind = type(self.optimizer).__name__
         note = {"step": step, "seed": self._seed, "optimizer": kind}
         note |= {"unused": sorted(self._unused), "late": self._device_optimizer.late}
@@ -143,9 +143,9 @@ class TrainingModel(FollowingModel):
     @property
     def history(self) -> History:
         """The loss of each step of the latest call."""
-        if self._engine is None:
+        if self._program is None:
             raise UsageError("There is a history after the first call. Call the model first.")
-        return self._engine.trainer.history
+        return self._program.journal.history
 
     def destroy(self) -> None:
         """Copy everything back, free the device and unwrap the module.
@@ -161,17 +161,17 @@ class TrainingModel(FollowingModel):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _make_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
-        engine = self._new_engine(forward, params, buffers, taps)
+    def _make_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+        program = self._new_program(forward, params, buffers, taps)
         self._hypers = self._device_optimizer.hypers()
         if self._held is not None:
-            engine.put(self._held)
+            program.put(self._held)
             self._hypers = np.asarray(self._held.optimizer_state["hyper"])
             self._held = None
-        return engine
+        return program
 
-    def _new_engine(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
-        return TrainingEngine(
+    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+        return TrainingProgram(
             forward,
             self._device_optimizer,
             self._options_of_run(),

@@ -28,9 +28,9 @@ from tailrace.compat.ipu.pipelining.stage_model import (
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.pipeline.running.forward_step import forward_pass
-from tailrace.pipeline.running.pipeline_engine import PipelineRunner
 from tailrace.pipeline.running.pipeline_executable import PipelinePlacement
-from tailrace.program.running.executable import Numbers
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
+from tailrace.program.running.loop_state import Numbers
 
 
 class Inference:
@@ -65,11 +65,11 @@ class Inference:
         given = [as_array(value) for value in inputs]
         values = [jnp.asarray(value_of(variable)) for variable in self._variables]
         runner = self._runner_for((values, given))
-        known = runner.begin((values, given), ())
+        state = runner.begin((values, given), ())
         for queue in runner.traced.outfeeds:
             queue.begin()
         try:
-            emitted, _ = runner.dispatch(known, options.repeat_count, Numbers(0, self._steps), 0)
+            emitted, _ = runner.dispatch(state, options.repeat_count, Numbers(0, self._steps), 0)
         finally:
             self._queue.rest()
             for queue in runner.traced.outfeeds:

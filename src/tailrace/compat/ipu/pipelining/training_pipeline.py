@@ -43,6 +43,7 @@ from tailrace.compat.ipu.pipelining.stage_model import (
 )
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.training.engine import Engine
 
 
 class Training:
@@ -81,15 +82,15 @@ class Training:
                 "that several stages use has one from each. Map them in apply_gradients, or use the "
                 "variable in one stage."
             )
-        self._trainer = self._make_trainer(inputs, values)
+        self._engine = self._make_engine(inputs, values)
         self._left = [value_of(v) for v in (*self.trained, *self.slots, *self.buffers)]
 
     def run(self, inputs: Sequence[Any]) -> None:
         """One call: `repeat_count` updates."""
-        trainer, options = self._trainer, self.options
+        engine, options = self._engine, self.options
         if options.infeed_queue is not None:
             options.infeed_queue.queue()  # it may have been deleted since
-        trainer.set_inputs([as_array(value) for value in inputs])
+        engine.set_inputs([as_array(value) for value in inputs])
         variables = [*self.trained, *self.slots, *self.buffers]
         changed = {
             number: jnp.asarray(value)
@@ -97,10 +98,16 @@ class Training:
             if value is not self._left[number]  # written on the host since the last call
         }
         if changed:
-            trainer.replace(changed)
-        with trainer.fitting(self._queue) as fit:
-            fit.run(options.repeat_count, 0)
-        for variable, value in zip(variables, jax.tree.leaves(trainer.state), strict=True):
+            engine.replace(changed)
+        feed = engine.use(self._queue)
+        try:
+            with engine.delivering():
+                engine.collect(engine.dispatch(options.repeat_count, following=0))
+        finally:
+            feed.rest()
+        for variable, value in zip(
+            variables, jax.tree.leaves(engine.copied(engine.state)), strict=True
+        ):
             write_host(variable, value)
         self._left = [value_of(variable) for variable in variables]
         if self._private is not None:
@@ -139,7 +146,7 @@ class Training:
         return found
 
     def _loss(self, params: Any, model_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loss function of the trainer: all stages, the optimizer function, the outfeed."""
+        """The loss function of the engine: all stages, the optimizer function, the outfeed."""
         options, count = self.options, len(self.options.inputs)
         inputs, element = args[:count], kwargs or list(args[count:])
         scope = Scope(self._stage_found, looking=False)
@@ -164,7 +171,7 @@ class Training:
             after = [scope.read(variable) for variable in self.buffers]
         return jnp.sum(output.loss), ({"variables": after}, None)
 
-    def _make_trainer(self, inputs: list[Any], values: list[Any]) -> Any:
+    def _make_engine(self, inputs: list[Any], values: list[Any]) -> Engine:
         options = self.options
         pipeline = tr.Pipeline(
             self._loss,
@@ -174,7 +181,7 @@ class Training:
             recompute=options.recompute,
             inputs=tuple(inputs),
         )
-        return tr.Trainer(
+        return Engine(
             pipeline,
             self,
             values,

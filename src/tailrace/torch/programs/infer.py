@@ -8,24 +8,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.feeds.feed import HandedFeed
 from tailrace.jaxprs.marks import name_values
 from tailrace.program.loops import repeat_with, whole
-from tailrace.program.running.engine import LoopRunner
-from tailrace.program.running.executable import Numbers, Placement
+from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.tracing.tap_selection import Sight, look
-from tailrace.records.records import Part, take_records
+from tailrace.records.records import Part, Records, take_records
 from tailrace.taps.catalogue import Catalogue, Entry, matches
 from tailrace.taps.frame import Emission
 from tailrace.taps.probe import probed
-from tailrace.taps.tap import Chosen, check_bytes
-from tailrace.torch.calls.call_feed import CallFeed
+from tailrace.taps.tap import Chosen, check_bytes, parse_taps
 from tailrace.torch.calls.options import ModelOptions
-from tailrace.torch.engine.portions import Portions
-from tailrace.torch.engine.train import CallRecords, user_taps
+from tailrace.torch.programs.portions import Portions
 from tailrace.torch.tracing.forward import Forward
 
 
-class InferenceEngine:
+class InferenceProgram:
     """A loop of forward passes, fed by calls."""
 
     def __init__(
@@ -38,10 +38,10 @@ class InferenceEngine:
         seed: int,
     ) -> None:
         self.forward, self.options, self.seed, self.calls = forward, options, seed, 0
-        self.feed = CallFeed(forward.form.spec())
+        self.feed = HandedFeed(forward.form.spec())
         self.feed.bind_replicas(options.replicas)
-        self.taps = [*own_taps, *user_taps(options.observe)]
-        self.records = CallRecords()
+        self.taps = [*own_taps, *parse_taps(options.observe)]
+        self.records = Records()
         self.found: list[Entry] = []
         self.runner = self._make_runner(dict(params), dict(buffers))
         named = [e for e in self.found if e.kind != "cotangent"]
@@ -60,21 +60,21 @@ class InferenceEngine:
     @property
     def buffers(self) -> Any:
         """The buffers on the device."""
-        return self.runner.carried(self.known)
+        return self.runner.carried(self.loop_state)
 
     def put(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         """Other weights from now on; they are copied."""
         self.params = {name: jnp.array(value) for name, value in params.items()}
-        self.known = self._begin(self.params, dict(buffers))
+        self.loop_state = self._begin(self.params, dict(buffers))
 
     def compile(self) -> None:
         """Compile without running anything."""
-        self._portions.compile(self.known)
+        self._portions.compile(self.loop_state)
 
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
         """One execution; returns what its taps emitted."""
-        self.feed.hand(blocks, self._portions.counts)
-        emitted, ticket = self._portions.dispatch(self.known, Numbers(self.seed, self.calls))
+        numbers = Numbers(self.seed, self.calls)
+        emitted, ticket = self._portions.dispatch(self.loop_state, numbers, blocks)
         jax.block_until_ready(ticket)
         parts = take_records(
             self._by_batch(emitted),
@@ -88,7 +88,7 @@ class InferenceEngine:
         self.records.clear()
         for part in parts:
             self.records.add(part)
-        return self.records.latest
+        return {(part.name, part.kind): part for part in parts}
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -106,7 +106,7 @@ class InferenceEngine:
 
         return LoopRunner(program, buffers, params, Placement(self.options.replicas))
 
-    def _begin(self, params: Any, buffers: Any) -> dict[Any, Any]:
+    def _begin(self, params: Any, buffers: Any) -> LoopState:
         return self.runner.begin(buffers, params)
 
     @property

@@ -15,14 +15,15 @@ from tailrace.jaxprs.marks import Tag, mark, path_name
 from tailrace.messages import note_once
 from tailrace.pipeline.running.forward_only import ForwardPipeline, ForwardRunner, stages_in
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
-from tailrace.program.running.engine import LoopRunner
 from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.reductions import StatsKey
 from tailrace.taps.tap import Chosen, Mode, Tap
 from tailrace.torch.calls.options import Execution, ModelOptions
-from tailrace.torch.engine.infer import InferenceEngine
+from tailrace.torch.programs.infer import InferenceProgram
 from tailrace.torch.tracing.forward import Forward
 
 
@@ -42,7 +43,7 @@ def can_be_staged(forward: Forward, options: ModelOptions) -> bool:
     return True
 
 
-class StagedInferenceEngine(InferenceEngine):
+class StagedInferenceProgram(InferenceProgram):
     """Forward passes whose stages are on devices of their own.
 
     The engine's loop makes passes of some microbatches each. To everybody else a batch is a pass.
@@ -53,7 +54,7 @@ class StagedInferenceEngine(InferenceEngine):
     @property
     def buffers(self) -> Any:
         """The buffers, from the devices that have them."""
-        held = self.runner.changed(self.known)
+        held = self.runner.changed(self.loop_state)
         return held if self.options.replicas == 1 else jax.tree.map(lambda leaf: leaf[0], held)
 
     def _make_runner(self, params: Any, buffers: Any) -> LoopRunner:
@@ -97,7 +98,7 @@ class StagedInferenceEngine(InferenceEngine):
             values.append(leaf)
         return jax.tree.unflatten(structure, values)
 
-    def _begin(self, params: Any, buffers: Any) -> dict[Any, Any]:
+    def _begin(self, params: Any, buffers: Any) -> LoopState:
         return self.runner.begin((params, buffers), ())
 
     @property

@@ -23,8 +23,9 @@ from tailrace.pipeline.running.pipeline_executable import PipelineExecutable, Pi
 from tailrace.pipeline.schedule.device_mapping import require_devices
 from tailrace.program.memory.activation_offload import check_fits
 from tailrace.program.memory.host_memory import HOST_MEMORY
-from tailrace.program.running.engine import LoopRunner
-from tailrace.program.running.executable import Executable, Numbers, Placement
+from tailrace.program.running.executable import Executable, Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import Buffer, LoopState, Numbers
 from tailrace.program.running.segments import Segment
 from tailrace.taps.catalogue import Entry
 
@@ -79,22 +80,23 @@ class PipelineRunner(LoopRunner):
         self._results = results
         self._stages = self._stages_by_name(carried)
 
-    def begin(self, carried: Any, read: Any) -> dict[Any, Any]:
+    def begin(self, carried: Any, read: Any) -> LoopState:
         """The buffers that dispatches work on, filled from `carried`, and `read`."""
         jaxpr = self.traced.jaxpr
-        known = dict(zip(jaxpr.constvars, self._consts, strict=True))
+        state = LoopState(dict(zip(jaxpr.constvars, self._consts, strict=True)))
+        known = state.values
         leaves = jax.tree.leaves(carried)
         known.update(zip(jaxpr.invars, leaves, strict=False))
-        self.read(known, read)
+        self.read(state, read)
         for segment in self._before:
-            self._executable(segment, None).run(known, Numbers(0, 0))
+            self._executable(segment, None).run(state, Numbers(0, 0))
         starts = [value_of(known, start) for _, start in self._loop.start]
         for var in jaxpr.invars[: self._num_carried]:
             value = known.pop(var)
             if var in self._loop.reads:  # the loop does not change it
                 known[var] = self.placement.own(value)
-        self._fill(known, starts)
-        return known
+        self._fill(state, starts)
+        return state
 
     def by_element(self, value: Any) -> Any:
         """What each element made: passes and microbatches in one dim."""
@@ -105,42 +107,44 @@ class PipelineRunner(LoopRunner):
 
         return jax.tree.map(merge, value)
 
-    def read(self, known: dict[Any, Any], read: Any) -> None:
+    def read(self, state: LoopState, read: Any) -> None:
         """Other values for what the loop only reads."""
         leaves = self.placement.put(jax.tree.leaves(read))
-        known.update(zip(self.traced.jaxpr.invars[self._num_carried :], leaves, strict=True))
+        state.values.update(zip(self.traced.jaxpr.invars[self._num_carried :], leaves, strict=True))
 
-    def carried(self, known: dict[Any, Any]) -> Any:
+    def carried(self, state: LoopState) -> Any:
         """What the loop carries now, as the tree that it was given."""
-        carried = self._leaves(known, [number for number in self._results if number >= 0])
+        carried = self._leaves(state, [number for number in self._results if number >= 0])
         leaves = [
-            value_of(known, var) if number < 0 else carried[number]
+            value_of(state.values, var) if number < 0 else carried[number]
             for var, number in zip(self.traced.jaxpr.outvars, self._results, strict=True)
         ]
         return jax.tree.unflatten(self.traced.out_structure, leaves)
 
-    def carried_by(self, known: dict[Any, Any], replica: int) -> list[Any]:
+    def carried_by(self, state: LoopState, replica: int) -> list[Any]:
         """The leaves of what the loop carries as one replica has them, then what it reads."""
-        leaves = jax.tree.leaves(self.carried(known))
+        leaves = jax.tree.leaves(self.carried(state))
         mine = [
             leaf[replica] if number in self._own else leaf
             for leaf, number in zip(leaves, self._results, strict=True)
         ]
-        read = (known[var] for var in self.traced.jaxpr.invars[self._num_carried :])
+        read = (state.values[var] for var in self.traced.jaxpr.invars[self._num_carried :])
         return [*mine, *map(np.asarray, read)]
 
-    def replace(self, known: dict[Any, Any], leaves: Mapping[int, Any]) -> None:
+    def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""
         given = {self._results[number]: value for number, value in leaves.items()}
         layout = self.assembly.held_layout
-        self._fill_everywhere(known, given)
+        self._fill_everywhere(state, given)
         for index, (each, hosted) in enumerate(zip(layout.each, layout.hosted, strict=True)):
             patches = self._patches(index, given)
             if patches and hosted:
-                held = self._leaves(known, range(len(self._loop.start)))
-                self._fill_held(known, {**held, **given}, index)
+                held = self._leaves(state, range(len(self._loop.start)))
+                self._fill_held(state, {**held, **given}, index)
             elif patches:
-                known["held", index] = patched(known["held", index], patches, each)
+                state.values[Buffer("held", index)] = patched(
+                    state.values[Buffer("held", index)], patches, each
+                )
 
     def stage_of(self, entry: Entry) -> int:
         """The stage that a tensor belongs to, by its name; -1 if to none or several."""
@@ -188,14 +192,14 @@ class PipelineRunner(LoopRunner):
                 found[path_name(path[1:]) or "params"] = next(iter(stages))
         return found
 
-    def _fill(self, known: dict[Any, Any], leaves: Sequence[Any]) -> None:
+    def _fill(self, state: LoopState, leaves: Sequence[Any]) -> None:
         """Put values into the buffers of the devices that hold them."""
         given = dict(enumerate(leaves))
-        self._fill_everywhere(known, given)
+        self._fill_everywhere(state, given)
         for index in range(len(self.assembly.held_layout.buffers)):
-            self._fill_held(known, given, index)
+            self._fill_held(state, given, index)
 
-    def _fill_everywhere(self, known: dict[Any, Any], given: Mapping[int, Any]) -> None:
+    def _fill_everywhere(self, state: LoopState, given: Mapping[int, Any]) -> None:
         a, placement = self.assembly, self.placement
         for number in a.everywhere:
             if number not in given:
@@ -203,11 +207,11 @@ class PipelineRunner(LoopRunner):
             value = given[number]
             if number in a.each:
                 value = _for_each(value, self._form(number), placement.replicas)
-                known["all", number] = placement.own_each(value)
+                state.values[Buffer("all", number)] = placement.own_each(value)
             else:
-                known["all", number] = placement.own(value)
+                state.values[Buffer("all", number)] = placement.own(value)
 
-    def _fill_held(self, known: dict[Any, Any], given: Mapping[int, Any], index: int) -> None:
+    def _fill_held(self, state: LoopState, given: Mapping[int, Any], index: int) -> None:
         """Make one buffer anew, with the values of all devices."""
         a, placement, layout = self.assembly, self.placement, self.assembly.held_layout
         form, each = layout.buffers[index], layout.each[index]
@@ -222,7 +226,7 @@ class PipelineRunner(LoopRunner):
         if layout.hosted[index]:
             sharding = sharding.with_memory_kind(HOST_MEMORY)
         block = block.reshape(*lead, *form.shape)
-        known["held", index] = _owned(jax.device_put(block, sharding))
+        state.values[Buffer("held", index)] = _owned(jax.device_put(block, sharding))
 
     def _patches(self, index: int, given: Mapping[int, Any]) -> Patches:
         """Where in a buffer the values of some leaves belong."""
@@ -243,14 +247,14 @@ class PipelineRunner(LoopRunner):
                     found.setdefault((replica, device), {})[slot.offset] = row
         return found
 
-    def _leaves(self, known: dict[Any, Any], numbers: Iterable[int]) -> dict[int, Any]:
+    def _leaves(self, state: LoopState, numbers: Iterable[int]) -> dict[int, Any]:
         """Values that the loop carries, from where they lie, on the first device of all."""
         a, first = self.assembly, self.placement.device
         found: dict[int, Any] = {}
         together: dict[tuple[int, int], dict[int, Slot]] = {}
         for number in dict.fromkeys(numbers):
             if number in a.everywhere:
-                value = self.placement.readable(known["all", number])
+                value = self.placement.readable(state.values[Buffer("all", number)])
                 found[number] = jax.device_put(value, first)
                 continue
             device = min(d for d, slots in enumerate(a.held_layout.slots) if number in slots)
@@ -258,7 +262,7 @@ class PipelineRunner(LoopRunner):
             together.setdefault((slot.buffer, device), {})[number] = slot
         for (buffer, device), slots in together.items():
             forms = [slot.form for slot in slots.values()]
-            rows = self._rows(known["held", buffer], device, forms[0].each)
+            rows = self._rows(state.values[Buffer("held", buffer)], device, forms[0].each)
             places = tuple((slot.offset, slot.form.stored.shape) for slot in slots.values())
             parts = jax.device_put([cut_out(row, places) for row in rows], first)
             for number, form, *values in zip(slots, forms, *parts, strict=True):

@@ -1,4 +1,4 @@
-"""The program behind a training model: a `tr.Trainer` whose executions are calls.
+"""The program behind a training model: an engine whose executions are calls.
 
 What a call emits is handed back by tap, still as it left the program.
 """
@@ -14,24 +14,24 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.errors import OptionError, PlanError
+from tailrace.feeds.feed import HandedFeed
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.plan import plan
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
-from tailrace.program.running.executable import Numbers
+from tailrace.program.running.loop_state import Numbers
 from tailrace.program.step.training_step import TrainState
-from tailrace.records.history import History
 from tailrace.records.records import Part, Records
-from tailrace.records.sinks import Finished, Sink
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import Tap, parse_taps
-from tailrace.torch.calls.call_feed import CallFeed
+from tailrace.taps.tap import check_bytes, parse_taps
 from tailrace.torch.calls.options import Execution, ModelOptions
-from tailrace.torch.engine.portions import Portions
 from tailrace.torch.optim.binding import DeviceOptimizer
+from tailrace.torch.programs.portions import Portions
 from tailrace.torch.tracing.forward import Forward
-from tailrace.training.trainer import Trainer
+from tailrace.training.description import describe
+from tailrace.training.engine import Engine
+from tailrace.training.journal import Journal
 
 _HYPER = "optimizer_state/hyper"
 
@@ -47,37 +47,8 @@ def _scale_gradient(value: Any, factor: float) -> Any:
     return same(value)
 
 
-class CallRecords(Records):
-    """Records of one call after the other; the latest are also there as they left the program."""
-
-    latest: dict[tuple[str, str], Part]
-
-    def clear(self) -> None:
-        """Forget those of the call before."""
-        super().clear()
-        self.latest = {}
-
-    def add(self, record: Any) -> None:
-        """Append what one tap emitted."""
-        super().add(record)
-        self.latest[(record.name, record.kind)] = record
-
-
-class _TapsOnly:
-    """A sink that keeps what users tap, and not what calls return."""
-
-    def __init__(self, sink: Sink, others: set[str]) -> None:
-        self._sink, self._others = sink, others
-        self.fitting, self.stored = sink.fitting, sink.stored
-
-    def execution(self, done: Finished) -> None:
-        """Take one execution."""
-        parts = [part for part in done.parts if part.kind not in self._others]
-        self._sink.execution(dataclasses.replace(done, parts=parts))
-
-
-class TrainingEngine:
-    """A `tr.Trainer` whose executions are calls."""
+class TrainingProgram:
+    """An engine whose executions are calls."""
 
     def __init__(
         self,
@@ -110,16 +81,14 @@ class TrainingEngine:
         accumulation = options.accumulation
         if optimizer.accum_type is not None:
             accumulation = dataclasses.replace(accumulation, dtype=optimizer.accum_type)  # type: ignore[type-var]
-        self.feed = CallFeed(forward.form.spec())
         model: Any = loss_fn
         if forward.spread:
             model = as_pipeline(loss_fn, forward, options, accumulation)
             accumulation = 1
-        self.trainer = Trainer(
+        self.engine = Engine(
             model,
             optimizer,
             dict(params),
-            steps_per_execution=options.device_iterations,
             accumulation=accumulation,
             replicas=options.replicas,
             offload_optimizer_state=options.offload_optimizer_state,
@@ -127,52 +96,56 @@ class TrainingEngine:
             offload_activations=options.offload_activations,
             model_state=dict(buffers),
             seed=seed,
-            observe=[*own_taps, *user_taps(options.observe)],
-            observe_bytes=options.observe_bytes,
-            run_dir=options.run_dir,
+            observe=[*own_taps, *parse_taps(options.observe)],
         )
-        self.trainer.step = step
-        if self.trainer.sink is not None:
-            self.trainer.sink = _TapsOnly(self.trainer.sink, {tap.kind for tap in own_taps})
-        stored = self.trainer.sink.stored if self.trainer.sink else None
-        self.trainer.records = self.records = CallRecords(stored)
-        paths = jax.tree_util.tree_flatten_with_path(self.trainer.current())[0]
+        self.engine.step = step
+        self.journal = Journal(options.run_dir, leaving_out={tap.kind for tap in own_taps})
+        paths = jax.tree_util.tree_flatten_with_path(self.engine.state)[0]
         self._leaves = {path_name(path): number for number, (path, _) in enumerate(paths)}
+        self.engine.use(HandedFeed(forward.form.spec()))
+        steps, runner, sight = options.device_iterations, self.engine.runner, self.engine.sight
+        microbatches = self.engine.accumulation.microbatches
+        check_bytes(sight.chosen, steps, microbatches, options.replicas, options.observe_bytes)
         self._open = contextlib.ExitStack()
-        self._fit = fit = self._open.enter_context(self.trainer.fitting(self.feed))
-        steps, resident = options.device_iterations, forward.form.resident
-        self._portions = Portions(fit.runner, fit.sight, steps, resident)
+        self._open.enter_context(self.engine.delivering())
+        self._open.enter_context(self.journal.open(describe(self.engine, steps)))
+        self._portions = Portions(runner, sight, steps, forward.form.resident)
 
     def compile(self) -> None:
         """Compile without running anything."""
-        self._portions.compile(self._fit.known)
+        self._portions.compile(self.engine.loop_state)
 
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
         """One execution; returns what its taps emitted."""
-        trainer, fit = self.trainer, self._fit
-        self.records.clear()
-        trainer.history = History(trainer.step, self.options.microbatches, self.options.replicas)
-        first, steps = trainer.step, self.options.device_iterations
-        self.feed.hand(blocks, self._portions.counts)
-        emitted, _ = self._portions.dispatch(fit.known, Numbers(trainer.seed, first))
-        fit.pending.append((first, steps, fit.sight.period, emitted, fit.runner.taken))
-        trainer.step += steps
-        fit.take_in()
-        return self.records.latest
+        engine, options = self.engine, self.options
+        self.journal.begin(engine.step, options.microbatches, options.replicas)
+        numbers = Numbers(engine.seed, engine.step)
+        emitted, ready = self._portions.dispatch(engine.loop_state, numbers, blocks)
+        ticket = engine.dispatched(options.device_iterations, emitted, ready, engine.runner.taken)
+        results = engine.collect(ticket)
+        self.journal.add(results)
+        if results.failure is not None:
+            raise results.failure
+        return {(part.name, part.kind): part for part in results.parts}
+
+    @property
+    def records(self) -> Records:
+        """The records of the latest call."""
+        return self.journal.records
 
     @property
     def catalogue(self) -> Catalogue:
         """Every tensor of the step."""
-        return self._fit.sight.catalogue
+        return self.engine.sight.catalogue
 
     @property
     def state(self) -> TrainState:
         """Parameters, optimizer state and buffers on the device; not copies."""
-        return self.trainer.current()
+        return self.engine.state
 
     def put(self, state: TrainState) -> None:
         """Go on from another state, which is copied."""
-        self.trainer.replace(dict(enumerate(jax.tree.leaves(state))))
+        self.engine.state = state
 
     def put_weights(self, values: Mapping[str, Any]) -> None:
         """Go on from other values of some parameters and buffers."""
@@ -182,11 +155,11 @@ class TrainingEngine:
             kind = "params" if name in state.params else "model_state"
             like = getattr(state, kind)[name]
             leaves[self._leaves[f"{kind}/{name}"]] = jnp.array(value, like.dtype)
-        self.trainer.replace(leaves)
+        self.engine.replace(leaves)
 
     def set_hypers(self, values: Any) -> None:
         """Other learning rates and the like, from the next step on."""
-        self.trainer.replace({self._leaves[_HYPER]: jnp.asarray(values)})
+        self.engine.replace({self._leaves[_HYPER]: jnp.asarray(values)})
 
     def close(self) -> None:
         """End; history and records on disk are complete after this."""
@@ -232,8 +205,3 @@ def _fitting_schedule(mapping: list[int], microbatches: int) -> PipelineSchedule
         return schedule
     note_once(f"The pipeline runs one stage at a time, with the same results. {reason}")
     return PipelineSchedule.SEQUENTIAL
-
-
-def user_taps(observe: Any) -> list[Tap]:
-    """What a user gave as `observe=`, as taps."""
-    return parse_taps(observe)

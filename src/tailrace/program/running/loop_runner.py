@@ -17,13 +17,14 @@ import numpy as np
 
 from tailrace.errors import ProgramError
 from tailrace.feeds.background import Worker
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.dispatch_lengths import FIXED_BELOW_S
-from tailrace.program.running.executable import NUMBERS, Executable, Numbers, Placement
+from tailrace.program.running.executable import Executable, Placement
+from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
@@ -78,7 +79,7 @@ class LoopRunner:
         self.executions = 0
         self.compile_s = 0.0
         self.keep_elements = False
-        self.taken: dict[InfeedQueue, Any] = {}
+        self.taken: dict[Feed, Any] = {}
         self._segments = cut(self.traced.jaxpr, loops)
         (self._loop,) = (s for s in self._segments if s.is_loop)
         own = set(self._loop.writes) if each and placement.replicas > 1 else set()
@@ -99,7 +100,7 @@ class LoopRunner:
         self._compiler: Worker | None = None
 
     @property
-    def infeeds(self) -> tuple[InfeedQueue, ...]:
+    def infeeds(self) -> tuple[Any, ...]:
         """The queues that the loop reads."""
         return self.traced.infeeds
 
@@ -107,6 +108,12 @@ class LoopRunner:
     def elements_per_pass(self) -> int:
         """How many elements one pass takes in all, over all replicas of this process."""
         return sum(self._loop.elements.values()) * self.placement.local_replicas
+
+    @property
+    def compiled_lengths(self) -> list[int | None]:
+        """The lengths that the loop was compiled for; counted ones stand for all up to theirs."""
+        compiled = [one for one in self._executables.values() if one.compiled is not None]
+        return [one.length for one in compiled if one.segment is self._loop]
 
     def stage_of(self, entry: Entry) -> int:
         """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
@@ -122,17 +129,18 @@ class LoopRunner:
         counts = self._loop.elements.items()
         return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
 
-    def begin(self, carried: Any, read: Any) -> dict[Any, Any]:
+    def begin(self, carried: Any, read: Any) -> LoopState:
         """The values that dispatches work on, from `carried` (which is copied) and `read`."""
         jaxpr = self.traced.jaxpr
-        known = dict(zip(jaxpr.constvars, self._consts, strict=True))
+        state = LoopState(dict(zip(jaxpr.constvars, self._consts, strict=True)))
+        known = state.values
         leaves = [*jax.tree.leaves(carried), *self.placement.put(jax.tree.leaves(read))]
         known.update(zip(jaxpr.invars, leaves, strict=True))
         for segment in self._before:
-            self._executable(segment, None).run(known, Numbers(0, 0))
+            self._executable(segment, None).run(state, Numbers(0, 0))
         for result, start in self._loop.start:
             value = value_of(known, start)
-            if result in self._hosted:  # held as it should be: nothing else has it
+            if result in self._hosted:  # already where it belongs: nothing else has it
                 known[result] = value
                 continue
             if result in self._spread:
@@ -149,18 +157,18 @@ class LoopRunner:
         for var in jaxpr.invars[: self._num_carried]:
             if var not in self._loop.reads:
                 del known[var]
-        return known
+        return state
 
-    def carried(self, known: dict[Any, Any]) -> Any:
+    def carried(self, state: LoopState) -> Any:
         """What the loop carries now, as the tree that it was given."""
-        leaves = [value_of(known, var) for var in self.traced.jaxpr.outvars]
+        leaves = [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
         return jax.tree.unflatten(self.traced.out_structure, leaves)
 
-    def carried_by(self, known: dict[Any, Any], replica: int) -> list[Any]:
+    def carried_by(self, state: LoopState, replica: int) -> list[Any]:
         """The leaves of what the loop carries as one replica has them, on the host."""
         leaves = []
         for var in self.traced.jaxpr.outvars:
-            value = np.asarray(self.placement.readable(value_of(known, var)))
+            value = np.asarray(self.placement.readable(value_of(state.values, var)))
             form: Any = var.aval
             if var in self._each:
                 value = value[replica] if value.ndim > len(form.shape) else value
@@ -169,44 +177,56 @@ class LoopRunner:
             leaves.append(value)
         return leaves
 
-    def replace(self, known: dict[Any, Any], leaves: Mapping[int, Any]) -> None:
+    def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""
         for number, value in leaves.items():
-            var = self.traced.jaxpr.outvars[number]
-            if var in self._hosted or var in self._spread:  # held as it should be
-                known[var] = value
+            var: Any = self.traced.jaxpr.outvars[number]
+            if var in self._hosted or var in self._spread:  # already where it belongs
+                state.values[var] = value
                 continue
             own = self.placement.own_each if var in self._each else self.placement.own
-            known[var] = own(value)
+            state.values[var] = own(value)
 
     def dispatch(
         self,
-        known: dict[Any, Any],
+        state: LoopState,
         length: int,
         numbers: Numbers,
         following: int | None = None,
         period: int = 1,
+        block: Staged | None = None,
     ) -> tuple[dict[Hashable, Emission], Any]:
-        """Run `length` passes; returns what they emitted and an array that is ready afterwards."""
+        """Run `length` passes; returns what they emitted and an array that is ready afterwards.
+
+        Args:
+            state: what the loop works on.
+            length: how many passes.
+            numbers: the seed and the counters.
+            following: how many passes the next dispatch will have, so that elements can be staged.
+            period: periodic taps look every `period` passes; 0: not at all.
+            block: the elements, if the caller has them; with room for `capacity` passes, if that
+                is set.
+        """
         executable = self._executable(self._loop, length, period)
-        if not numbers.first_step % max(period, 1):
+        exact = block is None or block.room == block.count
+        if exact and not numbers.first_step % max(period, 1):
             executable = self._fixed.get((length, period), executable)
         numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
         executable.keep_elements = self.keep_elements
         fresh = executable.compile_s == 0
-        emitted, ticket = executable.run(known, numbers, following)
+        emitted, ticket = executable.run(state, numbers, following, block)
         self.executions += 1
         self.taken = executable.taken
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
 
-    def fix(self, known: dict[Any, Any], length: int, period: int, seconds: float) -> None:
+    def fix(self, state: LoopState, length: int, period: int, seconds: float) -> None:
         """Compile the loop for this very length in a thread, if passes are so short that it pays.
 
         From then on, dispatches of that length run in it; the results are the same to the last bit.
 
         Args:
-            known: the values that dispatches work on.
+            state: the values that dispatches work on.
             length: of most dispatches to come.
             period: of taps.
             seconds: how long a pass takes.
@@ -217,7 +237,7 @@ class LoopRunner:
             return
         if length % period or not self.placement.in_one_process:
             return
-        forms = {var: _form_of(value) for var, value in known.items() if var != NUMBERS}
+        forms = LoopState({var: _form_of(value) for var, value in state.values.items()})
         executable = self._new_executable(self._loop, length, False, period)
         blocks = self._block_forms(executable)
 
@@ -234,10 +254,10 @@ class LoopRunner:
         other.wanted, other._executables, other._fixed = wanted, {}, {}
         return other
 
-    def compiled(self, known: dict[Any, Any], length: int, period: int = 1) -> Executable:
+    def compiled(self, state: LoopState, length: int, period: int = 1) -> Executable:
         """The executable for dispatches of `length` passes, compiled without running it."""
         executable = self._executable(self._loop, length, period)
-        executable.compile(known, self._block_forms(executable))
+        executable.compile(state, self._block_forms(executable))
         return executable
 
     def _block_forms(self, executable: Executable) -> dict[Any, Any]:

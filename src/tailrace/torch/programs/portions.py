@@ -20,12 +20,13 @@ import numpy as np
 
 from tailrace.jaxprs.walk import BRANCH, WHILE, walk
 from tailrace.program.running.dispatch_lengths import good_piece, pieces
-from tailrace.program.running.engine import LoopRunner
-from tailrace.program.running.executable import Numbers
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import start_copying
 from tailrace.program.tracing.tap_selection import Sight
 from tailrace.taps.frame import Emission
 from tailrace.taps.tap import Mode, StopOnNonfinite
+from tailrace.torch.calls.call_blocks import CallBlocks
 
 LEAST_BYTES = 9 << 18
 """The elements of a portion, in bytes: with less, dispatching it takes as long as moving them."""
@@ -88,21 +89,29 @@ class Portions:
         each = self._runner.elements_per_pass
         return tuple(n * each for n in self.lengths) if len(self.lengths) > 1 else ()
 
-    def compile(self, known: dict[Any, Any]) -> None:
+    def compile(self, state: LoopState) -> None:
         """Compile what a call needs."""
         for length in dict.fromkeys(self.lengths[:-1]):
-            self._body.compiled(known, length, self._period)
-        self._runner.compiled(known, self.lengths[-1], self._period)
+            self._body.compiled(state, length, self._period)
+        self._runner.compiled(state, self.lengths[-1], self._period)
 
     def dispatch(
-        self, known: dict[Any, Any], numbers: Numbers
+        self, state: LoopState, numbers: Numbers, arrays: list[Any]
     ) -> tuple[dict[Hashable, Emission], Any]:
-        """Run a call; returns what it emitted, on the host, and what is ready when it is over."""
+        """Run a call on its elements, stacked.
+
+        Returns:
+            What it emitted, on the host, and an array that is ready when it is over.
+        """
+        placement = self._runner.placement
+        blocks = CallBlocks(arrays, self.counts, placement.shared_out, placement.replicas)
+        each = self._runner.elements_per_pass // placement.local_replicas
         parts: list[dict[Hashable, Emission]] = []
         ticket: Any = None
         for number, length in enumerate(self.lengths, start=1):
             runner = self._runner if number == len(self.lengths) else self._body
-            emitted, ticket = runner.dispatch(known, length, numbers, 0, self._period)
+            block = blocks.take(length * each)
+            emitted, ticket = runner.dispatch(state, length, numbers, 0, self._period, block)
             parts.append(emitted)
             numbers = numbers.after(length)
         start_copying([list(part.values()) for part in parts])
