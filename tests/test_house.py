@@ -32,7 +32,7 @@ ROOMS = [
     "program",
     "pipeline",
     "runs",
-    "training",
+    "trainer",
 ]
 """From the data door to the observers' door. A room sees those before it; the rest are porches."""
 

@@ -226,6 +226,7 @@ class ProgramTrace:
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     sites: dict[int, str] = dataclasses.field(default_factory=dict)
     feeds: list[Any] = dataclasses.field(default_factory=list)
+    draws_keys: bool = False
 
     def new_site(self, what: str) -> int:
         """Number a call that must be found again in the traced program, and note where it stands."""

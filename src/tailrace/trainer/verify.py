@@ -13,7 +13,7 @@ from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.taps.tap import Tap
-from tailrace.training.trainer import Trainer
+from tailrace.trainer.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataExhausted
 from tailrace.messages import note_once
-from tailrace.training.engine import Engine
+from tailrace.trainer.engine import Engine
 
 
 def total_steps(

@@ -12,7 +12,7 @@ from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.program.optimizers import AccumulationState
-from tailrace.training.callbacks import Callback
+from tailrace.trainer.callbacks.callback import Callback
 
 
 def check_model(
@@ -110,6 +110,15 @@ def check_arrays(what: str, tree: Any) -> None:
             ) from None
 
 
+def check_eval_fn(eval_fn: Any) -> Any:
+    """A function like the loss function, or None."""
+    if eval_fn is not None and not callable(eval_fn):
+        raise OptionError(
+            f"eval_fn is a function of parameters and batch, like loss_fn. Received: {eval_fn!r}."
+        )
+    return eval_fn
+
+
 def check_callbacks(callbacks: Any) -> list[Callback]:
     """Callbacks are a list of objects with the methods of `tr.Callback`."""
     if not isinstance(callbacks, Iterable):
@@ -123,16 +132,3 @@ def check_callbacks(callbacks: Any) -> list[Callback]:
                 f"Derive a class from tr.Callback, override what you need, and give an object of it."
             )
     return found
-
-
-def check_duration(steps: int | None, epochs: int | None) -> None:
-    """`steps` or `epochs`, not both, and neither negative."""
-    if steps is not None and epochs is not None:
-        raise OptionError(
-            f"fit takes steps= or epochs=, not both. Received: steps={steps}, epochs={epochs}."
-        )
-    for name, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 0
-        ):
-            raise OptionError(f"{name} is a number of at least 0. Received: {name}={value!r}.")

@@ -9,11 +9,13 @@ one executable, so that finding the length compiles nothing.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from tailrace.errors import OptionError
 from tailrace.program.running.dispatch_lengths import LIVE_S, LONGEST, MOST_BYTES
 from tailrace.taps.tap import bytes_per_step, check_bytes
-from tailrace.training.engine import Engine
+from tailrace.trainer.engine import Engine
 
 TARGET_S = 0.25
 """How long one execution should take, in seconds."""
@@ -72,6 +74,17 @@ class Pace:
             return self.most
         needed = self.steps if total is None else min(self.steps, max(total, self.most))
         return max(before or 0, needed)
+
+    def chosen_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: records of whole executions depend on their lengths."""
+        return {"chosen": self.chosen, "reason": self.reason, "trials": list(self.trials)}
+
+    def choose_as(self, state: Mapping[str, Any]) -> None:
+        """Go on with the lengths that a checkpoint kept, unless they were given."""
+        if self.steps is None:
+            chosen = state["chosen"]
+            self.chosen = None if chosen is None else min(int(chosen), self.most)
+            self.reason, self.trials = state["reason"], list(state["trials"])
 
     @property
     def is_measuring(self) -> bool:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from tailrace.devices.devices import available
-from tailrace.training.engine import Engine
+from tailrace.trainer.engine import Engine
 
 
 def describe(engine: Engine, steps_per_execution: int | None) -> dict[str, Any]:

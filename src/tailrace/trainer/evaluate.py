@@ -12,18 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
+from tailrace.data.form_runs import form_runs
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec, call_with_element
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.jaxprs.marks import path_name
+from tailrace.jaxprs.marks import current_trace, path_name
+from tailrace.messages import note_once
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
 from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import Numbers
 from tailrace.program.step.training_step import Step
+from tailrace.trainer.combining import Combined
 
 _MOST_RUNNERS = 16
 """Programs kept for the next call. A new lambda for each call would fill the memory otherwise."""
@@ -37,29 +40,37 @@ class Evaluator:
         self._runners: dict[Hashable, tuple[LoopRunner, OutfeedQueue]] = {}
 
     def evaluate(
-        self, dataset: Any, fn: Callable[..., Any] | None, read: tuple[Any, Any]
-    ) -> dict[str, float]:
-        """The means of the scalars that `fn` returns."""
-        function = self._loss if fn is None else fn
-        parts = [leaves for leaves, _ in self._run(dataset, function, read, _means_of)]
-        names = parts[0].keys()
-        return {
-            name: float(np.concatenate([part[name] for part in parts]).mean(dtype=np.float64))
-            for name in names
-        }
+        self, dataset: Any, fn: Callable[..., Any] | None, read: tuple[Any, Any], combine: Any
+    ) -> dict[str, Any]:
+        """What the values that `fn` returns for all batches amount to, by name."""
+        combined = Combined(combine)
+        shape = _scalars_of if fn is None else _values_of
+        for values, spec in self._run(dataset, self._loss if fn is None else fn, read, shape):
+            combined.add(values, rows_of(spec))
+        return combined.results()
 
     def predict(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
         """All results, joined."""
-        parts, batch = [], None
+        parts, sizes = [], []
         for tree, spec in self._run(dataset, fn, read, None):
             parts.append(tree)
-            batch = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+            sizes.append({leaf.shape[0] for leaf in spec.leaves if leaf.shape})
 
         def join(*blocks: np.ndarray) -> np.ndarray:
-            stacked = np.concatenate(blocks)
-            if stacked.ndim > 1 and batch == {stacked.shape[1]}:
-                return stacked.reshape(-1, *stacked.shape[2:])
-            return stacked
+            by_row = all(
+                block.ndim > 1 and size == {block.shape[1]}
+                for block, size in zip(blocks, sizes, strict=True)
+            )
+            if by_row:
+                blocks = tuple(block.reshape(-1, *block.shape[2:]) for block in blocks)
+            shapes = {block.shape[1:] for block in blocks}
+            if len(shapes) > 1:
+                raise ProgramError(
+                    f"predict stacks what the function returns for each batch, but a smaller batch "
+                    f"gave another shape: {sorted(shapes)}. Return arrays whose leading dim is the "
+                    f"batch's, or of one shape; or use tr.batches(..., drop_remainder=True)."
+                )
+            return np.concatenate(blocks)
 
         return jax.tree.map(join, *parts)
 
@@ -75,7 +86,16 @@ class Evaluator:
     # -- inside ---------------------------------------------------------------------------------
 
     def _loss(self, params: Any, model_state: Any, batch: Any, inputs: Any = ()) -> Any:
+        trace = current_trace("evaluate")
+        before, trace.draws_keys = trace.draws_keys, False
         loss, _, aux = self._step.forward(params, model_state, batch, inputs)
+        if trace.draws_keys:
+            note_once(
+                "evaluate runs the training loss, which draws random keys (dropout?). Ask "
+                "tr.training() in it, or give the trainer an eval_fn=.",
+                key="evaluate draws keys",
+            )
+        trace.draws_keys |= before
         return loss, aux
 
     def _run(
@@ -86,7 +106,27 @@ class Evaluator:
         shape: Callable[[Any], Any] | None,
         live: bool = False,
     ) -> Generator[tuple[Any, ElementSpec], None, None]:
-        key, runner, out, infeed = self._runner_for(dataset, fn, read, shape, live)
+        """Results of every element, some at a time; elements of each form in their own program."""
+        source = as_dataset(dataset)
+        if source.endless and not live:
+            raise DataError(
+                f"All elements of a dataset are read, but {source.name} repeats without end. Use a "
+                f"dataset that does not repeat, or predict(..., live=True)."
+            )
+        # Processes run the same program together: with several, all elements have one form.
+        alone = self._placement.in_one_process and not isinstance(dataset, InfeedQueue)
+        for part in form_runs(dataset) if alone else (dataset,):
+            yield from self._run_of_one_form(part, fn, read, shape, live)
+
+    def _run_of_one_form(
+        self,
+        dataset: Any,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        shape: Callable[[Any], Any] | None,
+        live: bool,
+    ) -> Generator[tuple[Any, ElementSpec], None, None]:
+        key, runner, out, infeed = self._runner_for(dataset, fn, read, shape)
         state = self._step.begin_evaluating(runner, read)
         replicas = runner.placement.replicas
         local = runner.elements_per_pass  # of this process
@@ -136,14 +176,7 @@ class Evaluator:
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
-        live: bool,
     ) -> tuple[Hashable, LoopRunner, OutfeedQueue, InfeedQueue]:
-        source = as_dataset(dataset)
-        if source.endless and not live:
-            raise DataError(
-                f"All elements of a dataset are read, but {source.name} repeats without end. Use a "
-                f"dataset that does not repeat, or predict(..., live=True)."
-            )
         infeed = InfeedQueue(dataset)
         infeed.bind_replicas(self._placement.replicas)
         key = (infeed.spec(), fn, shape)
@@ -167,8 +200,14 @@ class Evaluator:
         return key, runner, out, infeed
 
 
-def _means_of(result: Any) -> dict[str, Any]:
-    """What `evaluate` averages: the scalars of a dict, of (loss, aux) or of a single value."""
+def rows_of(spec: ElementSpec) -> int:
+    """How many rows an element has; 1 where its arrays do not agree on that."""
+    sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def _values_of(result: Any) -> dict[str, Any]:
+    """What `evaluate` combines, by name: of a dict, of (loss, aux), or a single value."""
     if isinstance(result, tuple) and len(result) == 2:
         loss, aux = result
         if isinstance(aux, tuple) and len(aux) == 2:  # (loss, (new_state, aux))
@@ -179,18 +218,15 @@ def _means_of(result: Any) -> dict[str, Any]:
         result = {"loss": loss, **others}
     elif not isinstance(result, dict):
         result = {"loss": result}
-    found = {
+    return {
         path_name(path): jnp.asarray(value)
         for path, value in jax.tree_util.tree_flatten_with_path(result)[0]
     }
-    scalars = {name: value for name, value in found.items() if value.ndim == 0}
-    if not scalars:
-        raise ProgramError(
-            "evaluate averages scalars, and the function returned none. Received: "
-            f"{ {name: value.shape for name, value in found.items()} }. Take the mean over the "
-            "batch, or use predict."
-        )
-    return scalars
+
+
+def _scalars_of(result: Any) -> dict[str, Any]:
+    """The loss and the scalars beside it, as the history of a fit has them."""
+    return {name: value for name, value in _values_of(result).items() if value.ndim == 0}
 
 
 def _counts(found: int) -> list[int]:

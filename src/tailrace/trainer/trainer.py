@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
-from tailrace.errors import DataError, OptionError, ProgramError, TailraceError
-from tailrace.feeds.elements import ElementSpec
+from tailrace.errors import DataError, OptionError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
@@ -28,17 +27,21 @@ from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import MOST_BYTES
-from tailrace.training.callbacks import Callback
-from tailrace.training.checks import check_callbacks, check_duration
-from tailrace.training.description import describe
-from tailrace.training.engine import Engine
-from tailrace.training.evaluate import Evaluator
-from tailrace.training.explain import Explanation, explain, flops_of_update
-from tailrace.training.fit import Fit
-from tailrace.training.journal import Journal
-from tailrace.training.pace import Pace, pace_for, parse_steps
-from tailrace.training.progress import ProgressBar
-from tailrace.training.step_counts import agreed_total_steps
+from tailrace.trainer.callbacks.callback import Callback
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.saving import saving_of
+from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
+from tailrace.trainer.checks import check_callbacks, check_eval_fn
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.evaluate import Evaluator
+from tailrace.trainer.explain import Explanation, explain, flops_of_update
+from tailrace.trainer.fit import Fit
+from tailrace.trainer.fit_call import FitCall, effective_batch_size
+from tailrace.trainer.fit_progress import Duration, Progress
+from tailrace.trainer.journal import Journal
+from tailrace.trainer.pace import Pace, pace_for, parse_steps
+from tailrace.trainer.step_counts import agreed_total_steps
+from tailrace.trainer.validation import Validation
 
 
 class Trainer:
@@ -70,6 +73,8 @@ class Trainer:
         observe: taps (`tr.Tap`), or selections whose statistics are wanted. Their records are in
             `trainer.records`.
         observe_bytes: the most that the records of one execution may take on the device.
+        eval_fn: what `evaluate` and validation use instead of the loss function; called like it. It
+            returns a scalar, a dict of scalars, or what a loss function returns.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
 
@@ -102,6 +107,7 @@ class Trainer:
         observe: Any = (),
         observe_bytes: int = MOST_BYTES,
         run_dir: Any = None,
+        eval_fn: Callable[..., Any] | None = None,
     ) -> None:
         self.engine = Engine(
             loss_fn,
@@ -124,6 +130,9 @@ class Trainer:
         self._pace: Pace | None = None
         self._fit: Fit | None = None
         self._seconds_per_step: float | None = None
+        self._epochs = 0  # that were begun, over all fits
+        self._kept_fits = 0  # that keep checkpoints
+        self._eval_fn = check_eval_fn(eval_fn)
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -228,6 +237,9 @@ class Trainer:
         steps: int | None = None,
         epochs: int | None = None,
         *,
+        validation_data: Any = None,
+        validation_every: str | int = "epoch",
+        checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool | None = None,
         inputs: Sequence[Any] | None = None,
@@ -240,6 +252,12 @@ class Trainer:
                 elements. The dataset is not restarted.
             epochs: go through the dataset so many times; 1 if neither is given. Elements at the end
                 that do not fill a step are left out.
+            validation_data: what to evaluate on meanwhile, as `evaluate` does. The values are in the
+                history and in the logs of callbacks as `val_<name>`.
+            validation_every: "epoch" (a fit by steps is one), or a number of steps.
+            checkpoint: a directory, or a `tr.Checkpoint`, that keeps the state of the fit. If it holds
+                this fit already, the fit goes on from there, bit for bit as if it had never stopped;
+                `steps` and `epochs` mean the whole fit. A finished fit returns at once.
             callbacks: objects with the methods of `tr.Callback`.
             progress: whether to show a progress bar; None shows it in a terminal.
             inputs: other values for the `inputs` of a pipeline, from now on.
@@ -247,94 +265,106 @@ class Trainer:
         Returns:
             The history of this fit, also kept as `trainer.history`.
         """
-        check_duration(steps, epochs)
+        self._check_alone()
+        engine, duration = self.engine, Duration.of(steps, epochs)
         if inputs is not None:
             self.set_inputs(inputs)
-        callbacks = check_callbacks(callbacks)
         source = as_dataset(dataset)
-        if steps is None and source.endless:
+        if duration.steps is None and source.endless:
             raise DataError(
                 f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
                 f"end. Use fit(steps=...), or a dataset that does not repeat."
             )
-        total = agreed_total_steps(self.engine, source.length, steps, epochs)
-        with self._fitting(dataset, total, callbacks, progress) as fit:
-            if steps is not None:
-                fit.steps(steps)
-            else:
-                self._epochs(fit, dataset, 1 if epochs is None else epochs, total)
+        call = FitCall(
+            dataset,
+            duration,
+            agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
+            Validation(validation_data, validation_every, self.evaluate),
+            check_callbacks(callbacks),
+            progress if distributed.writes() else False,
+            saving_of(checkpoint, self._kept_fits, engine, duration),
+            Progress(engine.step, self._epochs),
+        )
+        with call.saving.open() if call.saving is not None else nullcontext():
+            self._kept_fits += call.saving is not None
+            self._train(call)
         return self.history
 
-    @contextmanager
-    def _fitting(
-        self, dataset: Any, total: int | None, callbacks: list[Callback], progress: bool | None
-    ) -> Iterator[Fit]:
-        """One fit, from its first execution to its last; results come in whatever ends it."""
-        engine, journal = self.engine, self._journal
-        feed = engine.use(dataset)
-        assert isinstance(feed, InfeedQueue)
-        self._pace = pace_for(engine, self._steps_per_execution, self._observe_bytes, self._pace)
-        engine.runner.capacity = self._pace.capacity(engine.runner.capacity, total)
-        journal.begin(engine.step, self.accumulation.microbatches, self.replicas)
-        for callback in callbacks:
-            callback.on_fit_begin(self)
-        shown = progress if distributed.writes() else False
-        bar = ProgressBar(total, self.effective_batch_size(feed.spec()), shown)
-        started, compiled, first_step = time.perf_counter(), engine.runner.compile_s, self.step
-        info = describe(engine, self._steps_per_execution)
+    def _check_alone(self) -> None:
+        if self._fit is not None:
+            raise ProgramError(
+                "A trainer runs one fit at a time, and one is running. Call fit after it has ended, "
+                "or make a second trainer."
+            )
+
+    def _train(self, call: FitCall) -> None:
+        """One fit, from the beginning or from where a checkpoint has it."""
+        engine, journal, feed = self.engine, self._journal, None
+        taken = call.take_up(journal)
         try:
-            with engine.delivering(), journal.open(info), bar:
-                fit = self._fit = Fit(self, engine, feed, journal, self._pace, callbacks, bar)
-                try:
-                    yield fit
-                except BaseException as error:
-                    if not isinstance(error, TailraceError):
-                        fit.callbacks = []  # it may come from one of them, or be an interrupt
-                    fit.collect()  # what was computed before the failure is part of the history
-                    raise
-                fit.collect()
-            if self.step > first_step:
-                took = time.perf_counter() - started - (engine.runner.compile_s - compiled)
-                self._seconds_per_step = took / (self.step - first_step)
+            if taken is not None and taken.finished:
+                return
+            feed = engine.use(call.dataset)
+            assert isinstance(feed, InfeedQueue)
+            if call.progress.epoch and feed is not call.dataset:
+                feed.start_epoch(call.dataset, call.progress.epoch)
+            self._pace = pace_for(
+                engine, self._steps_per_execution, self._observe_bytes, self._pace
+            )
+            engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
+            if taken is None:
+                journal.begin(engine.step, self.accumulation.microbatches, self.replicas)
+            else:
+                journal.records.clear()
+                self._pace.choose_as(taken.pace)
+            self._fit = call.prepare(self, engine, journal, self._pace)
+            call.run(self._fit, taken, self._steps_per_execution)
+            self._seconds_per_step = call.seconds_per_step or self._seconds_per_step
         finally:
             self._fit = None
-            engine.let_go(dataset, feed)
-            for callback in callbacks:
-                callback.on_fit_end(self, self.history)
+            self._epochs = call.progress.first_epoch + call.epochs_begun
+            if feed is not None:
+                engine.let_go(call.dataset, feed)
 
-    def _epochs(self, fit: Fit, dataset: Any, epochs: int, total: int | None) -> None:
-        """Go through the dataset again and again."""
-        source = as_dataset(dataset)
-        if epochs > 1 and not source.restartable:
-            raise DataError(
-                f"fit(epochs={epochs}) goes through the dataset again and again, but {source.name} "
-                f"can be read once only. Give a re-iterable, a function that makes an iterator, or "
-                f"use fit(steps=...)."
-            )
-        for epoch in range(epochs):
-            if fit.stopping:
-                break
-            if epoch:
-                fit.feed.restart(dataset, epoch)
-            fit.epoch(total // epochs if total is not None else None)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save parameters, optimizer and model state, step, seed and the count of epochs.
 
-    def effective_batch_size(self, spec: ElementSpec) -> int | None:
-        """Examples in a step: microbatch size x microbatches x replicas."""
-        sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
-        microbatches = self.accumulation.microbatches
-        return min(sizes) * microbatches * self.replicas if len(sizes) == 1 else None
+        Args:
+            path: a new directory.
+        """
+        save_state(self.engine, self._epochs, path)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Take the state, step and seed of a checkpoint; the next fit reads its dataset anew.
+
+        Args:
+            path: what `save` wrote, or a directory of `fit(checkpoint=...)`, of which the newest is
+                taken.
+        """
+        self._check_alone()
+        self._epochs = restore_state(self.engine, path)
 
     # -- using what was trained -----------------------------------------------------------------
 
-    def evaluate(self, dataset: Any, fn: Callable[..., Any] | None = None) -> dict[str, float]:
-        """The mean, over all elements of a dataset, of what `fn` returns.
+    def evaluate(
+        self, dataset: Any, fn: Callable[..., Any] | None = None, *, combine: Any = None
+    ) -> dict[str, Any]:
+        """What `fn` finds on all rows of a dataset.
 
         Args:
-            dataset: what to evaluate on; all of it is read.
-            fn: called like the loss function; returns a scalar, a dict of scalars, or what a loss
-                function returns. None: the loss function.
+            dataset: what to evaluate on; all of it is read, a smaller last batch too.
+            fn: called like the loss function; returns a scalar, a dict of scalars and arrays, or what
+                a loss function returns. None: the trainer's `eval_fn`, else the loss function.
+            combine: how values of batches become one. None: scalars and arrays of floats are averaged
+                over all rows, arrays of integers are summed. "mean", "sum", "max", "min", "last", an
+                object with `init()`, `update(state, value)` and `result(state)`, or a function of all
+                values; a dict has rules by name.
+
+        Returns:
+            One value by name.
         """
-        return self._evaluator.evaluate(dataset, fn, self.engine.read())
+        fn = self._eval_fn if fn is None else fn
+        return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine)
 
     def predict(
         self, dataset: Any, fn: Callable[..., Any] | None = None, live: bool = False
@@ -387,7 +417,9 @@ class Trainer:
             },
             keeping=engine.memory.keeping,
             decisions=engine.memory.all_decisions,
-            effective_batch_size=self.effective_batch_size(feed.spec()),
+            effective_batch_size=effective_batch_size(
+                feed.spec(), self.accumulation.microbatches * self.replicas
+            ),
             microbatches=self.accumulation.microbatches,
             flops_of_update=flops_of_update(engine),
         )

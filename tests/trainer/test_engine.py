@@ -10,7 +10,7 @@ from oracles import assert_bits_equal, mlp, mlp_loss, plain_training, regression
 from tailrace.errors import FeedError, NonFiniteError, ProgramError
 from tailrace.feeds.feed import HandedFeed, Staged
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.training.engine import Engine
+from tailrace.trainer.engine import Engine
 
 ELEMENTS = regression(24)
 

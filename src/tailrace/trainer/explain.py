@@ -11,7 +11,7 @@ from tailrace.errors import TailraceError
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
-from tailrace.training.engine import Engine
+from tailrace.trainer.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,21 @@ class ProgressBar:
         total: how many steps there will be; None if that is unknown.
         batch: the effective batch size; None if elements have no leading dim.
         shown: None shows it when standard error is a terminal.
+        done: how many steps were done before, in a process that has ended.
     """
 
-    def __init__(self, total: int | None, batch: int | None = None, shown: bool | None = None):
+    def __init__(
+        self,
+        total: int | None,
+        batch: int | None = None,
+        shown: bool | None = None,
+        done: int = 0,
+    ) -> None:
         self._total, self._batch = total, batch
         self._shown = sys.stderr.isatty() if shown is None else shown
         self._bar: Any = None
         self._task: Any = None
+        self._done = done
 
     def __enter__(self) -> ProgressBar:
         if self._shown:
@@ -39,7 +47,7 @@ class ProgressBar:
             )
             batch = f"effective batch {self._batch:,}" if self._batch else ""
             self._task = self._bar.add_task(
-                "training", total=self._total, rate="", loss="", batch=batch
+                "training", total=self._total, completed=self._done, rate="", loss="", batch=batch
             )
             self._bar.start()
         return self

@@ -8,8 +8,8 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
-from tailrace.errors import DataExhausted, ElementError, OptionError, ProgramError
-from tailrace.training import evaluate
+from tailrace.errors import DataExhausted, OptionError, ProgramError
+from tailrace.trainer import evaluate
 from threads import infeed_threads
 
 ELEMENTS = regression(7)
@@ -128,7 +128,7 @@ def test_evaluate_sees_what_was_trained():
     ("fn", "names"),
     [
         (lambda p, x, y: y.mean(), {"loss"}),
-        (lambda p, x, y: {"a": y.mean(), "b": {"c": y.max(), "vector": y}}, {"a", "b/c"}),
+        (lambda p, x, y: {"a": y.mean(), "b": {"c": y.max()}}, {"a", "b/c"}),
         (lambda p, x, y: (y.mean(), y.max()), {"loss", "aux"}),
         (lambda p, x, y: (y.mean(), {"m": y.max()}), {"loss", "m"}),
         (lambda p, x, y: {"count": (y > 0).sum()}, {"count"}),
@@ -170,17 +170,150 @@ def test_keys_differ_from_element_to_element():
     assert_bits_equal(trainer.predict(regression(10), draw), found)
 
 
-def test_a_last_batch_that_is_smaller_is_named(trainer):
-    x, y = (np.concatenate(leaf) for leaf in zip(*ELEMENTS, strict=True))
-    data = tr.batches((x, y), 6, drop_remainder=False)
-    with pytest.raises(ElementError, match="It looks like a smaller last batch: drop it"):
-        trainer.evaluate(data)
+def rows():
+    return tuple(np.concatenate(leaf) for leaf in zip(*ELEMENTS, strict=True))
+
+
+@pytest.mark.parametrize("size", [6, 27, 28, 40])
+@pytest.mark.parametrize("kind", ["arrays", "kept", "list", "generator"])
+def test_every_row_counts(trainer, kind, size):
+    """28 rows: with a smaller last batch, without, and with nothing else."""
+    x, y = rows()
+    cut = [(x[i : i + size], y[i : i + size]) for i in range(0, 28, size)]
+    data = {
+        "arrays": lambda: tr.batches((x, y), size, shuffle=True),
+        "kept": lambda: tr.batches((x, y), size, drop_remainder=False),
+        "list": lambda: cut,
+        "generator": lambda: iter(cut),
+    }[kind]()
+    found = trainer.evaluate(data)
+    loss, aux = mlp_loss(mlp(), x, y)
+    assert_close(np.float32(found["loss"]), np.float32(loss))
+    assert_close(np.float32(found["mae"]), np.float32(aux["mae"]))
+    if kind != "arrays":  # which are shuffled
+        again = cut if kind == "generator" else data
+        assert_close(trainer.predict(again, lambda p, x, y: mlp_apply(p, x)), mlp_apply(mlp(), x))
+    assert not infeed_threads()
+
+
+def test_rows_that_are_dropped_on_purpose(trainer):
+    x, y = rows()
+    found = trainer.evaluate(tr.batches((x, y), 8, drop_remainder=True))
+    assert_close(np.float32(found["loss"]), np.float32(mlp_loss(mlp(), x[:24], y[:24])[0]))
+
+
+# -- how values become one ----------------------------------------------------------------------
+
+
+class Range:
+    """A metric: the span of all values."""
+
+    def init(self):
+        return (np.inf, -np.inf)
+
+    def update(self, state, value):
+        return (min(state[0], value.min()), max(state[1], value.max()))
+
+    def result(self, state):
+        return state[1] - state[0]
+
+
+def statistics(p, x, y):
+    positive = (y > 0).astype(jnp.int32)
+    return {
+        "mean": y.mean(),
+        "counts": jnp.stack([positive.sum(), (1 - positive).sum()]),
+        "columns": x.mean(axis=0),
+        "peak": y.max(),
+        "sum": y.sum(),
+    }
+
+
+def test_rules_of_combining(trainer):
+    x, y = rows()
+    data = tr.batches((x, y), 8)
+    found = trainer.evaluate(data, statistics, combine={"peak": "max", "sum": "sum"})
+    assert found["counts"].tolist() == [(y > 0).sum(), (y <= 0).sum()], "integers are summed"
+    assert_close(np.float32(found["columns"]), x.mean(axis=0))
+    assert_close(np.float32(found["mean"]), y.mean())
+    assert np.float32(found["peak"]) == y.max()
+    assert_close(np.float32(found["sum"]), y.sum())
+    assert isinstance(found["mean"], float)
+
+
+def test_metrics_and_functions_of_all_values(trainer):
+    x, y = rows()
+    data = tr.batches((x, y), 8)
+    only = lambda p, x, y: {"peak": y.max()}  # noqa: E731
+    peaks = [part.max() for part in np.split(y, [8, 16, 24])]
+    assert trainer.evaluate(data, only, combine=Range())["peak"] == max(peaks) - min(peaks)
+    found = trainer.evaluate(data, only, combine={"peak": np.median})
+    assert_close(np.float32(found["peak"]), np.float32(np.median(peaks)))
+    assert np.float32(trainer.evaluate(data, only, combine="last")["peak"]) == peaks[-1]
+
+
+def test_rules_that_are_none(trainer):
+    with pytest.raises(
+        OptionError, match=r"'mean', 'sum', 'max', 'min', 'last', an object with init"
+    ):
+        trainer.evaluate(ELEMENTS, combine="middle")
+    with pytest.raises(
+        OptionError, match="by the names of what the function returns: 'loss', 'mae'"
+    ):
+        trainer.evaluate(ELEMENTS, combine={"accuracy": "max"})
+    x, y = rows()
+    with pytest.raises(
+        ProgramError, match=r"'v' batch by batch.*\[8\], then \[4\] of a batch with 4"
+    ):
+        trainer.evaluate(tr.batches((x, y), 8), lambda p, x, y: {"v": y})
+
+
+# -- training and evaluating --------------------------------------------------------------------
+
+
+def dropped(params, x, y):
+    if tr.training():
+        x = jnp.where(jax.random.bernoulli(tr.key(), 0.5, x.shape), x, 0)
+    return ((mlp_apply(params, x) - y) ** 2).mean()
+
+
+def test_training_is_a_bool_of_the_step():
+    assert tr.training() is False
+    trainer = tr.Trainer(dropped, optax.sgd(0.0), mlp())
+    history = trainer.fit(ELEMENTS, epochs=1)
+    plain = [((mlp_apply(mlp(), x) - y) ** 2).mean() for x, y in ELEMENTS]
+    assert not np.allclose(history.loss, plain)
+    assert_close(np.float32(trainer.evaluate(ELEMENTS)["loss"]), np.float32(np.mean(plain)))
+    assert tr.training() is False
+
+
+def test_a_loss_that_draws_keys_is_told_of_once(caplog):
+    def noisy(params, x, y):
+        return dropped(params, x * jax.random.uniform(tr.key(), x.shape), y)
+
+    for loss, notes in ((dropped, 0), (noisy, 1)):
+        trainer = tr.Trainer(loss, optax.sgd(0.0), mlp())
+        trainer.evaluate(ELEMENTS)
+        trainer.evaluate(ELEMENTS)
+        found = [r for r in caplog.records if "draws random keys" in r.getMessage()]
+        assert len(found) == notes
+
+
+def test_an_eval_fn_is_used_instead_of_the_loss():
+    def eval_fn(params, x, y):
+        return {"worst": jnp.abs(mlp_apply(params, x) - y).max()}
+
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), eval_fn=eval_fn)
+    assert trainer.evaluate(ELEMENTS).keys() == {"worst"}
+    assert trainer.evaluate(ELEMENTS, mlp_loss).keys() == {"loss", "mae"}
+    history = trainer.fit(ELEMENTS, validation_data=ELEMENTS)
+    assert history["val_worst"] == trainer.evaluate(ELEMENTS)["worst"]
+    with pytest.raises(OptionError, match="eval_fn is a function of parameters and batch"):
+        tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), eval_fn=3)
 
 
 def test_sentences():
     trainer = tr.Trainer(mlp_loss, optax.sgd(0.1), mlp())
-    with pytest.raises(ProgramError, match=r"the function returned none. Received: .*\(4,\)"):
-        trainer.evaluate(ELEMENTS, lambda p, x, y: {"v": y})
     with pytest.raises(DataExhausted, match="at least one element"):
         trainer.evaluate([])
     with pytest.raises(ProgramError, match="does not fit"):

@@ -11,7 +11,7 @@ from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.records.sinks import Finished, Sink
 from tailrace.runs.writer import RunWriter
-from tailrace.training.executions import Results
+from tailrace.trainer.executions import Results
 
 
 class Journal:
@@ -59,6 +59,10 @@ class Journal:
                 results.first_step, results.steps, parts, results.scalars, results.weights
             )
             self.sink.execution(done)
+
+    def add_validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Take in what a validation after `step` steps found."""
+        self.history.add_validation(step, values)
 
     def one(self, results: Results) -> dict[str, Any]:
         """The values of one execution, one a step: means over microbatches and replicas."""

@@ -40,10 +40,10 @@ from tailrace.records.records import take_records
 from tailrace.taps.activation_listing import listing_activations
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import StopOnNonfinite, Tap, parse_taps
-from tailrace.training.checks import check_model, check_replica_state
-from tailrace.training.executions import Results, Ticket
-from tailrace.training.memory_plan import on_host, placement_of, plan_memory
-from tailrace.training.nonfinite_guard import diagnose, first_bad_step
+from tailrace.trainer.checks import check_model, check_replica_state
+from tailrace.trainer.executions import Results, Ticket
+from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
+from tailrace.trainer.nonfinite_guard import diagnose, first_bad_step
 
 
 class Engine:
