@@ -155,6 +155,16 @@ class Engine:
             structure, [leaves.get(number, value) for number, value in enumerate(now)]
         )
 
+    def own_of_replicas(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The shapes that leaves may have of which every replica has its own: one for all, or each."""
+        replicas = self.placement.replicas
+        paths = jax.tree_util.tree_flatten_with_path(self.form)[0]
+        return {
+            path_name(path): (form.shape, (replicas, *form.shape))
+            for (path, form), own in zip(paths, self._own_of_replicas(), strict=True)
+            if own and replicas > 1
+        }
+
     def read(self) -> tuple[Any, Any]:
         """Parameters and model state as a forward pass reads them: one for all replicas."""
         state = self._held()

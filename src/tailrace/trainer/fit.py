@@ -82,14 +82,15 @@ class Fit:
         if duration.steps is not None:
             if not progress.reached(duration):
                 self._steps(duration.steps, duration.steps)
-                self._end_epoch()
+                self._end_epoch()  # not counted: a longer fit would go on in the same reading
             return
         while not progress.reached(duration) and not self.stopping:
             if progress.epochs and progress.steps == progress.epoch_start:
                 self._restart(duration)
             self._epoch(steps_per_epoch)
-            if not self.stopping or progress.steps > progress.epoch_start:
+            if self.interrupts.asked is None and progress.steps > progress.epoch_start:
                 self._end_epoch()
+                progress.epochs, progress.epoch_start = progress.epochs + 1, progress.steps
 
     def _restart(self, duration: Duration) -> None:
         """Read the dataset from its start again."""
@@ -197,7 +198,7 @@ class Fit:
             self.saving.look(self.validation.latest)
 
     def _end_epoch(self) -> None:
-        """Validate, tell callbacks, and count the epoch, if it was not cut short by an interrupt."""
+        """Validate and tell callbacks, if it was not cut short by an interrupt."""
         if self.interrupts.asked is not None:
             return
         self.collect()
@@ -210,7 +211,6 @@ class Fit:
                 callback.on_epoch_end(self.trainer, progress.epoch, dict(logs))
             if self.saving is not None:
                 self.saving.look(logs)
-        progress.epochs, progress.epoch_start = progress.epochs + 1, progress.steps
 
     def _epoch_means(self) -> dict[str, float]:
         """Loss and metrics over the steps of the epoch under way."""

@@ -43,7 +43,7 @@ def import_orbax() -> Any:
             orbax = importlib.import_module(name)
         except ImportError:
             continue
-        for needed in ("save", "load", "pytree_metadata"):
+        for needed in ("save", "load", "metadata"):
             if not callable(getattr(orbax, needed, None)):
                 raise VersionError(
                     f"Tailrace does not know this version of Orbax: {name} has no {needed!r}. Use "
@@ -78,7 +78,7 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ..
     """What a checkpoint says of itself, and the forms of its arrays; no array is read."""
     orbax = import_orbax()
     with sentence(path, "cannot be read"), _quiet():
-        found = orbax.pytree_metadata(str(path))
+        found = orbax.metadata(str(path))
         said = found.custom_metadata
         stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
         version = said["format"]

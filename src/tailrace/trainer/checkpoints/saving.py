@@ -181,7 +181,7 @@ class Saving:
             # Some datasets have another order each time they are iterated: begin as often as before.
             for epoch in range(taken.progress.epochs if source.restartable else 0):
                 next(source.iterate(epoch), None)
-        fit.feed.restart(dataset, taken.progress.epoch)
+        fit.feed.start_epoch(dataset, taken.progress.epoch)
         fit.feed.set_state(taken.position)
         for callback, state in zip(fit.callbacks, taken.callbacks, strict=False):
             if state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
     now = named_leaves(engine.state)
     keys: Mapping[str, str] = note["keys"]
     found = {name.removeprefix(STATE): a for name, a in arrays.items() if name.startswith(STATE)}
-    check_forms(now, found, keys)
+    check_forms(now, found, keys, engine.own_of_replicas())
     leaves = [
         jax.random.wrap_key_data(jnp.asarray(found[name]), impl=keys[name])
         if name in keys
@@ -71,9 +71,16 @@ def trainer_note(engine: Engine, keys: Mapping[str, str], epochs: int) -> dict[s
 
 
 def check_forms(
-    now: Mapping[str, Any], found: Mapping[str, np.ndarray], keys: Mapping[str, str]
+    now: Mapping[str, Any],
+    found: Mapping[str, np.ndarray],
+    keys: Mapping[str, str],
+    own: Mapping[str, Sequence[tuple[int, ...]]],
 ) -> None:
-    """Each leaf of the trainer has one of its name, shape and dtype in the checkpoint."""
+    """Each leaf of the trainer has one of its name, shape and dtype in the checkpoint.
+
+    Leaves that every replica has its own of may have the replicas as dim 0: a trainer that has not run
+    yet has one value for all.
+    """
     wrong: list[str] = []
     for name, leaf in now.items():
         if name not in found:
@@ -84,7 +91,8 @@ def check_forms(
             form = jax.eval_shape(jax.random.key_data, leaf)
             same = form.shape == stored.shape
         else:
-            same = tuple(leaf.shape) == stored.shape and leaf.dtype == stored.dtype
+            shapes = own.get(name, (tuple(leaf.shape),))
+            same = stored.shape in shapes and leaf.dtype == stored.dtype
         if not same:
             wrong.append(f"{name}: {_form(leaf)} here, {_form(stored)} in the checkpoint")
     wrong += [f"{name}: missing here, {_form(found[name])}" for name in found if name not in now]
