@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.devices.devices import STAGE
-from tailrace.jaxprs.internals import value_of, variables
+from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.stretches import used_by
 from tailrace.jaxprs.walk import Position, elements_read
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.lowering.jobs import Job
@@ -104,7 +106,7 @@ class Ticking:
         a, device = self.assembly, self.assembly.device(job.who)
         jobs, who = self.jobs, job.who
         body = jobs.body
-        used = {v for i in job.equations for v in variables(body.eqns[i].invars)}
+        used = set(used_by(body.eqns[i] for i in job.equations))
         view = values.on(device)
 
         def run(carry: Any, m: Any, slot: Any) -> Any:
@@ -149,8 +151,8 @@ class Ticking:
     def _given(self, view: Values, used: set[Any]) -> dict[Any, Any]:
         """Values from before the loop that are used inside, by the variables of its body."""
         loop, body = self.assembly.inner, self.jobs.body
-        closed = loop.params["jaxpr"]
-        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        program = as_scan(loop).body
+        known = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
         for var, outside in zip(body.invars[: self.jobs.consts], loop.invars, strict=False):
             if var in used:
                 known[var] = view.fetch(outside)
@@ -163,7 +165,7 @@ class Ticking:
             return {}, {}
         body = jobs.body
         inputs = [jobs.carry_in[n] for n in jobs.loose]
-        used = {v for i in jobs.ahead for v in variables(body.eqns[i].invars)}
+        used = set(used_by(body.eqns[i] for i in jobs.ahead))
         given = self._given(values, used)
         chosen = jobs.from_ahead
         start = [values.fetch(self.assembly.inner.invars[jobs.consts + n]) for n in jobs.loose]
