@@ -263,6 +263,11 @@ def control(eqn: JaxprEqn) -> Control | None:
     return None if called is None else Call(eqn, Inner(*called))
 
 
+def programs_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """All programs inside an equation, those of opaque ones too; a position counts these."""
+    return [inner for _, _, inner, _ in internals.inner_jaxprs(eqn)]
+
+
 def as_scan(eqn: JaxprEqn) -> Scan:
     """An equation that is known to be a scan."""
     params = eqn.params

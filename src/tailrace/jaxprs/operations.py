@@ -26,7 +26,7 @@ _SAME_VALUE = frozenset(("copy", "copy_p", "convert_element_type", "reshape", "s
 
 
 def name_of(eqn: JaxprEqn) -> str:
-    """What messages call an operation."""
+    """The name that JAX has for an operation."""
     return eqn.primitive.name
 
 

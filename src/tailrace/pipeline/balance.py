@@ -15,7 +15,7 @@ import numpy as np
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams
-from tailrace.jaxprs.control import Cond, Scan, control
+from tailrace.jaxprs.control import Cond, Scan, control, programs_in
 from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes, variables
 from tailrace.jaxprs.marks import ProgramTrace, is_tracing, tracing
 from tailrace.jaxprs.operations import multiplications
@@ -202,10 +202,9 @@ def balance(
 
 def cost_of(eqn: JaxprEqn) -> float:
     """What one operation costs, forward and backward, in multiplications and additions."""
-    inner = internals.inner_jaxprs(eqn)
-    if inner:
+    if inside := programs_in(eqn):
         found = control(eqn)
-        sums = [sum(cost_of(e) for e in jaxpr.eqns) for _, _, jaxpr, _ in inner]
+        sums = [sum(cost_of(e) for e in jaxpr.eqns) for jaxpr in inside]
         passes = found.length if isinstance(found, Scan) else 1
         return passes * (max(sums) if isinstance(found, Cond) else sum(sums))
     if is_mark(eqn):

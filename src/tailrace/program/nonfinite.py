@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.jaxprs import convolutions, internals
-from tailrace.jaxprs.control import Call, Cond, Scan, While
+from tailrace.jaxprs.control import Call, Cond, Scan, While, programs_in
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.operations import is_select, name_of
 from tailrace.jaxprs.own_equations import ambient_in, is_dequeue, tag_in
@@ -102,7 +102,7 @@ class Finder(Visitor[Any, Frame]):
         """Look at what an operation made, and at values that have names."""
         tag = tag_in(eqn)
         looks = self.culprit is None and tag is None and ambient_in(eqn) is None
-        if looks and not internals.inner_jaxprs(eqn):
+        if looks and not programs_in(eqn):
             self._inspect(eqn, inputs, outputs, around)
         if tag is not None and tag.role == "value":
             values = _floats(outputs[0])

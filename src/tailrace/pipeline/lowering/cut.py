@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.errors import PipelineError
-from tailrace.jaxprs import internals, stretches
-from tailrace.jaxprs.control import jit_of
+from tailrace.jaxprs import stretches
+from tailrace.jaxprs.control import jit_of, programs_in
 from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, variables
 from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.own_equations import ambient_in, has_role, is_mark, tag_in
@@ -173,7 +173,7 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _holds_boundary(eqn: JaxprEqn) -> bool:
     return any(
         _is_boundary(inner_eqn) or _holds_boundary(inner_eqn)
-        for _, _, inner, _ in internals.inner_jaxprs(eqn)
+        for inner in programs_in(eqn)
         for inner_eqn in inner.eqns
     )
 

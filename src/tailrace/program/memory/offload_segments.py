@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tailrace.jaxprs import internals
-from tailrace.jaxprs.control import scan_of
+from tailrace.jaxprs.control import programs_in, scan_of
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, nbytes, variables
 from tailrace.jaxprs.stretches import (
     Stretch,
@@ -104,7 +103,5 @@ def _weight(eqn: JaxprEqn) -> int:
     """The bytes that an equation makes, those inside it included."""
     scan = scan_of(eqn)
     times = 1 if scan is None else scan.length
-    inside = sum(
-        times * sum(map(_weight, inner.eqns)) for _, _, inner, _ in internals.inner_jaxprs(eqn)
-    )
+    inside = sum(times * sum(map(_weight, inner.eqns)) for inner in programs_in(eqn))
     return inside + sum(nbytes(var.aval) for var in eqn.outvars)

@@ -18,6 +18,7 @@ from tailrace.compat.ipu.errors import IPUTypeError
 from tailrace.compat.ipu.graph.state import inside, is_variable, value_of
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
+from tailrace.jaxprs.control import programs_in
 from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Primitive, Var, variables
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.jaxprs.operations import name_of
@@ -155,7 +156,7 @@ def _answer(before: list[JaxprEqn], question: JaxprEqn, known: dict[Any, Any]) -
 
 def _refuse_hidden(eqn: JaxprEqn) -> None:
     """Refuse a question inside of an equation, from where the way to the loss cannot be seen."""
-    for _, _, inner, _ in internals.inner_jaxprs(eqn):
+    for inner in programs_in(eqn):
         for each in inner.eqns:
             if is_made_by(each, _gradients_p):
                 raise ProgramError(
