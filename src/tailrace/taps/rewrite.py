@@ -15,7 +15,8 @@ Programs inside equations that need none of this are emitted whole, untouched.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax import lax
 
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
-from tailrace.jaxprs.control import Call, Cond, Scan, While
+from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.marks import FORWARD, Tag
 from tailrace.jaxprs.operations import name_of
@@ -33,13 +34,21 @@ from tailrace.jaxprs.own_equations import (
     Ambient,
     ambient_in,
     gathered_in,
+    is_dequeue,
     queue_in,
     reduction_in,
     tag_in,
 )
 from tailrace.jaxprs.visitor import Visitor
-from tailrace.jaxprs.walk import Position, by_surrounding, concerns_us, elements_read, loop_tag
-from tailrace.taps.counted_loop import zeros
+from tailrace.jaxprs.walk import (
+    Position,
+    by_surrounding,
+    concerns_us,
+    elements_read,
+    loop_tag,
+    walk,
+)
+from tailrace.taps.counted_loop import traced_once, zeros
 from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
 from tailrace.taps.loop_passes import Passes, both, collected, guarded
 from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
@@ -104,6 +113,8 @@ class Rewriter(Visitor[Any, Frame]):
         replica_axis: the mesh axis of the replicas, None where there is one replica.
         replicas: how many there are.
         period: the outermost loop observes periodic values in every `period`-th pass only.
+        sketch: only what leaves is of interest, and of that the shape: calls from which nothing leaves
+            are not followed, and their results are zeros.
     """
 
     wanted: dict[Position, list[Wanted]] = dataclasses.field(default_factory=dict)
@@ -111,10 +122,15 @@ class Rewriter(Visitor[Any, Frame]):
     replica_axis: str | None = None
     replicas: int = 1
     period: int = 1
+    sketch: bool = False
 
     def __post_init__(self) -> None:
         self._inside = by_surrounding(self.wanted)
         self._resolver = Resolver(self.on_mark, self.replica_axis)
+
+    def sketched(self) -> Rewriter:
+        """The same, to be run for the shapes of what leaves."""
+        return dataclasses.replace(self, sketch=True)
 
     # -- one equation ---------------------------------------------------------------------------
 
@@ -158,6 +174,8 @@ class Rewriter(Visitor[Any, Frame]):
 
     def call(self, call: Call, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """`jit`, `remat`, custom derivatives: after differentiation they are their contents."""
+        if self.sketch and not self._sends(call, here):
+            return [_blank(var.aval) for var in call.eqn.outvars]
         replaying = around.replaying
         if call.is_replay:
             around.replaying = True
@@ -167,6 +185,14 @@ class Rewriter(Visitor[Any, Frame]):
         outputs = self.run_inner(call.program, inputs, around, here)
         around.replaying = replaying
         return outputs
+
+    def _sends(self, call: Call, here: Position) -> bool:
+        """Whether something leaves from inside a call, or enters there."""
+        inside = (place.equation for place in walk(call.program.jaxpr.eqns))
+        return here in self._inside or any(
+            is_dequeue(eqn) or ((tag := tag_in(eqn)) is not None and tag.role != "value")
+            for eqn in inside
+        )
 
     def scan(self, scan: Scan, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """A loop, with what leaves it stacked; the outermost also observes, guards and counts."""
@@ -259,7 +285,8 @@ class Rewriter(Visitor[Any, Frame]):
                 for key, old in kept.items()
             )
 
-        shapes = jax.eval_shape(lambda carry: one_pass(jnp.int32(0), carry)[1], list(init))
+        # Traced once: to be traced for its shapes first, loops inside loops would double every time.
+        once_traced, (_, shapes) = traced_once(one_pass, jnp.int32(0), init)
         kept = Emissions(
             (key, jax.tree.map(lambda s, k=key: zeros(s, () if once(k) else (maximum,)), shape))
             for key, shape in shapes.items()
@@ -270,7 +297,7 @@ class Rewriter(Visitor[Any, Frame]):
 
         def advance(state: Any) -> Any:
             passes, carry, kept = state
-            carry, emitted = one_pass(passes, carry)
+            carry, emitted = once_traced(passes, carry)
             return passes + 1, carry, keep(passes, kept, emitted)
 
         passes, carry, kept = lax.while_loop(go_on, advance, (jnp.int32(0), list(init), kept))
@@ -289,9 +316,9 @@ class Rewriter(Visitor[Any, Frame]):
         """A choice; what leaves its branches is flagged."""
         frame, (index, operands) = around, cond.split(inputs)
 
-        def run_branch(number: int, operands: Sequence[Any]) -> Any:
+        def run_branch(branch: Inner, operands: list[Any]) -> Any:
             inside = frame.inner()
-            outputs = self.run_inner(cond.branches[number], list(operands), inside, here)
+            outputs = self.run_inner(branch, operands, inside, here)
             condense(inside)
             return outputs, Emissions(
                 (key, Emission(e.value, jnp.array(True) if e.valid is None else e.valid))
@@ -299,23 +326,33 @@ class Rewriter(Visitor[Any, Frame]):
             )
 
         shapes: Emissions[Hashable, Any] = Emissions()
-        for number in range(len(cond.branches)):
-            shapes.update(jax.eval_shape(lambda ops, n=number: run_branch(n, ops)[1], operands))
+        branches = []
+        for branch in cond.branches:
+            run, (_, emitted) = traced_once(functools.partial(run_branch, branch), operands)
+            shapes.update(emitted)
+            branches.append(run)
 
-        def complete(number: int) -> Callable[..., Any]:
-            def branch(*operands: Any) -> Any:
-                outputs, emitted = run_branch(number, operands)
-                return outputs, Emissions(
-                    (key, emitted[key] if key in emitted else jax.tree.map(zeros, shape))
-                    for key, shape in shapes.items()
-                )
+        def complete(run: Callable[..., Any], operands: Any) -> Any:
+            outputs, emitted = run(operands)
+            return outputs, Emissions(
+                (key, emitted[key] if key in emitted else jax.tree.map(zeros, shape))
+                for key, shape in shapes.items()
+            )
 
-            return branch
-
-        branches = [complete(number) for number in range(len(cond.branches))]
-        outputs, emitted = lax.switch(index, branches, *operands)
+        complete_ones = [functools.partial(complete, run) for run in branches]
+        outputs, emitted = lax.switch(index, complete_ones, operands)
         frame.emitted.update(emitted)
         return list(outputs)
+
+
+def _blank(aval: Any) -> Any:
+    """Zeros of a form, which may be that of a random key."""
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(aval.shape, aval.dtype)
+    return jax.random.wrap_key_data(
+        jnp.zeros(jax.eval_shape(jax.random.key_data, aval).shape, jnp.uint32),
+        impl=internals.key_generator(aval.dtype),
+    )
 
 
 def _number(ambient: Ambient, frame: Frame) -> Any:

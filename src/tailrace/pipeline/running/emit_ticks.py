@@ -69,9 +69,10 @@ class Ticking:
         bodies = {}
         emitted: Emissions = Emissions()
         for job in active:
-            bodies[job.who] = body = self._body(job, values, elements, ahead)
+            bodies[job.who] = self._body(job, values, elements, ahead, self.rewriter)
+            sketch = self._body(job, values, elements, ahead, self.rewriter.sketched())
             number = jnp.int32(0)
-            shapes = self.emitting.room(body, (carry, number, number), a.device(job.who))
+            shapes = self.emitting.room(sketch, (carry, number, number), a.device(job.who))
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
 
         def tick(state: Any, row: Any) -> Any:
@@ -101,8 +102,16 @@ class Ticking:
         frame.emitted.update(emitted)
         return carry["carried"], loose
 
-    def _body(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
+    def _body(
+        self,
+        job: Job,
+        values: Values,
+        elements: Any,
+        ahead: dict[Any, Any],
+        effective: Rewriter,
+    ) -> Any:
         """What a job does with the buffers, for a microbatch and a slot of the stash."""
+        silent = self.silent.sketched() if effective.sketch else self.silent
         a, device = self.assembly, self.assembly.device(job.who)
         jobs, who = self.jobs, job.who
         body = jobs.body
@@ -130,7 +139,7 @@ class Ticking:
                 eqn = body.eqns[index]
                 if all(var in known for var in eqn.outvars) and eqn.outvars:
                     continue  # it was run ahead
-                rewriter = self.silent if index in job.copies else self.rewriter
+                rewriter = silent if index in job.copies else effective
                 rewriter.run_equations([eqn], known, frame, self.position, index)
             condense(frame)
             for number in job.carries:
