@@ -34,7 +34,6 @@ from tailrace.jaxprs.own_equations import (
     Ambient,
     ambient_in,
     gathered_in,
-    is_dequeue,
     queue_in,
     reduction_in,
     tag_in,
@@ -113,8 +112,6 @@ class Rewriter(Visitor[Any, Frame]):
         replica_axis: the mesh axis of the replicas, None where there is one replica.
         replicas: how many there are.
         period: the outermost loop observes periodic values in every `period`-th pass only.
-        sketch: only what leaves is of interest, and of that the shape: calls from which nothing leaves
-            are not followed, and their results are zeros.
     """
 
     wanted: dict[Position, list[Wanted]] = dataclasses.field(default_factory=dict)
@@ -122,15 +119,21 @@ class Rewriter(Visitor[Any, Frame]):
     replica_axis: str | None = None
     replicas: int = 1
     period: int = 1
-    sketch: bool = False
 
     def __post_init__(self) -> None:
         self._inside = by_surrounding(self.wanted)
         self._resolver = Resolver(self.on_mark, self.replica_axis)
 
-    def sketched(self) -> Rewriter:
-        """The same, to be run for the shapes of what leaves."""
-        return dataclasses.replace(self, sketch=True)
+    def sends(self, eqn: JaxprEqn, here: Position) -> bool:
+        """Whether something leaves from an equation or from inside it, as far as can be told."""
+        return (
+            here in self.wanted
+            or here in self._inside
+            or any(
+                (tag := tag_in(place.equation)) is not None and tag.role not in ("value", "loop")
+                for place in walk([eqn])
+            )
+        )
 
     # -- one equation ---------------------------------------------------------------------------
 
@@ -174,8 +177,6 @@ class Rewriter(Visitor[Any, Frame]):
 
     def call(self, call: Call, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """`jit`, `remat`, custom derivatives: after differentiation they are their contents."""
-        if self.sketch and not self._sends(call, here):
-            return [_blank(var.aval) for var in call.eqn.outvars]
         replaying = around.replaying
         if call.is_replay:
             around.replaying = True
@@ -185,14 +186,6 @@ class Rewriter(Visitor[Any, Frame]):
         outputs = self.run_inner(call.program, inputs, around, here)
         around.replaying = replaying
         return outputs
-
-    def _sends(self, call: Call, here: Position) -> bool:
-        """Whether something leaves from inside a call, or enters there."""
-        inside = (place.equation for place in walk(call.program.jaxpr.eqns))
-        return here in self._inside or any(
-            is_dequeue(eqn) or ((tag := tag_in(eqn)) is not None and tag.role != "value")
-            for eqn in inside
-        )
 
     def scan(self, scan: Scan, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """A loop, with what leaves it stacked; the outermost also observes, guards and counts."""
@@ -343,16 +336,6 @@ class Rewriter(Visitor[Any, Frame]):
         outputs, emitted = lax.switch(index, complete_ones, operands)
         frame.emitted.update(emitted)
         return list(outputs)
-
-
-def _blank(aval: Any) -> Any:
-    """Zeros of a form, which may be that of a random key."""
-    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jnp.zeros(aval.shape, aval.dtype)
-    return jax.random.wrap_key_data(
-        jnp.zeros(jax.eval_shape(jax.random.key_data, aval).shape, jnp.uint32),
-        impl=internals.key_generator(aval.dtype),
-    )
 
 
 def _number(ambient: Ambient, frame: Frame) -> Any:

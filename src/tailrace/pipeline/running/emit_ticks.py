@@ -15,6 +15,7 @@ from jax import lax
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.own_equations import has_role
 from tailrace.jaxprs.stretches import used_by
 from tailrace.jaxprs.walk import Position, elements_read
 from tailrace.pipeline.lowering.device_layout import Assembly
@@ -69,10 +70,9 @@ class Ticking:
         bodies = {}
         emitted: Emissions = Emissions()
         for job in active:
-            bodies[job.who] = self._body(job, values, elements, ahead, self.rewriter)
-            sketch = self._body(job, values, elements, ahead, self.rewriter.sketched())
-            number = jnp.int32(0)
-            shapes = self.emitting.room(sketch, (carry, number, number), a.device(job.who))
+            bodies[job.who] = self._body(job, values, elements, ahead)
+            sketch, forms = self._sketch(job, values, elements, ahead)
+            shapes = self.emitting.room(sketch, (forms,), a.device(job.who))
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
 
         def tick(state: Any, row: Any) -> Any:
@@ -102,16 +102,42 @@ class Ticking:
         frame.emitted.update(emitted)
         return carry["carried"], loose
 
-    def _body(
-        self,
-        job: Job,
-        values: Values,
-        elements: Any,
-        ahead: dict[Any, Any],
-        effective: Rewriter,
-    ) -> Any:
+    def _sketch(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
+        """What a job sends out, for its shapes alone: a function of operands, and their forms.
+
+        Only equations from which something leaves are run, and the loop's counter. The forms of all
+        operands are known, so nothing else is traced, neither forwards nor backwards.
+        """
+        body, view = self.jobs.body, values.on(self.assembly.device(job.who))
+        used = used_by(body.eqns[i] for i in job.equations)
+        done = {var for var in ahead if var in used}
+        chosen = [
+            (i, eqn)
+            for i, eqn in ((i, body.eqns[i]) for i in job.equations)
+            if has_role(eqn, "loop")
+            or (
+                i not in job.copies
+                and not (eqn.outvars and done.issuperset(eqn.outvars))
+                and self.rewriter.sends(eqn, (*self.position, i))
+            )
+        ]
+        wanted = list(used_by(eqn for _, eqn in chosen))
+        carried = [self.jobs.carry_in[number] for number in job.carries]
+        received = [var for each in job.receives.values() for var in each]
+        stored = {*job.takes, *carried, *received, *done}
+
+        def run(given: Any) -> Any:
+            frame = view.frame.inner(_blocks(elements, jnp.int32(0)))
+            for index, eqn in chosen:
+                known = dict(zip(wanted, given, strict=True))
+                self.rewriter.run_equations([eqn], known, frame, self.position, index)
+            condense(frame)
+            return frame.emitted
+
+        return lambda given: (run(given),), [_form(var, var in stored) for var in wanted]
+
+    def _body(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
         """What a job does with the buffers, for a microbatch and a slot of the stash."""
-        silent = self.silent.sketched() if effective.sketch else self.silent
         a, device = self.assembly, self.assembly.device(job.who)
         jobs, who = self.jobs, job.who
         body = jobs.body
@@ -139,7 +165,7 @@ class Ticking:
                 eqn = body.eqns[index]
                 if all(var in known for var in eqn.outvars) and eqn.outvars:
                     continue  # it was run ahead
-                rewriter = silent if index in job.copies else effective
+                rewriter = self.silent if index in job.copies else self.rewriter
                 rewriter.run_equations([eqn], known, frame, self.position, index)
             condense(frame)
             for number in job.carries:
@@ -197,6 +223,13 @@ def _blocks(elements: Any, m: Any) -> dict[Any, Block]:
         queue: Block(tuple(lax.dynamic_slice_in_dim(leaf, m, 1) for leaf in leaves))
         for queue, leaves in elements.items()
     }
+
+
+def _form(var: Any, stored: bool) -> jax.ShapeDtypeStruct:
+    """The form of a value; what was in a buffer has a type of its own, no weak one."""
+    aval = var.aval
+    weak = not stored and getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def _is_collected(key: Any) -> bool:
