@@ -11,8 +11,9 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close
 from tailrace.jaxprs import internals
+from tailrace.jaxprs.stretches import opened
 from tailrace.program.memory import activation_offload, host_memory, optimizer_state
-from tailrace.program.memory.offload_segments import opened, segments
+from tailrace.program.memory.offload_segments import segments
 
 WIDTH, LAYERS = 8, 9
 

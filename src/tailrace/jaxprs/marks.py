@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, ad
+from tailrace.jaxprs.internals import ad
 
 FORWARD, TANGENT, COTANGENT = "forward", "tangent", "cotangent"
 
@@ -151,11 +151,6 @@ def dequeue(counter: Any, queue: Any, spec: Any) -> Any:
     current_trace("tr.repeat").feeds.append(queue)
     # The counter makes the equation vary with the loop: differentiation would move it out otherwise.
     return jax.tree.unflatten(structure, dequeue_p.bind(counter, queue=Weakly(queue), avals=avals))
-
-
-def queue_of(dequeue: JaxprEqn) -> Any:
-    """The infeed that a dequeue reads."""
-    return dequeue.params["queue"].queue
 
 
 # -- numbers that the running program supplies --------------------------------------------------
