@@ -72,8 +72,10 @@ class OptionError(TailraceError, ValueError):
     """An option has a value that it may not have."""
 
 
-class SelectionError(TailraceError, LookupError):
-    """A selection matches no tensor; the text lists the nearest names."""
+class SelectionError(TailraceError, KeyError):
+    """A selection matches no tensor, or no metric has a name; the text lists the nearest names."""
+
+    __str__ = Exception.__str__  # a KeyError would show the sentence in quotes
 
 
 class PlanError(TailraceError, ValueError):

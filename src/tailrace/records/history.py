@@ -7,7 +7,33 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.errors import SelectionError
 from tailrace.messages import shown
+
+
+class Column:
+    """Values that are appended execution by execution, in memory of their own and no more than that.
+
+    What an execution hands over is a part of a larger buffer, taps included, which would be kept
+    alive with it: so values are copied, and many short pieces joined.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[np.ndarray] = []
+
+    def append(self, values: np.ndarray) -> None:
+        """Copy values behind the others."""
+        self._pieces.append(np.array(values))
+        # The pieces that are joined double in size: each value is copied a few times in all.
+        while len(self._pieces) > 1 and len(self._pieces[-2]) <= len(self._pieces[-1]):
+            last = self._pieces.pop()
+            self._pieces[-1] = np.concatenate([self._pieces[-1], last])
+
+    def values(self) -> np.ndarray:
+        """All of them, as one array."""
+        if len(self._pieces) > 1:
+            self._pieces[:] = [np.concatenate(self._pieces)]
+        return self._pieces[0]
 
 
 class History:
@@ -24,36 +50,47 @@ class History:
 
     def __init__(self, first_step: int = 0, microbatches: int = 1, replicas: int = 1) -> None:
         self.first_step, self.microbatches, self.replicas = first_step, microbatches, replicas
-        self._parts: dict[str, list[np.ndarray]] = {}
-        self._weights: list[np.ndarray] = []
+        self._columns: dict[str, Column] = {}
+        self._weights: Column | None = None
+        self._steps: np.ndarray | None = None
 
-    def add(self, values: dict[str, np.ndarray], weights: np.ndarray | None = None) -> None:
-        """Append the values of one execution, each [steps, microbatches, replicas]."""
+    def add(
+        self,
+        values: dict[str, np.ndarray],
+        weights: np.ndarray | None = None,
+        steps: np.ndarray | None = None,
+    ) -> None:
+        """Append the values of one execution, each [steps, microbatches, replicas].
+
+        Args:
+            values: by name.
+            weights: what a mean weighs them with.
+            steps: the numbers of the steps, where they do not simply follow one another.
+        """
         for name, value in values.items():
-            self._parts.setdefault(name, []).append(value)
+            self._columns.setdefault(name, Column()).append(value)
         if weights is not None:
+            self._weights = self._weights or Column()
             self._weights.append(weights)
+        self._steps = steps if steps is not None else self._steps
 
     def each(self, name: str) -> np.ndarray:
         """The values of every microbatch and replica: [steps, microbatches, replicas]."""
-        if name not in self._parts:
+        if name not in self._columns:
             if name == "loss":
                 return np.zeros((0, self.microbatches, self.replicas), np.float32)
-            raise KeyError(f"No metric is called {name!r}. There are: {', '.join(self.names)}.")
-        parts = self._parts[name]
-        if len(parts) > 1:
-            parts[:] = [np.concatenate(parts)]
-        return parts[0]
+            raise SelectionError(
+                f"No metric is called {name!r}. There are: {', '.join(map(shown, self.names))}."
+            )
+        return self._columns[name].values()
 
     def __getitem__(self, name: str) -> np.ndarray:
         values = self.each(name)
         if values.shape[1:] == (1, 1):
             return values[:, 0, 0]
         wide = values.astype(np.float64)
-        if self._weights:
-            if len(self._weights) > 1:
-                self._weights[:] = [np.concatenate(self._weights)]
-            weights = self._weights[0]
+        if self._weights is not None:
+            weights = self._weights.values()
             mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
         else:
             mean = wide.mean(axis=(1, 2))
@@ -67,22 +104,24 @@ class History:
     @property
     def names(self) -> list[str]:
         """What was recorded."""
-        return list(self._parts)
+        return list(self._columns)
 
     @property
     def steps(self) -> np.ndarray:
         """The number of each step."""
+        if self._steps is not None:
+            return self._steps
         return np.arange(self.first_step, self.first_step + len(self))
 
     def last(self) -> dict[str, float]:
         """The values of the last step."""
-        return {name: float(self[name][-1]) for name in self._parts} if len(self) else {}
+        return {name: float(self[name][-1]) for name in self._columns} if len(self) else {}
 
     def __len__(self) -> int:
         return len(self.each("loss"))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._columns)
 
     def __repr__(self) -> str:
         last = ", ".join(f"{shown(name)}={value:.4g}" for name, value in self.last().items())
@@ -96,7 +135,7 @@ class History:
         rows = "".join(
             f"<tr><td>{html.escape(shown(name))}</td><td>{values[0]:.5g}</td>"
             f"<td>{values[-1]:.5g}</td><td>{small_curve(values)}</td></tr>"
-            for name, values in ((name, self[name]) for name in self._parts if len(self))
+            for name, values in ((name, self[name]) for name in self._columns if len(self))
         )
         head = "<tr><th></th><th>first step</th><th>last step</th><th></th></tr>"
         return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"
