@@ -23,8 +23,8 @@ LIMIT = "TAILRACE_READ_LIMIT"
 DEFAULT_LIMIT = 4 << 30
 """Bytes that one array of a file may take in memory, unless the limit is raised."""
 
-DESCRIPTION_SHARE = 64
-"""A description (JSON) may be this many times smaller: it takes more memory than it has bytes."""
+_DESCRIPTION_SHARE, _DESCRIPTION_LEAST = 64, 1 << 20
+"""A description (JSON) takes many times more memory than it has bytes; a short one is always read."""
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -51,12 +51,15 @@ def read_limit(given: Any = None) -> int:
     )
 
 
-def too_large(what: str, size: int, limit: int, error: type[TailraceError]) -> TailraceError:
-    """What to say of a size beyond the limit."""
+def too_large(
+    what: str, size: int, limit: int, error: type[TailraceError], share: int = 1
+) -> TailraceError:
+    """What to say of a size beyond the limit, of which `limit` is the given share."""
+    enough = _round(size * share)
     return error(
         f"{what} takes {size:,} bytes, and at most {limit:,} are read from a file unless you ask for "
-        f"more. If you trust its source, raise the limit: set {LIMIT}={_round(size)}, or pass "
-        f"limit='{_round(size)}' where the call has it."
+        f"more. If you trust its source, raise the limit: set {LIMIT}={enough}, or pass "
+        f"limit='{enough}' where the call has it."
     )
 
 
@@ -89,21 +92,32 @@ def open_regular(path: Path | str, error: type[TailraceError]) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def read_bytes(path: Path | str, most: int, error: type[TailraceError]) -> bytes:
-    """The content of a regular file of at most so many bytes.
+def read_bytes(
+    path: Path | str,
+    error: type[TailraceError],
+    limit: int | None = None,
+    *,
+    description: bool = False,
+) -> bytes:
+    """The content of a regular file within the limit.
 
     Args:
         path: the file.
-        most: how many bytes it may have.
         error: what a pipe, a device or too large a file is refused with.
+        limit: in bytes; None: as `read_limit` says.
+        description: whether it is JSON, of which less is read.
 
     Raises:
         OSError: as `open` does.
     """
+    most, share = read_limit() if limit is None else limit, 1
+    if description:
+        share = _DESCRIPTION_SHARE
+        most = max(_DESCRIPTION_LEAST, most // share)
     with open_regular(path, error) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise too_large(f"The file '{shown(str(path))}'", size, most, error)
+            raise too_large(f"The file '{shown(str(path))}'", size, most, error, share)
         return file.read(size)  # one that grows meanwhile is read as far as it was
 
 
@@ -132,5 +146,4 @@ def read_json(path: Path | str, error: type[TailraceError], limit: int | None = 
         OSError: as `open` does.
         ValueError: it is no JSON.
     """
-    most = max(1, (read_limit() if limit is None else limit) // DESCRIPTION_SHARE)
-    return parse_json(read_bytes(path, most, error))
+    return parse_json(read_bytes(path, error, limit, description=True))

@@ -78,8 +78,8 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
         packages = packages if isinstance(packages, dict) else {}
         by = shown(str(packages.get("tailrace", "a newer version")))[:50]
         raise RunError(
-            f"'{where}' has format {shown(str(version))[:50]} (written by tailrace {by}), and this version, "
-            f"{__version__}, reads formats up to {FORMAT}. Update tailrace."
+            f"'{where}' has format {shown(str(version))[:50]} (written by tailrace {by}), and this "
+            f"version, {__version__}, reads formats up to {FORMAT}. Update tailrace."
         )
     return info
 

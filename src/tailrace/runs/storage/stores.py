@@ -9,7 +9,7 @@ from typing import Any
 from zarr.abc.store import Store
 from zarr.buffer import default_buffer_prototype
 
-from tailrace.data.untrusted import DESCRIPTION_SHARE, read_bytes, read_limit
+from tailrace.data.untrusted import read_bytes, read_limit
 from tailrace.errors import RunError
 from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.held import HeldDirectory
@@ -40,9 +40,9 @@ class RunStore(Store):
         """A file as a whole; None if there is none."""
         if byte_range is not None:
             raise NotImplementedError("Files are read whole: the arrays of a run have no shards.")
-        share = DESCRIPTION_SHARE if key.endswith(".json") else 1
+        is_description = key.endswith(".json")
         try:
-            found = read_bytes(self.root / key, max(1, self.limit // share), RunError)
+            found = read_bytes(self.root / key, RunError, self.limit, description=is_description)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
         return (prototype or default_buffer_prototype()).buffer.from_bytes(found)
