@@ -25,7 +25,7 @@ from tailrace.errors import OptionError, RunError, TailraceError
 from tailrace.messages import logger
 from tailrace.records.records import Source
 from tailrace.records.sinks import Finished
-from tailrace.runs.info import RUN_FILE, write_info
+from tailrace.runs.info import RUN_FILE, read_info, write_info
 from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
@@ -151,6 +151,8 @@ class RunWriter:
                 if self._root is None:
                     self._refuse_what_is_there()
                     self._create(info)
+                else:
+                    self._check_same_run()
             except BaseException:
                 self._let_go()
                 raise
@@ -158,6 +160,12 @@ class RunWriter:
         self._starts = {key: table.columns.committed for key, table in self._tables.items()}
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
+
+    def _check_same_run(self) -> None:
+        """Between fits the directory is not held, and another one may be called like it."""
+        there = (self.directory / RUN_FILE).exists() and read_info(self.directory).get("run")
+        if there != self._identity:
+            raise self._place.not_the_same("was replaced by another one")
 
     def _create(self, info: Mapping[str, Any]) -> None:
         from tailrace.runs.storage.stores import BufferedStore

@@ -57,8 +57,11 @@ class HeldDirectory:
             now = None
         if now is not None and _identity(now) == self._identity:
             return
-        what = "was removed" if now is None else "was replaced by another one"
-        raise RunError(
+        raise self.not_the_same("was removed" if now is None else "was replaced by another one")
+
+    def not_the_same(self, what: str) -> RunError:
+        """What to say of a directory that is no longer the one that was held."""
+        return RunError(
             f"The run directory {str(self.path)!r} {what} while its run was written: nothing more is "
             f"written. Leave it in place until the training has ended; for another run, make a new "
             f"Trainer with another run_dir."
