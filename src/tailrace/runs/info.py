@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace._version import __version__
-from tailrace.data.untrusted import read_json
+from tailrace.data.files import read_json
 from tailrace.errors import RunError
 from tailrace.messages import shown
 from tailrace.runs.storage.durable import put_files

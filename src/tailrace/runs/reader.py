@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tailrace.data.untrusted import read_limit
+from tailrace.data.files import read_limit
 from tailrace.errors import OptionError, RunError
 from tailrace.messages import shown
 from tailrace.records.history import History

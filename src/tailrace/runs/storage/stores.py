@@ -9,7 +9,7 @@ from typing import Any
 from zarr.abc.store import Store
 from zarr.buffer import default_buffer_prototype
 
-from tailrace.data.untrusted import read_bytes, read_limit
+from tailrace.data.files import read_bytes, read_limit
 from tailrace.errors import RunError
 from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.held import HeldDirectory

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.untrusted import read_head, too_large
+from tailrace.data.files import read_head, too_large
 from tailrace.errors import RunError, TailraceError
 from tailrace.messages import shown
 from tailrace.records.records import Record, Source

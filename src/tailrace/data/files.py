@@ -1,4 +1,4 @@
-"""Files from elsewhere: what they are and how large is checked before anything is read.
+"""Files from elsewhere, read with care; and files that appear whole or not at all.
 
 A file may be a pipe that never says anything, a device that never ends, or a few bytes that claim to be
 terabytes. So only regular files are opened, and a size is compared with the limit before memory is
@@ -7,10 +7,12 @@ taken. The limit is for people: it can be raised.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -147,3 +149,26 @@ def read_json(path: Path | str, error: type[TailraceError], limit: int | None = 
         ValueError: it is no JSON.
     """
     return parse_json(read_bytes(path, error, limit, description=True))
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes its name when the context ends without an error.
+
+    Until then it is beside it under another name. A link of that name is not followed.
+    """
+    part = path.with_name(f"{path.name}.part")
+    with contextlib.suppress(FileNotFoundError):
+        part.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    handle = os.open(part, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(handle)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
