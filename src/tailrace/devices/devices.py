@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Any
 
@@ -174,7 +175,10 @@ def resolve_replicas(replicas: int | None, per_copy: int = 1) -> int:
 
 
 def _is_count(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool) and value.__index__() >= 1
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 1
+    except TypeError:
+        return False
 
 
 def _ask_for_cpu_devices(devices: int | None) -> bool:

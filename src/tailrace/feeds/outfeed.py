@@ -43,7 +43,7 @@ class OutfeedQueue:
 
     def __init__(self, mode: OutfeedMode | str = OutfeedMode.ALL, live: bool = False) -> None:
         try:
-            self.mode = OutfeedMode(mode)
+            self.mode = OutfeedMode(mode if isinstance(mode, str) else "")
         except ValueError:
             raise OptionError(
                 f"The mode of an outfeed is 'all' or 'last'. Received: mode={mode!r}."

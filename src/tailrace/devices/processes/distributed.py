@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from tailrace.data.adapters import as_dataset
+from tailrace.data.counts import check_number
 from tailrace.data.dataset import Dataset
 from tailrace.devices.processes.rollcall import call_roll
 from tailrace.errors import DeviceError, DistributedError
@@ -91,7 +92,8 @@ def initialize(
             f"num_processes={num_processes!r}, process_id={process_id!r}. Give all three, or none "
             f"under tailrace launch, Slurm, Kubernetes or Open MPI."
         )
-    _timeout_s = timeout_s
+    _timeout_s = check_number("timeout_s", timeout_s, positive=True, error=DistributedError)
+    check_number("heartbeat_s", heartbeat_s, at_least=1, error=DistributedError)
     _check(coordinator_address, num_processes, process_id)
     if num_processes == 1:
         return 1
@@ -177,6 +179,10 @@ def share(dataset: Any, replicas: int) -> Any:
     [1, 2, 3, 4]
     """
     count = jax.process_count()
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise DistributedError(
+            f"replicas counts the replicas over all processes. Received: replicas={replicas!r}."
+        )
     if count == 1:
         return dataset
     if replicas % count:
@@ -298,13 +304,14 @@ def _in_a_cluster() -> bool:
 def _check(address: str | None, count: int | None, number: int | None) -> None:
     if count is None or number is None:
         return
-    if count < 1 or not 0 <= number < count:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (count, number))
+    if not whole or count < 1 or not 0 <= number < count:
         raise DistributedError(
-            f"Processes are numbered from 0 to num_processes - 1. Received: process_id={number}, "
-            f"num_processes={count}."
+            f"Processes are numbered from 0 to num_processes - 1. Received: process_id={number!r}, "
+            f"num_processes={count!r}."
         )
-    host, colon, port = (address or "").rpartition(":")
-    if not (host and colon and port.isdigit()):
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise DistributedError(
             f"The coordinator is given as host:port, for example 10.0.0.1:12321. Received: "
             f"coordinator_address={address!r}."

@@ -73,7 +73,7 @@ def plan(
     sizes, names = read_stages(stages)
     return Plan(
         microbatches=microbatches,
-        schedule=PipelineSchedule(schedule),
+        schedule=PipelineSchedule.parse(schedule),
         device_mapping=read_mapping(device_mapping, sizes),
         training=training,
         names=names,
@@ -103,7 +103,7 @@ class Plan:
     def __post_init__(self) -> None:
         fields: dict[str, Any] = {
             "microbatches": whole_number(self.microbatches, "microbatches"),
-            "schedule": PipelineSchedule(self.schedule),
+            "schedule": PipelineSchedule.parse(self.schedule),
             "device_mapping": read_mapping(
                 self.device_mapping, read_stages(len(self.device_mapping))[0]
             ),
