@@ -5,9 +5,11 @@
     ├── DataError              a dataset or one of its elements breaks a rule
     │   ├── ElementError       an element differs from the first one (leaf path, shape, dtype)
     │   ├── DataExhausted      fewer elements than were asked for
-    │   └── ProducerError      the dataset itself raised; its exception is the cause
+    │   ├── ProducerError      the dataset itself raised; its exception is the cause
+    │   └── DataTimeout        the dataset gave nothing for as long as `timeout_s` allows
     ├── DistributedError       processes that do not come together, or run different programs
     ├── FeedError              an infeed or outfeed used in a way it does not allow
+    │   └── WaitStopped        waiting for data was ended from elsewhere, as by `trainer.stop()`
     ├── ProgramError           a program or a loop cannot be built or run
     │   ├── ReplicaError       replicas that do not fit, or values that would drift apart
     │   └── PipelineError      a model cannot be run as the pipeline that was asked for
@@ -48,8 +50,16 @@ class ProducerError(DataError):
     """The dataset raised while it was read; that exception is `__cause__`."""
 
 
+class DataTimeout(DataError, TimeoutError):
+    """The dataset gave nothing for as long as `timeout_s` allows; the text names the element."""
+
+
 class FeedError(TailraceError, RuntimeError):
     """An infeed or outfeed is used in a way that it does not allow."""
+
+
+class WaitStopped(FeedError):
+    """Waiting for data was ended from elsewhere; nothing is lost, and reading can go on."""
 
 
 class DistributedError(TailraceError, RuntimeError):

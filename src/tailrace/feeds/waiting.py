@@ -1,15 +1,64 @@
-"""Waiting for what a running program still has to send, and knowing when it has ended."""
+"""Waiting with an end: for data that is late, and for what a running program still has to send."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
-from tailrace.errors import FeedError
+from tailrace.data.counts import check_number
+from tailrace.errors import DataTimeout, FeedError, OptionError, WaitStopped
+from tailrace.messages import logger
 
 Item = TypeVar("Item")
+
+NOTE_S = 30.0
+"""After how long a wait for data is noted; then after twice as long, and so on."""
+
+LOOK_S = 0.2
+"""How often a wait looks whether it shall end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """How long data is waited for, and what else ends a wait.
+
+    Attributes:
+        timeout_s: the longest wait in seconds; None: without a limit, but noted after `NOTE_S`.
+        stopped: asked every so often; the wait ends with `WaitStopped` when it says True.
+    """
+
+    timeout_s: float | None = None
+    stopped: Callable[[], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None:
+            check_number("timeout_s", self.timeout_s, positive=True, error=OptionError)
+
+    def wait_for(self, future: Future[Any], awaited: Callable[[], str]) -> None:
+        """Wait until `future` is done, however it ends.
+
+        Args:
+            future: what is waited for.
+            awaited: what that is, in words: which element of which dataset.
+        """
+        began, note_at = time.monotonic(), NOTE_S
+        while not wait([future], timeout=min(LOOK_S, self.timeout_s or LOOK_S)).done:
+            waited = time.monotonic() - began
+            if self.stopped is not None and self.stopped():
+                raise WaitStopped(f"Waiting for {awaited()} was stopped after {waited:.1f} s.")
+            if self.timeout_s is not None and waited >= self.timeout_s:
+                raise DataTimeout(
+                    f"Data comes within timeout_s={self.timeout_s:g} seconds, and {awaited()} did "
+                    f"not. Look at what the dataset waits for, or raise timeout_s. What was read "
+                    f"before is kept."
+                )
+            if waited >= note_at:
+                logger.warning(f"Still waiting for {awaited()}, for {waited:.0f} s now.")
+                note_at *= 2
 
 
 class Runs:
