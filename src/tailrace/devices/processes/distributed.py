@@ -26,7 +26,8 @@ import jax
 from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_number
 from tailrace.data.dataset import Dataset
-from tailrace.devices.processes.rollcall import call_roll
+from tailrace.devices.processes.heartbeat import Heartbeat
+from tailrace.devices.processes.rollcall import TOKEN, call_roll, is_loopback
 from tailrace.errors import DeviceError, DistributedError
 from tailrace.jaxprs import internals
 from tailrace.messages import logger
@@ -39,6 +40,9 @@ TIMEOUT_S = 300.0
 
 _LOOK_S = 1.0
 """While a process waits for another one, it looks every so often whether that one has left."""
+
+_AFTER_S = 30
+"""How much later than Tailrace JAX gives up a process that is silent: it ends without a sentence."""
 
 _LEFT = "tailrace/left"
 
@@ -65,7 +69,8 @@ def initialize(
         num_processes: how many processes there are.
         process_id: which of them this is, from 0.
         timeout_s: how long to wait for the others, here and before each execution.
-        heartbeat_s: a process that is not heard of for so long counts as dead, and ends the others.
+        heartbeat_s: a process that is not heard of for so long (or for `timeout_s`, if that is
+            shorter) is named and ends the others, also where they wait for it on the device.
         kwargs: handed to `jax.distributed.initialize`.
 
     Returns:
@@ -100,7 +105,11 @@ def initialize(
     if coordinator_address is not None:
         assert num_processes is not None
         assert process_id is not None
-        call_roll(coordinator_address, num_processes, process_id, timeout_s)
+        token = os.environ.get(TOKEN, "")
+        call_roll(coordinator_address, num_processes, process_id, timeout_s, token)
+        if is_loopback(coordinator_address.rpartition(":")[0]):
+            # JAX listens at all addresses of the machine otherwise, and asks nobody who they are.
+            kwargs.setdefault("coordinator_bind_address", coordinator_address)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -108,7 +117,7 @@ def initialize(
             num_processes,
             process_id,
             initialization_timeout=max(1, int(timeout_s)),
-            heartbeat_timeout_seconds=heartbeat_s,
+            heartbeat_timeout_seconds=int(heartbeat_s) + _AFTER_S,
             **kwargs,
         )
     except RuntimeError as error:
@@ -120,6 +129,7 @@ def initialize(
             ) from error
         raise DistributedError(f"The processes could not be joined: {error}") from error
     _leave_at_once_when_failed()
+    _watch_each_other(min(heartbeat_s, _timeout_s))
     if jax.process_index():  # what all would note is noted once
         logger.addFilter(lambda record: record.levelno > logging.WARNING)
     return jax.process_count()
@@ -316,6 +326,16 @@ def _check(address: str | None, count: int | None, number: int | None) -> None:
             f"The coordinator is given as host:port, for example 10.0.0.1:12321. Received: "
             f"coordinator_address={address!r}."
         )
+
+
+def _watch_each_other(limit_s: float) -> None:
+    client = internals.coordination_client()
+    count = jax.process_count()
+    if count > 1:
+        left = lambda process: _has_left(client, process)  # noqa: E731
+        heartbeat = Heartbeat(client, jax.process_index(), count, limit_s, left)
+        heartbeat.start()
+        atexit.register(heartbeat.stop)
 
 
 def _leave_at_once_when_failed() -> None:
