@@ -34,6 +34,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import tailrace as tr
+from tailrace.feeds.reader import Reader
 
 # -- what is wrong ----------------------------------------------------------------------------------
 
@@ -127,8 +128,8 @@ def _infeed(**options: Any) -> None:
 
 
 def _dataset(dataset: Any) -> None:
-    for _, element in zip(range(3), tr.data.as_dataset(dataset), strict=False):
-        del element
+    reader = Reader(dataset)
+    reader.read(reader.available(3))
 
 
 GOOD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -171,9 +172,15 @@ GOOD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "drop_remainder": True,
         },
     ),
-    "InfeedQueue": (_infeed, {"dataset": [X, X], "prefetch": 1, "resident": None}),
+    "InfeedQueue": (
+        _infeed,
+        {"dataset": [X, X], "prefetch": 1, "resident": None, "timeout_s": 5.0},
+    ),
     "dataset": (_dataset, {"dataset": [X, X]}),
-    "OutfeedQueue": (tr.OutfeedQueue, {"mode": "all", "live": False}),
+    "OutfeedQueue": (
+        tr.OutfeedQueue,
+        {"mode": "all", "live": False, "most_bytes": 99, "when_full": "raise"},
+    ),
     "MaybeOutfeedQueue": (tr.MaybeOutfeedQueue, {"mode": "all", "filters": ["a"]}),
     "Accumulation": (
         tr.Accumulation,
@@ -435,7 +442,9 @@ def make_options(folder: Path) -> Files:
 
     def read(where: Path) -> None:
         poptorch.Options().loadFromFile(where / "options")
-        poptorch.Options().from_json((where / "options.json").read_text(errors="replace"))
+        file = where / "options.json"
+        text = file.read_text(errors="replace") if file.exists() else ""
+        poptorch.Options().from_json(text)
 
     return Files(folder, read)
 

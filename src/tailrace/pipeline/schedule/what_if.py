@@ -247,11 +247,8 @@ def _all_cuts(
 
 def _several(name: str, value: Any) -> list[int]:
     """One whole number, or several."""
-    if hasattr(value, "__len__") and not isinstance(value, str | bytes):
-        if np.ndim(value) == 1:
-            return [whole_number(one, name) for one in value]
-        raise PlanError(f"`{name}` is a whole number or a list of them; received {value!r}.")
-    return [whole_number(value, name)]
+    single = not isinstance(value, Sequence | np.ndarray) or np.shape(value) == ()
+    return [whole_number(one, name) for one in ([value] if single else value)]
 
 
 def _times(name: str, given: Any) -> list[float]:

@@ -1,0 +1,54 @@
+"""A run of any length takes the same memory: nothing is kept of an execution once it is written."""
+
+import gc
+import tracemalloc
+
+import numpy as np
+from made_parts import chosen, execution
+
+from tailrace.records.history import History
+from tailrace.runs import writer
+from tailrace.runs.writer import RunWriter
+
+EXECUTIONS, STEPS = 2_000, 5
+
+
+def measured(number):
+    gc.collect()
+    return number, tracemalloc.get_traced_memory()[0], len(gc.get_objects())
+
+
+def test_a_writer_keeps_nothing_of_what_it_has_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "WRITE_EVERY_S", 3600.0)
+    ones = [chosen("grad/a"), chosen("update/b", shape=(3,)), chosen("grad/c", mode="final")]
+    sink = RunWriter(tmp_path / "run")
+    seen = []
+    with sink.fitting({"catalogue": []}):
+        tracemalloc.start()
+        for number in range(EXECUTIONS):
+            sink.execution(execution(number * STEPS, STEPS, ones))
+            if number % 50 == 49:
+                sink._flush()
+            if number % (EXECUTIONS // 10) == EXECUTIONS // 10 - 1:
+                seen.append(measured(number))
+        tracemalloc.stop()
+    _, first_bytes, first_objects = seen[1]
+    _, last_bytes, last_objects = seen[-1]
+    written = EXECUTIONS * STEPS * 0.8
+    # Zarr's own caches aside: a hundredth of an object, and less than a byte, a step.
+    assert last_objects - first_objects < written / 100, seen
+    assert last_bytes - first_bytes < written, seen
+
+
+def test_a_history_takes_no_more_than_its_values():
+    """Values come as parts of larger buffers, which are not kept."""
+    history = History()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(2_000):
+        buffer = np.zeros((10_000, 1, 1), np.float32)  # results of taps lie in it too
+        history.add({"loss": buffer[:5]})
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(history) == 10_000
+    assert held < 3 * 10_000 * 4, held
