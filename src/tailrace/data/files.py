@@ -74,7 +74,7 @@ def _round(size: int) -> str:
     return f"{(size >> 30) + 1}GiB"
 
 
-def open_regular(path: Path | str, error: type[TailraceError]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], error: type[TailraceError]) -> BinaryIO:
     """A regular file, opened for reading; anything else is refused, and never waited for.
 
     Raises:
@@ -95,7 +95,7 @@ def open_regular(path: Path | str, error: type[TailraceError]) -> BinaryIO:
 
 
 def read_bytes(
-    path: Path | str,
+    path: str | os.PathLike[str],
     error: type[TailraceError],
     limit: int | None = None,
     *,
@@ -123,7 +123,7 @@ def read_bytes(
         return file.read(size)  # one that grows meanwhile is read as far as it was
 
 
-def read_head(path: Path | str, count: int, error: type[TailraceError]) -> bytes:
+def read_head(path: str | os.PathLike[str], count: int, error: type[TailraceError]) -> bytes:
     """The first `count` bytes of a regular file, or as many as there are."""
     with open_regular(path, error) as file:
         return file.read(count)
@@ -141,7 +141,9 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_json(path: Path | str, error: type[TailraceError], limit: int | None = None) -> Any:
+def read_json(
+    path: str | os.PathLike[str], error: type[TailraceError], limit: int | None = None
+) -> Any:
     """The JSON in a file of a size that fits a description.
 
     Raises:

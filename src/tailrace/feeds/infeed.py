@@ -337,8 +337,8 @@ class InfeedQueue:
         """Like `_settle`, but a reading that blocks is left behind, to be taken up later."""
         if self._late is not None:
             return
+        patience, self.patience = self.patience, Patience(LEAVE_S)
         try:
-            patience, self.patience = self.patience, Patience(LEAVE_S)
             self._settle()
         except DataTimeout:
             # One thread does one thing at a time: this is the block it reads, others are cancelled.

@@ -291,16 +291,16 @@ def _read(stages: Any) -> tuple[tuple[Stage, ...], ...]:
 
 
 def _groups(shared: Any) -> tuple[tuple[str, ...], ...]:
-    groups = shared if isinstance(shared, tuple | list) else (None,)
-    if not all(
-        isinstance(group, tuple | list) and all(isinstance(path, str) for path in group)
-        for group in groups
-    ):
+    def is_list(value: Any) -> bool:
+        return isinstance(value, tuple | list)
+
+    fits = is_list(shared) and all(map(is_list, shared))
+    if not fits or not all(isinstance(path, str) for group in shared for path in group):
         raise OptionError(
             f"shared is a list of groups, each a list of the paths of parameters that are one and the "
-            f"same: shared=[('[0]/embedding', '[3]/embedding')]. Received: {shared!r}."
+            f"same: shared=[('0/table', '2/table')]. Received: {shared!r}."
         )
-    return tuple(tuple(group) for group in groups)
+    return tuple(tuple(group) for group in shared)
 
 
 def _member(tree: Sequence[Any], number: int, which: int, members: Sequence[Stage]) -> Any:
