@@ -28,16 +28,16 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
 from tailrace.devices.devices import local_replicas
-from tailrace.errors import DataTimeout, FeedError, OptionError
+from tailrace.errors import FeedError, OptionError, WaitStopped
 from tailrace.feeds import buffers
-from tailrace.feeds.background import Worker
+from tailrace.feeds.background import STOP_S, Worker
 from tailrace.feeds.device_dataset import ResidentReader, resident_pays
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.reader import Block, Reader
 from tailrace.feeds.waiting import Patience
 
 LEAVE_S = 0.5
-"""How long a queue that is put to rest waits for a reading, before it leaves it behind."""
+"""How long a queue that is put to rest waits for an element, before it leaves it behind."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,8 +63,8 @@ class InfeedQueue:
         prefetch: how many executions are staged ahead of the one that runs; 0 reads only when asked.
         resident: whether arrays given by `tr.batches` are kept on the device whole, so that only
             indices travel. None decides: on an accelerator, if they are small.
-        timeout_s: the longest wait for data; then `tr.errors.DataTimeout` names the element. None:
-            no limit. A wait of more than 30 s is noted either way.
+        timeout_s: the longest wait for one element, which `tr.errors.DataTimeout` then names. None: no
+            limit. A wait of more than 30 s is noted either way.
 
     Attributes:
         patience: how waits for data end; what drives the queue may give it another one.
@@ -337,10 +337,15 @@ class InfeedQueue:
         """Like `_settle`, but a reading that blocks is left behind, to be taken up later."""
         if self._late is not None:
             return
-        patience, self.patience = self.patience, Patience(LEAVE_S)
+        reader = self._reader
+        if reader is None:
+            return
+        # What waits for the device comes to an end; only a dataset may block for ever.
+        blocks = Patience(stopped=lambda: reader.waited_s() > LEAVE_S)
+        patience, self.patience = self.patience, blocks
         try:
             self._settle()
-        except DataTimeout:
+        except WaitStopped:
             # One thread does one thing at a time: this is the block it reads, others are cancelled.
             self._late = (self._reader, self._staged.popleft()[1])
         finally:
@@ -353,17 +358,23 @@ class InfeedQueue:
 
     def _in_thread(self, read: Callable[..., Any], *args: Any) -> Any:
         """Call something that may wait for the dataset, where only the thread waits in it."""
-        future = self._worker().submit(read, *args)
+        own = self._thread is None
+        worker = self._worker()
+        future = worker.submit(read, *args)
         try:
             self._wait_for(future)
         except BaseException:
             if not future.cancel():
                 self._late = (self._reader, future)
             raise
+        finally:
+            if own:  # nothing is staged: who never takes a block need not know of the thread
+                self._thread = None
+                worker.stop(0.0 if self._late else STOP_S)
         return future.result()
 
     def _wait_for(self, future: Future[Any]) -> None:
-        self.patience.wait_for(future, self._open().awaited)
+        self.patience.wait_for(future, self._open())
 
     def _worker(self) -> Worker:
         if self._thread is None:

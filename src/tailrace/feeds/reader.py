@@ -6,6 +6,7 @@ ends or fails in the middle of a block, what was read until then stays for the n
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ class Reader:
         self.name = source.name
         self._source: Iterator[Any] = self._opened(source, epoch or 0)
         self._first: Any = None  # in a tuple, once it is fetched
+        self._asked: float | None = None  # since when the dataset has been asked for an element
         self._waiting: deque[Block] = deque()
         self._spec: ElementSpec | None = None
         self._plain: list[tuple[tuple[int, ...], np.dtype]] | None = None
@@ -89,6 +91,11 @@ class Reader:
     def awaited(self) -> str:
         """What a reading waits for, in words."""
         return f"element {self._produced} of the dataset ({self.name})"
+
+    def waited_s(self) -> float:
+        """For how long the dataset has been asked for an element that it has not given."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - asked
 
     def read(self, count: int) -> Block:
         """The next `count` elements, stacked leaf by leaf; DataExhausted if there are fewer."""
@@ -210,6 +217,7 @@ class Reader:
             raise self._ended
         if self._ended:
             return _END
+        self._asked = time.monotonic()
         try:
             element = next(self._source)
         except StopIteration:
@@ -227,6 +235,8 @@ class Reader:
             failure.__cause__ = error
             self._ended = failure
             raise failure from error
+        finally:
+            self._asked = None
         self._produced += 1
         return element
 
