@@ -494,6 +494,8 @@ class Found:
         ours = [f for f in frames if "/tailrace/" in f.filename.replace("\\", "/")] or frames[-1:]
         place = f"{ours[-1].filename.rpartition('/tailrace/')[2]}:{ours[-1].lineno}"
         key = (target, type(error).__name__, place)
+        if key not in self.failures:
+            print("found:", *key, shown()[:200], flush=True)
         kept = self.failures.setdefault(key, [0, f"{shown()[:400]}\n      {str(error)[:300]}"])
         kept[0] += 1
 
@@ -513,7 +515,13 @@ def fuzz(inputs: int, number: int, folder: Path, only: str | None = None) -> Fou
     shares = {name: 6 if name in LOADED else 1 for name in names}
     for name in names:
         count = max(1, inputs * shares[name] // sum(shares.values()))
+        started = time.perf_counter()
         _fuzz_one(name, count, number, folder, found)
+        took = time.perf_counter() - started
+        print(
+            f"{name:24} {count:8,} inputs, {found.refused[name]:8,} refused, {took:5.0f} s",
+            flush=True,
+        )
     return found
 
 
@@ -582,8 +590,6 @@ def main() -> int:
     finally:
         shutil.rmtree(folder)
     took = time.perf_counter() - started
-    for name, count in found.inputs.items():
-        print(f"{name:24} {count:8,} inputs, {found.refused[name]:8,} refused")
     print(
         f"{sum(found.inputs.values()):,} inputs in {took:.0f} s; slowest {found.slowest[0]:.2f} s"
     )

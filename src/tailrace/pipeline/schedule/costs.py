@@ -105,11 +105,7 @@ def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
     """Times for each member of each stage, from one number, one a stage, or lists for groups."""
     if isinstance(times, int | float | np.number):
         times = [times] * plan.stages
-    if (
-        not isinstance(times, Sequence | np.ndarray)
-        or isinstance(times, str)
-        or np.ndim(times) == 0
-    ):
+    if not _is_list(times):
         raise PlanError(
             f"`{name}` is one time for all stages or a list with one for each; received {times!r}."
         )
@@ -133,9 +129,14 @@ def _stage_times(plan: "Plan", stage: int, given: Any, name: str) -> list[float]
     return [float(time) for time in each]
 
 
+def _is_list(given: Any) -> bool:
+    listed = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes)
+    return listed and getattr(given, "ndim", 1) > 0  # an array without a dim is none
+
+
 def _are_times(given: Any) -> bool:
     """Whether it is a list of finite numbers of zero or more."""
-    return isinstance(given, Sequence | np.ndarray) and all(
+    return _is_list(given) and all(
         isinstance(time, int | float | np.number)
         and not isinstance(time, complex | np.complexfloating)
         and 0.0 <= time < float("inf")
