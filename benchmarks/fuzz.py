@@ -36,6 +36,8 @@ from hypothesis import strategies as st
 import tailrace as tr
 from tailrace.feeds.reader import Reader
 
+MOST_MEMORY = 8 << 30
+
 # -- what is wrong ----------------------------------------------------------------------------------
 
 
@@ -569,6 +571,14 @@ def _atheris(name: str, folder: Path) -> None:
     atheris.Fuzz()
 
 
+def limit_memory() -> None:
+    """An input that takes all memory is a failure, and not the end of the machine."""
+    with contextlib.suppress(ImportError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -580,6 +590,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.getLogger("tailrace").setLevel(logging.ERROR)
     tr.configure(devices=1, platform="cpu")
+    limit_memory()
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:

@@ -19,10 +19,10 @@ from tailrace.pipeline.schedule.device_mapping import (
     Placement,
     placement_of,
     read_mapping,
+    read_microbatches,
     read_names,
     read_stages,
     require_one_stage_a_device,
-    whole_number,
 )
 from tailrace.pipeline.schedule.schedules import (
     Phases,
@@ -102,7 +102,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         fields: dict[str, Any] = {
-            "microbatches": whole_number(self.microbatches, "microbatches"),
+            "microbatches": read_microbatches(self.microbatches),
             "schedule": PipelineSchedule.parse(self.schedule),
             "device_mapping": read_mapping(
                 self.device_mapping, read_stages(len(self.device_mapping))[0]
