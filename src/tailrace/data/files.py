@@ -38,7 +38,7 @@ def read_limit(given: Any = None) -> int:
     (2147483648, 1000)
     """
     where, value = ("limit", given) if given is not None else (LIMIT, os.environ.get(LIMIT))
-    if value is None or value == "":
+    if value is None or (isinstance(value, str) and not value):
         return DEFAULT_LIMIT
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value

@@ -47,7 +47,8 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
             f"A process needs at least one device. Received: devices={devices!r}. "
             f"Give a positive integer, or leave it out for all devices."
         )
-    if platform is not None and platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
+    known = isinstance(platform, str) and platform in ("cpu", "gpu", "cuda", "rocm", "tpu")
+    if platform is not None and not known:
         raise DeviceError(f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}.")
     started = not _ask_for_cpu_devices(devices)
     found = _devices_of(platform)

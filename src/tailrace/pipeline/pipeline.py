@@ -74,7 +74,7 @@ class Pipeline:
         self.accumulation = Accumulation.of(accumulation)
         self.schedule = PipelineSchedule.parse(schedule)
         self.device_mapping = device_mapping
-        if recompute not in RECOMPUTE:
+        if not isinstance(recompute, bool | str) or recompute not in RECOMPUTE:
             raise OptionError(
                 f"recompute is False, True, 'then' or 'interleaved'. Received: {recompute!r}."
             )

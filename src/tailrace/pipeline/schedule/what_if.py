@@ -247,7 +247,7 @@ def _all_cuts(
 
 def _several(name: str, value: Any) -> list[int]:
     """One whole number, or several."""
-    single = not isinstance(value, Sequence | np.ndarray) or np.shape(value) == ()
+    single = not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
     return [whole_number(one, name) for one in ([value] if single else value)]
 
 
