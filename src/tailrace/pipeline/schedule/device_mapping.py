@@ -9,6 +9,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from tailrace.errors import PlanError
 
 Placement = tuple[tuple[int, ...], ...]
@@ -33,6 +35,13 @@ def read_microbatches(value: Any) -> int:
             f"A plan has at most {MOST_MICROBATCHES:,} microbatches. Received: microbatches={count:,}."
         )
     return count
+
+
+def read_flag(value: Any, name: str) -> bool:
+    """`value` as a bool, or a PlanError that names the argument."""
+    if isinstance(value, int | np.bool_):
+        return bool(value)
+    raise PlanError(f"`{name}` is True or False; received {value!r}.")
 
 
 def whole_number(value: Any, name: str) -> int:

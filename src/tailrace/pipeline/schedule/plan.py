@@ -18,6 +18,7 @@ from tailrace.pipeline.schedule.device_mapping import (
     Names,
     Placement,
     placement_of,
+    read_flag,
     read_mapping,
     read_microbatches,
     read_names,
@@ -107,7 +108,7 @@ class Plan:
             "device_mapping": read_mapping(
                 self.device_mapping, read_stages(len(self.device_mapping))[0]
             ),
-            "training": bool(self.training),
+            "training": read_flag(self.training, "training"),
             "names": read_names(self.names, len(self.device_mapping)),
         }
         for name, value in fields.items():

@@ -12,7 +12,7 @@ import numpy as np
 from tailrace.data.counts import check_number
 from tailrace.errors import PlanError
 from tailrace.pipeline.balance_cuts import balanced_cut, stage_sums
-from tailrace.pipeline.schedule.device_mapping import whole_number
+from tailrace.pipeline.schedule.device_mapping import read_flag, whole_number
 from tailrace.pipeline.schedule.plan import Plan, plan
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 from tailrace.pipeline.schedule.simulator import Simulation, SimulationMode
@@ -160,6 +160,7 @@ def what_if(
     >>> table.best.cut
     (2, 4, 6)
     """
+    training = read_flag(training, "training")
     forward = _times("forward", forward)
     back = [2.0 * time for time in forward] if backward is None else _times("backward", backward)
     if not training:
