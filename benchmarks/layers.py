@@ -3,7 +3,8 @@
     python -m benchmarks.layers                       # 100, 300, 1,000 layers with grad/*; 120 with *
     python -m benchmarks.layers --layers 120 --tap '*'
 
-Seconds of the processor in Python, without XLA's compilation. "plain" is the same step as a scan written by hand.
+Seconds of the processor in Python, without XLA's compilation. "plain" is the same step as a
+scan written by hand.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@
     ├── DataError              a dataset or one of its elements breaks a rule
     │   ├── ElementError       an element differs from the first one (leaf path, shape, dtype)
     │   ├── DataExhausted      fewer elements than were asked for
-    │   └── ProducerError      the dataset itself raised; its exception is the cause
+    │   ├── ProducerError      the dataset itself raised; its exception is the cause
+    │   └── DataTimeout        the dataset gave nothing for as long as `timeout_s` allows
     ├── DistributedError       processes that do not come together, or run different programs
     ├── FeedError              an infeed or outfeed used in a way it does not allow
+    │   └── WaitStopped        waiting for data was ended from elsewhere, as by `trainer.stop()`
     ├── ProgramError           a program or a loop cannot be built or run
     │   ├── ReplicaError       replicas that do not fit, or values that would drift apart
     │   └── PipelineError      a model cannot be run as the pipeline that was asked for
@@ -49,8 +51,16 @@ class ProducerError(DataError):
     """The dataset raised while it was read; that exception is `__cause__`."""
 
 
+class DataTimeout(DataError, TimeoutError):
+    """The dataset gave nothing for as long as `timeout_s` allows; the text names the element."""
+
+
 class FeedError(TailraceError, RuntimeError):
     """An infeed or outfeed is used in a way that it does not allow."""
+
+
+class WaitStopped(FeedError):
+    """Waiting for data was ended from elsewhere; nothing is lost, and reading can go on."""
 
 
 class DistributedError(TailraceError, RuntimeError):
@@ -73,8 +83,10 @@ class OptionError(TailraceError, ValueError):
     """An option has a value that it may not have."""
 
 
-class SelectionError(TailraceError, LookupError):
-    """A selection matches no tensor; the text lists the nearest names."""
+class SelectionError(TailraceError, KeyError):
+    """A selection matches no tensor, or no metric has a name; the text lists the nearest names."""
+
+    __str__ = Exception.__str__  # a KeyError would show the sentence in quotes
 
 
 class PlanError(TailraceError, ValueError):

@@ -139,3 +139,16 @@ def test_serialised():
     with pytest.raises(PlanError, match="must be a multiple of 8, but it is 6"):
         plan([1, 2, 1], 6).serialised()
     assert plan([1, 2, 1], 6).serialised(microbatches=8).microbatches == 8
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "text"),
+    [
+        (2**31, 4, "at most 10,000 stages, members of groups counted. Received: 2,147,483,648"),
+        ([1, 2**40], 4, "at most 10,000 stages"),
+        (2, 3 * 10**30, "at most 1,000,000,000,000 microbatches"),
+    ],
+)
+def test_numbers_that_no_plan_has_take_no_memory(stages, microbatches, text):
+    with pytest.raises(PlanError, match=text):
+        plan(stages, microbatches)

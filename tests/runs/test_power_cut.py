@@ -18,34 +18,35 @@ from tailrace.runs.writer import RunWriter
 class Disk:
     """Follows the files of a directory, and lists what it may hold if the power goes."""
 
-    def __init__(self, directory, monkeypatch):
-        self.directory = directory
+    def __init__(self, monkeypatch):
         self.forced = set()  # partial files whose content is on the disk
         self.names = {}  # path: [contents it had since its folder was forced, oldest first]
         self.counted = 0  # the steps of which the writer has said that they are on the disk
         self.moments = []  # names and counted, after each thing that happened
-        plain = {name: getattr(durable, name) for name in ("_force", "_rename")}
+        plain = {name: getattr(durable, name) for name in ("_force", "_force_folder", "_rename")}
 
-        def force(path, flags):
-            plain["_force"](path, flags)
-            if path.endswith(durable.PARTIAL):
-                self.forced.add(path)
-            else:
-                for name, versions in self.names.items():
-                    if name.rpartition("/")[0] == path:
-                        del versions[:-1]
+        def force(root, path):
+            plain["_force"](root, path)
+            self.forced.add(path)
             self.remember()
 
-        def rename(path, name):
-            with open(path, "rb") as file:
-                content = file.read()
+        def force_folder(root, folder):
+            plain["_force_folder"](root, folder)
+            for name, versions in self.names.items():
+                if name.rpartition("/")[0] == folder:
+                    del versions[:-1]
+            self.remember()
+
+        def rename(root, path, name):
+            content = (root.path / path).read_bytes()
             whole = path in self.forced
             self.forced.discard(path)
-            plain["_rename"](path, name)
+            plain["_rename"](root, path, name)
             self.names.setdefault(name, [None]).append(content if whole else b"")
             self.remember()
 
         monkeypatch.setattr(durable, "_force", force)
+        monkeypatch.setattr(durable, "_force_folder", force_folder)
         monkeypatch.setattr(durable, "_rename", rename)
         monkeypatch.setattr(durable, "MOST_AT_ONCE", 1)  # one thing after the other
 
@@ -58,14 +59,14 @@ class Disk:
         for name, versions in self.moments[moment][0].items():
             content = choose(versions)
             if content is not None:
-                path = target / name.removeprefix(f"{self.directory}/")
+                path = target / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
 
 
 def test_what_counted_survives_a_loss_of_power(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "WRITE_EVERY_S", 1e9)
-    disk = Disk(tmp_path / "run", monkeypatch)
+    disk = Disk(monkeypatch)
     sink = RunWriter(tmp_path / "run")
     with sink.fitting({"catalogue": []}):
         for number in range(3):

@@ -42,6 +42,7 @@ def check_whole(run):
 def test_an_error_at_any_write(tmp_path, monkeypatch):
     """Many of the files that are written are once the one that fails."""
     monkeypatch.setattr(writer, "WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr(writer, "FULL", ())  # or it would simply be tried again
     counter = [0, -1]
 
     def failing_once(plain):
@@ -53,7 +54,7 @@ def test_an_error_at_any_write(tmp_path, monkeypatch):
 
         return call
 
-    for name in ("_force", "_rename"):
+    for name in ("_force", "_force_folder", "_rename"):
         monkeypatch.setattr(durable, name, failing_once(getattr(durable, name)))
     failing, seen = 0, set()
     while True:
@@ -127,10 +128,8 @@ def test_killed_in_the_middle(tmp_path):
 
 
 def _write_into(directory):
-    sink = RunWriter.__new__(RunWriter)
-    empty = directory.with_name("empty")
-    sink.__init__(empty)
-    sink.directory, sink._lock = directory, type(sink._lock)(directory)
+    sink = RunWriter(directory.with_name("empty"))  # not refused at once: there is no run there
+    sink.directory = sink._place.path = directory
     with sink.fitting({}):
         pass
 

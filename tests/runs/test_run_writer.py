@@ -237,6 +237,8 @@ def test_a_full_disk(tmp_path, monkeypatch):
         plain(*args)
 
     monkeypatch.setattr(durable, "_force", fails)
+    monkeypatch.setattr(writer, "FULL_S", 0.2)
+    monkeypatch.setattr(writer, "RETRY_S", 0.05)
 
     class Fill(tr.Callback):
         def on_execution_end(self, trainer, execution):

@@ -204,7 +204,7 @@ def test_a_selection_of_nothing_lists_the_nearest_names(catalogue, select, text)
 
 
 def test_what_is_no_selection(catalogue):
-    with pytest.raises(SelectionError, match=r"A selection is a glob.*Received: int"):
+    with pytest.raises(SelectionError, match=r"A selection is a glob.*Received: 3"):
         catalogue.select(3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Any
 
@@ -46,7 +47,8 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
             f"A process needs at least one device. Received: devices={devices!r}. "
             f"Give a positive integer, or leave it out for all devices."
         )
-    if platform is not None and platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
+    known = isinstance(platform, str) and platform in ("cpu", "gpu", "cuda", "rocm", "tpu")
+    if platform is not None and not known:
         raise DeviceError(f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}.")
     started = not _ask_for_cpu_devices(devices)
     found = _devices_of(platform)
@@ -174,7 +176,10 @@ def resolve_replicas(replicas: int | None, per_copy: int = 1) -> int:
 
 
 def _is_count(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool) and value.__index__() >= 1
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 1
+    except TypeError:
+        return False
 
 
 def _ask_for_cpu_devices(devices: int | None) -> bool:

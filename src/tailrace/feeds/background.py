@@ -35,11 +35,11 @@ class Worker:
         self._calls.put((future, function, args, kwargs))
         return future
 
-    def stop(self) -> None:
+    def stop(self, wait_s: float = STOP_S) -> None:
         """End the thread after what it does now; calls not begun should be cancelled before."""
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=STOP_S)
+            self._thread.join(timeout=wait_s)
 
     def __del__(self) -> None:
         self._calls.put(None)

@@ -35,7 +35,12 @@ class ElementSpec:
     @classmethod
     def of(cls, element: Any) -> ElementSpec:
         """The form of `element`; a DataError if no program could be fed with it."""
-        with_paths, structure = jax.tree_util.tree_flatten_with_path(element)
+        try:
+            with_paths, structure = jax.tree_util.tree_flatten_with_path(element)
+        except ValueError as error:  # keys that cannot be sorted
+            raise DataError(
+                f"An element is a tree that JAX can flatten. It says: {error}."
+            ) from None
         if not with_paths:
             raise DataError(
                 f"An element of a dataset needs at least one array. Received: {element!r}."
@@ -66,7 +71,10 @@ class ElementSpec:
 
     def conform(self, element: Any, number: int) -> list[Any]:
         """The leaves of element `number`, checked against the form; an ElementError otherwise."""
-        leaves, structure = jax.tree.flatten(element)
+        try:
+            leaves, structure = jax.tree.flatten(element)
+        except ValueError:  # keys that cannot be sorted
+            leaves, structure = [], f"keys that cannot be sorted: {element!r:.80}"
         if structure != self.structure:
             raise ElementError(
                 f"All elements of a dataset have the structure of the first one, {self.structure}. "

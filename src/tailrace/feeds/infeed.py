@@ -7,14 +7,18 @@ While one execution runs, the thread reads and moves the elements of the next. A
 1 + `prefetch` blocks exist at a time, however long the dataset: before it stages another, the thread
 waits until an execution that holds one is over. What was staged and not used goes back to the reader,
 so nothing is lost and nothing is read twice, whatever is executed next.
+
+A dataset may block. Only the thread ever waits inside it; everyone else waits for the thread, with
+`patience`: it notes what is late, and can have a limit. A reading that was given up goes on in the
+thread, and what it reads is taken up by the next use of the queue.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -23,13 +27,17 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
 from tailrace.devices.devices import local_replicas
-from tailrace.errors import FeedError, OptionError
+from tailrace.errors import FeedError, OptionError, WaitStopped
 from tailrace.feeds import buffers
-from tailrace.feeds.background import Worker
+from tailrace.feeds.background import STOP_S, Worker
 from tailrace.feeds.device_dataset import ResidentReader, resident_pays
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block, Feed, Staged
 from tailrace.feeds.reader import Reader
+from tailrace.feeds.waiting import Patience
+
+LEAVE_S = 0.5
+"""How long a queue that is put to rest waits for an element, before it leaves it behind."""
 
 
 class InfeedQueue(Feed):
@@ -41,13 +49,25 @@ class InfeedQueue(Feed):
         prefetch: how many executions are staged ahead of the one that runs; 0 reads only when asked.
         resident: whether arrays given by `tr.batches` are kept on the device whole, so that only
             indices travel. None decides: on an accelerator, if they are small.
+        timeout_s: the longest wait for one element, which `tr.errors.DataTimeout` then names. None: no
+            limit. A wait of more than 30 s is noted either way.
+
+    Attributes:
+        patience: how waits for data end; what drives the queue may give it another one.
 
     >>> infeed = InfeedQueue([1.0, 2.0, 3.0])
     >>> infeed.spec().leaves[0].dtype
     dtype('float32')
     """
 
-    def __init__(self, dataset: Any, prefetch: int = 1, *, resident: bool | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        prefetch: int = 1,
+        *,
+        resident: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise OptionError(
                 f"prefetch counts the executions staged ahead and must be an integer of at least 0. "
@@ -65,19 +85,19 @@ class InfeedQueue(Feed):
             )
         self.dataset = dataset
         self.prefetch = prefetch
+        self.patience = Patience(timeout_s)
         self.replicas: int | None = None
         self._resident = resident
         self._reader: Reader | ResidentReader | None = None
         self._epoch: int | None = None
         self._staged: deque[tuple[tuple[int, Any, int | None], Future[Staged]]] = deque()
+        self._late: tuple[Any, Future[Any]] | None = None  # a reading that was given up
         self._running: deque[Any] = deque()
         self._handed = 0  # blocks taken, of which nobody has said yet that they run
         self._taken = 0
         self._thread: Worker | None = None
         self._lock = threading.RLock()
         self._closed = False
-        self.waiting = False
-        """Whether a program waits for the dataset at this moment."""
 
     # -- what programs use ----------------------------------------------------------------------
 
@@ -87,6 +107,7 @@ class InfeedQueue(Feed):
             reader = self._open()
             if not reader.has_spec:  # or what is staged would be waited for, and moved again
                 self._settle()
+                self._in_thread(reader.fetch_first)
             return reader.spec()
 
     def take(
@@ -109,11 +130,7 @@ class InfeedQueue(Feed):
                 self._settle()
                 self._stage(*key)
             future = self._staged[0][1]
-            self.waiting = True
-            try:
-                wait([future])  # an interrupt here leaves the block where it is
-            finally:
-                self.waiting = False
+            self._wait_for(future)  # an interrupt here leaves the block where it is
             self._staged.popleft()
             staged = future.result()
             self._handed = 1
@@ -151,14 +168,13 @@ class InfeedQueue(Feed):
         """How many of the next `at_most` elements there are (they are read, and kept)."""
         with self._lock:
             self._settle()
-            return self._open().available(at_most)
+            return self._in_thread(self._open().available, at_most)
 
     def need(self, count: int) -> None:
         """Raise what reading the next `count` elements raises, if anything; they are kept."""
         with self._lock:
             self._settle()
-            reader = self._open()
-            reader.put_back(reader.read(count))
+            self._in_thread(self._open().available, count, True)
 
     @property
     def restartable(self) -> bool:
@@ -187,7 +203,11 @@ class InfeedQueue(Feed):
     def restart(self, dataset: Any = None, epoch: int | None = None) -> None:
         """Begin again: with the same dataset or another; `epoch` orders shuffled `tr.batches`."""
         with self._lock:
-            self._settle()
+            if dataset is None or dataset is self.dataset:
+                self._settle()
+            else:  # another one: whatever the old one blocks on is no concern any more
+                self._leave()
+                self._late = None
             self.dataset = self.dataset if dataset is None else dataset
             self._reader, self._epoch, self._taken = None, epoch, 0
 
@@ -209,7 +229,8 @@ class InfeedQueue(Feed):
         with self._lock:
             self._settle()
             reader = self._open()
-            block = reader.read(found)
+            self._in_thread(reader.available, found, True)
+            block = reader.read(found)  # they wait in the reader: nothing blocks here
             if found:
                 fill = [leaf[-1:].repeat(count - found, axis=0) for leaf in block]
             else:  # another process has elements left, and this one computes along
@@ -220,11 +241,12 @@ class InfeedQueue(Feed):
     def rest(self) -> None:
         """End the thread and let go of what is staged; the queue can be used again."""
         with self._lock:
-            self._settle()
+            self._leave()
             thread, self._thread = self._thread, None
             self._running.clear()
+            blocked = self._late is not None
         if thread is not None:
-            thread.stop()
+            thread.stop(0.0) if blocked else thread.stop()
         buffers.trim()
 
     def close(self) -> None:
@@ -260,9 +282,7 @@ class InfeedQueue(Feed):
 
     def _stage(self, count: int, sharding: Any, room: int | None) -> None:
         reader = self._open()
-        if self._thread is None:
-            self._thread = Worker("tailrace-infeed")
-        future = self._thread.submit(self._stage_now, reader, count, sharding, room)
+        future = self._worker().submit(self._stage_now, reader, count, sharding, room)
         self._staged.append(((count, sharding, room), future))
 
     def _stage_now(
@@ -294,13 +314,66 @@ class InfeedQueue(Feed):
 
     def _settle(self) -> None:
         """Bring the reader to where programs are: everything staged and not taken goes back."""
-        staged = [future for _, future in self._staged]
-        self._staged.clear()
-        for future in reversed(staged):
-            if future.cancel():
-                continue
-            if future.exception() is None and self._reader is not None:
-                self._reader.put_back(future.result().host)
+        if self._late is not None:
+            reader, future = self._late
+            self._wait_for(future)
+            self._late = None
+            if reader is self._reader:
+                self._take_back(future)
+        while self._staged:
+            future = self._staged[-1][1]  # the last one first: blocks go back in front of others
+            if not future.cancel():
+                self._wait_for(future)
+                self._take_back(future)
+            self._staged.pop()
+
+    def _leave(self) -> None:
+        """Like `_settle`, but a reading that blocks is left behind, to be taken up later."""
+        if self._late is not None:
+            return
+        reader = self._reader
+        if reader is None:
+            return
+        # What waits for the device comes to an end; only a dataset may block for ever.
+        blocks = Patience(stopped=lambda: reader.waited_s() > LEAVE_S)
+        patience, self.patience = self.patience, blocks
+        try:
+            self._settle()
+        except WaitStopped:
+            # One thread does one thing at a time: this is the block it reads, others are cancelled.
+            self._late = (self._reader, self._staged.popleft()[1])
+        finally:
+            self.patience = patience
+
+    def _take_back(self, future: Future[Any]) -> None:
+        if future.exception() is None and isinstance(future.result(), Staged):
+            assert self._reader is not None
+            self._reader.put_back(future.result().host)
+
+    def _in_thread(self, read: Callable[..., Any], *args: Any) -> Any:
+        """Call something that may wait for the dataset, where only the thread waits in it."""
+        own = self._thread is None
+        worker = self._worker()
+        future = worker.submit(read, *args)
+        try:
+            self._wait_for(future)
+        except BaseException:
+            if not future.cancel():
+                self._late = (self._reader, future)
+            raise
+        finally:
+            if own:  # nothing is staged: who never takes a block need not know of the thread
+                self._thread = None
+                worker.stop(0.0 if self._late else STOP_S)
+        return future.result()
+
+    def _wait_for(self, future: Future[Any]) -> None:
+        self.patience.wait_for(future, self._open())
+
+    def _worker(self) -> Worker:
+        if self._thread is None:
+            self._thread = Worker("tailrace-infeed")
+        return self._thread
 
 
 def _wait(ticket: Any) -> None:

@@ -7,6 +7,7 @@ execution runs and is taken apart only when somebody reads it.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.waiting import Runs
 from tailrace.jaxprs.marks import Tag, Weakly, current_trace, mark
+from tailrace.messages import note_once
 
 
 class OutfeedMode(enum.StrEnum):
@@ -28,6 +30,13 @@ class OutfeedMode(enum.StrEnum):
     LAST = "last"
 
 
+MOST_BYTES = 4 << 30
+"""Bytes that may wait in a queue unless told otherwise."""
+
+FULL = ("raise", "drop_oldest")
+"""What a queue may do that is full."""
+
+
 class OutfeedQueue:
     """A queue that takes values out of a running program.
 
@@ -35,15 +44,28 @@ class OutfeedQueue:
         mode: "all" keeps every element, "last" only the last one of an execution.
         live: whether elements arrive while the program runs. A loop at the top of the program is
             then run in short dispatches; deeper inside, a callback sends each element.
+        most_bytes: how much may wait to be dequeued.
+        when_full: what happens beyond that: "raise" ends the program with a sentence, and what waits
+            is kept; "drop_oldest" forgets the oldest executions, and says so once.
 
     `enqueue` is called in a program, everything else on the host. With one replica and T the shape
     of a leaf, `dequeue()` gives [k, *T] in mode "all" and T in mode "last"; with R replicas,
     [k, R, *T] and [R, *T].
+
+    Attributes:
+        dropped: how many executions were dropped because nobody dequeued.
     """
 
-    def __init__(self, mode: OutfeedMode | str = OutfeedMode.ALL, live: bool = False) -> None:
+    def __init__(
+        self,
+        mode: OutfeedMode | str = OutfeedMode.ALL,
+        live: bool = False,
+        *,
+        most_bytes: int = MOST_BYTES,
+        when_full: str = "raise",
+    ) -> None:
         try:
-            self.mode = OutfeedMode(mode)
+            self.mode = OutfeedMode(mode if isinstance(mode, str) else "")
         except ValueError:
             raise OptionError(
                 f"The mode of an outfeed is 'all' or 'last'. Received: mode={mode!r}."
@@ -54,6 +76,17 @@ class OutfeedQueue:
                 "A live outfeed delivers every element, so it cannot be in mode 'last'. "
                 "Received: mode='last', live=True. Choose one of the two."
             )
+        if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 1:
+            raise OptionError(
+                f"most_bytes is how many bytes may wait in an outfeed. Received: "
+                f"most_bytes={most_bytes!r}."
+            )
+        if not isinstance(when_full, str) or when_full not in FULL:
+            raise OptionError(
+                f"when_full is 'raise' or 'drop_oldest'. Received: when_full={when_full!r}."
+            )
+        self.most_bytes, self.when_full = most_bytes, when_full
+        self.dropped = 0
         self._blocks: deque[_Block] = deque()
         self._structure: Any = None
         self._shapes: Any = None
@@ -162,10 +195,33 @@ class OutfeedQueue:
             if self.mode is OutfeedMode.LAST and block.surely_has_elements():
                 self._blocks.clear()
             self._structure, self._shapes = structure, block.element_shapes()
+            self._make_room(block.nbytes)
             if self._blocks:
                 self._blocks[-1].settle()
             self._blocks.append(block)
             self._changed.notify_all()
+
+    def _make_room(self, size: int) -> None:
+        """Keep what waits within `most_bytes`, in the way that was chosen."""
+        waiting = sum(block.nbytes for block in self._blocks)
+        if waiting + size <= self.most_bytes or self.mode is OutfeedMode.LAST:
+            return
+        if self.when_full == "raise":
+            raise FeedError(
+                f"What a program sends out waits until it is dequeued, and {waiting:,} bytes of "
+                f"{len(self._blocks)} executions wait here, of at most {self.most_bytes:,}: {size:,} "
+                f"more have no room. Call dequeue() meanwhile (in a callback, or with live=True in "
+                f"another thread), use mode='last', or OutfeedQueue(most_bytes=..., "
+                f"when_full='drop_oldest'). What waits is kept."
+            )
+        note_once(
+            f"An outfeed is full ({self.most_bytes:,} bytes) and nobody dequeues: the oldest "
+            f"executions are dropped, as when_full='drop_oldest' says.",
+            key=f"full outfeed {id(self)}",
+        )
+        while self._blocks and waiting + size > self.most_bytes:
+            waiting -= self._blocks.popleft().nbytes
+            self.dropped += 1
 
     def _next_block(self) -> _Block | None:
         with self._changed:
@@ -260,6 +316,12 @@ class _Block:
     def count(self) -> int:
         return len(self.to_host()[0])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        held = self._leaves if self._settled is None else self._settled
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in held)
+
     def settle(self) -> None:
         """Let go of the device's memory."""
         self.to_host()
@@ -284,4 +346,12 @@ class _Block:
         if self._replicas > 1:
             array = np.moveaxis(array, 0, self._loops)
             replica = (self._replicas,)
-        return array.reshape(-1, *replica, *array.shape[self._loops + len(replica) :])
+        return _alone(array.reshape(-1, *replica, *array.shape[self._loops + len(replica) :]))
+
+
+def _alone(array: np.ndarray) -> np.ndarray:
+    """An array that keeps no much larger one alive: results of an execution share a buffer."""
+    whole: Any = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    return array.copy() if 2 * array.nbytes < whole.nbytes else array

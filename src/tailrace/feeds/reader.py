@@ -17,6 +17,7 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
+from tailrace.data.dataset import Dataset
 from tailrace.data.resumable import can_go_back, decode_state, encode_state
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.buffers import allocate
@@ -51,7 +52,9 @@ class Reader:
     def __init__(self, dataset: Any, epoch: int | None = None) -> None:
         source = as_dataset(dataset)
         self.name = source.name
-        self._source: Iterator[Any] = source.iterate(epoch or 0)
+        self._source: Iterator[Any] = self._opened(source, epoch or 0)
+        self._first: Any = None  # in a tuple, once it is fetched
+        self._asked: float | None = None  # since when the dataset has been asked for an element
         self._waiting: deque[Block] = deque()
         self._spec: ElementSpec | None = None
         self._plain: list[tuple[tuple[int, ...], np.dtype]] | None = None
@@ -72,12 +75,14 @@ class Reader:
             # Known without reading: a first element read alone would have to be copied again.
             self._spec = batch_spec(self._source.batches)
         if self._spec is None:
-            first = self._next()
+            self.fetch_first()
+            (first,) = self._first
             if first is _END:
                 raise DataExhausted(
                     f"A dataset needs at least one element. Received: an empty {self.name}."
                 )
-            self._spec = ElementSpec.of(first)
+            self._spec = self._first_form(first)
+            self._first = None
             if self._spec.structure == jax.tree.structure((0,) * len(self._spec.leaves)):
                 shapes = (leaf.shape for leaf in self._spec.leaves)
                 self._plain = list(zip(shapes, self._spec.dtypes, strict=True))
@@ -85,6 +90,21 @@ class Reader:
             self._store(first, block, 0)
             self._waiting.append(block)
         return self._spec
+
+    def fetch_first(self) -> None:
+        """Read the first element, if the form of the elements is not known without it."""
+        known = self._spec is not None or isinstance(self._source, BatchIterator)
+        if not known and self._first is None:
+            self._first = (self._next(),)
+
+    def awaited(self) -> str:
+        """What a reading waits for, in words."""
+        return f"element {self._produced} of the dataset ({self.name})"
+
+    def waited_s(self) -> float:
+        """For how long the dataset has been asked for an element that it has not given."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - asked
 
     def read(self, count: int) -> Block:
         """The next `count` elements, stacked leaf by leaf; DataExhausted if there are fewer."""
@@ -117,11 +137,18 @@ class Reader:
             self._waiting.appendleft(block)
             self.delivered -= len(block[0]) if uncount else 0
 
-    def available(self, count: int) -> int:
-        """How many of the next `count` elements there are; they stay where they are."""
+    def available(self, count: int, needed: bool = False) -> int:
+        """How many of the next `count` elements there are; they stay where they are.
+
+        Args:
+            count: how many to look for.
+            needed: whether fewer are an error.
+        """
         try:
             block = self.read(count)
         except DataExhausted:
+            if needed:
+                raise
             return sum(len(block[0]) for block in self._waiting)
         self.put_back(block)
         return count
@@ -219,11 +246,30 @@ class Reader:
             return [leaf[:row] for leaf in block], error
         return block, None
 
+    def _opened(self, source: Dataset, epoch: int) -> Iterator[Any]:
+        try:
+            return source.iterate(epoch)
+        except TailraceError:
+            raise
+        except Exception as error:
+            raise ProducerError(
+                f"The dataset ({self.name}) raised {type(error).__name__} when it was iterated: "
+                f"{error}. Its own traceback is shown above."
+            ) from error
+
+    def _first_form(self, first: Any) -> ElementSpec:
+        try:
+            return ElementSpec.of(first)
+        except TailraceError as error:
+            self._ended = error  # it is not passed over: the next reading says the same
+            raise
+
     def _next(self) -> Any:
         if isinstance(self._ended, BaseException):
             raise self._ended
         if self._ended:
             return _END
+        self._asked = time.monotonic()
         try:
             element = next(self._source)
         except StopIteration:
@@ -241,6 +287,8 @@ class Reader:
             failure.__cause__ = error
             self._ended = failure
             raise failure from error
+        finally:
+            self._asked = None
         self._produced += 1
         return element
 

@@ -72,9 +72,9 @@ class Pipeline:
         recompute: bool | str = False,
     ) -> None:
         self.accumulation = Accumulation.of(accumulation)
-        self.schedule = PipelineSchedule(schedule)
+        self.schedule = PipelineSchedule.parse(schedule)
         self.device_mapping = device_mapping
-        if recompute not in RECOMPUTE:
+        if not isinstance(recompute, bool | str) or recompute not in RECOMPUTE:
             raise OptionError(
                 f"recompute is False, True, 'then' or 'interleaved'. Received: {recompute!r}."
             )
@@ -84,7 +84,7 @@ class Pipeline:
                 f"inputs is a tuple of what stage 0 gets before the element. Received: {inputs!r}."
             )
         self.inputs = tuple(inputs)
-        self.shared = tuple(tuple(group) for group in shared)
+        self.shared = _groups(shared)
         self.loss_fn = loss_fn
         self.function = stages if callable(stages) else None
         self.stages: tuple[tuple[Stage, ...], ...] = ()
@@ -288,6 +288,19 @@ def _read(stages: Any) -> tuple[tuple[Stage, ...], ...]:
                 f"{number} is {stages[number]!r}."
             )
     return found
+
+
+def _groups(shared: Any) -> tuple[tuple[str, ...], ...]:
+    def is_list(value: Any) -> bool:
+        return isinstance(value, tuple | list)
+
+    fits = is_list(shared) and all(map(is_list, shared))
+    if not fits or not all(isinstance(path, str) for group in shared for path in group):
+        raise OptionError(
+            f"shared is a list of groups, each a list of the paths of parameters that are one and the "
+            f"same: shared=[('0/table', '2/table')]. Received: {shared!r}."
+        )
+    return tuple(tuple(group) for group in shared)
 
 
 def _member(tree: Sequence[Any], number: int, which: int, members: Sequence[Stage]) -> Any:

@@ -69,6 +69,8 @@ def observe(
         >>> print(output, records["activation/square:mul"].values[0])
         5.0 [0. 1. 4.]
     """
+    if not callable(function):
+        raise OptionError(f"tr.observe wraps a function of arrays. Received: {function!r}.")
     taps = parse_taps(taps)
     if any(isinstance(tap, StopOnNonfinite) for tap in taps):
         raise OptionError(

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import Tag, current_trace, mark, name_values
 from tailrace.program.in_program import cross_replica_mean
 from tailrace.program.step.accumulation import Accumulation, Reduction
@@ -31,7 +32,7 @@ def cross_replica(optimizer: Any) -> Any:
     """
     import optax
 
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = optax.with_extra_args_support(_checked(optimizer))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         current_trace("tr.optimizers.cross_replica")
@@ -39,6 +40,17 @@ def cross_replica(optimizer: Any) -> Any:
         return optimizer.update(reduced, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, cast(Any, update))
+
+
+def _checked(optimizer: Any) -> Any:
+    if not callable(getattr(optimizer, "init", None)) or not callable(
+        getattr(optimizer, "update", None)
+    ):
+        raise OptionError(
+            f"An optimizer is an optax transformation, such as optax.sgd(0.1): it has init and update. "
+            f"Received: {optimizer!r}."
+        )
+    return optimizer
 
 
 class AccumulationState(NamedTuple):
@@ -76,7 +88,7 @@ def gradient_accumulation(
     import optax
 
     accumulation = Accumulation(microbatches, dtype, reduction)
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = optax.with_extra_args_support(_checked(optimizer))
 
     def init(params: Any) -> AccumulationState:
         params = jax.tree.map(jnp.asarray, params)

@@ -59,6 +59,10 @@ class PrintOptions:
                 raise OptionError(
                     f"{name} is a whole number of at least {least}. Received: {name}={value!r}."
                 )
+        if self.digits > MOST_DIGITS:
+            raise OptionError(
+                f"digits is at most {MOST_DIGITS}: no float has more. Received: digits={self.digits!r}."
+            )
         for name in ("separator", "open_bracket", "close_bracket"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value or "\n" in value:
@@ -67,7 +71,8 @@ class PrintOptions:
                     f"Received: {name}={value!r}."
                 )
         try:
-            object.__setattr__(self, "float_format", FloatFormat(self.float_format))
+            named = self.float_format if isinstance(self.float_format, str) else ""
+            object.__setattr__(self, "float_format", FloatFormat(named))
         except ValueError:
             choices = ", ".join(repr(str(member)) for member in FloatFormat)
             raise OptionError(
@@ -178,6 +183,9 @@ class PrintOptions:
         # Fixed notation would need more digits than there are, or show hardly any but zeros.
         return whole > self.digits or 0 < largest < min(1.0, 10.0 ** (2 - self.digits))
 
+
+MOST_DIGITS = 1_100
+"""A float64 written out has 1,075 digits at most."""
 
 _LEAST = {"summarise_threshold": 0, "edge_items": 1, "max_line_width": 0, "digits": 0}
 

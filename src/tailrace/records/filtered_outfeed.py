@@ -126,7 +126,8 @@ def process_filters(filters: Sequence[str] | None) -> list[str] | None:
     """
     if filters is None:
         return None
-    if isinstance(filters, str) or not all(isinstance(part, str) for part in filters):
+    listed = isinstance(filters, Sequence) and not isinstance(filters, str | bytes)
+    if not listed or not all(isinstance(part, str) for part in filters):
         raise OptionError(
             f"filters is a list of strings, or None. Received: filters={filters!r}. Write "
             f"filters=['Dense_1']."

@@ -7,7 +7,33 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.errors import SelectionError
 from tailrace.messages import shown
+
+
+class Column:
+    """Values that are appended execution by execution, in memory of their own and no more than that.
+
+    What an execution hands over is a part of a larger buffer, taps included, which would be kept
+    alive with it: so values are copied, and many short pieces joined.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[np.ndarray] = []
+
+    def append(self, values: np.ndarray) -> None:
+        """Copy values behind the others."""
+        self._pieces.append(np.array(values))
+        # The pieces that are joined double in size: each value is copied a few times in all.
+        while len(self._pieces) > 1 and len(self._pieces[-2]) <= len(self._pieces[-1]):
+            last = self._pieces.pop()
+            self._pieces[-1] = np.concatenate([self._pieces[-1], last])
+
+    def values(self) -> np.ndarray:
+        """All of them, as one array."""
+        if len(self._pieces) > 1:
+            self._pieces[:] = [np.concatenate(self._pieces)]
+        return self._pieces[0]
 
 
 class History:
@@ -25,8 +51,9 @@ class History:
 
     def __init__(self, first_step: int = 0, microbatches: int = 1, replicas: int = 1) -> None:
         self.first_step, self.microbatches, self.replicas = first_step, microbatches, replicas
-        self._parts: dict[str, list[np.ndarray]] = {}
-        self._weights: list[np.ndarray] = []
+        self._columns: dict[str, Column] = {}
+        self._weights: Column | None = None
+        self._steps: np.ndarray | None = None
         self._validations: dict[str, list[float]] = {}
         self._validated: list[int] = []
 
@@ -43,25 +70,37 @@ class History:
         """After how many steps each validation was made; `history["val_loss"]` has its value."""
         return np.array(self._validated, np.int64)
 
-    def add(self, values: dict[str, np.ndarray], weights: np.ndarray | None = None) -> None:
-        """Append the values of one execution, each [steps, microbatches, replicas]."""
+    def add(
+        self,
+        values: dict[str, np.ndarray],
+        weights: np.ndarray | None = None,
+        steps: np.ndarray | None = None,
+    ) -> None:
+        """Append the values of one execution, each [steps, microbatches, replicas].
+
+        Args:
+            values: by name.
+            weights: what a mean weighs them with.
+            steps: the numbers of the steps, where they do not simply follow one another.
+        """
         for name, value in values.items():
-            self._parts.setdefault(name, []).append(value)
+            self._columns.setdefault(name, Column()).append(value)
         if weights is not None:
+            self._weights = self._weights or Column()
             self._weights.append(weights)
+        self._steps = steps if steps is not None else self._steps
 
     def each(self, name: str) -> np.ndarray:
         """The values of every microbatch and replica: [steps, microbatches, replicas]."""
-        if name not in self._parts:
+        if name not in self._columns:
             if name in self._validations:
-                raise KeyError(f"{name!r} has one value a validation: history[{name!r}].")
+                raise SelectionError(f"{name!r} has one value a validation: history[{name!r}].")
             if name == "loss":
                 return np.zeros((0, self.microbatches, self.replicas), np.float32)
-            raise KeyError(f"No metric is called {name!r}. There are: {', '.join(self.names)}.")
-        parts = self._parts[name]
-        if len(parts) > 1:
-            parts[:] = [np.concatenate(parts)]
-        return parts[0]
+            raise SelectionError(
+                f"No metric is called {name!r}. There are: {', '.join(map(shown, self.names))}."
+            )
+        return self._columns[name].values()
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name in self._validations:
@@ -70,10 +109,8 @@ class History:
         if values.shape[1:] == (1, 1):
             return values[:, 0, 0]
         wide = values.astype(np.float64)
-        if self._weights:
-            if len(self._weights) > 1:
-                self._weights[:] = [np.concatenate(self._weights)]
-            weights = self._weights[0]
+        if self._weights is not None:
+            weights = self._weights.values()
             mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
         else:
             mean = wide.mean(axis=(1, 2))
@@ -87,16 +124,18 @@ class History:
     @property
     def names(self) -> list[str]:
         """What was recorded."""
-        return [*self._parts, *self._validations]
+        return [*self._columns, *self._validations]
 
     @property
     def step_names(self) -> list[str]:
         """Those of which each step has a value."""
-        return list(self._parts)
+        return list(self._columns)
 
     @property
     def steps(self) -> np.ndarray:
         """The number of each step."""
+        if self._steps is not None:
+            return self._steps
         return np.arange(self.first_step, self.first_step + len(self))
 
     def last(self) -> dict[str, float]:
@@ -106,9 +145,9 @@ class History:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """All of it, as arrays by name, for a file."""
-        arrays = {f"each/{name}": self.each(name) for name in self._parts}
-        if self._weights:
-            arrays["weights"] = np.concatenate(self._weights)
+        arrays = {f"each/{name}": self.each(name) for name in self._columns}
+        if self._weights is not None:
+            arrays["weights"] = self._weights.values()
         validations = {name: np.array(v) for name, v in self._validations.items()}
         return {**arrays, **validations, "validated": self.validated}
 
@@ -124,12 +163,12 @@ class History:
         history = cls(first_step, microbatches, replicas)
         for name, array in arrays.items():
             kind, _, rest = name.partition("/")
-            if kind in ("each", "weights"):
+            if kind == "each":
                 shaped = array.reshape(len(array), microbatches, replicas)
-                parts = (
-                    history._weights if kind == "weights" else history._parts.setdefault(rest, [])
-                )
-                parts.append(shaped)
+                history._columns.setdefault(rest, Column()).append(shaped)
+            elif name == "weights":
+                history._weights = Column()
+                history._weights.append(array.reshape(len(array), microbatches, replicas))
             elif name == "validated":
                 history._validated = [int(step) for step in array]
             else:

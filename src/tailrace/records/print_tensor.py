@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.dtypes import is_numeric
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import Tag, current_trace, mark
@@ -50,6 +51,10 @@ def print_tensor(
         raise ProgramError(
             f"tr.print_tensor prints an array. Received: {type(x).__name__}. "
             f"Call it for each array of a tree."
+        )
+    if not isinstance(x, Tracer) and not is_numeric(np.asarray(x).dtype):
+        raise ProgramError(
+            f"tr.print_tensor prints an array of numbers. Received: {np.asarray(x).dtype}."
         )
     options = PrintOptions(
         summarise_threshold=summarise_threshold,

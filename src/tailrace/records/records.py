@@ -14,12 +14,16 @@ import numpy as np
 
 from tailrace.errors import SelectionError
 from tailrace.feeds.waiting import Runs
+from tailrace.messages import note_once
 from tailrace.taps.frame import Emission
 from tailrace.taps.reductions import NUM_BINS, StatsKey, merge_statistics
 from tailrace.taps.tap import Chosen, Mode
 
 PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")
 """Kinds of tensors that each microbatch has its own of, also where a step has only one."""
+
+MOST_LIVE = 10_000
+"""How many live records wait for a reader of the stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Records(Mapping[Any, Record]):
     ) -> None:
         self._stored = stored
         self._parts: dict[tuple[str, str], list[Record | Source]] = {}
-        self._live: deque[Part] = deque()
+        self._live: deque[Part] = deque(maxlen=MOST_LIVE)
         self.runs = Runs()
 
     def add(self, record: Record | Part) -> None:
@@ -97,6 +101,11 @@ class Records(Mapping[Any, Record]):
             if self._stored is None:
                 self._parts.setdefault((record.name, record.kind), []).append(record)
             if isinstance(record, Part) and getattr(record.one.tap, "live", False):
+                if len(self._live) == MOST_LIVE:
+                    note_once(
+                        f"Nobody reads trainer.records.stream(): {MOST_LIVE:,} live records wait, and "
+                        f"the oldest are dropped from the stream. All of them are in trainer.records."
+                    )
                 self._live.append(record)
             self.runs.changed.notify_all()
 

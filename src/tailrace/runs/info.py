@@ -6,16 +6,19 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tailrace._version import __version__
+from tailrace.data.files import read_json
 from tailrace.errors import RunError
 from tailrace.messages import shown
 from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.files import FORMAT
+from tailrace.runs.storage.held import HeldDirectory
 from tailrace.taps.catalogue import Catalogue, Entry
 
 RUN_FILE = "run.json"
@@ -35,7 +38,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_info(directory: Path, info: Mapping[str, Any]) -> None:
+def write_info(directory: HeldDirectory, info: Mapping[str, Any]) -> None:
     """Write `run.json` in one go: it is there whole, or not."""
     whole = {
         "format": FORMAT,
@@ -46,33 +49,37 @@ def write_info(directory: Path, info: Mapping[str, Any]) -> None:
     put_files(directory, {RUN_FILE: json.dumps(whole, indent=1, default=str).encode()})
 
 
-def read_info(directory: Path) -> dict[str, Any]:
-    """What `run.json` says, or why that cannot be read."""
+def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
+    """What `run.json` says, or why that cannot be read; `limit` as in `tr.open_run`."""
     where = shown(str(directory))
-    if not directory.exists():
+    if not os.path.exists(directory):  # False also where the path may not be looked up
         raise RunError(f"There is no run directory at '{where}'. Look at the path.")
     if not directory.is_dir():
         raise RunError(f"A run is a directory. '{where}' is a file.")
     path = directory / RUN_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         there = "is empty" if not any(directory.iterdir()) else f"has no {RUN_FILE}"
         raise RunError(
             f"'{where}' holds no run: it {there}. A run is written by tr.Trainer(..., run_dir=...)."
         )
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
+        info = read_json(path, RunError, limit)
         version = info["format"]
         newer = version > FORMAT
-    except (ValueError, KeyError, TypeError) as error:
+    except RunError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"The file {RUN_FILE} of '{where}' is damaged ({type(error).__name__}): it is not the "
             f"description of a run. The arrays beside it can be opened with zarr."
         ) from error
     if newer:
-        by = shown(str(info.get("versions", {}).get("tailrace", "a newer version")))
+        packages = info.get("versions")
+        packages = packages if isinstance(packages, dict) else {}
+        by = shown(str(packages.get("tailrace", "a newer version")))[:50]
         raise RunError(
-            f"'{where}' has format {version} (written by tailrace {by}), and this version, "
-            f"{__version__}, reads formats up to {FORMAT}. Update tailrace."
+            f"'{where}' has format {shown(str(version))[:50]} (written by tailrace {by}), and this "
+            f"version, {__version__}, reads formats up to {FORMAT}. Update tailrace."
         )
     return info
 

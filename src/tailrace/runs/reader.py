@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tailrace.errors import RunError
+from tailrace.data.files import read_limit
+from tailrace.errors import OptionError, RunError
 from tailrace.messages import shown
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.runs.info import read_catalogue, read_info
-from tailrace.runs.storage.files import import_zarr
-from tailrace.runs.tables.stored import committed, describing, read_rows, stored_records
+from tailrace.runs.tables.stored import (
+    committed,
+    describing,
+    open_root,
+    read_rows,
+    stored_records,
+)
 from tailrace.taps.catalogue import Catalogue
 
 if TYPE_CHECKING:
     from tailrace.runs.export.pictures import ExponentHistogram, Heatmap
 
 
-def open_run(directory: Any) -> Run:
+def open_run(directory: Any, *, limit: int | str | None = None) -> Run:
     """Open a run directory that `tr.Trainer(..., run_dir=...)` wrote, or is writing.
 
-    Nothing but descriptions is read; arrays are read when they are asked for.
+    Nothing but descriptions is read; arrays are read when they are asked for. A run from elsewhere
+    is safe to open: nothing in it is executed, and no more memory is taken than the limit allows.
 
     Args:
         directory: the run directory.
+        limit: the most that one array may take in memory, in bytes or as "8GiB". None: what the
+            environment variable `TAILRACE_READ_LIMIT` says, or 4 GiB.
 
     Raises:
         RunError: there is no run, it is damaged, or it has a newer format.
@@ -44,7 +54,11 @@ def open_run(directory: Any) -> Run:
         ...     print(run, run.records.names, bool((run.history.loss == history.loss).all()))
         Run(8 steps, 1 records, ended) ['grad/params'] True
     """
-    return Run(Path(directory))
+    if not isinstance(directory, str | os.PathLike) or isinstance(os.fspath(directory), bytes):
+        raise OptionError(
+            f"tr.open_run takes the path of a run directory. Received: {directory!r}."
+        )
+    return Run(Path(directory), read_limit(limit))
 
 
 class Run:
@@ -57,18 +71,17 @@ class Run:
         info: what ran: versions, devices, options, taps.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limit: int | None = None) -> None:
         self.directory = directory
-        self.info: dict[str, Any] = read_info(directory)
+        self._limit = read_limit(limit)
+        self.info: dict[str, Any] = read_info(directory, self._limit)
         self._root: Any = None
         self._history: History | None = None
         self.refresh()
 
     def refresh(self) -> Run:
         """See what has been written since; returns the run itself."""
-        zarr = import_zarr()
-        with describing(self.directory, "zarr.json"):
-            self._root = zarr.open_group(self.directory, mode="r", zarr_format=3)
+        self._root = open_root(self.directory, self._limit)
         self._counts = committed(self.directory, self._root)
         self._history = None
         return self
@@ -119,8 +132,13 @@ class Run:
         arrays = {name: read(f"metric{number}") for number, name in enumerate(names)}
         if "loss" not in arrays:
             raise RunError(f"The run '{shown(str(self.directory))}' is damaged: it has no loss.")
-        history = History(int(read("step")[0]), *arrays["loss"].shape[1:])
-        history.add(arrays, read("weight") if "weight" in group else None)
+        if len({array.shape for array in arrays.values()}) > 1 or arrays["loss"].ndim != 3:
+            raise ValueError("its arrays are not of one shape [step, microbatch, replica]")
+        steps, weights = read("step"), read("weight") if "weight" in group else None
+        if steps.ndim != 1 or (weights is not None and weights.shape != arrays["loss"].shape):
+            raise ValueError("steps and weights do not fit the loss")
+        history = History(int(steps[0]), *arrays["loss"].shape[1:])
+        history.add(arrays, weights, steps)
         return history
 
     def histogram(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:

@@ -4,42 +4,56 @@ The loop hands over what an execution left behind and goes on. Executions wait a
 seconds the thread makes rows of all of them and writes: first the arrays, last, in one file, how many
 rows of each count. All of it is forced to the disk in that order, so that a reader that goes by those
 counts sees whole executions only, whenever it looks and however the writer, or the machine, ended.
-What waits is bounded: a loop that is faster than the disk waits for it.
+What waits is bounded: a loop that is faster than the disk waits for it, and one whose disk is full
+goes on while the thread tries again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailrace.errors import RunError, TailraceError
+from tailrace.errors import OptionError, RunError, TailraceError
+from tailrace.messages import logger
 from tailrace.records.records import Source
 from tailrace.records.sinks import Finished
-from tailrace.runs.info import RUN_FILE, write_info
+from tailrace.runs.info import RUN_FILE, read_info, write_info
 from tailrace.runs.storage.files import FORMAT, import_zarr
+from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
 from tailrace.runs.tables.executions import join_executions
 from tailrace.runs.tables.tables import HistoryTable, RecordTable, put_in_tables
 
 if TYPE_CHECKING:
-    from tailrace.runs.storage.buffered import BufferedStore
+    from tailrace.runs.storage.stores import BufferedStore
 
 THREAD = "tailrace-run-writer"
 WRITE_EVERY_S = 2.0
 """How long executions wait at least before they are written."""
+PAUSE_S = 10.0
+"""The longest pause between writes: what a process that is killed loses."""
 SHARE, DISK_SHARE = 0.005, 0.1
 """The part of the time that writing may take from the processor, and that it may wait for the disk,
-which costs the training nothing. It is done less often where either takes longer."""
+which costs the training nothing. It is done less often where either takes longer, down to once in
+`PAUSE_S`."""
 MOST_WAITING = 1 << 26
 """Bytes of executions that wait in memory; more are written at once."""
 MOST_QUEUED = 1 << 28
 """Bytes of executions that may be queued; the training loop waits beyond that."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk says that has no room now, and may have some later."""
+FULL_S, RETRY_S = 60.0, 1.0
+"""How long room is waited for before the fit is ended, and how often it is looked for."""
+LOOK_S = 1.0
+"""A thread that waits for the other one looks every so often whether that one is still there."""
 COUNTS = "zarr.json"
 """The file that says how many rows count: the description of the root."""
 
@@ -48,7 +62,8 @@ class RunWriter:
     """Writes a run directory; a `Sink` for a trainer.
 
     Args:
-        directory: where to; it must not hold a run yet.
+        directory: where to; it must not hold a run yet. It belongs to the run until the fit ends:
+            once it is removed or replaced, nothing more is written.
 
     Attributes:
         writes: how often it has written; many executions are written at a time.
@@ -59,9 +74,10 @@ class RunWriter:
 
     def __init__(self, directory: Any) -> None:
         import_zarr()
-        self.directory = Path(directory).absolute()  # also if the process goes elsewhere
+        self.directory = _as_directory(directory)
         self.writes = 0
-        self._lock = DirectoryLock(self.directory)
+        self._place = HeldDirectory(self.directory)
+        self._lock = DirectoryLock(self._place)
         self._identity = uuid.uuid4().hex
         self._store: BufferedStore | None = None
         self._root: Any = None
@@ -77,8 +93,9 @@ class RunWriter:
         self._thread: threading.Thread | None = None
         self._failure: RunError | None = None
         self._told = False
-        if self.directory.exists():
-            self._refuse_what_is_there()
+        with self._sentence("cannot be looked at"):
+            if os.path.lexists(self.directory):
+                self._refuse_what_is_there()
 
     # -- the side of the training loop ------------------------------------------------------------
 
@@ -102,7 +119,8 @@ class RunWriter:
             while self._queue and self._queued_bytes + size > MOST_QUEUED and not self._failure:
                 self._blocked = True
                 self._changed.notify_all()
-                self._changed.wait()
+                self._changed.wait(timeout=LOOK_S)
+                self._check_thread()
             self._blocked = False
             if self._failure is None:
                 self._queue.append((done, size))
@@ -113,43 +131,53 @@ class RunWriter:
 
     def stored(self) -> dict[tuple[str, str], list[Source]]:
         """The records of this fit, or of the last one, as they lie on disk."""
-        from tailrace.runs.tables.stored import stored_records
+        from tailrace.runs.tables.stored import open_root, stored_records
 
         if self._root is None:
             return {}
         self._flush()
-        root = import_zarr().open_group(self.directory, mode="r", zarr_format=3)
+        root = open_root(self.directory)
         return stored_records(self.directory, root, list(self._starts.values()))
 
     # -- a fit ------------------------------------------------------------------------------------
 
     def _begin(self, info: Mapping[str, Any]) -> None:
         with self._sentence("cannot be written"):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
+            if self._root is None:  # afterwards it is never made again: it would be another one
+                self.directory.mkdir(parents=True, exist_ok=True)
             try:
+                self._place.hold()
+                self._lock.acquire()
                 if self._root is None:
                     self._refuse_what_is_there()
                     self._create(info)
+                else:
+                    self._check_same_run()
             except BaseException:
-                self._lock.release()
+                self._let_go()
                 raise
         self._failure, self._told, self._closing = None, False, False
         self._starts = {key: table.columns.committed for key, table in self._tables.items()}
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
-    def _create(self, info: Mapping[str, Any]) -> None:
-        from tailrace.runs.storage.buffered import BufferedStore
+    def _check_same_run(self) -> None:
+        """Between fits the directory is not held, and another one may be called like it."""
+        there = (self.directory / RUN_FILE).exists() and read_info(self.directory).get("run")
+        if there != self._identity:
+            raise self._place.not_the_same("was replaced by another one")
 
-        store = BufferedStore(self.directory)
+    def _create(self, info: Mapping[str, Any]) -> None:
+        from tailrace.runs.storage.stores import BufferedStore
+
+        store = BufferedStore(self._place)
         root = import_zarr().open_group(store, mode="a", zarr_format=3)
         history = HistoryTable(root.create_group("history"))
         root.create_group("records")
         root.attrs.put(_state({"history": 0, "records": []}, writing=True))
         store.flush(last=COUNTS)
         # Last: a directory without this file holds no run.
-        write_info(self.directory, {**info, "run": self._identity})
+        write_info(self._place, {**info, "run": self._identity})
         self._store, self._root, self._history = store, root, history
 
     def _end(self) -> None:
@@ -157,9 +185,15 @@ class RunWriter:
             self._closing = True
             self._changed.notify_all()
         assert self._thread is not None
-        self._thread.join()
+        # It ends: whatever it waits for has a limit of its own.
+        while self._thread.is_alive():
+            self._thread.join(timeout=LOOK_S)
         self._thread = None
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._lock.release()
+        self._place.release()
 
     def _flush(self) -> None:
         """Wait until everything that was handed over so far is on disk."""
@@ -169,6 +203,18 @@ class RunWriter:
             self._changed.notify_all()
             while self._thread is not None and self._failure is None and self._answered < mine:
                 self._changed.wait(timeout=0.1)
+                self._check_thread()
+
+    def _check_thread(self) -> None:
+        """A thread that ended without a word is waited for by nobody."""
+        if self._thread is not None and not self._thread.is_alive() and self._failure is None:
+            self._failure = RunError(
+                f"The thread that writes the run directory {str(self.directory)!r} has ended: what "
+                f"came after {self._steps_written()} steps is not written."
+            )
+
+    def _steps_written(self) -> int:
+        return self._history.columns.committed if self._history is not None else 0
 
     def _tell(self) -> None:
         """Raise what went wrong in the thread, once."""
@@ -203,7 +249,7 @@ class RunWriter:
                 ending, asked = self._closing, self._asked
             started = time.monotonic()
             pause = self._write(taken, writing=not ending) if taken or ending else 0.0
-            following = started + max(WRITE_EVERY_S, pause)
+            following = started + max(WRITE_EVERY_S, min(pause, PAUSE_S))
             with self._changed:
                 for _ in taken:
                     self._queued_bytes -= self._queue.popleft()[1]
@@ -222,10 +268,33 @@ class RunWriter:
             taken: the executions.
             writing: whether there may be more.
         """
-        assert self._history is not None
-        assert self._store is not None
         for done in join_executions(taken):
             self._take(done)
+        return self._persist(lambda: self._commit(writing=writing))
+
+    def _persist(self, commit: Callable[[], float]) -> float:
+        """Commit, and while the disk is full try again; the training goes on meanwhile."""
+        give_up = None
+        while True:
+            try:
+                return commit()
+            except OSError as error:
+                full = not isinstance(error, TailraceError) and error.errno in FULL
+                if not full or (give_up is not None and time.monotonic() > give_up):
+                    raise
+            if give_up is None:
+                give_up = time.monotonic() + FULL_S
+                logger.warning(
+                    f"The disk of the run directory {str(self.directory)!r} is full. What is not "
+                    f"written waits in memory; if there is no room in {FULL_S:g} s, the fit ends."
+                )
+            time.sleep(RETRY_S)
+
+    def _commit(self, *, writing: bool) -> float:
+        assert self._history is not None
+        assert self._store is not None
+        self._place.check()
+        self._lock.check()
         started = time.monotonic()
         history, tables = self._history.columns, [t.columns for t in self._tables.values()]
         counts = {"history": history.write(), "records": [table.write() for table in tables]}
@@ -274,7 +343,7 @@ class RunWriter:
         except TailraceError:
             raise
         except Exception as error:
-            steps = self._history.columns.committed if self._history is not None else 0
+            steps = self._steps_written()
             text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             kept = f" The {steps} steps before are there: tr.open_run reads them." if steps else ""
             raise RunError(
@@ -286,3 +355,16 @@ class RunWriter:
 def _state(counts: dict[str, Any], *, writing: bool) -> dict[str, Any]:
     """The attributes of the root: what readers go by."""
     return {"format": FORMAT, "writing": writing, "committed": counts}
+
+
+def _as_directory(given: Any) -> Path:
+    """A path that stays where it is, also if the process goes elsewhere."""
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise OptionError(
+            f"run_dir is the path of a directory, made if it is not there. Received: {given!r}. For "
+            f"the working directory itself, write '.'."
+        )
+    path = os.fspath(given)
+    if isinstance(path, bytes) or "\0" in path:
+        raise OptionError(f"run_dir is a text without null bytes. Received: {given!r}.")
+    return Path(path).absolute()

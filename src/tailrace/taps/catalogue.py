@@ -158,6 +158,18 @@ class Catalogue(Sequence[Entry]):
         )
 
 
+def check_selection(select: Select) -> None:
+    """Refuse what selects nothing that could be: when it is given, not when it is first used."""
+    if isinstance(select, list | tuple | set):
+        for part in select:
+            check_selection(part)
+    elif not isinstance(select, str | re.Pattern) and not callable(select):
+        raise SelectionError(
+            f"A selection is a glob, re.compile(...), a function of an entry, or a list of these. "
+            f"Received: {select!r}."
+        )
+
+
 def matches(select: Select, entry: Entry) -> bool:
     """Whether a selection includes a tensor."""
     if isinstance(select, str):
@@ -170,12 +182,8 @@ def matches(select: Select, entry: Entry) -> bool:
         return select.search(entry.name) is not None
     if isinstance(select, list | tuple | set):
         return any(matches(part, entry) for part in select)
-    if callable(select):
-        return bool(select(entry))
-    raise SelectionError(
-        f"A selection is a glob, re.compile(...), a function of an entry, or a list of these. "
-        f"Received: {type(select).__name__}."
-    )
+    check_selection(select)
+    return bool(select(entry))
 
 
 def _described(select: Select) -> str:

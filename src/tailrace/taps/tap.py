@@ -13,7 +13,7 @@ import numpy as np
 
 from tailrace.errors import OptionError
 from tailrace.jaxprs.walk import Position
-from tailrace.taps.catalogue import Catalogue, Entry, Select
+from tailrace.taps.catalogue import Catalogue, Entry, Select, check_selection
 from tailrace.taps.reductions import NUM_BINS, histogram, norm, row_lengths
 from tailrace.taps.wanted import Wanted
 
@@ -82,6 +82,7 @@ class Tap:
     live: bool = False
 
     def __post_init__(self) -> None:
+        check_selection(self.select)
         if not isinstance(self.mode, Every):
             object.__setattr__(self, "mode", _parse(Mode, self.mode, "mode", "or tr.every(n)"))
         if not callable(self.reduce):
@@ -141,6 +142,9 @@ class StopOnNonfinite:
     mode = Mode.ALL
     kind = "finite"
 
+    def __post_init__(self) -> None:
+        check_selection(self.select)
+
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
         """What the program must watch."""
         return Wanted(key, output, guard=True)
@@ -195,7 +199,11 @@ def parse_taps(observe: Any) -> list[Any]:
         return []
     if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
         observe = [observe]
-    return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in observe]
+    try:
+        listed = list(observe)
+    except TypeError:  # an array without a dim
+        listed = [observe]
+    return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in listed]
 
 
 def common_period(taps: Sequence[Any]) -> int:
@@ -260,7 +268,7 @@ def check_bytes(
 
 def _parse(kind: Any, value: Any, name: str, also: str) -> Any:
     try:
-        return kind(value)
+        return kind(value if isinstance(value, str) else "")
     except ValueError:
         choices = ", ".join(repr(str(member)) for member in kind)
         raise OptionError(

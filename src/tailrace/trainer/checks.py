@@ -83,7 +83,7 @@ def check_pipeline(accumulation: Any) -> None:
 
 def check_params(params: Any) -> None:
     """Parameters are floats, and there are some."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    leaves = _flattened("params", params)
     if not leaves:
         raise ProgramError(f"There are no parameters to train. Received: params={params!r}.")
     check_arrays("params", params)
@@ -97,12 +97,19 @@ def check_params(params: Any) -> None:
             )
 
 
+def _flattened(what: str, tree: Any) -> Any:
+    try:
+        return jax.tree_util.tree_flatten_with_path(tree)[0]
+    except ValueError as error:  # keys that cannot be sorted
+        raise ProgramError(f"{what} is a tree that JAX can flatten. It says: {error}.") from None
+
+
 def check_arrays(what: str, tree: Any) -> None:
     """A tree holds arrays and numbers only."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in _flattened(what, tree):
         try:
             jax.typeof(leaf)
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):
             raise ProgramError(
                 f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, a "
                 f"{type(leaf).__name__}. Give the arrays only and close over the rest; with Equinox: "

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
-from tailrace.errors import DataError, DataExhausted
+from tailrace.errors import DataError, DataExhausted, WaitStopped
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.trainer.callbacks.callback import Callback, Execution, listens, tell
@@ -49,6 +50,7 @@ class Fit:
         callbacks: whom to tell.
         saving: its checkpoints, if it has any.
         bar: the progress bar.
+        timeout_s: the longest wait for an element of the dataset, in seconds; None: any.
     """
 
     def __init__(
@@ -64,15 +66,22 @@ class Fit:
         callbacks: list[Callback],
         saving: Saving | None,
         bar: ProgressBar,
+        timeout_s: float | None = None,
     ) -> None:
         self.trainer, self.engine, self.feed, self.journal = trainer, engine, feed, journal
         self.pace, self.progress, self.validation = pace, progress, validation
         self.callbacks, self.saving, self.bar = callbacks, saving, bar
         self.stopping = False
-        self.interrupts = Interrupts(lambda: feed.waiting)
+        self.interrupts = Interrupts()
+        feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset = dataset
         self._pending: deque[Ticket] = deque()
         self._in_flight = 0 if engine.live or any(map(listens, callbacks)) else 1
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether the fit ends here: a signal came, or a callback or another thread said so."""
+        return self.stopping or self.interrupts.asked is not None
 
     # -- how long -------------------------------------------------------------------------------
 
@@ -149,7 +158,11 @@ class Fit:
         following = 0 if pace.chosen is None or rest == 0 else pace.next(rest)
         compiled_before = engine.runner.compile_s
         started = time.perf_counter()
-        ticket = engine.dispatch(length, following=following)
+        try:
+            ticket = engine.dispatch(length, following=following)
+        except WaitStopped:
+            self.stopping = True
+            return
         self._pending.append(ticket)
         progress.steps += length
         progress.elements += length * engine.elements_per_step

@@ -44,6 +44,7 @@ class FitCall:
         callbacks: whom to tell.
         shown: whether there is a progress bar.
         saving: its checkpoints, if it has any.
+        timeout_s: the longest wait for an element of the dataset.
         progress: how far it is.
         seconds_per_step: measured over all its steps; None if it made none.
     """
@@ -55,6 +56,7 @@ class FitCall:
     callbacks: list[Callback]
     shown: bool | None
     saving: Saving | None
+    timeout_s: float | None
     progress: Progress
     seconds_per_step: float | None = None
 
@@ -100,6 +102,7 @@ class FitCall:
             self.callbacks,
             self.saving,
             bar,
+            self.timeout_s,
         )
 
     def run(self, fit: Fit, taken: TakenUp | None, steps_per_execution: int | None) -> None:

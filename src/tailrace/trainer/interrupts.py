@@ -1,15 +1,14 @@
 """Ctrl-C and SIGTERM during a fit: once to finish properly, twice to leave at once.
 
 The first signal lets the execution that runs come to its end; then the fit saves, if it has a
-checkpoint, and raises. While the fit waits for its dataset there is nothing to finish, and it leaves
-right there. A second signal does not wait for anything.
+checkpoint, and raises. A fit that waits for its dataset stops waiting. A second signal does not wait
+for anything.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,15 +18,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """While it is open, signals are taken down instead of raised; in the main thread only.
 
-    Args:
-        may_leave: whether nothing is under way that would have to be finished first.
-
     Attributes:
         asked: the signal that came; None before.
     """
 
-    def __init__(self, may_leave: Callable[[], bool]) -> None:
-        self._may_leave = may_leave
+    def __init__(self) -> None:
         self.asked: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -56,8 +51,6 @@ class Interrupts:
             self._put_back()
             raise _meaning(number)
         self.asked = number
-        if self._may_leave():
-            raise _meaning(number)
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():

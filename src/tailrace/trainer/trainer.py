@@ -242,6 +242,7 @@ class Trainer:
         checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool | None = None,
+        timeout_s: float | None = None,
         inputs: Sequence[Any] | None = None,
     ) -> History:
         """Train.
@@ -260,6 +261,8 @@ class Trainer:
                 `steps` and `epochs` mean the whole fit. A finished fit returns at once.
             callbacks: objects with the methods of `tr.Callback`.
             progress: whether to show a progress bar; None shows it in a terminal.
+            timeout_s: the longest wait for an element of the dataset, in seconds; a longer one is a
+                `tr.errors.DataTimeout`. None waits, and notes after 30 s what it waits for.
             inputs: other values for the `inputs` of a pipeline, from now on.
 
         Returns:
@@ -283,6 +286,7 @@ class Trainer:
             check_callbacks(callbacks),
             progress if distributed.writes() else False,
             saving_of(checkpoint, self._kept_fits, engine, duration),
+            timeout_s,
             Progress(engine.step, self._epochs),
         )
         with call.saving.open() if call.saving is not None else nullcontext():

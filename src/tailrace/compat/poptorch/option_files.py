@@ -9,11 +9,15 @@ TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChip
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import inspect
+import os
+from collections.abc import Iterator
 from typing import Any
 
 from tailrace.compat.poptorch import enums, locations, strategies
+from tailrace.data.files import parse_json, read_bytes
 from tailrace.errors import TailraceError
 
 
@@ -21,7 +25,7 @@ class ConfigFileError(TailraceError):
     """A line of an options file cannot be read."""
 
 
-class _Unreadable(Exception):
+class _Unreadable(TailraceError):
     """A part of a line that is no setter and no literal."""
 
 
@@ -47,6 +51,41 @@ _NOT_SETTERS = frozenset(
 )
 
 
+def read_text(path: Any) -> str:
+    """The text of an options file."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigFileError(f"An options file is given by its path. Received: {path!r}")
+    try:
+        return read_bytes(path, ConfigFileError, description=True).decode()
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigFileError(f"The options file {str(path)!r} cannot be read: {reason}") from error
+
+
+def read_object(text: Any) -> dict[str, Any]:
+    """The JSON object that holds options."""
+    try:
+        found = parse_json(text)
+    except (ValueError, TypeError) as error:
+        raise ConfigFileError(f"Options are read from JSON, and this is none: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigFileError(
+            f'The JSON of options is an object, such as {{"deviceIterations": 4}}. Received: {found!r}'
+        )
+    return found
+
+
+@contextlib.contextmanager
+def calling(setter: str) -> Iterator[None]:
+    """What a setter says to arguments that it does not take, as a sentence about it."""
+    try:
+        yield
+    except TailraceError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        raise ConfigFileError(f"{setter} does not take these arguments: {error}") from error
+
+
 def read_line(options: Any, line: str, number: int, source: Any) -> None:
     """Call the setter that a line names."""
     where = f"line {number} of {source}"
@@ -54,10 +93,13 @@ def read_line(options: Any, line: str, number: int, source: Any) -> None:
         tree = ast.parse(line, mode="eval").body
     except SyntaxError as error:
         raise ConfigFileError(f"SyntaxError at {where}: {error.msg}\n> options.{line}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or too deeply nested
+        raise ConfigFileError(f"{where} cannot be parsed: {error}\n> options.{line[:80]}") from None
     try:
         if not isinstance(tree, ast.Call):
             raise _Unreadable(ast.unparse(tree))
-        _set(options, tree)
+        with calling(f"The setter at {where}"):
+            _set(options, tree)
     except _Unreadable as error:
         raise ConfigFileError(
             f"A line of an options file is one call of a setter of poptorch.Options with literal "
@@ -122,7 +164,7 @@ def _value(node: ast.expr) -> Any:
         return _made(node)
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError, RecursionError):
         raise _Unreadable(ast.unparse(node)) from None
 
 

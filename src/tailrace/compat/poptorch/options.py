@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import enum
 import os
-import pathlib
 from typing import Any
 
 import torch
@@ -13,7 +12,13 @@ from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.containers import OptionsDict, noted
 from tailrace.compat.poptorch.locations import TensorLocationOptions
 from tailrace.compat.poptorch.option_files import ConfigFileError as ConfigFileError
-from tailrace.compat.poptorch.option_files import named_setter, read_line
+from tailrace.compat.poptorch.option_files import (
+    calling,
+    named_setter,
+    read_line,
+    read_object,
+    read_text,
+)
 from tailrace.compat.poptorch.strategies import PipelinedExecution, _Strategy
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
@@ -396,7 +401,7 @@ class Options(OptionsDict):
 
     def loadFromFile(self, filepath: Any) -> Options:
         """Call setters from a file: one call a line, without `options.` in front, literals inside."""
-        lines = [line.strip() for line in pathlib.Path(filepath).read_text().splitlines()]
+        lines = [line.strip() for line in read_text(filepath).splitlines()]
         effective = [line for line in lines if line and not line.startswith("#")]
         for number, line in enumerate(effective, 1):
             read_line(self, line, number, filepath)
@@ -404,9 +409,10 @@ class Options(OptionsDict):
 
     def from_json(self, text: str) -> Options:
         """Call setters from JSON: `{"Training.gradientAccumulation": 4}`."""
-        for name, value in json.loads(text).items():
+        for name, value in read_object(text).items():
             arguments = value if isinstance(value, list) else [value]
-            named_setter(self, name)(*map(_enum_member, arguments))
+            with calling(name):
+                named_setter(self, name)(*map(_enum_member, arguments))
         return self
 
     def toDict(self) -> dict[str, Any]:
@@ -485,6 +491,6 @@ def _enum_member(value: Any) -> Any:
     if isinstance(value, str) and "." in value:
         kind, _, member = value.partition(".")
         found = getattr(enums, kind, None)
-        if found is not None:
+        if isinstance(found, enum.EnumMeta) and member in found.__members__:
             return found[member]
     return value

@@ -24,8 +24,10 @@ from typing import Any
 import jax
 
 from tailrace.data.adapters import as_dataset
+from tailrace.data.counts import check_number
 from tailrace.data.dataset import Dataset
-from tailrace.devices.processes.rollcall import call_roll
+from tailrace.devices.processes.heartbeat import Heartbeat
+from tailrace.devices.processes.rollcall import TOKEN, call_roll, is_loopback
 from tailrace.errors import DeviceError, DistributedError
 from tailrace.jaxprs import internals
 from tailrace.messages import logger
@@ -38,6 +40,9 @@ TIMEOUT_S = 300.0
 
 _LOOK_S = 1.0
 """While a process waits for another one, it looks every so often whether that one has left."""
+
+_AFTER_S = 30
+"""How much later than Tailrace JAX gives up a process that is silent: it ends without a sentence."""
 
 _LEFT = "tailrace/left"
 
@@ -64,7 +69,8 @@ def initialize(
         num_processes: how many processes there are.
         process_id: which of them this is, from 0.
         timeout_s: how long to wait for the others, here and before each execution.
-        heartbeat_s: a process that is not heard of for so long counts as dead, and ends the others.
+        heartbeat_s: a process that is not heard of for so long (or for `timeout_s`, if that is
+            shorter) is named and ends the others, also where they wait for it on the device.
         kwargs: handed to `jax.distributed.initialize`.
 
     Returns:
@@ -91,14 +97,19 @@ def initialize(
             f"num_processes={num_processes!r}, process_id={process_id!r}. Give all three, or none "
             f"under tailrace launch, Slurm, Kubernetes or Open MPI."
         )
-    _timeout_s = timeout_s
+    _timeout_s = check_number("timeout_s", timeout_s, positive=True, error=DistributedError)
+    check_number("heartbeat_s", heartbeat_s, at_least=1, error=DistributedError)
     _check(coordinator_address, num_processes, process_id)
     if num_processes == 1:
         return 1
     if coordinator_address is not None:
         assert num_processes is not None
         assert process_id is not None
-        call_roll(coordinator_address, num_processes, process_id, timeout_s)
+        token = os.environ.get(TOKEN, "")
+        call_roll(coordinator_address, num_processes, process_id, timeout_s, token)
+        if is_loopback(coordinator_address.rpartition(":")[0]):
+            # JAX listens at all addresses of the machine otherwise, and asks nobody who they are.
+            kwargs.setdefault("coordinator_bind_address", coordinator_address)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -106,7 +117,7 @@ def initialize(
             num_processes,
             process_id,
             initialization_timeout=max(1, int(timeout_s)),
-            heartbeat_timeout_seconds=heartbeat_s,
+            heartbeat_timeout_seconds=int(heartbeat_s) + _AFTER_S,
             **kwargs,
         )
     except RuntimeError as error:
@@ -118,6 +129,7 @@ def initialize(
             ) from error
         raise DistributedError(f"The processes could not be joined: {error}") from error
     _leave_at_once_when_failed()
+    _watch_each_other(min(heartbeat_s, _timeout_s))
     if jax.process_index():  # what all would note is noted once
         logger.addFilter(lambda record: record.levelno > logging.WARNING)
     return jax.process_count()
@@ -177,6 +189,10 @@ def share(dataset: Any, replicas: int) -> Any:
     [1, 2, 3, 4]
     """
     count = jax.process_count()
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise DistributedError(
+            f"replicas counts the replicas over all processes. Received: replicas={replicas!r}."
+        )
     if count == 1:
         return dataset
     if replicas % count:
@@ -298,17 +314,28 @@ def _in_a_cluster() -> bool:
 def _check(address: str | None, count: int | None, number: int | None) -> None:
     if count is None or number is None:
         return
-    if count < 1 or not 0 <= number < count:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (count, number))
+    if not whole or count < 1 or not 0 <= number < count:
         raise DistributedError(
-            f"Processes are numbered from 0 to num_processes - 1. Received: process_id={number}, "
-            f"num_processes={count}."
+            f"Processes are numbered from 0 to num_processes - 1. Received: process_id={number!r}, "
+            f"num_processes={count!r}."
         )
-    host, colon, port = (address or "").rpartition(":")
-    if not (host and colon and port.isdigit()):
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise DistributedError(
             f"The coordinator is given as host:port, for example 10.0.0.1:12321. Received: "
             f"coordinator_address={address!r}."
         )
+
+
+def _watch_each_other(limit_s: float) -> None:
+    client = internals.coordination_client()
+    count = jax.process_count()
+    if count > 1:
+        left = lambda process: _has_left(client, process)  # noqa: E731
+        heartbeat = Heartbeat(client, jax.process_index(), count, limit_s, left)
+        heartbeat.start()
+        atexit.register(heartbeat.stop)
 
 
 def _leave_at_once_when_failed() -> None:

@@ -2,12 +2,14 @@
 
 Each process is told of the others by its environment, which `tr.distributed.initialize()` reads.
 When one ends badly, the others would wait for it: they are ended, and what it last said is shown.
+When the launcher itself is ended, so are they: by itself, or, if it is killed, by a guardian.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,10 +17,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from tailrace.devices.processes.distributed import COORDINATOR, PROCESS, PROCESSES
+from tailrace.devices.processes.rollcall import TOKEN
 from tailrace.errors import OptionError
 
 LINES = 20
@@ -86,19 +89,26 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
         raise OptionError(f"There is no script {script[0]!r} here. Give the path of a Python file.")
     environment = dict(os.environ)
     environment[COORDINATOR] = f"127.0.0.1:{free_port()}"
+    environment[TOKEN] = secrets.token_hex(16)  # nobody else on this machine is one of them
     environment[PROCESSES] = str(processes)
     environment["PYTHONUNBUFFERED"] = "1"
     if devices is not None:
         environment["TAILRACE_DEVICES"] = str(devices)
-    watched = [
-        Watched(number, [sys.executable, *script], {**environment, PROCESS: str(number)})
-        for number in range(processes)
-    ]
-    try:
-        failed = _watch(watched)
-    except BaseException:
-        _end(watched)
-        raise
+    watched: list[Watched] = []
+    with _guardian() as tell, _ended_by_sigterm():
+        try:
+            for number in range(processes):
+                own = {**environment, PROCESS: str(number)}
+                watched.append(Watched(number, [sys.executable, *script], own))
+                tell(f"+{watched[-1].process.pid}")
+            failed = _watch(watched, tell)
+        except BaseException:
+            _end(watched)
+            raise
+        return _finish(watched, failed)
+
+
+def _finish(watched: Sequence[Watched], failed: Watched | None) -> int:
     if failed is None:
         for one in watched:
             one.finish_reading()
@@ -106,9 +116,55 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
     others = [one for one in watched if one.process.poll() is None]
     _end(others)
     failed.finish_reading()
-    print(_told(failed, processes, others), file=sys.stderr, flush=True)
+    print(_told(failed, len(watched), others), file=sys.stderr, flush=True)
     code = failed.process.returncode
     return code if code > 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _guardian() -> Iterator[Callable[[str], None]]:
+    """A process that ends the others if this one is killed; yields what tells it of them."""
+    path = os.path.join(os.path.dirname(__file__), "guardian.py")
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # what ends this process and its group does not end the guardian
+    )
+    assert process.stdin is not None
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            print(line, file=process.stdin, flush=True)
+
+    try:
+        yield tell
+    finally:
+        tell("done")
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the launcher as Ctrl-C does, with the processes that it started."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    kinds = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = [signal.signal(kind, leave) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
 
 
 def free_port() -> int:
@@ -117,11 +173,15 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def _watch(watched: Sequence[Watched]) -> Watched | None:
+def _watch(watched: Sequence[Watched], tell: Callable[[str], None]) -> Watched | None:
     """Wait until all have ended well, or one has not: that one is returned."""
+    running = set(watched)
     while True:
         codes = [one.process.poll() for one in watched]
         for one, code in zip(watched, codes, strict=True):
+            if code is not None and one in running:
+                running.discard(one)
+                tell(f"-{one.process.pid}")  # its number may be given to another process now
             if code:
                 return one
         if all(code == 0 for code in codes):
@@ -137,7 +197,8 @@ def _end(watched: Sequence[Watched]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             one.process.wait(max(0.0, give_up - time.monotonic()))
         one.signal(signal.SIGKILL)
-        one.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(GRACE_S)  # one that hangs in the kernel is not waited for
 
 
 def _told(failed: Watched, processes: int, others: Sequence[Watched]) -> str:

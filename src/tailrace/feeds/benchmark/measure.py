@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
-from tailrace.data.counts import check_count
+from tailrace.data.counts import check_count, check_number
 from tailrace.data.dataset import Dataset
 from tailrace.data.trees import Tree, leaf_called, leaves, paths
 from tailrace.errors import DataError, DataExhausted, ElementError
@@ -55,8 +55,7 @@ def dataset_benchmark(
     """
     check_count("epochs", epochs, at_least=1)
     check_count("elements_per_epoch", elements_per_epoch, at_least=1)
-    if not timeout_s > 0:
-        raise DataError(f"timeout_s must be greater than 0. Received: timeout_s={timeout_s!r}.")
+    timeout_s = check_number("timeout_s", timeout_s, positive=True)
     source = as_dataset(dataset)
     asked = epochs * elements_per_epoch
     if source.length is not None and source.restartable and source.length < asked:

@@ -105,6 +105,10 @@ def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
     """Times for each member of each stage, from one number, one a stage, or lists for groups."""
     if isinstance(times, int | float | np.number):
         times = [times] * plan.stages
+    if not _is_list(times):
+        raise PlanError(
+            f"`{name}` is one time for all stages or a list with one for each; received {times!r}."
+        )
     if len(times) != plan.stages:
         raise PlanError(
             f"`{name}` is one time for all stages or a list with one for each: received "
@@ -116,21 +120,36 @@ def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
 def _stage_times(plan: "Plan", stage: int, given: Any, name: str) -> list[float]:
     members = len(plan.placement[stage])
     single = isinstance(given, int | float | np.number)
-    each = [float(given)] * members if single else [float(time) for time in given]
-    if len(each) != members or not all(0.0 <= time < float("inf") for time in each):
+    each = [given] * members if single else given
+    if not _are_times(each) or len(each) != members:
         raise PlanError(
             f"`{name}` of stage {stage} is a time of zero or more, or a list with one for each of "
             f"its {members} member(s); received {given!r}."
         )
-    return each
+    return [float(time) for time in each]
+
+
+def _is_list(given: Any) -> bool:
+    listed = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes)
+    return listed and getattr(given, "ndim", 1) > 0  # an array without a dim is none
+
+
+def _are_times(given: Any) -> bool:
+    """Whether it is a list of finite numbers of zero or more."""
+    return _is_list(given) and all(
+        isinstance(time, int | float | np.number)
+        and not isinstance(time, complex | np.complexfloating)
+        and 0.0 <= time < float("inf")
+        for time in given
+    )
 
 
 def _hops(plan: "Plan", transfer: float | Sequence[float]) -> list[float]:
     """For each virtual stage, how long its result travels to the next one."""
     boundaries = plan.stages - 1
-    given = np.atleast_1d(transfer).tolist()
-    given = given * boundaries if np.ndim(transfer) == 0 else given
-    if len(given) != boundaries or not all(0.0 <= time < float("inf") for time in given):
+    single = isinstance(transfer, int | float | np.number)
+    given = [transfer] * boundaries if single else transfer
+    if not _are_times(given) or len(given) != boundaries:
         raise PlanError(
             f"`transfer` is a time of zero or more, or a list with one for each of the "
             f"{boundaries} boundaries between stages; received {transfer!r}."

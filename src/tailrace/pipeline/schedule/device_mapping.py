@@ -9,6 +9,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from tailrace.errors import PlanError
 
 Placement = tuple[tuple[int, ...], ...]
@@ -19,6 +21,27 @@ Names = tuple[str | tuple[str, ...], ...]
 def _plain(members: Sequence[Any]) -> Any:
     """A group as a tuple; a group of one is the member itself."""
     return tuple(members) if len(members) != 1 else members[0]
+
+
+MOST_STAGES, MOST_MICROBATCHES = 10_000, 10**12
+"""More than any model has; numbers beyond are mistakes, or come from a damaged file."""
+
+
+def read_microbatches(value: Any) -> int:
+    """The count of microbatches, or a PlanError."""
+    count = whole_number(value, "microbatches")
+    if count > MOST_MICROBATCHES:
+        raise PlanError(
+            f"A plan has at most {MOST_MICROBATCHES:,} microbatches. Received: microbatches={count:,}."
+        )
+    return count
+
+
+def read_flag(value: Any, name: str) -> bool:
+    """`value` as a bool, or a PlanError that names the argument."""
+    if isinstance(value, int | np.bool_):
+        return bool(value)
+    raise PlanError(f"`{name}` is True or False; received {value!r}.")
 
 
 def whole_number(value: Any, name: str) -> int:
@@ -39,11 +62,13 @@ def read_stages(stages: Any) -> tuple[list[int | None], Names]:
     a list within the list is a group of concurrent stages.
     """
     if not isinstance(stages, list | tuple):
-        sizes: list[int | None] = [None] * max(whole_number(stages, "stages"), 0)
+        sizes: list[int | None] = [None] * _within(max(whole_number(stages, "stages"), 0), stages)
         entries: Sequence[Any] = ()
     else:
         entries = stages
-        sizes = [_group_size(entry, index) for index, entry in enumerate(entries)]
+        found = [_group_size(entry, index) for index, entry in enumerate(entries)]
+        _within(sum(found), stages)
+        sizes = [*found]
     if len(sizes) < 2:
         raise PlanError(
             "Pipeline requires at least two computational stages. "
@@ -51,6 +76,16 @@ def read_stages(stages: Any) -> tuple[list[int | None], Names]:
             "it without a pipeline; several stages may share a device (device_mapping=[0, 0])."
         )
     return sizes, _names(entries)
+
+
+def _within(members: int, stages: Any) -> int:
+    """A number of stages that can be planned: what a plan takes grows with it, before it is checked."""
+    if members > MOST_STAGES:
+        raise PlanError(
+            f"A plan has at most {MOST_STAGES:,} stages, members of groups counted. Received: "
+            f"{members:,} (stages={repr(stages)[:60]})."
+        )
+    return members
 
 
 def _group_size(entry: Any, index: int) -> int:

@@ -17,6 +17,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from tailrace.data.files import parse_json
 from tailrace.errors import PlanError
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 
@@ -47,8 +48,8 @@ def to_json(plan: "Plan", ticks: bool = True, indent: int | None = None) -> str:
 def from_json(text: str) -> dict[str, Any]:
     """The fields of a plan, `ticks` None where the text has none."""
     try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, TypeError) as error:
+        value = parse_json(text)
+    except (ValueError, TypeError) as error:
         raise PlanError(f"This is not the JSON of a plan: {error}.") from error
     if not isinstance(value, dict) or value.get("tailrace_plan") != _VERSION:
         raise PlanError(
@@ -104,8 +105,8 @@ def from_text(text: str) -> dict[str, Any]:
 
 def _value(text: str, key: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         raise PlanError(f"The plan's {key!r} cannot be read: {text!r} ({error}).") from error
 
 
@@ -148,7 +149,7 @@ def _fields(value: dict[str, Any]) -> dict[str, Any]:
             raise PlanError(f"The plan's {key!r} is a list, one entry a stage; received {held!r}.")
     return {
         "microbatches": value["microbatches"],
-        "schedule": PipelineSchedule(value["schedule"]),
+        "schedule": PipelineSchedule.parse(value["schedule"]),
         "device_mapping": _tuples(value["devices"]),
         "training": value["training"],
         "names": _tuples(names),

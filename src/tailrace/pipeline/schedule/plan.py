@@ -18,11 +18,12 @@ from tailrace.pipeline.schedule.device_mapping import (
     Names,
     Placement,
     placement_of,
+    read_flag,
     read_mapping,
+    read_microbatches,
     read_names,
     read_stages,
     require_one_stage_a_device,
-    whole_number,
 )
 from tailrace.pipeline.schedule.schedules import (
     Phases,
@@ -73,7 +74,7 @@ def plan(
     sizes, names = read_stages(stages)
     return Plan(
         microbatches=microbatches,
-        schedule=PipelineSchedule(schedule),
+        schedule=PipelineSchedule.parse(schedule),
         device_mapping=read_mapping(device_mapping, sizes),
         training=training,
         names=names,
@@ -102,12 +103,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         fields: dict[str, Any] = {
-            "microbatches": whole_number(self.microbatches, "microbatches"),
-            "schedule": PipelineSchedule(self.schedule),
+            "microbatches": read_microbatches(self.microbatches),
+            "schedule": PipelineSchedule.parse(self.schedule),
             "device_mapping": read_mapping(
                 self.device_mapping, read_stages(len(self.device_mapping))[0]
             ),
-            "training": bool(self.training),
+            "training": read_flag(self.training, "training"),
             "names": read_names(self.names, len(self.device_mapping)),
         }
         for name, value in fields.items():

@@ -38,6 +38,11 @@ class PipelineSchedule(StrEnum):
     """One microbatch at a time, as plain sharding does it; for debugging."""
 
     @classmethod
+    def parse(cls, value: object) -> "PipelineSchedule":
+        """The member that a text names; what is no text is not compared with anything."""
+        return cls(value) if isinstance(value, str) else cls._missing_(value)
+
+    @classmethod
     def _missing_(cls, value: object) -> "PipelineSchedule":
         if isinstance(value, str):
             for member in cls:

@@ -41,6 +41,11 @@ class SimulationMode(StrEnum):
     FREE = "free"
 
     @classmethod
+    def parse(cls, value: object) -> "SimulationMode":
+        """The member that a text names; what is no text is not compared with anything."""
+        return cls(value) if isinstance(value, str) else cls._missing_(value)
+
+    @classmethod
     def _missing_(cls, value: object) -> "SimulationMode":
         for member in cls:
             if isinstance(value, str) and member.value == value.strip().lower():
@@ -135,7 +140,7 @@ def simulate(
     >>> plan(4, 16, "interleaved").simulate(1.0, 2.0, mode="free").total
     57.0
     """
-    mode = SimulationMode(mode)
+    mode = SimulationMode.parse(mode)
     costs = costs_of(plan, forward, backward, transfer, update)
     work = plan.microbatches * np.bincount(costs.device, costs.time, costs.devices) + costs.update
     last = float(costs.update.max())

@@ -3,13 +3,16 @@
 import html
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from tailrace.data.counts import check_number
 from tailrace.errors import PlanError
 from tailrace.pipeline.balance_cuts import balanced_cut, stage_sums
+from tailrace.pipeline.schedule.device_mapping import read_flag, whole_number
 from tailrace.pipeline.schedule.plan import Plan, plan
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 from tailrace.pipeline.schedule.simulator import Simulation, SimulationMode
@@ -157,10 +160,15 @@ def what_if(
     >>> table.best.cut
     (2, 4, 6)
     """
-    back = [2.0 * time for time in forward] if backward is None else list(backward)
+    training = read_flag(training, "training")
+    forward = _times("forward", forward)
+    back = [2.0 * time for time in forward] if backward is None else _times("backward", backward)
     if not training:
         back = [0.0] * len(forward)
-    updates = np.atleast_1d(update).tolist() * (1 if np.ndim(update) else len(forward))
+    single = isinstance(update, int | float | np.number)
+    updates = _times("update", [update] * len(forward) if single else update)
+    if stash_bytes is not None:
+        stash_bytes = [int(size) for size in _times("stash_bytes", stash_bytes)]
     for name, given in (("backward", back), ("update", updates), ("stash_bytes", stash_bytes)):
         if given is not None and len(given) != len(forward):
             raise PlanError(
@@ -171,11 +179,11 @@ def what_if(
     cases = []
     for cut, schedule, mode, count in itertools.product(
         _all_cuts(np.add(forward, back).tolist(), stages, cuts),
-        map(PipelineSchedule, schedules),
-        map(SimulationMode, modes),
-        _several(microbatches),
+        map(PipelineSchedule.parse, _listed("schedules", schedules)),
+        map(SimulationMode.parse, _listed("modes", modes)),
+        _several("microbatches", microbatches),
     ):
-        for number in _several(devices) if devices is not None else [len(cut) + 1]:
+        for number in _several("devices", devices) if devices is not None else [len(cut) + 1]:
             case = Case(len(cut) + 1, number, schedule, mode, count, cut)
             layers = _Layers(forward, back, updates, stash_bytes, transfer, training, alone)
             cases.append(layers.answer(case))
@@ -228,8 +236,9 @@ class _Layers:
 def _all_cuts(
     costs: list[float], stages: int | Sequence[int] | None, cuts: Sequence[Sequence[int]] | None
 ) -> list[tuple[int, ...]]:
-    found = [tuple(cut) for cut in cuts or ()]
-    found += [balanced_cut(costs, number) for number in _several(stages or ())]
+    found = [tuple(_several("cuts", cut)) for cut in _listed("cuts", () if cuts is None else cuts)]
+    several = _several("stages", () if stages is None else stages)
+    found += [balanced_cut(costs, number) for number in several]
     if stages is None and cuts is None:
         found.append(tuple(range(1, len(costs))))
     for cut in found:
@@ -237,8 +246,24 @@ def _all_cuts(
     return list(dict.fromkeys(found))
 
 
-def _several(value: int | Sequence[int]) -> list[int]:
-    return np.atleast_1d(value).tolist()
+def _several(name: str, value: Any) -> list[int]:
+    """One whole number, or several."""
+    single = not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
+    return [whole_number(one, name) for one in ([value] if single else value)]
+
+
+def _times(name: str, given: Any) -> list[float]:
+    return [check_number(name, time, error=PlanError) for time in _listed(name, given)]
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    """What was given, as a list; a text or a number is none."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise PlanError(f"`{name}` is a list; received {given!r}.")
+    try:
+        return list(given)
+    except TypeError as error:  # an array without a dim
+        raise PlanError(f"`{name}` is a list; received {given!r}.") from error
 
 
 def _folded(stages: int, devices: int) -> list[int]:

@@ -117,7 +117,7 @@ class Accumulation:
 def _is_dtype(value: Any) -> bool:
     try:
         jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError, KeyError):
         return False
     return True
 
@@ -126,7 +126,7 @@ def check_dtype(dtype: Any, what: str) -> Any:
     """`dtype`, if an accumulator of it can hold a gradient."""
     try:
         found = jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, KeyError):
         raise OptionError(
             f"{what} must be a dtype, or a function that returns one. Received: {dtype!r}."
         ) from None

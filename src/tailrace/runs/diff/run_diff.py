@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.counts import check_number
 from tailrace.errors import OptionError
 from tailrace.records.history import History
 from tailrace.records.records import Record
@@ -65,9 +66,8 @@ def diff(
     >>> bool(tr.diff(f, f, jnp.linspace(0, 1, 5), devices=("cpu", jax.devices()[0])))
     False
     """
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if not value >= 0:
-            raise OptionError(f"{name} is a number of at least 0. Received: {name}={value!r}.")
+    rtol = check_number("rtol", rtol, error=OptionError)
+    atol = check_number("atol", atol, error=OptionError)
     placed = {"a batch": batch, "devices": devices, "dtypes": dtypes}
     if _is_run(first) and _is_run(second):
         for what, value in placed.items():

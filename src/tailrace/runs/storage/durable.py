@@ -7,10 +7,11 @@ import errno
 import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+
+from tailrace.runs.storage.held import HeldDirectory
 
 PARTIAL = ".partial"
-"""The ending of a file that is not ready yet; it is overwritten by the next one of that name."""
+"""The ending of a file that is not ready yet; one that was left behind is replaced."""
 THREADS, MOST_AT_ONCE = "tailrace-run-disk", 8
 """The threads that wait for the disk: their name, and how many there are while files are written."""
 
@@ -18,7 +19,7 @@ NOT_FOR_FOLDERS = (errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 """What Windows, which opens no folders, and file systems that force none say to it."""
 
 
-def put_files(root: Path, contents: Mapping[str, bytes]) -> None:
+def put_files(root: HeldDirectory, contents: Mapping[str, bytes]) -> None:
     """Write files and force them to the disk; each replaces the one of its name as a whole.
 
     All are written, then all are forced, so that the disk gets them together; only then are they
@@ -28,61 +29,60 @@ def put_files(root: Path, contents: Mapping[str, bytes]) -> None:
         root: the directory that the names are relative to.
         contents: what to write, by name.
     """
-    paths = {os.path.join(root, name): content for name, content in contents.items()}
+    root.check()
     changed: set[str] = set()
     try:
-        for path, content in paths.items():
-            changed |= _make_folder(os.path.dirname(path))
-            with open(path + PARTIAL, "wb") as file:
-                file.write(content)
-        _at_once(lambda path: _force(path + PARTIAL, os.O_RDWR), paths)
-        for path in paths:
-            _rename(path + PARTIAL, path)
+        for name, content in contents.items():
+            changed |= root.make_folder(name.rpartition("/")[0])
+            _write(root, name + PARTIAL, content)
+        _at_once(lambda name: _force(root, name + PARTIAL), contents)
+        root.check()  # what was written into a directory that lost its name is of no use
+        for name in contents:
+            _rename(root, name + PARTIAL, name)
     except BaseException:
-        for path in paths:
-            with contextlib.suppress(OSError):
-                os.unlink(path + PARTIAL)
+        for name in contents:
+            with contextlib.suppress(Exception):
+                root.unlink(name + PARTIAL)
         raise
-    _at_once(_force_folder, changed)
+    _at_once(lambda name: _force_folder(root, name), changed)
 
 
-def _at_once(call: Callable[[str], None], paths: Collection[str]) -> None:
-    """Call for each path, several at a time: the disk then takes one turn for many of them."""
-    if len(paths) < 2:
-        for path in paths:
-            call(path)
+def _write(root: HeldDirectory, name: str, content: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        root.unlink(name)  # a link or a second name of another file may be in its place
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    with os.fdopen(root.open(name, flags), "wb") as file:
+        file.write(content)
+
+
+def _at_once(call: Callable[[str], None], names: Collection[str]) -> None:
+    """Call for each name, several at a time: the disk then takes one turn for many of them."""
+    if len(names) < 2:
+        for name in names:
+            call(name)
         return
-    with ThreadPoolExecutor(min(len(paths), MOST_AT_ONCE), thread_name_prefix=THREADS) as pool:
-        list(pool.map(call, paths))
+    with ThreadPoolExecutor(min(len(names), MOST_AT_ONCE), thread_name_prefix=THREADS) as pool:
+        list(pool.map(call, names))
 
 
-def _make_folder(folder: str) -> set[str]:
-    """Make a folder; returns it and those that it is new in, as their lists of files change."""
-    changed = {folder}
-    above = folder
-    while not os.path.isdir(above) and os.path.dirname(above) != above:
-        above = os.path.dirname(above)
-        changed.add(above)
-    if len(changed) > 1:
-        os.makedirs(folder, exist_ok=True)
-    return changed
+def _rename(root: HeldDirectory, name: str, new: str) -> None:
+    root.rename(name, new)
 
 
-def _rename(path: str, name: str) -> None:
-    os.replace(path, name)
+def _force(root: HeldDirectory, name: str) -> None:
+    _force_handle(root.open(name, os.O_RDWR))
 
 
-def _force(path: str, flags: int) -> None:
-    handle = os.open(path, flags)
+def _force_folder(root: HeldDirectory, name: str) -> None:
+    try:
+        _force_handle(root.open_folder(name))
+    except OSError as error:
+        if error.errno not in NOT_FOR_FOLDERS:
+            raise
+
+
+def _force_handle(handle: int) -> None:
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _force_folder(folder: str) -> None:
-    try:
-        _force(folder, os.O_RDONLY)
-    except OSError as error:
-        if error.errno not in NOT_FOR_FOLDERS:
-            raise

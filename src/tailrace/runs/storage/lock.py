@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import IO
+import stat
 
 from tailrace.errors import RunError
+from tailrace.runs.storage.held import HeldDirectory
 
 NAME = "lock"
+_CONTENT = 64
+"""Bytes of the file that are looked at: a number is in it."""
 
 
 class DirectoryLock:
@@ -18,9 +20,9 @@ class DirectoryLock:
     itself is the lock.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / NAME
-        self._file: IO[str] | None = None
+    def __init__(self, directory: HeldDirectory) -> None:
+        self._directory = directory
+        self._handle: int | None = None
         self._is_file = False
 
     def acquire(self) -> None:
@@ -29,37 +31,65 @@ class DirectoryLock:
             import fcntl
         except ImportError:  # not a Unix
             try:
-                self._file = self._path.open("x")
+                handle = self._directory.open(NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 self._is_file = True
             except FileExistsError:
-                raise self._taken() from None
+                raise self._taken(b"") from None
         else:
-            self._file = self._path.open("a+")
+            handle = self._directory.open(NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                error = self._taken()
-                self._file.close()
-                self._file = None
+                self._check_own(os.fstat(handle))
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                error = self._taken(os.read(handle, _CONTENT))
+                os.close(handle)
                 raise error from None
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
+            except BaseException:
+                os.close(handle)
+                raise
+        self._handle = handle
+        os.truncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+
+    def check(self) -> None:
+        """Refuse to go on if the file is no longer the one that was locked: it locks nothing then."""
+        if self._handle is None:
+            return
+        try:
+            now = self._directory.open(NAME, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        except FileNotFoundError:
+            same = False
+        else:
+            same = os.path.sameopenfile(now, self._handle)
+            os.close(now)
+        if not same:
+            raise RunError(
+                f"The file {NAME!r} in {str(self._directory.path)!r} was removed or replaced while "
+                f"the run was written, so another process may write there too: nothing more is "
+                f"written. Leave a run directory alone until its training has ended."
+            )
 
     def release(self) -> None:
         """Give it back; nothing if it is not held."""
-        if self._file is not None:
+        if self._handle is not None:
             # A file that is only locked stays: removed, it could be locked twice by two names.
             if self._is_file:
-                self._path.unlink(missing_ok=True)
-            self._file.close()
-            self._file = None
+                self._directory.remove(NAME)
+            os.close(self._handle)
+            self._handle = None
 
-    def _taken(self) -> RunError:
-        who = self._path.read_text(errors="replace").strip() if self._path.exists() else ""
+    def _check_own(self, about: os.stat_result) -> None:
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
+            raise RunError(
+                f"The file {NAME!r} of a run directory is a file of its own. In "
+                f"{str(self._directory.path)!r} it is a pipe, a device, or another file's second name. "
+                f"Remove it, or give run_dir another directory."
+            )
+
+    def _taken(self, content: bytes) -> RunError:
+        who = content.decode(errors="replace").strip()
         writer = f" (process {who})" if who.isdigit() else ""
         return RunError(
-            f"A run directory has one writer at a time, and {str(self._path.parent)!r} is being "
+            f"A run directory has one writer at a time, and {str(self._directory.path)!r} is being "
             f"written{writer}. Give run_dir another directory, or wait until that fit has ended."
         )

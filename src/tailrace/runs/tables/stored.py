@@ -1,4 +1,8 @@
-"""Rows of a run on disk, read when somebody asks for them and checked while they are read."""
+"""Rows of a run on disk: read when they are asked for, and checked while they are read.
+
+What is declared is compared with what is there before memory is taken: a chunk is compressed by a
+method that makes it at most `MOST_DENSE` times smaller, so a small file cannot stand for a large array.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,21 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.files import read_head, too_large
 from tailrace.errors import RunError, TailraceError
 from tailrace.messages import shown
 from tailrace.records.records import Record, Source
-from tailrace.runs.storage.files import build_tree, own_dtype
+from tailrace.runs.storage.files import build_tree, import_zarr, own_dtype
 from tailrace.taps.reductions import STATS
+
+CODECS = {"bytes", "blosc", "crc32c"}
+"""How arrays of a run are encoded; see `tailrace.runs.storage.files.codecs`."""
+
+MOST_DENSE = 256
+"""LZ4 makes nothing smaller than a 255th."""
+
+BLOSC_HEADER = 16
+"""Bytes in front of a compressed chunk; bytes 4 to 7 say how many it becomes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +95,7 @@ class StoredPart:
         else:
             tree = table.group.attrs.get("tree")
             values = build_tree(tree, lambda leaf: table.column(f"values{leaf}", self.number))
-        stage = int(table.group["stage"][self.number])
+        stage = int(self._stage())
         return Record(
             self.name,
             self.kind,
@@ -92,6 +106,11 @@ class StoredPart:
             np.full(len(steps), stage),
             table.column("ran", self.number) if "ran" in arrays else None,
         )
+
+    def _stage(self) -> Any:
+        table, name = self.table, "stage"
+        count = _one_array(table.group, name).shape[0]
+        return read_rows(table.directory, table.path, table.group, name, 0, count)[self.number]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +180,13 @@ def read_rows(
     """Rows of one array; a chunk that is missing or damaged is an error, not a row of zeros."""
     where = f"{path}/{name}"
     with describing(directory, where):
-        array = group[name]
+        array = _one_array(group, name)
         if array.shape[0] < stop:
             raise RunError(
                 f"The run '{shown(str(directory))}' is truncated: {where} has {array.shape[0]} "
                 f"rows, and {stop} were written."
             )
+        _check_size(directory, where, array, stop - start, tensor)
         _check_chunks(directory, where, array, start, stop, tensor)
         index = slice(start, stop) if tensor is None else (slice(start, stop), tensor)
         values = np.asarray(array[index])
@@ -187,12 +207,55 @@ def _check_chunks(
         for other in np.ndindex(*(len(r) for r in rest)):
             chunk = (row, *(r[i] for r, i in zip(rest, other, strict=True)))
             file = directory / where / array.metadata.encode_chunk_key(chunk)
-            if not file.exists():
+            if file.is_file():
+                _check_density(file, array)
+            else:
                 raise RunError(
                     f"The run '{shown(str(directory))}' is truncated: the chunk "
                     f"{'/'.join(map(str, chunk))} of {where} is missing. Other arrays can still "
                     f"be read."
                 )
+
+
+def _one_array(group: Any, name: str) -> Any:
+    """An array of the kind that a writer makes: other codecs could do anything."""
+    array = group[name]
+    codecs = [codec.to_dict() for codec in array.metadata.codecs]
+    named = [codec["name"] for codec in codecs]
+    if not {"blosc", "crc32c"} <= set(named) <= CODECS:
+        raise ValueError(f"it is compressed by {named}, and runs by blosc with a checksum")
+    return array
+
+
+def _check_size(directory: Path, where: str, array: Any, rows: int, tensor: int | None) -> None:
+    # Values of variable length have no size of their own; none of those are read.
+    values = math.prod(array.shape[1:] if tensor is None else array.shape[2:])
+    size = max(rows * values, math.prod(array.chunks)) * np.dtype(array.dtype).itemsize
+    limit = array.store_path.store.limit
+    if size > limit:
+        raise too_large(f"{where} of the run '{shown(str(directory))}'", size, limit, RunError)
+
+
+def _check_density(file: Path, array: Any) -> None:
+    """Refuse a chunk that cannot hold as much as it says, before room is made for that."""
+    expected = math.prod(array.chunks) * np.dtype(array.dtype).itemsize
+    head = read_head(file, BLOSC_HEADER, RunError)
+    size = file.stat().st_size
+    declared = int.from_bytes(head[4:8], "little")
+    if len(head) < BLOSC_HEADER or declared != expected or expected > MOST_DENSE * size:
+        raise ValueError(
+            f"the chunk {file.name} has {size:,} bytes and says that it is {declared:,}, where "
+            f"{expected:,} are expected"
+        )
+
+
+def open_root(directory: Path, limit: int | None = None) -> Any:
+    """The Zarr group of a run, for reading."""
+    zarr = import_zarr()
+    with describing(directory, "zarr.json"):
+        from tailrace.runs.storage.stores import RunStore
+
+        return zarr.open_group(RunStore(directory, limit), mode="r", zarr_format=3)
 
 
 @contextlib.contextmanager

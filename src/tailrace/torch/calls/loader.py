@@ -12,7 +12,9 @@ import torch
 from torch.utils import data as torch_data
 
 from tailrace.errors import OptionError
-from tailrace.messages import note_once
+from tailrace.feeds.background import STOP_S
+from tailrace.feeds.waiting import LOOK_S, NOTE_S
+from tailrace.messages import logger, note_once
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.errors import UsageError
@@ -213,7 +215,7 @@ class Ahead:
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            while (item := self._queue.get()) is not self._END:
+            while (item := self._next()) is not self._END:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -221,9 +223,22 @@ class Ahead:
             self.stop()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread; one that the dataset keeps is left behind, and ends with it."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(timeout=STOP_S)
+
+    def _next(self) -> Any:
+        waited, note_at = 0.0, NOTE_S
+        while True:
+            try:
+                return self._queue.get(timeout=LOOK_S)
+            except queue.Empty:
+                waited += LOOK_S
+            if waited >= note_at:
+                logger.warning(
+                    f"Still waiting for the next batch of a loader, for {waited:.0f} s now."
+                )
+                note_at *= 2
 
 
 def _rebatched(batches: Iterable[Any], rows: int, drop_last: bool) -> Iterator[Any]:

@@ -106,7 +106,8 @@ class TrainingModel(FollowingModel):
 
     def load(self, path: Any) -> None:
         """Go on from a file that `save` wrote: training continues as if it had never stopped."""
-        trees, note = read_state(path)
+        kinds = {"step": int, "seed": int, "optimizer": str, "unused": list, "late": dict}
+        trees, note = read_state(path, kinds)
         self._take_shared()
         params, buffers = weights_of(self.module)
         unused = frozenset(note.get("unused", ()))

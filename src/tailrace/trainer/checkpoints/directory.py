@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.errors import CheckpointError, RunError
+from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.snapshot import Snapshot
@@ -91,10 +92,13 @@ class CheckpointDirectory:
         """While this process may write; refuses a second one."""
         with orbax_files.sentence(self.directory, "cannot be written"):
             self.directory.mkdir(parents=True, exist_ok=True)
-        lock = DirectoryLock(self.directory)
+        held = HeldDirectory(self.directory)
+        lock = DirectoryLock(held)
         try:
+            held.hold()
             lock.acquire()
         except RunError:
+            held.release()
             raise CheckpointError(
                 f"A checkpoint directory belongs to one trainer at a time, and "
                 f"{str(self.directory)!r} is in use. Give this one another directory, or wait until "
@@ -106,6 +110,7 @@ class CheckpointDirectory:
             yield
         finally:
             lock.release()
+            held.release()
 
 
 def superseded(kept: list[Kept], keep: int) -> list[Kept]:
