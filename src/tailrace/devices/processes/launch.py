@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from tailrace.devices.processes.distributed import COORDINATOR, PROCESS, PROCESSES
+from tailrace.devices.environment import COORDINATOR, PROCESS, PROCESSES
 from tailrace.errors import OptionError
 
 LINES = 20
