@@ -32,6 +32,7 @@ ROOMS = [
     "program",
     "pipeline",
     "runs",
+    "page",
     "training",
 ]
 """From the data door to the observers' door. A room sees those before it; the rest are porches."""
