@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import Any
 
 Subparsers = Any  # argparse's own class for this is private
@@ -87,7 +88,8 @@ def view(subparsers: Subparsers) -> None:
 def _run_view(arguments: argparse.Namespace) -> int:
     from tailrace.page.server.serve import serve
 
-    serve(arguments.directories, arguments.port)
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+        serve(arguments.directories, arguments.port)
     return 0
 
 

@@ -16,7 +16,10 @@ DEPTH_RATIO = 1e-3
 compared with the last layer's, they explode."""
 
 GROWTH = 1e3
-"""A gradient that grows by that factor over its own median explodes."""
+"""A gradient that grows by that factor over the median of what it was before explodes."""
+
+FEWEST = 8
+"""Columns before the highest that a judgement needs."""
 
 KINDS = ("grad", "accumulated", "reduced")
 """What counts as a gradient; the first that was recorded is looked at."""
@@ -90,11 +93,11 @@ def _over_time(rms: LayerMap, rows: list[int]) -> Iterator[Finding]:
     for row in rows:
         values = rms.values[row]
         there = np.isfinite(values) & (values > 0)
-        if there.sum() < 8:
+        highest = int(np.argmax(np.where(there, values, -np.inf)))
+        before = values[:highest][there[:highest]]
+        if len(before) < FEWEST:
             continue
-        median = float(np.median(values[there]))
-        highest = int(np.nanargmax(np.where(there, values, -np.inf)))
-        growth = float(values[highest]) / median
+        growth = float(values[highest] / np.median(before))
         if growth > GROWTH and (worst is None or growth > worst[0]):
             worst = growth, row, highest
     if worst is not None:
@@ -102,8 +105,8 @@ def _over_time(rms: LayerMap, rows: list[int]) -> Iterator[Finding]:
         yield Finding(
             Severity.BAD,
             "exploding gradients",
-            f"{rms.names[row]!r} reaches {number(growth, 2)} times its median near step "
-            f"{int(rms.steps[column])}. Lower the learning rate, or clip gradients.",
+            f"{rms.names[row]!r} grows to {number(growth, 2)} times its median so far "
+            f"near step {int(rms.steps[column])}. Lower the learning rate, or clip gradients.",
             rms.names[row],
             int(rms.steps[column]),
         )

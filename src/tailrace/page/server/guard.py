@@ -15,7 +15,7 @@ HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """What a browser may load for the page: its own files, and nothing from elsewhere."""
 

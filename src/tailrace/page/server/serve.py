@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import socket
 import threading
@@ -46,7 +47,7 @@ def serve(
     directories: Sequence[Any],
     port: int = 0,
     *,
-    announce: Callable[[str], None] = print,
+    announce: Callable[[str], None] = functools.partial(print, flush=True),
     stop: threading.Event | None = None,
 ) -> None:
     """Serve the page about some runs until Ctrl-C.
