@@ -13,6 +13,10 @@ from tailrace.runs.tables.stored import StoredTable
 from tailrace.taps.catalogue import Entry, matches
 
 
+Row = tuple[int, np.ndarray]
+"""How many steps share a column, and the values."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerMap:
     """A measure of many tensors over the steps.
@@ -49,50 +53,58 @@ class LayerMap:
 
 def layer_map(followed: FollowedRun, measure: str = "rms", select: str = "*") -> LayerMap:
     """A measure of all tensors that a selection matches, over the steps of a run."""
-    run, problems = followed.readable(), []
+    problems: list[str] = []
     catalogue = followed.catalogue
-    order = {name: place for place, name in enumerate(catalogue.names)}
-    rows: dict[str, tuple[int, np.ndarray]] = {}
-    sources: dict[str, int] = {}
-    for table in run.tables:
-        if table.kind not in SOURCES[measure] or not any(_chosen(select, n) for n in table.names):
-            continue
+    rows: dict[str, list[Row]] = {}
+    sources: dict[str, str] = {}
+    kinds = SOURCES[measure]
+    tables = [table for table in followed.readable().tables if table.kind in kinds]
+    for table in sorted(tables, key=lambda table: kinds.index(table.kind)):
+        wanted = {name for name in table.names if _chosen(select, name)}
+        if not any(sources.get(name, table.kind) == table.kind for name in wanted):
+            continue  # a better kind of record has them all
         try:
             found = _digest(followed, table, measure, sizes_of(catalogue))
         except RunError as error:
             problems.append(str(error))
             continue
-        rank = SOURCES[measure].index(table.kind)
         for name, values in zip(found.names, found.values, strict=True):
-            if _chosen(select, name.split(" [")[0]) and rank < sources.get(name, 99):
-                rows[name], sources[name] = (found.width, values), rank
-    names = sorted(rows, key=lambda name: order.get(name.split(" [")[0], len(order)))
-    return _joined(measure, names, rows, followed.first_step, problems)
+            tensor = plain_name(name)
+            if tensor in wanted and sources.setdefault(tensor, table.kind) == table.kind:
+                rows.setdefault(name, []).append((found.width, values))
+    order = {name: place for place, name in enumerate(catalogue.names)}
+    names = sorted(rows, key=lambda name: order.get(plain_name(name), len(order)))
+    return _joined(measure, [(name, rows[name]) for name in names], followed.first_step, problems)
+
+
+def plain_name(name: str) -> str:
+    """The tensor that a row belongs to; layers of a scan have their number behind it.
+
+    >>> plain_name("grad/stack/w [3]")
+    'grad/stack/w'
+    """
+    return name.partition(" [")[0]
 
 
 def _joined(
-    measure: str,
-    names: list[str],
-    rows: dict[str, tuple[int, np.ndarray]],
-    first: int,
-    problems: list[str],
+    measure: str, rows: list[tuple[str, list[Row]]], first: int, problems: list[str]
 ) -> LayerMap:
     """Rows of tables that began and ended at different steps, on one axis."""
-    width = max((each for each, _ in rows.values()), default=1)
-    ends = [each * len(found) for each, found in rows.values()]
-    count = -(-max(ends, default=0) // width)
-    values = np.full((len(names), count), np.nan)
-    for row, name in enumerate(names):
-        own, found = rows[name]
-        each = width // own
-        padded = np.full(-(-len(found) // each) * each, np.nan)
-        padded[: len(found)] = found
-        parts = padded.reshape(-1, each)
-        there = np.isfinite(parts)
-        total = np.where(there, parts, 0).sum(axis=1)
-        share = 1 if measure == "nonfinite" else there.sum(axis=1)
+    parts = [part for _, row in rows for part in row]
+    width = max((each for each, _ in parts), default=1)
+    count = -(-max((each * len(found) for each, found in parts), default=0) // width)
+    values = np.full((len(rows), count), np.nan)
+    for place, (_, row) in enumerate(rows):
+        total, weight = np.zeros(count), np.zeros(count, np.int64)
+        for each, found in row:
+            there = np.isfinite(found)
+            columns = (np.arange(len(found)) * each // width)[there]
+            np.add.at(total, columns, found[there])
+            np.add.at(weight, columns, 1)
+        share = np.minimum(weight, 1) if measure == "nonfinite" else weight
         with np.errstate(invalid="ignore", divide="ignore"):
-            values[row, : len(parts)] = np.where(there.any(axis=1), total / share, np.nan)
+            values[place] = np.where(weight > 0, total / share, np.nan)
+    names = [name for name, _ in rows]
     return LayerMap(measure, names, first + width * np.arange(count), width, values, problems)
 
 

@@ -87,16 +87,23 @@ def statistics(
     followed: FollowedRun, name: str, first: int | None = None, last: int | None = None
 ) -> dict[str, Curve]:
     """The course of what was kept of a tensor: statistics, norm, or a function's scalar."""
-    found: dict[str, Curve] = {}
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for table, number in places(followed, name):
-        arrays = _columns(table)
         with describing(table.directory, table.path):
-            steps = _growing(followed, table, "step", None).astype(np.int64)
-            for title, array in arrays.items():
-                if title not in found:
-                    values = _growing(followed, table, array, number)
-                    found[title] = curve(steps, values, first=first, last=last)
-    return found
+            for title, array in _columns(table).items():
+                steps = _growing(followed, table, "step", None).astype(np.int64)
+                values = _growing(followed, table, array, number)
+                parts.setdefault(title, []).append((steps, values))
+    return {title: curve(*_in_order(each), first=first, last=last) for title, each in parts.items()}
+
+
+def _in_order(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of several tables, by step."""
+    if len(parts) == 1:
+        return parts[0]
+    steps, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(steps, kind="stable")
+    return steps[order], values[order]
 
 
 def _columns(table: StoredTable) -> dict[str, str]:
@@ -116,12 +123,25 @@ def _growing(followed: FollowedRun, table: StoredTable, name: str, tensor: int |
 
 def exponents(followed: FollowedRun, name: str) -> Exponents | None:
     """The values of a tensor by exponent over the steps; None if the run has no such records."""
+    found = []
     for table, number in places(followed, name):
         if is_histogram(table) or table.kind == "tensor":
             with describing(table.directory, table.path):
                 digest = followed.kept((table.path, "exponents", number), HistogramDigest)
-                return digest.follow(table, number, followed.first_step)
-    return None
+                found.append((table.kind, digest.follow(table, number, followed.first_step)))
+    # Histograms and whole tensors of the same steps would be counted twice.
+    of_one_kind = [one for kind, one in found if kind == found[0][0]]
+    return _together(of_one_kind) if of_one_kind else None
+
+
+def _together(parts: list[Exponents]) -> Exponents:
+    """The counts of several tables on one axis."""
+    width = max(part.width for part in parts)
+    count = -(-max(part.width * len(part.steps) for part in parts) // width)
+    counts = np.zeros((count, NUM_BINS))
+    for part in parts:
+        np.add.at(counts, np.arange(len(part.steps)) * part.width // width, part.counts)
+    return Exponents(parts[0].steps[0] + width * np.arange(count), width, counts)
 
 
 def format_limits() -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from tailrace.page.findings.finding import Finding, Severity
-from tailrace.page.layers import LayerMap
+from tailrace.page.layers import LayerMap, plain_name
 
 ZERO_ACTIVATIONS = 0.95
 """An activation with that share of zeros is dead: a working ReLU has about half."""
@@ -29,7 +29,7 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
     silent: list[tuple[float, str]] = []
     biases: list[tuple[float, str]] = []
     for name, share in zip(zero.names, late, strict=True):
-        plain = name.split(" [")[0]
+        plain = plain_name(name)
         if name.startswith("activation/") and share >= ZERO_ACTIVATIONS and not _is_mask(plain):
             silent.append((float(share), name))
         if name.startswith("grad/") and len(shapes.get(plain, ())) == 1 and share >= DEAD_UNITS:

@@ -68,7 +68,12 @@ def serve(
     listening = _listen(port)
     address = f"http://{LOOPBACK}:{listening.getsockname()[1]}/?token={token}"
     config = uvicorn.Config(
-        app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        app,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     threading.Thread(target=_read_ahead, args=(runs,), daemon=True).start()
