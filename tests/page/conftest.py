@@ -55,9 +55,9 @@ class Served:
         connection.close()
         return found
 
-    def ask(self, name, **query):
+    def ask(self, question, **query):
         """What the server answers to the page."""
-        status, _, body = self.get(f"/{self.token}/api/{name}?{urlencode(query)}")
+        status, _, body = self.get(f"/{self.token}/api/{question}?{urlencode(query)}")
         assert status == 200, body
         return json.loads(body)
 

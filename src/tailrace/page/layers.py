@@ -95,6 +95,9 @@ def _joined(
     count = -(-max((each * len(found) for each, found in parts), default=0) // width)
     values = np.full((len(rows), count), np.nan)
     for place, (_, row) in enumerate(rows):
+        if len(row) == 1 and row[0][0] == width:
+            values[place, : len(row[0][1])] = row[0][1]
+            continue
         total, weight = np.zeros(count), np.zeros(count, np.int64)
         for each, found in row:
             there = np.isfinite(found)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tailrace.errors import MissingDependency, OptionError, RunError, TailraceError
-from tailrace.page.findings.findings import findings
+from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.page.followed import FollowedRun
 from tailrace.page.server.app import make_app
 from tailrace.page.server.events import Follower
@@ -76,7 +75,6 @@ def serve(
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
-    threading.Thread(target=_read_ahead, args=(runs,), daemon=True).start()
     announce(f"Look at {address}  (Ctrl-C ends it)")
     with listening:
         asyncio.run(_serve(server, follower, listening, stop))
@@ -108,11 +106,3 @@ def _listen(port: int) -> socket.socket:
             f"Nothing can listen at port {port}: {error.strerror}. Give another --port, or none."
         ) from error
 
-
-def _read_ahead(runs: Sequence[FollowedRun]) -> None:
-    """Sum up large tables before the page asks for them."""
-    for followed in runs:
-        try:
-            findings(followed)
-        except TailraceError:
-            continue  # the page says it

@@ -120,9 +120,10 @@ class Page {
   async changed(versions) {
     const same = versions.every((version, number) => this.runs[number]?.version === version);
     if (same) return;
-    await this.look();
+    await Promise.all([this.look(), this.refresh()]);
     this.chips();
-    await this.refresh();
+    this.connection(true);
+    document.documentElement.dataset.versions = versions.join(",");
   }
 
   connection(on) {

@@ -58,16 +58,17 @@ export function open(main, page) {
     return made;
 
     function button([, kind, stage, microbatch]) {
+      const text = `${kind}${stages.length > devices.length ? `${stage}.` : ""}${microbatch}`;
       const label = `${kind === "F" ? "forward" : "backward"} of microbatch ${microbatch} in ${stages[stage]}`;
       const attributes = {
         type: "button",
         class: kind,
         title: label,
-        "aria-label": label,
+        "aria-label": `${text}: ${label}`,
         tabindex: "-1",
         onclick: (event) => choose(event.currentTarget, kind, stage, microbatch, label),
       };
-      return el("button", attributes, `${kind}${stages.length > devices.length ? `${stage}.` : ""}${microbatch}`);
+      return el("button", attributes, text);
     }
 
     async function choose(pressed, kind, stage, microbatch, label) {
