@@ -8,11 +8,25 @@ import zarr
 
 from tailrace.runs.info import write_info
 from tailrace.runs.tables.columns import Columns
-from tailrace.runs.tables.tables import EXECUTION, COORDINATES, HistoryTable
+from tailrace.runs.tables.tables import COORDINATES, EXECUTION, HistoryTable
 from tailrace.taps.reductions import NUM_BINS, STATS
 
 EPOCH = 1.7e9
 """When made runs began, in seconds since 1970."""
+
+
+NAMES = [
+    *(f"activation/layer{n}" for n in range(4)),
+    *(f"grad/layer{n}/{part}" for n in range(4) for part in ("w", "b")),
+]
+
+
+def healthy_stats(steps, names=NAMES):
+    """Statistics that nothing is wrong with."""
+    shape = (steps, len(names))
+    std = np.full(shape, 0.01)
+    zero = np.broadcast_to([0.5 if n.startswith("activation") else 0.0 for n in names], shape)
+    return {"std": std, "min": -3 * std, "max": 3 * std, "zero": zero}
 
 
 class MadeRun:
@@ -98,9 +112,7 @@ class MadeRun:
                 columns.add_column(field, STATS[field], (), ["tensor"], tensors=len(names))
         else:
             dims = ["tensor", "bin"]
-            columns.add_column(
-                "values", np.dtype(np.int32), (NUM_BINS,), dims, tensors=len(names)
-            )
+            columns.add_column("values", np.dtype(np.int32), (NUM_BINS,), dims, tensors=len(names))
         return columns
 
     def grow(self, metrics, *, stats=None, histograms=None, seconds=None, writing=True):

@@ -7,13 +7,14 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
-from conftest import NAMES, healthy_stats
-from made_runs import MadeRun, add_report, bell, falling
+from made_runs import NAMES, MadeRun, add_report, bell, falling, healthy_stats
 from playwright.sync_api import Error, expect, sync_playwright
 
 import tailrace as tr
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 HOSTILE = "grad/<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 VIEWS = ("overview", "tensors", "layers", "pipeline", "runs")
@@ -89,10 +90,14 @@ def pipelined(directory, steps=20):
 def test_loss_metrics_and_speed_are_drawn(made, served, look):
     page = look(served(made.directory).address)
     for title in ("loss", "accuracy", "steps/s"):
-        card = page.locator("section.card", has=page.locator("h2 span", has_text=re.compile(f"^{title}$")))
+        card = page.locator(
+            "section.card", has=page.locator("h2 span", has_text=re.compile(f"^{title}$"))
+        )
         expect(card.locator("canvas")).to_be_visible()
     assert drawn_colours(page, "section.card canvas") > 3
-    expect(page.get_by_role("img", name=re.compile("loss over steps. made: last 0.1"))).to_be_visible()
+    expect(
+        page.get_by_role("img", name=re.compile("loss over steps. made: last 0.1"))
+    ).to_be_visible()
     expect(page.get_by_text("None in what was recorded.")).to_be_visible()
 
 
@@ -139,7 +144,9 @@ def test_the_catalogue_is_searched_and_a_tensor_is_shown(made, served, look):
     expect(page.locator("h2.mono")).to_have_text("grad/layer0/b")
     page.locator(histogram).focus()
     page.keyboard.press("ArrowDown")
-    expect(page.get_by_text(re.compile(r"step 199: .* of the values are between 2\^"))).to_be_visible()
+    expect(
+        page.get_by_text(re.compile(r"step 199: .* of the values are between 2\^"))
+    ).to_be_visible()
 
 
 def test_a_vanishing_gradient_shows_at_a_glance(tmp_path, served, look):
@@ -152,7 +159,9 @@ def test_a_vanishing_gradient_shows_at_a_glance(tmp_path, served, look):
     expect(finding).to_be_visible()
     page.keyboard.press("3")
     canvas = page.locator("main canvas[role=img]")
-    expect(canvas).to_have_attribute("aria-label", "root mean square of grad/*, deep: 10 rows over 60 columns of steps")
+    expect(canvas).to_have_attribute(
+        "aria-label", "root mean square of grad/*, deep: 10 rows over 60 columns of steps"
+    )
     assert drawn_colours(page, "main canvas[role=img]") >= 10
     canvas.focus()
     page.keyboard.press("ArrowLeft")
@@ -171,7 +180,9 @@ def test_measures_of_layers(made, served, look):
     expect(page.get_by_text("12 tensors")).to_be_visible()
     for text in ("share of zeros", "NaN and Inf values"):
         page.get_by_label("Measure").select_option(label=text)
-        expect(page.locator("main canvas[role=img]")).to_have_attribute("aria-label", re.compile(f"^{text} of"))
+        expect(page.locator("main canvas[role=img]")).to_have_attribute(
+            "aria-label", re.compile(f"^{text} of")
+        )
 
 
 def test_a_grid_opens_the_records_behind_a_cell(tmp_path, served, look):
@@ -182,7 +193,9 @@ def test_a_grid_opens_the_records_behind_a_cell(tmp_path, served, look):
     first.focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("heading", name="The forward of microbatch 1 in stage 0")).to_be_visible()
+    expect(
+        page.get_by_role("heading", name="The forward of microbatch 1 in stage 0")
+    ).to_be_visible()
     expect(page.locator("table.records tbody tr")).to_have_count(1)
     expect(page.locator("table.records")).to_contain_text("activation/a")
     page.get_by_role("button", name="backward of microbatch 3 in stage 1").click()
@@ -261,7 +274,9 @@ def test_dark_light_and_logarithmic_by_keyboard(made, served, look):
 
 
 def test_a_phone_s_width_is_enough(tmp_path, made, served, look):
-    page = look(served(made.directory, pipelined(tmp_path / "p").directory).address, width=360, height=740)
+    page = look(
+        served(made.directory, pipelined(tmp_path / "p").directory).address, width=360, height=740
+    )
     for view in VIEWS:
         page.evaluate("view => { location.hash = view }", view)
         ready(page)
@@ -269,7 +284,9 @@ def test_a_phone_s_width_is_enough(tmp_path, made, served, look):
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
 
 
-@pytest.mark.parametrize(("scheme", "width"), [(s, w) for s in ("light", "dark") for w in (1280, 360)])
+@pytest.mark.parametrize(
+    ("scheme", "width"), [(s, w) for s in ("light", "dark") for w in (1280, 360)]
+)
 def test_axe_finds_nothing_serious(tmp_path, made, served, look, scheme, width):
     add_report(made.directory)
     runs = made.directory, pipelined(tmp_path / "p").directory

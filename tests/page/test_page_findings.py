@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import NAMES, healthy_stats
-from made_runs import MadeRun, add_report, falling
+from made_runs import NAMES, MadeRun, add_report, falling, healthy_stats
 
 import tailrace as tr
 from tailrace.page.findings.findings import findings
@@ -45,7 +44,9 @@ def test_gradients_that_vanish_from_a_layer_on(tmp_path):
 
     (one,) = found_in(tmp_path, change)
     assert (one.severity, one.topic) == ("bad", "vanishing gradients")
-    assert one.text.startswith("From 'layer1' on towards the input (2 of 4 layers) gradients vanish")
+    assert one.text.startswith(
+        "From 'layer1' on towards the input (2 of 4 layers) gradients vanish"
+    )
     assert "rms 1e-09 against 0.01 in 'layer2'" in one.text
     assert one.tensor == "grad/layer1/w"
 
@@ -77,6 +78,13 @@ def test_gradients_that_were_large_at_first_do_not_explode(tmp_path):
         stats["std"][:5, GRADS[2]] = 1e4
 
     assert found_in(tmp_path, change) == []
+
+
+def test_a_gradient_that_comes_back_to_life_does_not_explode(tmp_path):
+    def change(stats):
+        stats["std"][:90, GRADS[2]] = 1e-9
+
+    assert [one for one in found_in(tmp_path, change) if "explod" in one.topic] == []
 
 
 def test_parameters_without_a_gradient(tmp_path):

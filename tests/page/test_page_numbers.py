@@ -1,14 +1,12 @@
 """What is summed up for a picture equals the plain computation over all rows."""
 
-
 import jax
 import numpy as np
 import optax
 import pytest
-from conftest import NAMES, healthy_stats
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import MadeRun, falling
+from made_runs import NAMES, MadeRun, falling, healthy_stats
 
 import tailrace as tr
 from tailrace.page.curves import curve, history_curves, speeds
@@ -218,8 +216,6 @@ def test_kept_digests_are_bounded(made, monkeypatch):
     assert [followed.kept(n, lambda n=n: n) for n in range(9)] == list(range(9))
     assert followed.kept(8, lambda: "made again") == 8
     assert followed.kept(0, lambda: "made again") == "made again"
-
-
 
 
 def test_a_tensor_whose_records_are_in_two_tables_is_one_row(tmp_path):

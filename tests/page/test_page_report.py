@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NAMES, healthy_stats
-from made_runs import MadeRun, add_report, falling
+from made_runs import NAMES, MadeRun, add_report, falling, healthy_stats
 
 import tailrace as tr
 from tailrace.cli.command_line import main

@@ -12,8 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import NAMES, healthy_stats
-from made_runs import MadeRun, falling
+from made_runs import NAMES, MadeRun, falling, healthy_stats
 
 import tailrace as tr
 from tailrace.cli.command_line import main
@@ -65,7 +64,9 @@ def test_a_token_of_another_length_or_script_is_refused(made, served):
         assert page.get(f"/{token}/api/overview")[0] == 403
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "127.0.0.2", "[::2]", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "127.0.0.2", "[::2]", ""]
+)
 def test_a_foreign_host_name_is_refused(made, served, host):
     page = served(made.directory)
     if host:
@@ -104,14 +105,17 @@ def test_only_reading_is_allowed(made, served):
 
 
 @pytest.mark.parametrize(
-    "path", ["../server/app.py", "..%2f__init__.py", "__init__.py", "/etc/passwd", "", "uplot/LICENSE"]
+    "path",
+    ["../server/app.py", "..%2f__init__.py", "__init__.py", "/etc/passwd", "", "uplot/LICENSE"],
 )
 def test_only_files_of_the_page_are_served(made, served, path):
     page = served(made.directory)
     assert page.get(f"/{page.token}/static/{path}")[0] == 404
 
 
-@pytest.mark.parametrize("path", ["../x.js", "a\\..\\x.js", "./look.css", "uplot//uPlot.min.css", "no.js"])
+@pytest.mark.parametrize(
+    "path", ["../x.js", "a\\..\\x.js", "./look.css", "uplot//uPlot.min.css", "no.js"]
+)
 def test_paths_that_point_elsewhere_are_no_files(path):
     from importlib.resources import files
 
@@ -190,7 +194,11 @@ def test_a_grid_and_the_records_behind_a_cell(tmp_path, served):
         [tuple(unit) for unit in tick] for tick in plan.ticks
     ]
     (record,) = page.ask("cell", runs="0", kind="F", stage=1, microbatch=2)["records"]
-    assert (record["name"], record["step"], record["mean"]) == ("activation/b", 2, float(means[10, 1]))
+    assert (record["name"], record["step"], record["mean"]) == (
+        "activation/b",
+        2,
+        float(means[10, 1]),
+    )
     (record,) = page.ask("cell", runs="0", kind="B", stage=0, microbatch=3)["records"]
     assert (record["name"], record["mean"]) == ("grad/a", float(means[11, 2]))
 

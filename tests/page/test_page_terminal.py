@@ -8,8 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import NAMES, healthy_stats
-from made_runs import MadeRun, add_report, falling
+from made_runs import NAMES, MadeRun, add_report, falling, healthy_stats
 from rich.console import Console
 
 from tailrace.cli.command_line import main
@@ -31,7 +30,11 @@ def test_a_chart_rises_with_its_values():
 def test_a_chart_leaves_gaps_and_draws_a_constant():
     values = np.ones(60)
     values[20:40] = np.nan
-    (row,) = [line for line in chart(np.arange(60), values, width=70) if "⠒" in line or "⠤" in line or "⠉" in line or "⣀" in line]
+    (row,) = [
+        line
+        for line in chart(np.arange(60), values, width=70)
+        if "⠒" in line or "⠤" in line or "⠉" in line or "⣀" in line
+    ]
     drawn = row.partition("│")[2] or row.partition("┤")[2]
     assert "\u2800" * 15 in drawn
     assert chart(np.arange(3), np.full(3, np.nan)) == ["(no finite values)"]
@@ -43,7 +46,16 @@ def test_show_prints_what_ran_the_curve_and_findings(made, capsys, monkeypatch):
     assert main(["show", str(made.directory)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for text in ("stopped", "200", "steps/s", "accuracy", "findings", "options", "versions", "1 x cpu"):
+    for text in (
+        "stopped",
+        "200",
+        "steps/s",
+        "accuracy",
+        "findings",
+        "options",
+        "versions",
+        "1 x cpu",
+    ):
         assert text in out
     assert "Not finite in step 7: [bold]'grad/w'[/bold] \\x1b[2J" in " ".join(out.split())
     assert "\x1b" not in out

@@ -12,7 +12,6 @@ from tailrace.page.measures import SOURCES, TITLES, Rows, TableDigest, sizes_of
 from tailrace.runs.tables.stored import StoredTable
 from tailrace.taps.catalogue import Entry, matches
 
-
 Row = tuple[int, np.ndarray]
 """How many steps share a column, and the values."""
 
@@ -111,9 +110,7 @@ def _joined(
     return LayerMap(measure, names, first + width * np.arange(count), width, values, problems)
 
 
-def _digest(
-    followed: FollowedRun, table: StoredTable, measure: str, sizes: dict[str, int]
-) -> Rows:
+def _digest(followed: FollowedRun, table: StoredTable, measure: str, sizes: dict[str, int]) -> Rows:
     digest = followed.kept((table.path, measure), lambda: TableDigest(measure))
     return digest.follow(table, sizes, followed.first_step)
 

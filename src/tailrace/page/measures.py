@@ -100,9 +100,7 @@ class TableDigest:
         return [f"{name} [{number}]" for name in table.names for number in numbers]
 
 
-def slabs(
-    table: StoredTable, start: int, tensors: int | None = None
-) -> Iterator[StoredTable]:
+def slabs(table: StoredTable, start: int, tensors: int | None = None) -> Iterator[StoredTable]:
     """The rows of a table from `start` on, in pieces that fit into memory.
 
     Args:

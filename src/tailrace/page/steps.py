@@ -57,7 +57,9 @@ class StepColumns:
         there = np.isfinite(values)
         filled = np.where(there, values, 0.0)
         np.add.at(self.total, where[starts], np.add.reduceat(filled, starts, axis=0))
-        np.add.at(self.count, where[starts], np.add.reduceat(there.astype(np.int64), starts, axis=0))
+        np.add.at(
+            self.count, where[starts], np.add.reduceat(there.astype(np.int64), starts, axis=0)
+        )
 
     def _reach(self, last: int) -> None:
         needed = last - self.first + 1

@@ -18,6 +18,9 @@ compared with the last layer's, they explode."""
 GROWTH = 1e3
 """A gradient that grows by that factor over the median of what it was before explodes."""
 
+ABOVE = 10.0
+"""It must also be that much above the largest median of all gradients of the run."""
+
 FEWEST = 8
 """Columns before the highest that a judgement needs."""
 
@@ -90,6 +93,7 @@ def _through_layers(names: list[str], late: np.ndarray) -> Iterator[Finding]:
 
 def _over_time(rms: LayerMap, rows: list[int]) -> Iterator[Finding]:
     worst: tuple[float, int, int] | None = None
+    usual = np.nanmax(rms.late(share=1.0)[rows], initial=0.0)
     for row in rows:
         values = rms.values[row]
         there = np.isfinite(values) & (values > 0)
@@ -98,7 +102,8 @@ def _over_time(rms: LayerMap, rows: list[int]) -> Iterator[Finding]:
         if len(before) < FEWEST:
             continue
         growth = float(values[highest] / np.median(before))
-        if growth > GROWTH and (worst is None or growth > worst[0]):
+        is_large = values[highest] > ABOVE * usual  # not a gradient that comes back to life
+        if growth > GROWTH and is_large and (worst is None or growth > worst[0]):
             worst = growth, row, highest
     if worst is not None:
         growth, row, column = worst

@@ -67,7 +67,9 @@ def curve_svg(drawn: Curve, title: str) -> str:
         middle = [f"{a:.1f} {y(v):.1f}" for a, v in zip(xs, drawn.mean[run], strict=True)]
         if not drawn.is_exact:
             parts.append(f'<path class="band" d="M{"L".join(upper)}L{"L".join(lower[::-1])}Z"/>')
-        parts.append(f'<path class="line" d="M{"L".join(middle if len(middle) > 1 else middle * 2)}"/>')
+        parts.append(
+            f'<path class="line" d="M{"L".join(middle if len(middle) > 1 else middle * 2)}"/>'
+        )
     return _svg(WIDTH, HEIGHT, title, parts)
 
 
@@ -80,7 +82,7 @@ def map_svg(layers: LayerMap) -> str:
     """A heat map of layers over steps with its scale."""
     log = layers.measure == "rms"
     low, high = (0.0, 1.0) if layers.measure == "zero" else span(layers.values, log)
-    rows, columns = layers.values.shape
+    rows = len(layers.names)
     each = ROW if rows <= MOST_LABELS else MOST_LABELS * ROW / rows
     height, wide = rows * each, WIDTH - LABELS
     image = data_address(shades(layers.values, low, high, log), palette())

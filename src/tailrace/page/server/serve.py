@@ -46,7 +46,7 @@ def serve(
     directories: Sequence[Any],
     port: int = 0,
     *,
-    announce: Callable[[str], None] = functools.partial(print, flush=True),
+    announce: Callable[[str], None] | None = None,
     stop: threading.Event | None = None,
 ) -> None:
     """Serve the page about some runs until Ctrl-C.
@@ -54,7 +54,7 @@ def serve(
     Args:
         directories: run directories, or folders of them.
         port: where to listen; 0 for a free port.
-        announce: gets the address, token included.
+        announce: gets the address, token included; None prints it.
         stop: ends the server when it is set.
     """
     try:
@@ -75,7 +75,8 @@ def serve(
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
-    announce(f"Look at {address}  (Ctrl-C ends it)")
+    tell = functools.partial(print, flush=True) if announce is None else announce
+    tell(f"Look at {address}  (Ctrl-C ends it)")
     with listening:
         asyncio.run(_serve(server, follower, listening, stop))
 
@@ -105,4 +106,3 @@ def _listen(port: int) -> socket.socket:
         raise OptionError(
             f"Nothing can listen at port {port}: {error.strerror}. Give another --port, or none."
         ) from error
-

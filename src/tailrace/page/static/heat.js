@@ -112,7 +112,7 @@ export class HeatMap {
     context.fillStyle = colour("soft");
     this.drawNames(context, names);
     this.drawSteps(context, first, width, columns);
-    for (const { at, text } of lines) this.drawLine(context, at, text);
+    this.drawLines(context, lines);
     if (this.at) this.drawCursor(context);
   }
 
@@ -143,18 +143,24 @@ export class HeatMap {
     }
   }
 
-  drawLine(context, at, text) {
-    const y = Math.round((at / this.map.names.length) * this.tall) + 0.5;
+  // Texts of lines that are near each other move apart.
+  drawLines(context, lines) {
+    const spacing = 12;
+    let free = -spacing;
     context.strokeStyle = colour("soft");
-    context.setLineDash([3, 3]);
-    context.beginPath();
-    context.moveTo(this.left, y);
-    context.lineTo(this.right, y);
-    context.stroke();
-    context.setLineDash([]);
     context.textAlign = "left";
     context.textBaseline = "middle";
-    context.fillText(text, this.right + 6, y);
+    for (const { at, text } of [...lines].sort((a, b) => a.at - b.at)) {
+      const y = Math.round((at / this.map.names.length) * this.tall) + 0.5;
+      context.setLineDash([3, 3]);
+      context.beginPath();
+      context.moveTo(this.left, y);
+      context.lineTo(this.right, y);
+      context.stroke();
+      free = Math.max(y, free + spacing);
+      context.fillText(text, this.right + 6, free);
+    }
+    context.setLineDash([]);
   }
 
   drawCursor(context) {

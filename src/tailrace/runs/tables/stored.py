@@ -40,7 +40,6 @@ class StoredTable:
         """The rows of a column, of one tensor."""
         return read_rows(self.directory, self.path, self.group, name, self.start, self.stop, tensor)
 
-
     @property
     def names(self) -> list[str]:
         """Its tensors."""
