@@ -100,7 +100,7 @@ export class HeatMap {
     const longest = Math.max(...names.slice(0, 2000).map((name) => name.length), 4) * 6.7 + 12;
     this.left = Math.min(longest, wide * (wide < 600 ? 0.3 : 0.34));
     this.tall = Math.min(this.mostHeight, Math.max(24, names.length * this.rowHeight));
-    this.right = wide - (lines.length ? 96 : 2);
+    this.right = wide - (lines.length ? 132 : 2);
     const height = TOP + this.tall + 22;
     this.canvas.style.height = `${height}px`;
     this.canvas.width = wide * ratio;
