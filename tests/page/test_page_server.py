@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import random
 import re
 import shutil
 import socket
@@ -17,8 +18,12 @@ from made_runs import NAMES, MadeRun, falling, healthy_stats
 import tailrace as tr
 from tailrace.cli.command_line import main
 from tailrace.errors import MissingDependency, OptionError, RunError
-from tailrace.page.server.app import _static_file
+from tailrace.page.followed import FollowedRun
+from tailrace.page.report.report import write_report
+from tailrace.page.server.answers import Answers
+from tailrace.page.server.app import QUESTIONS, _json, _static_file
 from tailrace.page.server.serve import find_runs, serve
+from tailrace.page.terminal.show import pictured
 
 STATIC = ["look.css", "page.css", "page.js", "icon.svg", "uplot/uPlot.iife.min.js"]
 
@@ -283,6 +288,61 @@ def test_a_run_that_cannot_be_read_says_why_and_others_are_shown(tmp_path, made,
         said += [finding["text"] for finding in one.get("findings", [])]
         assert other["problem"] == ""
     assert any(re.search(text, sentence) for sentence in said), said
+
+
+WRONG = (None, -1, 10**15, "x", [], {}, 1.5, ["a", "b"], {"a": 1})
+
+
+def places_of(value, path=()):
+    """All places in a tree of JSON; of a list only the first two."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else ()
+    for key, one in list(enumerate(value[:2])) if isinstance(value, list) else inner:
+        yield from places_of(one, (*path, key))
+
+
+def changed(text, path, new):
+    value = json.loads(text)
+    if not path:
+        return json.dumps(new)
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = new
+    return json.dumps(value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_any_wrong_description_is_answered_with_json(tmp_path):
+    """Whatever the files of a run say: every question has an answer, or a sentence."""
+    plan = tr.plan(stages=2, microbatches=4)
+    run = MadeRun(tmp_path / "run", NAMES[:3], NAMES[:1], plan=plan, microbatches=4)
+    counts = np.ones((12, 1, 258), np.int32)
+    run.grow({"loss": np.ones(3)}, stats=healthy_stats(12, NAMES[:3]), histograms=counts)
+    files = sorted([run.directory / "run.json", *run.directory.rglob("zarr.json")])
+    plain = {file: file.read_text() for file in files}
+    cases = [
+        (file, path, new)
+        for file, text in plain.items()
+        for path in places_of(json.loads(text))
+        for new in WRONG
+    ]
+    query = {"runs": "0", "name": NAMES[0], "stage": "0", "microbatch": "0"}
+    problems = 0
+    for file, path, new in random.Random(1).sample(cases, 80):
+        file.write_text(changed(plain[file], path, new))
+        answers = Answers([FollowedRun(run.directory)])
+        for question in QUESTIONS:
+            try:
+                text = _json(getattr(answers, question)(query))
+            except tr.TailraceError as error:
+                text = str(error)
+            problems += "damaged" in text or "truncated" in text
+        with contextlib.suppress(tr.TailraceError):
+            write_report(run.directory)
+        pictured(FollowedRun(run.directory), 80)
+        file.write_text(plain[file])
+    assert problems > 30
 
 
 def test_a_run_that_begins_later_is_shown_then(tmp_path, served):

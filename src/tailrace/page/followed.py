@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from tailrace.errors import RunError
 from tailrace.runs.info import RUN_FILE
 from tailrace.runs.nonfinite_reports import REPORTS
 from tailrace.runs.reader import Run, open_run
+from tailrace.runs.tables.stored import describing
 from tailrace.taps.catalogue import Catalogue
 
 WATCHED = (RUN_FILE, "zarr.json", REPORTS)
@@ -55,7 +57,8 @@ class FollowedRun:
             return False
         with self._lock:
             try:
-                self._read(is_same=self._seen[:1] == found[:1])
+                with self.reading():
+                    self._read(is_same=self._seen[:1] == found[:1])
                 self.problem = ""
             except RunError as error:
                 self.problem = str(error)
@@ -79,6 +82,10 @@ class FollowedRun:
         if self.run is None:
             raise RunError(self.problem or f"There is no run at '{self.directory}' yet.")
         return self.run
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Whatever goes wrong inside is said as a sentence: files of a run may say anything."""
+        return describing(self.directory, "what its files describe")
 
     def kept(self, key: Any, make: Callable[[], Kept]) -> Kept:
         """What was made for a key before, or what `make` makes now."""

@@ -125,8 +125,8 @@ def exponents(followed: FollowedRun, name: str) -> Exponents | None:
     """The values of a tensor by exponent over the steps; None if the run has no such records."""
     found = []
     for table, number in places(followed, name):
-        if is_histogram(table) or table.kind == "tensor":
-            with describing(table.directory, table.path):
+        with describing(table.directory, table.path):
+            if is_histogram(table) or table.kind == "tensor":
                 digest = followed.kept((table.path, "exponents", number), HistogramDigest)
                 found.append((table.kind, digest.follow(table, number, followed.first_step)))
     # Histograms and whole tensors of the same steps would be counted twice.

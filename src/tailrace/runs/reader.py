@@ -145,6 +145,8 @@ class Run:
         """
         with describing(self.directory, "executions"):
             count = int(self._root.attrs["committed"].get("executions", 0))
+            if count < 0:
+                raise ValueError("a number of rows is negative")
             if not count:
                 return {name: np.zeros(0, dtype) for name, dtype in EXECUTION.items()}
             group = self._root["executions"]

@@ -50,7 +50,8 @@ def write_report(directory: Any, output: Any = None) -> Path:
     followed = FollowedRun(directory)
     followed.readable()
     path = followed.directory / REPORT if output is None else Path(output)
-    text = report_html(followed)
+    with followed.reading():
+        text = report_html(followed)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.errors import OptionError, RunError, TailraceError
+from tailrace.messages import shown
 from tailrace.page.cells import cell_records, grid
 from tailrace.page.colours import NONFINITE, SCALE
 from tailrace.page.curves import Curve, history_curves
@@ -47,20 +48,19 @@ class Answers:
         followed = self.runs[number]
         about: dict[str, Any] = {
             "number": number,
-            "name": followed.name,
+            "name": shown(followed.name),
             "directory": str(followed.directory),
             "problem": followed.problem,
             "version": followed.version,
             "state": state(followed),
             "steps": 0,
             "numbers": [],
-            "has_plan": False,
         }
         if followed.run is not None:
             try:
-                about["steps"] = len(followed.run.history)
-                about["numbers"] = numbers(followed)
-                about["has_plan"] = followed.run.info.get("plan") is not None
+                with followed.reading():
+                    about["steps"] = len(followed.run.history)
+                    about["numbers"] = numbers(followed)
             except TailraceError as error:
                 about["problem"] = str(error)
         return about
@@ -91,6 +91,11 @@ class Answers:
     def catalogue(self, query: dict[str, str]) -> Any:
         """The tensors of one run whose names contain all words of a search."""
         followed = self._one(query)
+        with followed.reading():
+            return self._matches(followed, query)
+
+    @staticmethod
+    def _matches(followed: FollowedRun, query: dict[str, str]) -> Any:
         kinds: dict[str, list[str]] = {}
         for table in followed.readable().tables:
             for name in table.names:
@@ -158,7 +163,9 @@ class Answers:
         """The records behind one cell of a grid."""
         followed = self._one(query)
         kind = "B" if query.get("kind") == "B" else "F"
-        rows = cell_records(followed, kind, _whole(query, "stage"), _whole(query, "microbatch"))
+        stage, microbatch = _whole(query, "stage"), _whole(query, "microbatch")
+        with followed.reading():
+            rows = cell_records(followed, kind, stage, microbatch)
         return {"records": [{k: _number(v) for k, v in row.items()} for row in rows]}
 
     # -- what they share --------------------------------------------------------------------------
@@ -171,7 +178,8 @@ class Answers:
             answer: dict[str, Any] = {"run": number, "problem": followed.problem}
             try:
                 followed.readable()
-                answer |= make(followed)
+                with followed.reading():
+                    answer |= make(followed)
             except TailraceError as error:
                 answer["problem"] = str(error)
             found.append(answer)

@@ -13,6 +13,19 @@ from tailrace.page.server.answers import Answers
 from tailrace.page.server.events import Follower
 from tailrace.page.server.guard import Guard
 
+QUESTIONS = [
+    "overview",
+    "curves",
+    "findings",
+    "about",
+    "catalogue",
+    "tensor",
+    "layers",
+    "plan",
+    "cell",
+]
+"""What the page may ask: methods of `Answers`."""
+
 KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 """What is served of the folder `static`, by ending."""
 
@@ -55,9 +68,7 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
 
         return endpoint
 
-    names = ("overview", "curves", "findings", "about", "catalogue")
-    names += ("tensor", "layers", "plan", "cell")
-    routes = [Route(f"/api/{name}", answering(getattr(answers, name))) for name in names]
+    routes = [Route(f"/api/{name}", answering(getattr(answers, name))) for name in QUESTIONS]
     routes += [Route("/", page), Route("/events", events), Route("/static/{path:path}", file)]
     return Guard(Starlette(routes=routes), token)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tailrace.errors import RunError
+from tailrace.errors import TailraceError
+from tailrace.messages import shown
 from tailrace.page.findings.finding import Severity
 from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
@@ -26,17 +27,20 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
     from rich.text import Text
 
     try:
-        followed.readable()
-        history = followed.readable().history
-        parts: list[Any] = [Text(followed.name, style="bold"), _table(numbers(followed), width)]
-        if len(history):
-            parts.append(Text("\nloss", style="bold"))
-            parts.append(Text("\n".join(chart(history.steps, history.loss, min(width, 100)))))
-        parts += [Text("\nfindings", style="bold"), _findings(followed)]
-        if not brief:
-            for title, rows in what_ran(followed).items():
-                parts += [Text(f"\n{title.lower()}", style="bold"), _table(rows, width)]
-    except RunError as error:
+        with followed.reading():
+            history = followed.readable().history
+            parts: list[Any] = [
+                Text(shown(followed.name), style="bold"),
+                _table(numbers(followed), width),
+            ]
+            if len(history):
+                parts.append(Text("\nloss", style="bold"))
+                parts.append(Text("\n".join(chart(history.steps, history.loss, min(width, 100)))))
+            parts += [Text("\nfindings", style="bold"), _findings(followed)]
+            if not brief:
+                for title, rows in what_ran(followed).items():
+                    parts += [Text(f"\n{title.lower()}", style="bold"), _table(rows, width)]
+    except TailraceError as error:
         return Text(str(error), style="red")
     return Group(*parts)
 
