@@ -32,7 +32,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     power = 10.0 ** np.floor(np.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.75 * rough)
     first = np.ceil(low / step - 1e-9)
-    return [float(f"{k * step:.12g}") for k in np.arange(first, np.floor(high / step + 1e-9) + 1)]
+    return [float(f"{k * step:.12g}") + 0.0 for k in np.arange(first, np.floor(high / step + 1e-9) + 1)]
 
 
 def curve_svg(drawn: Curve, title: str) -> str:
