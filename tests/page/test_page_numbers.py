@@ -1,5 +1,7 @@
 """What is summed up for a picture equals the plain computation over all rows."""
 
+import itertools
+
 import jax
 import numpy as np
 import optax
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from made_runs import NAMES, MadeRun, falling, healthy_stats
 
 import tailrace as tr
+from tailrace.page.cells import cell_records, grid
 from tailrace.page.curves import curve, history_curves, speeds
 from tailrace.page.findings.layer_order import layers
 from tailrace.page.followed import FollowedRun
@@ -236,3 +239,35 @@ def test_a_tensor_whose_records_are_in_two_tables_is_one_row(tmp_path):
     np.testing.assert_array_equal(
         statistics(followed, "grad/a")["std"].mean, [1.0] * 10 + [3.0] * 10
     )
+
+
+def test_a_real_pipeline_has_records_behind_its_cells(tmp_path):
+    rng = np.random.default_rng(0)
+    weights = [{"w": rng.normal(size=(4, 4)).astype(np.float32)} for _ in range(2)]
+
+    def stage(params, x):
+        with jax.named_scope("layer"):
+            return jax.numpy.tanh(x @ params["w"])
+
+    pipeline = tr.Pipeline([stage, stage], lambda h: (h**2).mean(), accumulation=4)
+    trainer = tr.Trainer(
+        pipeline,
+        optax.sgd(0.1),
+        weights,
+        observe=["activation/*layer", "grad/*"],
+        run_dir=tmp_path / "run",
+        steps_per_execution=1,
+    )
+    data = tr.batches(rng.normal(size=(48, 4)).astype(np.float32), 4)
+    trainer.fit(data, steps=3, progress=False)
+    followed = FollowedRun(tmp_path / "run")
+    assert grid(followed)["ticks"] == [[list(unit) for unit in tick] for tick in trainer.plan.ticks]
+    for unit in itertools.chain(*trainer.plan.ticks):
+        found = cell_records(followed, unit.kind, unit.stage, unit.microbatch)
+        assert found, unit
+        for row in found:
+            record = trainer.records[row["name"]]
+            assert set(record.stages) == {unit.stage}
+            at = (record.steps == row["step"]) & (record.microbatches == unit.microbatch)
+            assert row["step"] == 2
+            assert row["std"] == pytest.approx(float(record.values["std"][at][0]), rel=1e-12)
