@@ -62,9 +62,10 @@ def test_without_the_token_nothing_is_read(made, served, path, status):
     assert b"made" not in body
 
 
-def test_a_token_of_another_length_or_script_is_refused(made, served):
+def test_a_token_that_is_nearly_right_is_refused(made, served):
     page = served(made.directory)
-    for token in (page.token[:-1], page.token + "x", "%C3%A9%F0%9F%92%A5", "%ff", "%00"):
+    near = page.token[:-1] + ("a" if page.token[-1] != "a" else "b")
+    for token in (near, page.token[:-1], page.token + "x", "%C3%A9%F0%9F%92%A5", "%ff", "%00"):
         assert page.get(f"/?token={token}")[0] == 403
         assert page.get(f"/{token}/api/overview")[0] == 403
 
