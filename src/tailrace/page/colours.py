@@ -22,6 +22,10 @@ NONFINITE = "#e5484d"
 """NaN and Inf, which no scale has a place for."""
 
 
+BAD, NOTHING = 254, 255
+"""Their places in the palette."""
+
+
 def palette() -> np.ndarray:
     """256 colours, [256, 3]: the scale in 254 shades, then NaN and Inf, then nothing (white)."""
     stops = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in SCALE], np.float64)
@@ -56,4 +60,4 @@ def shades(values: np.ndarray, low: float, high: float, log: bool) -> np.ndarray
         else:
             share = (values - low) / (high - low)
     places = np.clip(np.nan_to_num(share) * 253, 0, 253).round().astype(np.uint8)
-    return np.where(np.isfinite(share), places, 255).astype(np.uint8)
+    return np.where(np.isfinite(share), places, NOTHING).astype(np.uint8)

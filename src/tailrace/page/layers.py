@@ -41,6 +41,11 @@ class LayerMap:
         """What is shown, in words."""
         return TITLES[self.measure]
 
+    def only(self, rows: np.ndarray) -> LayerMap:
+        """The rows for which a flag is set."""
+        names = [name for name, flag in zip(self.names, rows, strict=True) if flag]
+        return dataclasses.replace(self, names=names, values=self.values[rows])
+
     def late(self, share: float = 0.25) -> np.ndarray:
         """The median of each tensor over the last part of the run; NaN where nothing was recorded."""
         part = self.values[:, -max(1, int(share * len(self.steps))) :]

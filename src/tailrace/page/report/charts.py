@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 from tailrace.messages import shown
-from tailrace.page.colours import SCALE, palette, shades, span
+from tailrace.page.colours import BAD, NOTHING, SCALE, palette, shades, span
 from tailrace.page.curves import Curve
 from tailrace.page.layers import LayerMap
 from tailrace.page.report.png import data_address
@@ -32,7 +32,9 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     power = 10.0 ** np.floor(np.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.75 * rough)
     first = np.ceil(low / step - 1e-9)
-    return [float(f"{k * step:.12g}") + 0.0 for k in np.arange(first, np.floor(high / step + 1e-9) + 1)]
+    return [
+        float(f"{k * step:.12g}") + 0.0 for k in np.arange(first, np.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def curve_svg(drawn: Curve, title: str) -> str:
@@ -82,13 +84,18 @@ def map_svg(layers: LayerMap) -> str:
     """A heat map of layers over steps with its scale."""
     log = layers.measure == "rms"
     low, high = (0.0, 1.0) if layers.measure == "zero" else span(layers.values, log)
-    rows = len(layers.names)
+    rows, marks = len(layers.names), layers.measure == "nonfinite"
     each = ROW if rows <= MOST_LABELS else MOST_LABELS * ROW / rows
     height, wide = rows * each, WIDTH - LABELS
-    image = data_address(shades(layers.values, low, high, log), palette())
+    if marks:
+        places = np.where(np.nan_to_num(layers.values) > 0, BAD, NOTHING).astype(np.uint8)
+    else:
+        places = shades(layers.values, low, high, log)
+    image = data_address(places, palette())
     parts = [
+        f'<rect class="quiet" x="{LABELS}" width="{wide}" height="{height:.1f}"/>' if marks else "",
         f'<image href="{image}" x="{LABELS}" y="0" width="{wide}" height="{height:.1f}" '
-        f'preserveAspectRatio="none" style="image-rendering:pixelated"/>'
+        f'preserveAspectRatio="none" style="image-rendering:pixelated"/>',
     ]
     every = max(1, -(-rows // MOST_LABELS))
     parts += [
@@ -104,8 +111,9 @@ def map_svg(layers: LayerMap) -> str:
         for t in ticks(first, last, 5)
         if t == int(t) and t < last
     ]
-    parts.append(_scale(low, high, height + 30))
-    return _svg(WIDTH, height + 58, layers.title, parts)
+    if not marks:
+        parts.append(_scale(low, high, height + 30))
+    return _svg(WIDTH, height + (24 if marks else 58), layers.title, parts)
 
 
 def _scale(low: float, high: float, top: float) -> str:

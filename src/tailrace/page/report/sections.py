@@ -40,7 +40,9 @@ def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:
             yield heading, f"<figure>{curve_svg(curve, name)}</figure>"
     for heading, (measure, select) in MAPS.items():
         layers = layer_map(followed, measure, select)
-        if layers.names and (measure != "nonfinite" or np.nansum(layers.values) > 0):
+        if measure == "nonfinite":
+            layers = layers.only(np.nansum(layers.values, axis=1) > 0)
+        if layers.names:
             yield heading, f"<figure>{map_svg(layers)}</figure>"
     if table := _tensors(followed):
         yield "Tensors, in the last quarter of the run", table

@@ -8,9 +8,10 @@ const MOST_HEIGHT = 620;
 const TOP = 7;
 const FONT = "11px ui-monospace, 'DejaVu Sans Mono', monospace";
 
+const rgbOf = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
+
 export function makePalette(scale, bad) {
-  const parts = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
-  const stops = scale.map(parts);
+  const stops = scale.map(rgbOf);
   const shades = [];
   for (let shade = 0; shade < 254; shade++) {
     const at = (shade / 253) * (stops.length - 1);
@@ -18,7 +19,7 @@ export function makePalette(scale, bad) {
     const high = Math.min(stops.length - 1, low + 1);
     shades.push(stops[low].map((v, c) => Math.round(v + (stops[high][c] - v) * (at - low))));
   }
-  return { shades, bad: parts(bad) };
+  return { shades, bad: rgbOf(bad) };
 }
 
 export function spanOf(arrays, log) {
@@ -66,6 +67,7 @@ export class HeatMap {
   update(map, [low, high], log, form = number) {
     Object.assign(this, { map, low, high, log, form });
     const { shades, bad } = this.palette;
+    const quiet = rgbOf(colour("tint"));
     const rows = map.names.length;
     this.image.width = Math.max(1, map.columns);
     this.image.height = Math.max(1, rows);
@@ -76,9 +78,8 @@ export class HeatMap {
       const value = map.values[i];
       if (Number.isNaN(value) || (map.blankZero && value === 0)) continue;
       const share = log ? Math.log(Math.max(value, low) / low) * scale : (value - low) * scale;
-      const rgb = Number.isFinite(value)
-        ? map.marksBad && value > 0 ? bad : shades[Math.max(0, Math.min(253, Math.round(share)))]
-        : bad;
+      const shade = map.marksBad ? quiet : shades[Math.max(0, Math.min(253, Math.round(share)))];
+      const rgb = !Number.isFinite(value) || (map.marksBad && value > 0) ? bad : shade;
       pixels.data.set([rgb[0], rgb[1], rgb[2], 255], 4 * i);
     }
     context.putImageData(pixels, 0, 0);
