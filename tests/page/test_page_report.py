@@ -104,6 +104,7 @@ def test_a_pipeline_and_nan_have_their_sections(tmp_path):
     found = Reader(text).headings
     assert {"Pipeline", "Where NaN and Inf are", "Config"} <= set(found)
     assert "Not finite in step 7" in text
+    assert re.search(r"<th>grad/layer1/w</th><td>0.01</td><td>0.0 %</td><td>2</td>", text)
 
 
 def test_updates_have_their_ratio(tmp_path):

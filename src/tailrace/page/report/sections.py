@@ -68,7 +68,10 @@ def _table(rows: Rows) -> str:
 def _tensors(followed: FollowedRun) -> str:
     """Rms, share of zeros, NaN and update to weight ratio of each tensor."""
     maps = {measure: layer_map(followed, measure) for measure in ("rms", "zero", "nonfinite")}
-    late = {measure: _late(one) for measure, one in maps.items()}
+    late = {measure: _late(maps[measure]) for measure in ("rms", "zero")}
+    bad = dict(
+        zip(maps["nonfinite"].names, np.nansum(maps["nonfinite"].values, axis=1), strict=True)
+    )
     moves = ratios(maps["rms"])
     names = list(dict.fromkeys(name for one in maps.values() for name in one.names))
     if not names:
@@ -76,7 +79,7 @@ def _tensors(followed: FollowedRun) -> str:
     columns: dict[str, dict[str, str]] = {
         "rms": {name: number(value) for name, value in late["rms"].items()},
         "zeros": {name: f"{100 * value:.1f} %" for name, value in late["zero"].items()},
-        "NaN, Inf": {name: number(value) for name, value in late["nonfinite"].items() if value},
+        "NaN, Inf (all steps)": {name: f"{count:,.0f}" for name, count in bad.items() if count},
         "update / weight": {f"update/{name}": number(value) for name, value in moves.items()},
     }
     columns = {title: cells for title, cells in columns.items() if cells}
