@@ -21,6 +21,8 @@ export function listen(changed, connected) {
 }
 
 export function unpack(text) {
-  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const characters = atob(text);
+  const bytes = new Uint8Array(characters.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = characters.charCodeAt(i);
   return new Float32Array(bytes.buffer);
 }

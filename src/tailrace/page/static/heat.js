@@ -80,7 +80,11 @@ export class HeatMap {
       const share = log ? Math.log(Math.max(value, low) / low) * scale : (value - low) * scale;
       const shade = map.marksBad ? quiet : shades[Math.max(0, Math.min(253, Math.round(share)))];
       const rgb = !Number.isFinite(value) || (map.marksBad && value > 0) ? bad : shade;
-      pixels.data.set([rgb[0], rgb[1], rgb[2], 255], 4 * i);
+      const at = 4 * i;
+      pixels.data[at] = rgb[0];
+      pixels.data[at + 1] = rgb[1];
+      pixels.data[at + 2] = rgb[2];
+      pixels.data[at + 3] = 255;
     }
     context.putImageData(pixels, 0, 0);
     this.canvas.setAttribute("aria-label", `${this.label}: ${rows} rows over ${map.columns} columns of steps`);
