@@ -10,6 +10,9 @@ import pytest
 NEEDS = {
     "porch_keras": ("keras",),
     "runs": ("zarr",),
+    "page": ("zarr",),
+    "test_page_server.py": ("zarr", "starlette", "uvicorn"),
+    "test_page_browser.py": ("zarr", "starlette", "uvicorn", "playwright"),
     "test_front_ends_write.py": ("keras", "torch", "torchax", "zarr"),
     "porch_torch": ("torch", "torchax"),
 }

@@ -33,6 +33,7 @@ ROOMS = [
     "program",
     "pipeline",
     "runs",
+    "page",
     "trainer",
 ]
 """From the data door to the observers' door. A room sees those before it; the rest are porches."""

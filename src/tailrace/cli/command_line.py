@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace._version import __version__
+from tailrace.cli.look_commands import COMMANDS as LOOK_COMMANDS
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.errors import OptionError, TailraceError
 
@@ -251,6 +252,7 @@ def _guarded(function: Callable[[], Any], what: str) -> Any:
 
 COMMANDS: list[Callable[[Subparsers], None]] = [
     *(benchmark_data, tensors, plan, doctor, launch),
+    *LOOK_COMMANDS,
     *RUN_COMMANDS,
 ]
 """The subcommands, in the order in which `--help` lists them."""

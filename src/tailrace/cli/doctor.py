@@ -21,6 +21,8 @@ OPTIONAL = {
     "zarr": ("records", "run directories (Trainer(run_dir=...), tr.open_run)"),
     "matplotlib": ("pictures", "tailrace histogram and heatmap"),
     "tensorboardX": ("tensorboard", "tailrace tensorboard"),
+    "starlette": ("view", "tailrace view"),
+    "uvicorn": ("view", "tailrace view"),
     "keras": ("keras", "the front end for Keras"),
     "torch": ("torch", "the front end for PyTorch"),
     "torchax": ("torch", "the front end for PyTorch, which runs through it"),

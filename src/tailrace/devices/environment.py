@@ -11,6 +11,8 @@ import sys
 from tailrace.errors import DeviceError
 
 VARIABLE, CACHE = "TAILRACE_DEVICES", "TAILRACE_CACHE"
+COORDINATOR, PROCESSES, PROCESS = "TAILRACE_COORDINATOR", "TAILRACE_PROCESSES", "TAILRACE_PROCESS"
+"""What `tailrace launch` sets in each process; `tr.distributed.initialize` reads it."""
 
 
 def asked_devices() -> int | None:

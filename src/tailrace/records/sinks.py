@@ -7,6 +7,7 @@ The trainer knows this much of run directories. Who keeps results stands behind 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ class Finished:
         parts: what its taps emitted.
         scalars: loss and metrics by name, each [steps, microbatches, replicas].
         weights: what a mean over microbatches and replicas weighs each with; None for equally.
+        ended: when its results were taken in, in seconds since 1970.
     """
 
     first_step: int
@@ -33,6 +35,7 @@ class Finished:
     parts: Sequence[Part]
     scalars: Mapping[str, np.ndarray]
     weights: np.ndarray | None = None
+    ended: float = dataclasses.field(default_factory=time.time)
 
     @property
     def nbytes(self) -> int:

@@ -14,13 +14,17 @@ from tailrace.messages import shown
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.runs.info import read_catalogue, read_info
+from tailrace.runs.nonfinite_reports import read_reports
 from tailrace.runs.tables.stored import (
+    StoredTable,
     committed,
     describing,
     open_root,
     read_rows,
     stored_records,
+    stored_tables,
 )
+from tailrace.runs.tables.tables import EXECUTION
 from tailrace.taps.catalogue import Catalogue
 
 if TYPE_CHECKING:
@@ -140,6 +144,34 @@ class Run:
         history = History(int(steps[0]), *arrays["loss"].shape[1:])
         history.add(arrays, weights, steps)
         return history
+
+    @property
+    def tables(self) -> list[StoredTable]:
+        """The tables of records as they lie on disk, for readers that take many tensors at once."""
+        return stored_tables(self.directory, self._root)
+
+    @property
+    def executions(self) -> dict[str, np.ndarray]:
+        """`first_step`, `steps` and `ended` (seconds since 1970) of each execution.
+
+        Empty arrays for a run that was written before executions were kept.
+        """
+        with describing(self.directory, "executions"):
+            count = int(self._root.attrs["committed"].get("executions", 0))
+            if count < 0:
+                raise ValueError("a number of rows is negative")
+            if not count:
+                return {name: np.zeros(0, dtype) for name, dtype in EXECUTION.items()}
+            group = self._root["executions"]
+            return {
+                name: read_rows(self.directory, "executions", group, name, 0, count)
+                for name in EXECUTION
+            }
+
+    @property
+    def nonfinite_reports(self) -> list[dict[str, Any]]:
+        """What `tr.stop_on_nonfinite` said when it stopped the run: `step`, `text`, `culprit`."""
+        return read_reports(self.directory)
 
     def histogram(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
         """All values of the chosen tensors, counted by binary exponent; shows itself in a notebook.

@@ -21,16 +21,22 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailrace.errors import OptionError, RunError, TailraceError
+from tailrace.errors import NonFiniteError, OptionError, RunError, TailraceError
 from tailrace.messages import logger
 from tailrace.records.records import Source
 from tailrace.records.sinks import Finished
 from tailrace.runs.info import RUN_FILE, read_info, write_info
+from tailrace.runs.nonfinite_reports import add_report
 from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
 from tailrace.runs.tables.executions import join_executions
-from tailrace.runs.tables.tables import HistoryTable, RecordTable, put_in_tables
+from tailrace.runs.tables.tables import (
+    ExecutionTable,
+    HistoryTable,
+    RecordTable,
+    put_in_tables,
+)
 
 if TYPE_CHECKING:
     from tailrace.runs.storage.stores import BufferedStore
@@ -82,6 +88,7 @@ class RunWriter:
         self._store: BufferedStore | None = None
         self._root: Any = None
         self._history: HistoryTable | None = None
+        self._executions: ExecutionTable | None = None
         self._tables: dict[Hashable, RecordTable] = {}
         self._starts: dict[Hashable, int] = {}
         self._changed = threading.Condition()
@@ -105,7 +112,10 @@ class RunWriter:
         self._begin(info)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NonFiniteError):
+                with contextlib.suppress(OSError):  # the error itself matters more than its copy
+                    add_report(self._place, error)
             self._end()
             raise
         self._end()
@@ -174,11 +184,13 @@ class RunWriter:
         root = import_zarr().open_group(store, mode="a", zarr_format=3)
         history = HistoryTable(root.create_group("history"))
         root.create_group("records")
-        root.attrs.put(_state({"history": 0, "records": []}, writing=True))
+        executions = ExecutionTable(root.create_group("executions"))
+        root.attrs.put(_state({"history": 0, "records": [], "executions": 0}, writing=True))
         store.flush(last=COUNTS)
         # Last: a directory without this file holds no run.
         write_info(self._place, {**info, "run": self._identity})
-        self._store, self._root, self._history = store, root, history
+        self._store, self._root = store, root
+        self._history, self._executions = history, executions
 
     def _end(self) -> None:
         with self._changed:
@@ -233,7 +245,7 @@ class RunWriter:
                 self._failure = error if isinstance(error, RunError) else RunError(str(error))
                 self._queue.clear()
                 self._queued_bytes = 0
-                for table in [self._history, *self._tables.values()]:
+                for table in [self._history, self._executions, *self._tables.values()]:
                     if table is not None:
                         table.columns.forget()
                 self._changed.notify_all()
@@ -268,6 +280,10 @@ class RunWriter:
             taken: the executions.
             writing: whether there may be more.
         """
+        assert self._history is not None
+        assert self._executions is not None
+        assert self._store is not None
+        self._executions.append(taken)
         for done in join_executions(taken):
             self._take(done)
         return self._persist(lambda: self._commit(writing=writing))
@@ -292,16 +308,22 @@ class RunWriter:
 
     def _commit(self, *, writing: bool) -> float:
         assert self._history is not None
+        assert self._executions is not None
         assert self._store is not None
         self._place.check()
         self._lock.check()
         started = time.monotonic()
         history, tables = self._history.columns, [t.columns for t in self._tables.values()]
-        counts = {"history": history.write(), "records": [table.write() for table in tables]}
+        executions = self._executions.columns
+        counts = {
+            "history": history.write(),
+            "records": [table.write() for table in tables],
+            "executions": executions.write(),
+        }
         self._root.attrs.put(_state(counts, writing=writing))
         encoded, busy = time.monotonic(), time.thread_time()
         self._store.flush(last=COUNTS)
-        for columns in (history, *tables):
+        for columns in (history, executions, *tables):
             columns.counted()
         self.writes += 1
         busy = encoded - started + time.thread_time() - busy

@@ -26,13 +26,13 @@ import jax
 from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_number
 from tailrace.data.dataset import Dataset
+from tailrace.devices.environment import COORDINATOR, PROCESS, PROCESSES
 from tailrace.devices.processes.heartbeat import Heartbeat
 from tailrace.devices.processes.rollcall import TOKEN, call_roll, is_loopback
 from tailrace.errors import DeviceError, DistributedError
 from tailrace.jaxprs import internals
 from tailrace.messages import logger
 
-COORDINATOR, PROCESSES, PROCESS = "TAILRACE_COORDINATOR", "TAILRACE_PROCESSES", "TAILRACE_PROCESS"
 """The environment variables by which `tailrace launch` tells processes of each other."""
 
 TIMEOUT_S = 300.0

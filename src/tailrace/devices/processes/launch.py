@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from tailrace.devices.processes.distributed import COORDINATOR, PROCESS, PROCESSES
+from tailrace.devices.environment import COORDINATOR, PROCESS, PROCESSES
 from tailrace.devices.processes.rollcall import TOKEN
 from tailrace.errors import OptionError
 

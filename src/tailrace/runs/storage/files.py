@@ -5,6 +5,8 @@
     zarr.json             the root of a Zarr v3 group; its attributes say how many rows count
     history/              metric0, metric1, ... [step, microbatch, replica]; weight
     records/0, 1, ...     tables: tensors of one form that are observed at the same moments
+    executions/           first_step, steps and ended, one row an execution
+    nonfinite.json        why the run was stopped by a NaN or Inf; not there in other runs
 
 A table has the coordinates step, microbatch and replica, one value a row (`record`), and tensor and
 stage, one value a tensor. What was kept stands in `values` [record, tensor, ...]; statistics in one

@@ -78,6 +78,7 @@ def _joined(together: Sequence[Finished]) -> Finished:
         [_joined_part(parts) for parts in zip(*(done.parts for done in together), strict=True)],
         {name: np.concatenate([done.scalars[name] for done in together]) for name in first.scalars},
         None if first.weights is None else np.concatenate([d.weights for d in together]),  # pyright: ignore
+        together[-1].ended,
     )
 
 

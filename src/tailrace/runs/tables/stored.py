@@ -54,6 +54,16 @@ class StoredTable:
         """The rows of a column, of one tensor."""
         return read_rows(self.directory, self.path, self.group, name, self.start, self.stop, tensor)
 
+    @property
+    def names(self) -> list[str]:
+        """Its tensors."""
+        return [str(name) for name in self.group.attrs["names"]]
+
+    @property
+    def kind(self) -> str:
+        """What was kept of them."""
+        return str(self.group.attrs["kind"])
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredPart:
@@ -141,21 +151,27 @@ def stored_records(
 ) -> dict[tuple[str, str], list[Source]]:
     """All records that count, by name and kind; `starts` gives each table's first row to read."""
     found: dict[tuple[str, str], list[StoredPart]] = {}
-    for number, stop in enumerate(committed(directory, root)["records"]):
-        path = f"records/{number}"
-        with describing(directory, path):
-            group = root[path]
-            names, kind = list(group.attrs["names"]), str(group.attrs["kind"])
-        start = starts[number] if number < len(starts) else 0
-        if start == stop:
-            continue
-        table = StoredTable(directory, path, group, start, stop)
-        for position, name in enumerate(names):
-            part = StoredPart(table, position, str(name), kind)
-            found.setdefault((part.name, kind), []).append(part)
+    for table in stored_tables(directory, root, starts):
+        for position, name in enumerate(table.names):
+            part = StoredPart(table, position, name, table.kind)
+            found.setdefault((part.name, part.kind), []).append(part)
     return {
         key: list(parts[:1]) if len(parts) == 1 else [Sorted(parts)] for key, parts in found.items()
     }
+
+
+def stored_tables(directory: Path, root: Any, starts: Sequence[int] = ()) -> list[StoredTable]:
+    """The tables with rows that count; `starts` gives each table's first row to read."""
+    found = []
+    for number, stop in enumerate(committed(directory, root)["records"]):
+        path = f"records/{number}"
+        start = starts[number] if number < len(starts) else 0
+        with describing(directory, path):
+            table = StoredTable(directory, path, root[path], start, stop)
+            _ = table.names, table.kind  # a table that cannot say what it holds is damaged
+        if start < stop:
+            found.append(table)
+    return found
 
 
 def committed(directory: Path, root: Any) -> dict[str, Any]:

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 
 from tailrace.records.records import PER_MICROBATCH, Part, Record
+from tailrace.records.sinks import Finished
 from tailrace.runs.storage.files import describe_tree
 from tailrace.runs.tables.columns import Columns
 from tailrace.taps.reductions import NUM_BINS, STATS
 
 COORDINATES = "step microbatch replica stage"
 """What xarray is told: these arrays are coordinates."""
+
+EXECUTION = {"first_step": "int64", "steps": "int64", "ended": "float64"}
+"""What is kept of an execution; `ended` in seconds since 1970."""
 
 TAGS = ("steps", "microbatches", "replicas")
 """What says when a value was made; the tensors of an execution mostly share these arrays."""
@@ -164,3 +168,18 @@ class HistoryTable:
         if weights is not None:
             rows["weight"] = weights
         columns.append(shape[0], rows)
+
+
+class ExecutionTable:
+    """When executions ended, one row each: how fast the run went."""
+
+    def __init__(self, group: Any) -> None:
+        self.columns = Columns(group, "execution")
+        for name, dtype in EXECUTION.items():
+            self.columns.add_column(name, np.dtype(dtype), (), ())
+
+    def append(self, executions: Sequence[Finished]) -> None:
+        """Let executions wait to be written."""
+        rows = [(done.first_step, done.steps, done.ended) for done in executions]
+        columns = zip(EXECUTION.items(), zip(*rows, strict=True), strict=False)
+        self.columns.append(len(rows), {name: np.array(v, d) for (name, d), v in columns})

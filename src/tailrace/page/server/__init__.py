@@ -1,0 +1,1 @@
+"""The live page: a server on the loopback interface, for one person with a token."""
