@@ -68,3 +68,38 @@ def test_nothing_runs_a_step_at_a_time(line):
     later.run_eagerly = True
     with pytest.raises(tr.TailraceError, match="Keras' own loop would run it"):
         later.fit(x, y, verbose=0)
+
+
+def test_a_minimize_that_nobody_would_call_is_refused(line):
+    class Own(keras.optimizers.SGD):
+        def minimize(self, loss, var_list):
+            raise AssertionError("nobody calls it")
+
+    model = line()
+    with pytest.raises(ValueError, match="must not override OptimizerV2.minimize.*Received: Own"):
+        model.compile(Own(), "mse")
+
+
+@pytest.mark.parametrize("method", list(ipu.optimizers.GradientAccumulationReductionMethod))
+@pytest.mark.parametrize("way", ["set_gradient_accumulation_options", "set_pipelining_options"])
+def test_setters_take_the_original_s_enumeration(line, method, way):
+    model = line()
+    getattr(model, way)(
+        gradient_accumulation_steps_per_replica=2, gradient_accumulation_reduction_method=method
+    )
+    saved = model.tailrace.options
+    found = (
+        saved.pipelining_reduction_method
+        if way == "set_pipelining_options"
+        else saved.gradient_accumulation_reduction_method
+    )
+    assert found == method.name.lower()
+
+
+def test_pipelining_options_about_dtypes(line, caplog):
+    model = line()
+    model.set_pipelining_options(
+        gradient_accumulation_dtype=np.float32, accumulate_outfeed_dtype=np.float32
+    )
+    assert model.tailrace.options.gradient_accumulation_dtype == "float32"
+    assert "accumulate_outfeed_dtype" in caplog.text

@@ -35,6 +35,7 @@ from tailrace.jaxprs.marks import (
     mark_p,
     queue_of,
 )
+from tailrace.jaxprs.replica_reductions import reduced
 from tailrace.jaxprs.walk import Position, concerns_us, elements_read, loop_tag
 from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
@@ -138,9 +139,7 @@ class Rewriter:
         return self.on_mark(tag, inputs, frame)
 
     def _cross_replica(self, value: Any, mean: bool) -> Any:
-        if self.replica_axis is None:
-            return value
-        return (lax.pmean if mean else lax.psum)(value, self.replica_axis)
+        return reduced(value, self.replica_axis, mean)
 
     def _gather(self, value: Any, replicas: int) -> Any:
         """The values of all replicas; where one is replayed alone, its own stands for all."""

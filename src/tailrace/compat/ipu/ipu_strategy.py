@@ -161,7 +161,14 @@ class _Settings(Settings):
         return found
 
     def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
-        """Refuse to run what was asked to be run step by step."""
+        """Refuse to run what was asked to be run step by step, and what would not be called."""
+        kind = type(self.model.optimizer)
+        if hasattr(kind, "minimize"):
+            raise IPUValueError(
+                f"The optimizer must not override OptimizerV2.minimize: an execution computes the "
+                f"gradients itself and gives them to apply_gradients. Received: {kind.__name__}. "
+                f"Override apply_gradients, apply or update_step."
+            )
         if run_eagerly:
             raise IPUValueError(
                 "Keras models cannot run eagerly when using an IPUStrategy: an execution is one "

@@ -27,6 +27,7 @@ from tailrace.compat.ipu.graph.state import (
     value_of,
     write_host,
 )
+from tailrace.compat.ipu.graph.update import KerasOptimizer
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.optimizers import (
     GradientAccumulationOptimizerV2,
@@ -242,7 +243,9 @@ class Training:
 
 def _check_optimizer(opt: Any) -> None:
     """Refuse what a pipeline does itself, or cannot do: it computes the gradients."""
+    _check_minimize(opt)
     while isinstance(opt, IpuOptimizer):
+        _check_minimize(opt.inner)
         if isinstance(opt, GradientAccumulationOptimizerV2):
             raise IPUValueError(
                 f"{opt.get_name()} is used in a pipeline, which accumulates gradients itself. Give "
@@ -255,6 +258,17 @@ def _check_optimizer(opt: Any) -> None:
     own = getattr(type(opt), "compute_gradients", Optimizer.compute_gradients)
     if own is not Optimizer.compute_gradients:
         raise IPUValueError(_OWN_GRADIENTS.format(name=type(opt).__name__))
+
+
+def _check_minimize(opt: Any) -> None:
+    """Refuse an optimizer with a `minimize` of its own, which nothing would call."""
+    kind = type(opt.optimizer) if isinstance(opt, KerasOptimizer) else type(opt)
+    if getattr(kind, "minimize", Optimizer.minimize) is not Optimizer.minimize:
+        raise IPUValueError(
+            f"{kind.__name__} must not override OptimizerV2.minimize: a pipeline computes gradients "
+            f"stage by stage and gives them to apply_gradients. Override apply_gradients, or change "
+            f"the gradients of each mini-batch with MapGradientOptimizer."
+        )
 
 
 _OWN_GRADIENTS = (
