@@ -94,7 +94,7 @@ def test_gradients_stay_in_their_group():
     [
         (3, ipu.errors.InvalidArgumentError, "must divide the number of replicas, 4. Received: 3"),
         (0, ipu.errors.InvalidArgumentError, "Received: 0"),
-        ("sum", TypeError, "the second argument, is a number of replicas. Received: 'sum'"),
+        ("sum", TypeError, "replica_group_size, a number of replicas, must be an integer"),
     ],
 )
 def test_a_group_divides_the_replicas(size, error, text):

@@ -33,6 +33,7 @@ from tailrace.compat.ipu.settings.choices import (
 )
 from tailrace.compat.ipu.settings.config_tree import Category, Option, plain, restored
 from tailrace.compat.ipu.settings.options import OPTIONS
+from tailrace.compat.originals.missing import missing_from
 from tailrace.devices import devices
 from tailrace.errors import DeviceError, TailraceError
 from tailrace.messages import logger, note_once
@@ -212,6 +213,11 @@ def get_ipu_config(session: Any = None) -> list[IPUConfig]:
     return [_system.config]
 
 
+def running_on_ipu_model() -> bool:
+    """Whether programs run on a simulator of the chip: never."""
+    return False
+
+
 def current() -> IPUConfig:
     """The configuration in force, or the default one."""
     return IPUConfig() if _system is None else _system.config
@@ -314,3 +320,6 @@ def _groups(config: Any, found: list[Any]) -> list[list[Any]]:
         groups.append([taken[i] for i in config.selection_order.order(count)])
         first += count
     return groups
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -12,6 +12,7 @@ from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError, OutOfRangeError
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.seeding import seeding
 from tailrace.compat.ipu.graph.state import (
     Found,
     Keep,
@@ -26,6 +27,7 @@ from tailrace.compat.ipu.graph.state import (
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.loops import NeedsNumber
 from tailrace.compat.ipu.scopes import current_ordinal
+from tailrace.compat.originals.missing import missing_from
 from tailrace.devices import devices
 from tailrace.errors import DataExhausted, FeedError, ProducerError
 from tailrace.program.compile import Program
@@ -96,6 +98,7 @@ class CompiledOp:
             arrays = [x if p else as_array(x) for x, p in zip(given, plain, strict=True)]
             key = (
                 where,
+                seeding(),
                 tuple(a if p else jax.typeof(a) for a, p in zip(arrays, plain, strict=True)),
             )
             try:
@@ -153,7 +156,9 @@ class _Version:
         self._found, self._computation = found, computation
         self._result: Result | None = None
         self._variables = list(found.variables.values())
-        self._program: Program = compile_program(self._function, replicas=replicas)
+        self._program: Program = compile_program(
+            self._function, replicas=replicas, seed=seeding().seed
+        )
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run it on these inputs."""
@@ -241,3 +246,6 @@ def _is_done(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+__getattr__, __dir__ = missing_from(__name__)

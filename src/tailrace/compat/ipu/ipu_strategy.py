@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from tailrace.compat.ipu import config
-from tailrace.compat.ipu.batch_rules import check_enough, per_replica
-from tailrace.compat.ipu.dataset_iteration import datasets_are_infeeds
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.ipu.ipu_infeed_queue import IPUOwnedIterator
 from tailrace.compat.ipu.ops.cross_replica_ops import cross_replica_mean, cross_replica_sum
 from tailrace.compat.ipu.scopes import ipu_scope, ordinal_of
+from tailrace.compat.ipu.strategy.batch_rules import check_enough, per_replica
+from tailrace.compat.ipu.strategy.dataset_iteration import datasets_are_infeeds
+from tailrace.compat.originals.missing import missing_from
 from tailrace.keras.adopt import take_over
 from tailrace.keras.data.batch_counts import Counts
 from tailrace.keras.keras_internals import hook
@@ -237,3 +238,6 @@ def _is_array(value: Any) -> bool:
 
 def _identity(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else id(value)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -15,6 +15,7 @@ from tailrace.compat.ipu.graph.operations import Operation, tensors_of
 from tailrace.compat.ipu.graph.state import Scope, inside
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue, arguments_of
+from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import current_trace, dequeue, inside_loop
@@ -235,3 +236,6 @@ def _needs(signature: inspect.Signature) -> str:
     else:
         how, count = "at most", len(named)
     return f"{how} {count} argument{'s' * (count != 1)}"
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -128,6 +128,13 @@ class PoplarExecutor(Model):
 
     # -- weights --------------------------------------------------------------------------------
 
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use another optimizer, or other numbers of the same one: for training models."""
+        raise UsageError(
+            f"setOptimizer is for models made by poptorch.trainingModel; this one was made by "
+            f"poptorch.inferenceModel. Received: {type(optimizer).__name__}."
+        )
+
     def copyWeightsToDevice(self) -> None:
         """Copy the module's weights to the device."""
         self.copy_weights_to_device()  # type: ignore[attr-defined]

@@ -38,6 +38,8 @@ class DataLoader(NativeLoader):
         **dataloader_kwargs: everything else that PyTorch's loader takes.
     """
 
+    options: Options
+
     def __init__(
         self,
         options: Options,

@@ -5,7 +5,6 @@ Later calls merge: what is not given keeps its value.
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 import numpy as np
@@ -247,8 +246,7 @@ def _memory_options(options: Options, given: dict[str, Any]) -> list[str]:
 
 
 def _reduction(value: Any) -> str:
-    # An enumeration of another library has the names of ours, and numbers of its own.
-    return str(Reduction.parse(value.name if isinstance(value, enum.Enum) else value))
+    return str(Reduction.parse(value))
 
 
 def _schedule(value: Any) -> PipelineSchedule:

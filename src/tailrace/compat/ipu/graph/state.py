@@ -279,7 +279,9 @@ def keras_scope() -> Iterator[None]:
     if keras is None:
         yield
         return
-    from tailrace.compat.ipu.graph.made_inside import optimizers_made_inside  # which needs this file
+    from tailrace.compat.ipu.graph.made_inside import (
+        optimizers_made_inside,  # which needs this file
+    )
 
     optimizers_made_inside()
 

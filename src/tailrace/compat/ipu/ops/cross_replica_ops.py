@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 
-from tailrace.compat.ipu.errors import InvalidArgumentError, IPUTypeError
-from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.replica_groups import Groups
 from tailrace.compat.ipu.graph.variables import as_array
-from tailrace.jaxprs.marks import current_trace
-from tailrace.jaxprs.replica_reductions import reduced_dtype
+from tailrace.compat.originals.missing import missing_from
+from tailrace.jaxprs.marks import Tag, mark
 from tailrace.program import in_program as engine
 
 
@@ -26,7 +25,9 @@ def cross_replica_sum(
         name: without effect.
     """
     del name
-    return _reduced(x, replica_group_size, mean=False)
+    if replica_group_size is None:
+        return engine.cross_replica_sum(as_array(x))
+    return Groups.of(replica_group_size, "replica_group_size").sum(as_array(x))
 
 
 def cross_replica_mean(
@@ -34,33 +35,20 @@ def cross_replica_mean(
 ) -> Any:
     """The mean of `x` over replicas, on each of them; see `cross_replica_sum`."""
     del name
-    return _reduced(x, replica_group_size, mean=True)
+    if replica_group_size is None:
+        return engine.cross_replica_mean(as_array(x))
+    return Groups.of(replica_group_size, "replica_group_size").mean(as_array(x))
 
 
-def _reduced(x: Any, size: int | None, *, mean: bool) -> Any:
-    x = as_array(x)
-    if size is None:
-        return engine.cross_replica_mean(x) if mean else engine.cross_replica_sum(x)
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise IPUTypeError(
-            f"replica_group_size, the second argument, is a number of replicas. Received: {size!r}. "
-            f"Give the name as name=."
-        )
-    scope = current()
-    looking = scope is not None and scope.looking  # how many replicas there are is not known yet
-    replicas = size if looking else current_trace("A reduction over replicas").replicas
-    if size < 1 or replicas % size:
-        raise InvalidArgumentError(
-            f"replica_group_size must divide the number of replicas, {replicas}. Received: {size}."
-        )
-    return _within_groups(x, size, replicas // size, mean)
+def assume_equal_across_replicas(tensors: Any, inplace: bool = False) -> Any:
+    """The tensors themselves, which replicas are said to have in common.
+
+    Args:
+        tensors: a value, or a nest of them. That they are equal is not checked.
+        inplace: without effect.
+    """
+    del inplace
+    return jax.tree.map(lambda x: mark(as_array(x), Tag("equal at the end")), tensors)
 
 
-def _within_groups(x: Any, size: int, groups: int, mean: bool) -> Any:
-    """Each group adds up in a place of its own; all groups at once, over all replicas."""
-    dtype = reduced_dtype(x.dtype, mean)
-    wide = jnp.dtype(jnp.float32) if mean and dtype.itemsize < 4 else dtype
-    group = engine.replica() // size
-    places = jnp.zeros((groups, *x.shape), wide).at[group].set(x.astype(wide))
-    total = engine.cross_replica_sum(places)[group]
-    return (total / size if mean else total).astype(dtype)
+__getattr__, __dir__ = missing_from(__name__)

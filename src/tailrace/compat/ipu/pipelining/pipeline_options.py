@@ -21,7 +21,7 @@ from tailrace.compat.ipu.errors import (
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
 from tailrace.compat.ipu.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
-from tailrace.compat.ipu.optimizers import check_sharding
+from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import check_sharding
 from tailrace.errors import PlanError
 from tailrace.messages import note_once
 

@@ -18,6 +18,7 @@ import numpy as np
 import tailrace as tr
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
+from tailrace.compat.ipu.graph.seeding import seeding
 from tailrace.compat.ipu.graph.state import (
     Scope,
     discover,
@@ -181,6 +182,7 @@ class Training:
             values,
             model_state={"variables": [jnp.asarray(value_of(v)) for v in self.buffers]},
             replicas=self.replicas,
+            seed=seeding().seed,
             offload_optimizer_state=options.offload_weight_update_variables,
             shard_optimizer_state=bool(options.replicated_optimizer_state_sharding),
             offload_activations=bool(options.offload_activations),
