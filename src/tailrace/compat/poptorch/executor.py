@@ -258,6 +258,8 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
     ) -> DeviceOptimizer:
         bound = super()._bind(optimizer, unused)
         bound.scaled_gradients = True
+        if self._given.Training.automatic_loss_scaling:
+            bound.scale_automatically()
         return bound
 
     def _steps(self) -> int:

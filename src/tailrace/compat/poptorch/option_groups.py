@@ -22,6 +22,7 @@ class TrainingOptions(OptionsDict):
             gradient_accumulation=1,
             accumulation_and_replication_reduction_type=enums.ReductionType.Mean,
             meanAccumulationAndReplicationReductionStrategy=enums.MeanReductionStrategy.Post,
+            automatic_loss_scaling=False,
         )
 
     def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
@@ -47,14 +48,12 @@ class TrainingOptions(OptionsDict):
         return self.set(meanAccumulationAndReplicationReductionStrategy=strategy)
 
     def setAutomaticLossScaling(self, enabled: bool) -> TrainingOptions:
-        """Refused: give the optimizer a loss_scaling."""
-        if enabled:
-            raise OptionError(
-                "Automatic loss scaling is not available. Give the optimizer a fixed one: "
-                "poptorch.optim.Adam(..., loss_scaling=1024), or train in bfloat16 or float32, which "
-                "need none."
-            )
-        return self
+        """Let the scale of the loss follow the gradients, from the optimizer's loss_scaling on.
+
+        It is doubled after each step, up to 32768, and halved where gradients come close to the
+        largest number of their dtype. `finalLossScale` and `lossScaleUpdateFactor` can be anchored.
+        """
+        return self.set(automatic_loss_scaling=enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
         """About that chip."""

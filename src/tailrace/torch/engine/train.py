@@ -30,21 +30,23 @@ from tailrace.torch.calls.call_feed import CallFeed
 from tailrace.torch.calls.options import Execution, ModelOptions
 from tailrace.torch.engine.portions import Portions
 from tailrace.torch.optim.binding import DeviceOptimizer
+from tailrace.torch.optim.loss_scaling import FACTOR
 from tailrace.torch.tracing.forward import Forward
 from tailrace.training.trainer import Trainer
 
 _HYPER = "optimizer_state/hyper"
 
 
-def _scale_gradient(value: Any, factor: float) -> Any:
+@jax.custom_jvp
+def _scale_gradient(value: Any, factor: Any) -> Any:
     """The value itself, whose gradient is multiplied by a factor."""
+    return value
 
-    @jax.custom_jvp
-    def same(x: Any) -> Any:
-        return x
 
-    same.defjvp(lambda primals, tangents: (primals[0], tangents[0] * factor))
-    return same(value)
+@_scale_gradient.defjvp
+def _scaled_tangent(primals: Any, tangents: Any) -> Any:
+    tangent = tangents[0]
+    return primals[0], tangent * jnp.asarray(primals[1], tangent.dtype)
 
 
 class CallRecords(Records):
@@ -91,11 +93,14 @@ class TrainingEngine:
         seed: int,
         step: int = 0,
     ) -> None:
-        self.options = options
-        scaling = optimizer.loss_scaling
+        self.options, self._automatic = options, optimizer.automatic
 
         def loss_fn(params: Any, state: Any, element: Any, /) -> Any:
+            scaling: Any = optimizer.loss_scaling
+            if optimizer.automatic:
+                scaling = scaling * params[FACTOR]
             held = {n: jax.lax.stop_gradient(v) if n in frozen else v for n, v in params.items()}
+            held.pop(FACTOR, None)
             if optimizer.scaled:
                 held = {
                     name: value
@@ -115,10 +120,11 @@ class TrainingEngine:
         if forward.spread:
             model = as_pipeline(loss_fn, forward, options, accumulation)
             accumulation = 1
+        own = {FACTOR: optimizer.init(params)[FACTOR]} if optimizer.automatic else {}
         self.trainer = Trainer(
             model,
             optimizer,
-            dict(params),
+            {**params, **own},
             steps_per_execution=options.device_iterations,
             accumulation=accumulation,
             replicas=options.replicas,
@@ -168,10 +174,16 @@ class TrainingEngine:
     @property
     def state(self) -> TrainState:
         """Parameters, optimizer state and buffers on the device; not copies."""
-        return self.trainer.current()
+        state = self.trainer.current()
+        if not self._automatic:
+            return state
+        return state._replace(params={n: v for n, v in state.params.items() if n != FACTOR})
 
     def put(self, state: TrainState) -> None:
         """Go on from another state, which is copied."""
+        if self._automatic:
+            factor = state.optimizer_state[FACTOR]
+            state = state._replace(params={**state.params, FACTOR: factor})
         self.trainer.replace(dict(enumerate(jax.tree.leaves(state))))
 
     def put_weights(self, values: Mapping[str, Any]) -> None:
