@@ -74,8 +74,10 @@ def test_names_that_are_refused_say_so():
     with pytest.raises(poptorch.Error, match="All replicas hold the same parameters"):
         weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2, None)
     model.destroy()
-    with pytest.raises(poptorch.Error, match="give each process its rows"):
-        poptorch.Options().Distributed.configureProcessId(0, 2)
+    several = poptorch.Options()
+    several.Distributed.configureProcessId(0, 2)
+    with pytest.raises(poptorch.Error, match="A training model runs in one process"):
+        poptorch.trainingModel(Regression(), several)
 
 
 def test_names_that_work_or_are_noted(caplog):

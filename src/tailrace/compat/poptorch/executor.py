@@ -361,6 +361,13 @@ def trainingModel(
         optimizer: None: `poptorch.optim.SGD` with a learning rate of 0.01.
     """
     given = _options(options)
+    if (processes := given.Distributed.numProcesses) > 1:
+        raise OptionError(
+            f"A training model runs in one process, because gradients are not exchanged between "
+            f"several. Received: {processes} processes, from Distributed.configureProcessId or the "
+            f"environment. Use replicas (replicationFactor) for the devices of this machine; "
+            f"options.Distributed.disable() trains in each process by itself."
+        )
     module = model.module if isinstance(model, Model) else model
     resolved = given.clone()
     if resolved.defaultOutputMode():

@@ -97,10 +97,15 @@ class PrecisionOptions(OptionsDict):
 
 
 class DistributedOptions(OptionsDict):
-    """`opts.Distributed`: one process here; several go through `tr.distributed`."""
+    """`opts.Distributed`: which process this is, of how many.
+
+    Loaders share out their dataset by it, and each process may run its own inference model. A training
+    model runs in one process.
+    """
 
     def __init__(self) -> None:
         super().__init__(process_id=0, num_processes=1)
+        self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
     @property
     def processId(self) -> int:
@@ -117,13 +122,10 @@ class DistributedOptions(OptionsDict):
         return self.set(process_id=0, num_processes=1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> DistributedOptions:
-        """Refused for several processes, whose models would not train together."""
-        if num_processes != 1:
+        """Say which process this is, from 0, of how many."""
+        if not 0 <= process_id < num_processes:
             raise OptionError(
-                f"A PyTorch model runs in one process. Received: {num_processes}. Use replicas "
-                f"(replicationFactor) for several devices of this machine. To split a dataset only, "
-                f"give each process its rows: torch.utils.data.Subset(dataset, range(process_id, "
-                f"len(dataset), num_processes))."
+                f"Processes are numbered from 0. Received: process {process_id} of {num_processes}."
             )
         return self.set(process_id=process_id, num_processes=num_processes)
 
