@@ -95,7 +95,7 @@ class CompiledOp:
     def _run(self, given: list[Any], where: tuple[int, ...]) -> Any:
         while True:
             plain = [_is_number(x) and self._numbers_known for x in given]
-            arrays = [x if p else as_array(x) for x, p in zip(given, plain, strict=True)]
+            arrays = [int(x) if p else as_array(x) for x, p in zip(given, plain, strict=True)]
             key = (
                 where,
                 seeding(),
@@ -245,7 +245,11 @@ def _is_done(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether a value may be a count: an integer, of Python or in an array of no dimensions."""
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and value.shape == () and jnp.issubdtype(dtype, jnp.integer)
 
 
 __getattr__, __dir__ = missing_from(__name__)
