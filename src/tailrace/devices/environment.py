@@ -12,6 +12,12 @@ from tailrace.errors import DeviceError
 
 VARIABLE, CACHE = "TAILRACE_DEVICES", "TAILRACE_CACHE"
 
+TOO_LATE = (
+    "TAILRACE_DEVICES is set, but JAX had started before Tailrace was imported. Import tailrace first, "
+    "before anything that uses JAX."
+)
+"""What to do where the variable asks for enough devices, and they are not there."""
+
 
 def asked_devices() -> int | None:
     """The number of devices that `TAILRACE_DEVICES` asks for, or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -9,7 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.compat.ipu import config
-from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError, OutOfRangeError
+from tailrace.compat.ipu.errors import (
+    FailedPreconditionError,
+    IPUTypeError,
+    IPUValueError,
+    OutOfRangeError,
+)
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.seeding import seeding
@@ -30,6 +36,7 @@ from tailrace.compat.ipu.scopes import current_ordinal
 from tailrace.compat.originals.missing import missing_from
 from tailrace.devices import devices
 from tailrace.errors import DataExhausted, FeedError, ProducerError
+from tailrace.jaxprs.internals import is_library
 from tailrace.program.compile import Program
 from tailrace.program.compile import compile as compile_program
 
@@ -73,6 +80,8 @@ class CompiledOp:
         devices.use(group)
         try:
             return self._run(given, tuple(device.id for device in group))
+        except jax.errors.TracerArrayConversionError as error:
+            raise IPUTypeError(_FOREIGN.format(where=_user_line(error))) from error
         except DataExhausted as error:
             raise OutOfRangeError(
                 f"Infeed dataset iterator out of range. Are you trying to dequeue more elements than "
@@ -238,6 +247,22 @@ class Result:
             return None
         found = again(self._out)
         return found if isinstance(found, list | dict) else [found]
+
+
+_FOREIGN = (
+    "An operation of TensorFlow or numpy was given a value of the program{where}. Functions, bodies of "
+    "loops and stages compute with keras.ops or jax.numpy: keras.ops.mean for tf.reduce_mean."
+)
+
+
+def _user_line(error: BaseException) -> str:
+    """Where the user's code was when an error was raised."""
+    lines = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_library(frame.filename) and "site-packages" not in frame.filename
+    ]
+    return f", at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
 
 
 def _is_done(value: Any) -> bool:

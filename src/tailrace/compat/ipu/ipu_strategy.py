@@ -81,9 +81,11 @@ class IPUStrategyV1(Strategy):
         """Run a device function in one program.
 
         Args:
-            fn: the function. It may call `next(iterator)`, `enqueue`, loops, models and optimizers
-                of Keras. TensorFlow's operations are not available in it: use `keras.ops`.
-            args: its arguments: arrays, and whatever else it needs (iterators, queues, models).
+            fn: the function; of a `tf.function`, the function inside. It may call `next(iterator)`,
+                `enqueue`, loops, models and optimizers of Keras. TensorFlow's operations are not
+                available in it: use `keras.ops`.
+            args: its arguments: arrays (TensorFlow's and PyTorch's too), and whatever else it needs
+                (iterators, queues, models).
             kwargs: the same by name.
             options: without effect.
         """
@@ -91,7 +93,8 @@ class IPUStrategyV1(Strategy):
         if not callable(fn):
             raise IPUValueError(f"strategy.run takes a function. Received: {type(fn).__name__}.")
         kwargs = kwargs or {}
-        given = [*args, *kwargs.values()]
+        fn = _own_function(fn)
+        given = [_own_array(value) for value in (*args, *kwargs.values())]
         arrays = [value for value in given if _is_array(value)]
         for value in arrays:
             if np.dtype(value.dtype) == np.float64:
@@ -230,6 +233,22 @@ def _hook_optimizers() -> None:
         return plain(optimizer, grads, trainable_variables)
 
     hook(keras.optimizers.Optimizer, "apply", apply)
+
+
+def _own_function(fn: Any) -> Any:
+    """The function inside of a `tf.function`: what compiles it is the strategy."""
+    inner = getattr(fn, "python_function", None)
+    return inner if callable(inner) and _is_foreign(fn, "tensorflow") else fn
+
+
+def _own_array(value: Any) -> Any:
+    """An array of another library as one of numpy; anything else as it is."""
+    is_array = hasattr(value, "__array__") and not hasattr(value, "assign")
+    return np.asarray(value) if is_array and _is_foreign(value, "tensorflow", "torch") else value
+
+
+def _is_foreign(value: Any, *libraries: str) -> bool:
+    return type(value).__module__.split(".")[0] in libraries
 
 
 def _is_array(value: Any) -> bool:
