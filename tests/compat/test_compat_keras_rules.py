@@ -103,3 +103,47 @@ def test_pipelining_options_about_dtypes(line, caplog):
     )
     assert model.tailrace.options.gradient_accumulation_dtype == "float32"
     assert "accumulate_outfeed_dtype" in caplog.text
+
+
+def test_optimizers_of_programs_are_not_those_of_models(line):
+    model = line()
+    scaling = ipu.optimizers.ALSOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="a Keras model: ALSOptimizer.*LossScaleOptimizer"):
+        model.compile(scaling, "mse")
+    with pytest.raises(ValueError, match="Use ipu.keras.optimizers"):
+        model.compile(optimizer=ipu.optimizers.CrossReplicaOptimizer(keras.optimizers.SGD(0.1)))
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x, y = points()
+    assert np.isfinite(model.fit(x, y, batch_size=4, verbose=0).history["loss"]).all()
+
+
+@pytest.mark.parametrize("name", ["train_step", "test_step", "predict_step"])
+def test_steps_of_the_other_keras_are_refused(name):
+    class Model(keras.Model):
+        def call(self, x):
+            return x
+
+    def step(self, data):
+        raise AssertionError("not called")
+
+    setattr(Model, name, step)
+    with ipu.ipu_strategy.IPUStrategy().scope():
+        model = Model()
+    with pytest.raises(ValueError, match=rf"Model.{name}\(self, data\) is a step of TensorFlow's"):
+        model.compile("sgd", "mse")
+
+
+def test_more_stages_than_devices_may_be_saved_and_mapped(line, tmp_path):
+    model = line()
+    with ipu.ipu_strategy.IPUStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), L.Dense(2), L.Dense(1)])
+        model.set_pipeline_stage_assignment([0, 1])
+        model.save(tmp_path / "model.keras")
+        keras.models.clone_model(model)
+        model.set_pipelining_options(
+            gradient_accumulation_steps_per_replica=2, device_mapping=[0, 0]
+        )
+        model.compile("sgd", "mse", steps_per_execution=2)
+    x, y = points()
+    model.set_pipelining_options(schedule="sequential")
+    assert len(model.fit(x, y, batch_size=4, verbose=0).history["loss"]) == 1

@@ -82,6 +82,7 @@ class Adopted(Setters, Assigning):
             **kwargs: as in Keras.
         """
         model, settings = self.model, self.settings
+        settings.check_optimizer(args[0] if args else kwargs.get("optimizer"))
         PLAIN["compile"](model, *args, **kwargs)
         settings.check_compiled(model.run_eagerly, model.jit_compile)
         settings.observe, settings.run_dir = observe, run_dir
@@ -236,8 +237,7 @@ class Adopted(Setters, Assigning):
 
     def save_assets(self, directory: str) -> None:
         """Put what the model is set to into its file, where plain Keras does not look."""
-        kept = {"replicas": self.settings.replicas, "options": self.settings.options.saved()}
-        pathlib.Path(directory, ASSET).write_text(json.dumps(kept))
+        pathlib.Path(directory, ASSET).write_text(json.dumps(self.settings.saved()))
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
+from tailrace.compat.ipu.graph.update import Optimizer
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.ipu.ipu_infeed_queue import IPUOwnedIterator
 from tailrace.compat.ipu.ops.cross_replica_ops import cross_replica_mean, cross_replica_sum
@@ -164,15 +166,36 @@ class _Settings(Settings):
             check_enough(steps * epochs, size, restarts=steps == size)
         return found
 
-    def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
-        """Refuse to run what was asked to be run step by step, and what would not be called."""
-        kind = type(self.model.optimizer)
+    def saved(self) -> dict[str, Any]:
+        """What is saved with the model; of replicas, one: the devices say when it is loaded."""
+        return {"replicas": 1, "options": self.options.saved()}
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuse an optimizer of programs, and one with a method that nobody would call."""
+        kind = type(optimizer)
+        if isinstance(optimizer, Optimizer):
+            raise IPUValueError(
+                f"ipu.optimizers are for programs of ipu_compiler.compile and strategy.run. Received "
+                f"for a Keras model: {kind.__name__}. Use ipu.keras.optimizers; to scale the loss, "
+                f"keras.optimizers.LossScaleOptimizer."
+            )
         if hasattr(kind, "minimize"):
             raise IPUValueError(
                 f"The optimizer must not override OptimizerV2.minimize: an execution computes the "
                 f"gradients itself and gives them to apply_gradients. Received: {kind.__name__}. "
                 f"Override apply_gradients, apply or update_step."
             )
+
+    def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
+        """Refuse to run what was asked to be run step by step, and steps of another Keras."""
+        for name in ("train_step", "test_step", "predict_step"):
+            if _takes_data_alone(getattr(type(self.model), name)):
+                raise IPUValueError(
+                    f"{type(self.model).__name__}.{name}(self, data) is a step of TensorFlow's Keras, "
+                    f"which changes variables. In Keras 3 on JAX it is {name}(self, state, data) and "
+                    f"returns (logs, state). Leave it out and override compute_loss, or write the step "
+                    f"as a function for strategy.run."
+                )
         if run_eagerly:
             raise IPUValueError(
                 "Keras models cannot run eagerly when using an IPUStrategy: an execution is one "
@@ -204,6 +227,16 @@ class _Settings(Settings):
             return 1
         used = self.options.pipelining_device_mapping
         return config.shards_of(max(_numbers(stages) if used is None else used, default=0))
+
+
+def _takes_data_alone(step: Any) -> bool:
+    """Whether a step of a model has one argument, as in TensorFlow's Keras."""
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    kinds = {parameter.kind for parameter in parameters}
+    return len(parameters) == 1 and kinds <= {
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    }
 
 
 def _numbers(stages: Any) -> list[int]:
