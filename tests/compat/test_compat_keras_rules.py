@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tailrace as tr
+from oracles import assert_close
 from tailrace.compat import ipu
 
 L = keras.layers
@@ -147,3 +148,60 @@ def test_more_stages_than_devices_may_be_saved_and_mapped(line, tmp_path):
     x, y = points()
     model.set_pipelining_options(schedule="sequential")
     assert len(model.fit(x, y, batch_size=4, verbose=0).history["loss"]) == 1
+
+
+class Steps(keras.callbacks.Callback):
+    """Hears of batches in evaluations and predictions."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ended, self.seen = [], [], []
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.begun.append(batch)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.ended.append(batch)
+        self.seen.append(float(logs["loss"]))
+
+    def on_predict_batch_begin(self, batch, logs=None):
+        self.begun.append(batch)
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.ended.append(batch)
+        self.seen.append(np.asarray(logs["outputs"]))
+
+
+@pytest.mark.parametrize("way", ["evaluate", "predict"])
+def test_asynchronous_callbacks_hear_of_every_step(line, way):
+    x, y = points(32)
+    model = line(execution=4)
+    plain = keras.Sequential([keras.Input((2,)), L.Dense(1)])
+    plain.compile("sgd", "mse")
+    plain.set_weights(model.get_weights())
+
+    def heard(one):
+        callback = Steps()
+        data = (x, y) if way == "evaluate" else (x,)
+        getattr(one, way)(*data, batch_size=4, verbose=0, callbacks=[callback])
+        return callback
+
+    once = heard(model)
+    assert (once.begun, once.ended) == ([0, 4], [3, 7])
+    model.set_asynchronous_callbacks(True)
+    every, expected = heard(model), heard(plain)
+    assert every.begun == every.ended == list(range(8))
+    if way == "evaluate":
+        assert_close(np.float32(every.seen), np.float32(expected.seen))
+    else:  # Keras gives the last one of an execution all of its outputs
+        assert [len(seen) for seen in every.seen] == [4, 4, 4, 16, 4, 4, 4, 16]
+        assert_close(every.seen[1], expected.seen[1])
+
+
+def test_asynchronous_callbacks_hear_of_validation(line):
+    x, y = points(32)
+    model = line(execution=4)
+    model.set_asynchronous_callbacks(True)
+    callback = Steps()
+    model.fit(x, y, batch_size=4, verbose=0, validation_data=(x, y), callbacks=[callback])
+    assert callback.ended == list(range(8))

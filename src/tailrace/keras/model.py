@@ -152,6 +152,17 @@ class Adopted(Setters, Assigning):
         pacing.heard = stepwise or bool(listening) or logs_of_its_own(self.model)
         pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
 
+    def _listen_to_steps(self, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:
+        """Find out who wants to hear of every step of an evaluation or prediction."""
+        callbacks = call.get("callbacks")
+        if not callbacks or not self.settings.options.asynchronous_callbacks:
+            return
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        own = (Watch, keras.callbacks.ProgbarLogger, keras.callbacks.History)
+        pacing.phase = phase
+        pacing.every_step = [c for c in keras.tree.flatten(callbacks) if not isinstance(c, own)]
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `evaluate`: many batches to an execution, on the device."""
         model, plain = self.model, PLAIN["evaluate"]
@@ -160,6 +171,7 @@ class Adopted(Setters, Assigning):
         validating = kwargs.get("_use_cached_eval_dataset", False)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = self._pacing_of_test(bound.arguments, validating)
+        self._listen_to_steps("test", pacing, bound.arguments)
         several = self.settings.replicas > 1
         with self._while_running("test", pacing, same_execution=validating), _remainders(several):
             return plain(model, *args, **kwargs)
@@ -171,6 +183,7 @@ class Adopted(Setters, Assigning):
             return plain(model, *args, **kwargs)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = self._pacing_of_test(bound.arguments, False)
+        self._listen_to_steps("predict", pacing, bound.arguments)
         with self._while_running("predict", pacing), _remainders(self.settings.replicas > 1):
             return plain(model, *args, **kwargs)
 
