@@ -144,3 +144,20 @@ def test_floating_point_exceptions_in_inference():
     model(torch.ones(1, 2))
     with pytest.raises(poptorch.Error, match="Output 0 has NaN or Inf"):
         model(torch.full((1, 2), float("inf")))
+
+
+def test_what_an_inference_model_cannot_do_is_said():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x):
+            self.seen += x.sum()
+            return x + self.seen
+
+    model = poptorch.inferenceModel(Counting(), poptorch.Options().replicationFactor(2))
+    with pytest.raises(poptorch.Error, match="broadcasting buffers.*2 replicas.*Use one replica"):
+        model(torch.arange(4.0))
+    with pytest.raises(poptorch.Error, match="setOptimizer is for models made by poptorch.train"):
+        model.setOptimizer(torch.optim.SGD([torch.ones(1)], lr=0.1))

@@ -12,7 +12,7 @@ import torch
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.names import Names
 from tailrace.compat.poptorch.options import Options
-from tailrace.errors import NonFiniteError, OptionError, ProgramError
+from tailrace.errors import NonFiniteError, OptionError, ProgramError, ReplicaError
 from tailrace.messages import note_once
 from tailrace.torch.calls.anchors import Anchor, output_tap
 from tailrace.torch.calls.containers import flatten
@@ -327,6 +327,16 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
 
     def _set_steps(self, steps: int) -> None:
         self._engine.seed, self._engine.calls = self._seed, steps
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            super()._build(args, kwargs)
+        except ReplicaError as error:
+            raise ProgramError(
+                f"PopTorch does not support broadcasting buffers: forward changes one on "
+                f"{self._given.replication_factor} replicas, on each from other rows. Use one replica, "
+                f"or return the value instead of keeping it in a buffer."
+            ) from error
 
     def _copy_buffers(self, names: list[str]) -> None:
         _, buffers = weights_of(self.module)
