@@ -59,6 +59,7 @@ OURS = {
     "Optimizer",
     "Result",
     "arguments_of",
+    "as_count",
     "check_dtype",
     "check_ordinal",
     "check_sharding",
