@@ -6,7 +6,7 @@ import pytest
 from counting import run, use
 
 from oracles import assert_close
-from tailrace.compat.ipu import GradientTape, ipu_compiler, loops, optimizers
+from tailrace.compat.ipu import GradientTape, ipu_compiler, loops, optimizers, pipelining_ops
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
 from tailrace.compat.ipu.ipu_outfeed_queue import IPUOutfeedQueue
 
@@ -136,3 +136,67 @@ def test_a_keras_optimizer_does_not_change_other_variables():
     opt = optimizers.CrossReplicaOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(TypeError, match="A Keras optimizer changes variables of Keras"):
         run(lambda: opt.minimize(w * w))
+
+
+# -- optimizers that a program makes ----------------------------------------------------------------
+
+
+class Halving(keras.optimizers.SGD):
+    """A subclass with arguments and an `apply_gradients` of its own."""
+
+    def __init__(self, learning_rate, share=0.5, **kwargs):
+        super().__init__(learning_rate, **kwargs)
+        self.share = share
+
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(g * self.share, v) for g, v in grads_and_vars])
+
+
+MADE = {
+    "sgd": lambda: keras.optimizers.SGD(0.5),
+    "momentum": lambda: keras.optimizers.SGD(0.25, momentum=0.5),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    ),
+    "subclass": lambda: Halving(1.0),
+}
+
+
+def stepped(make, inside, way):
+    """A variable after three calls of a program, whose optimizer is made inside or outside of it."""
+    w = keras.Variable(np.float32(2))
+    outside = make()
+    taken = (lambda: make()) if inside else (lambda: outside)
+    losses = IPUOutfeedQueue()
+
+    def pipelined():
+        return pipelining_ops.pipeline(
+            [lambda x: w * x, lambda y: y * y],
+            4,
+            inputs=[1.5],
+            outfeed_queue=losses,
+            optimizer_function=lambda loss: pipelining_ops.OptimizerFunctionOutput(
+                taken(), loss, variables=[w]
+            ),
+            reduction_method="mean",
+        )
+
+    def looped():
+        def body():
+            loss = (w * 1.5) ** 2
+            taken().apply_gradients(zip(GradientTape().gradient(loss, [w]), [w], strict=True))
+
+        return loops.repeat(1, body)
+
+    program = ipu_compiler.compile(pipelined if way == "pipeline" else looped)
+    for _ in range(3):
+        program()
+    return w.value
+
+
+@pytest.mark.parametrize("way", ["pipeline", "loop"])
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_an_optimizer_made_inside_is_one_made_outside(make, way):
+    use(2 if way == "pipeline" else 1)
+    assert_close(stepped(make, True, way), stepped(make, False, way))

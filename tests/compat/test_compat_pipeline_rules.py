@@ -325,6 +325,34 @@ def test_an_accumulating_optimizer_is_refused():
         call([lambda x: w * x, same], optimizer_function=accumulating)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", ["original", "keras"])
+def test_an_optimizer_whose_minimize_nobody_would_call_is_refused(kind, wrapped):
+    use(2)
+    import keras
+
+    from tailrace.compat.ipu import optimizers
+
+    w = keras.Variable(1.0) if kind == "keras" else Variable(1.0)
+
+    class Own(keras.optimizers.SGD if kind == "keras" else optimizers.Optimizer):
+        def minimize(self, loss, *args, **kwargs):
+            raise AssertionError("nobody calls it")
+
+        def apply_gradients(self, grads_and_vars, *args, **kwargs):
+            raise AssertionError("refused before")
+
+    def function(loss):
+        optimizer = Own()
+        optimizer = optimizers.CrossReplicaOptimizer(optimizer) if wrapped else optimizer
+        return OptimizerFunctionOutput(
+            optimizer, loss, variables=[w] if kind == "keras" and not wrapped else None
+        )
+
+    with pytest.raises(ValueError, match="Own must not override OptimizerV2.minimize"):
+        call([lambda x: w * x, same], optimizer_function=function)
+
+
 def test_variables_that_stages_and_optimizer_share():
     use(2)
     from tailrace.compat.ipu import optimizers

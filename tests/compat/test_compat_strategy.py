@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tailrace as tr
 from oracles import assert_close
 from tailrace.compat import ipu
 from tailrace.compat.ipu import config, ipu_outfeed_queue, loops
@@ -205,3 +206,60 @@ def test_models_live_on_the_first_logical_device():
         pytest.raises(ValueError, match="Keras models train on the first logical device"),
     ):
         model_of()
+
+
+# -- what TensorFlow's programs bring along ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["tensorflow", "torch", "numpy", "jax"])
+def test_arrays_of_every_library_are_arguments(library):
+    module = pytest.importorskip(library)
+    make = {
+        "tensorflow": lambda x: module.constant(x),
+        "torch": lambda x: module.tensor(x),
+        "numpy": lambda x: np.asarray(x, np.float32),
+        "jax": lambda x: module.numpy.asarray(x, np.float32),
+    }[library]
+    strategy = IPUStrategy()
+
+    def double(x, y=None):
+        return 2 * x + y
+
+    for number in range(4):
+        found = strategy.run(double, [make([1.0, number])], {"y": make([0.5, 0.5])})
+        assert np.asarray(found).tolist() == [2.5, 2 * number + 0.5]
+    assert len(strategy._programs) == 1
+
+
+def test_a_tf_function_is_compiled_by_the_strategy():
+    found = IPUStrategy().run(tf.function(lambda x: x + 1), [np.float32(1)])
+    assert found == 2
+
+
+@pytest.mark.parametrize("way", ["run", "compile"])
+def test_an_operation_of_another_library_is_named_with_its_line(way):
+
+    def function(x):
+        return tf.reduce_mean(x)
+
+    x = np.float32([1, 2])
+    run = {
+        "run": lambda: IPUStrategy().run(function, [x]),
+        "compile": lambda: ipu.ipu_compiler.compile(function, [x])(),
+    }[way]
+    with pytest.raises(TypeError, match=r"of TensorFlow .*test_compat_strategy.py:\d+.*keras.ops"):
+        run()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("asked", "advice"), [("64", "Import tailrace first"), ("2", "TAILRACE_DEVICES=64")]
+)
+def test_too_few_devices_say_why(asked, advice, monkeypatch):
+    monkeypatch.setenv("TAILRACE_DEVICES", asked)
+    cfg = ipu.config.IPUConfig()
+    cfg.auto_select_ipus = 64
+    with pytest.raises(tr.errors.DeviceError, match=advice):
+        cfg.configure_ipu_system()
+    with pytest.raises(tr.errors.DeviceError, match=advice):
+        tr.configure(devices=64)

@@ -61,7 +61,9 @@ def test_files_of_options_have_literals_enumerations_and_descriptions(tmp_path):
 def test_names_that_are_refused_say_so():
     with pytest.raises(poptorch.Error, match="runs a function on the host in the middle"):
         poptorch.CPU(nn.ReLU(), "id")
-    with pytest.raises(AttributeError, match=r"no 'trainingMode'.*Did you mean trainingModel"):
+    with pytest.raises(
+        AttributeError, match="no attribute 'trainingMode'. Did you mean trainingModel"
+    ):
         _ = poptorch.trainingMode
     module = Regression()
     model = poptorch.trainingModel(module)
@@ -72,8 +74,10 @@ def test_names_that_are_refused_say_so():
     with pytest.raises(poptorch.Error, match="All replicas hold the same parameters"):
         weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2, None)
     model.destroy()
-    with pytest.raises(poptorch.Error, match="give each process its rows"):
-        poptorch.Options().Distributed.configureProcessId(0, 2)
+    several = poptorch.Options()
+    several.Distributed.configureProcessId(0, 2)
+    with pytest.raises(poptorch.Error, match="A training model runs in one process"):
+        poptorch.trainingModel(Regression(), several)
 
 
 def test_names_that_work_or_are_noted(caplog):
@@ -140,3 +144,20 @@ def test_floating_point_exceptions_in_inference():
     model(torch.ones(1, 2))
     with pytest.raises(poptorch.Error, match="Output 0 has NaN or Inf"):
         model(torch.full((1, 2), float("inf")))
+
+
+def test_what_an_inference_model_cannot_do_is_said():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x):
+            self.seen += x.sum()
+            return x + self.seen
+
+    model = poptorch.inferenceModel(Counting(), poptorch.Options().replicationFactor(2))
+    with pytest.raises(poptorch.Error, match="broadcasting buffers.*2 replicas.*Use one replica"):
+        model(torch.arange(4.0))
+    with pytest.raises(poptorch.Error, match="setOptimizer is for models made by poptorch.train"):
+        model.setOptimizer(torch.optim.SGD([torch.ones(1)], lr=0.1))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tailrace.devices.environment import asked_devices
+from tailrace.devices.environment import TOO_LATE, asked_devices
 from tailrace.errors import DeviceError, ReplicaError
 
 REPLICA, STAGE = "replica", "stage"
@@ -211,8 +211,13 @@ def _too_few(devices: int, found: list[Any], started: bool) -> str:
             f"for virtual CPU devices."
         )
     reason = "JAX has already started" if started else "JAX made"
-    return (
+    text = (
         f"Virtual CPU devices are made when JAX starts: {devices} were asked for, but {reason} with "
-        f"{len(found)}. Call tr.configure(devices={devices}) before anything uses JAX, or set "
+        f"{len(found)}."
+    )
+    if (asked_devices() or 0) >= devices:
+        return f"{text} {TOO_LATE}"
+    return (
+        f"{text} Call tr.configure(devices={devices}) before anything uses JAX, or set "
         f"TAILRACE_DEVICES={devices} in the environment."
     )

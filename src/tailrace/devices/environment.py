@@ -14,6 +14,12 @@ VARIABLE, CACHE = "TAILRACE_DEVICES", "TAILRACE_CACHE"
 COORDINATOR, PROCESSES, PROCESS = "TAILRACE_COORDINATOR", "TAILRACE_PROCESSES", "TAILRACE_PROCESS"
 """What `tailrace launch` sets in each process; `tr.distributed.initialize` reads it."""
 
+TOO_LATE = (
+    "TAILRACE_DEVICES is set, but JAX had started before Tailrace was imported. Import tailrace first, "
+    "before anything that uses JAX."
+)
+"""What to do where the variable asks for enough devices, and they are not there."""
+
 
 def asked_devices() -> int | None:
     """The number of devices that `TAILRACE_DEVICES` asks for, or None."""

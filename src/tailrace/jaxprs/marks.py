@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import ad
+from tailrace.jaxprs.replica_reductions import reduced_dtype
 
 FORWARD, TANGENT, COTANGENT = "forward", "tangent", "cotangent"
 
@@ -193,7 +194,7 @@ def unit(program: Any, operands: Sequence[Any], kind: str, stage: int, member: i
 # An own primitive, because the program is traced before it is spread over replicas: no axis exists.
 
 cross_replica_p.def_abstract_eval(
-    lambda value, *, mean: internals.ShapedArray(value.shape, value.dtype)
+    lambda value, *, mean: internals.ShapedArray(value.shape, reduced_dtype(value.dtype, mean))
 )
 ad.deflinear2(cross_replica_p, lambda ct, value, *, mean: [cross_replica_p.bind(ct, mean=mean)])
 internals.batching.primitive_batchers[cross_replica_p] = lambda values, dims, *, mean: (

@@ -82,6 +82,7 @@ class Adopted(Setters, Assigning):
             **kwargs: as in Keras.
         """
         model, settings = self.model, self.settings
+        settings.check_optimizer(args[0] if args else kwargs.get("optimizer"))
         PLAIN["compile"](model, *args, **kwargs)
         settings.check_compiled(model.run_eagerly, model.jit_compile)
         settings.observe, settings.run_dir = observe, run_dir
@@ -151,6 +152,17 @@ class Adopted(Setters, Assigning):
         pacing.heard = stepwise or bool(listening) or logs_of_its_own(self.model)
         pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
 
+    def _listen_to_steps(self, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:
+        """Find out who wants to hear of every step of an evaluation or prediction."""
+        callbacks = call.get("callbacks")
+        if not callbacks or not self.settings.options.asynchronous_callbacks:
+            return
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        own = (Watch, keras.callbacks.ProgbarLogger, keras.callbacks.History)
+        pacing.phase = phase
+        pacing.every_step = [c for c in keras.tree.flatten(callbacks) if not isinstance(c, own)]
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `evaluate`: many batches to an execution, on the device."""
         model, plain = self.model, PLAIN["evaluate"]
@@ -159,6 +171,7 @@ class Adopted(Setters, Assigning):
         validating = kwargs.get("_use_cached_eval_dataset", False)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = self._pacing_of_test(bound.arguments, validating)
+        self._listen_to_steps("test", pacing, bound.arguments)
         several = self.settings.replicas > 1
         with self._while_running("test", pacing, same_execution=validating), _remainders(several):
             return plain(model, *args, **kwargs)
@@ -170,6 +183,7 @@ class Adopted(Setters, Assigning):
             return plain(model, *args, **kwargs)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = self._pacing_of_test(bound.arguments, False)
+        self._listen_to_steps("predict", pacing, bound.arguments)
         with self._while_running("predict", pacing), _remainders(self.settings.replicas > 1):
             return plain(model, *args, **kwargs)
 
@@ -236,8 +250,7 @@ class Adopted(Setters, Assigning):
 
     def save_assets(self, directory: str) -> None:
         """Put what the model is set to into its file, where plain Keras does not look."""
-        kept = {"replicas": self.settings.replicas, "options": self.settings.options.saved()}
-        pathlib.Path(directory, ASSET).write_text(json.dumps(kept))
+        pathlib.Path(directory, ASSET).write_text(json.dumps(self.settings.saved()))
 
     # -- inside ---------------------------------------------------------------------------------
 

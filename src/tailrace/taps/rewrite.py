@@ -38,6 +38,7 @@ from tailrace.jaxprs.own_equations import (
     reduction_in,
     tag_in,
 )
+from tailrace.jaxprs.replica_reductions import reduced
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import (
     Position,
@@ -76,7 +77,7 @@ class Resolver:
         if (ambient := ambient_in(eqn)) is not None:
             return [_number(ambient, frame)]
         if (reduction := reduction_in(eqn)) is not None:
-            return [self._reduced(inputs[0], reduction)]
+            return [reduced(inputs[0], self.replica_axis, reduction == "mean")]
         if (replicas := gathered_in(eqn)) is not None:
             return [self._gathered(inputs[0], replicas)]
         return None
@@ -89,11 +90,6 @@ class Resolver:
         if self.on_mark is None or replayed:
             return inputs
         return self.on_mark(tag, inputs, frame)
-
-    def _reduced(self, value: Any, reduction: str) -> Any:
-        if self.replica_axis is None:
-            return value
-        return (lax.pmean if reduction == "mean" else lax.psum)(value, self.replica_axis)
 
     def _gathered(self, value: Any, replicas: int) -> Any:
         """The values of all replicas; where one is replayed alone, its own stands for all."""

@@ -1,13 +1,10 @@
 """The seeds' own programming interface: `from tailrace.compat import ipu`.
 
 It stands where programs import `tensorflow.python.ipu`, submodules too. Everything here is a few lines
-over the engine; docs/guides/moving.md has a table of every name and what became of it.
+over the engine; docs/guides/originals_names.md has every name and what became of it.
 """
 
 from __future__ import annotations
-
-import importlib
-from typing import Any
 
 from tailrace.compat.ipu import config as config
 from tailrace.compat.ipu import dataset_benchmark as dataset_benchmark
@@ -28,13 +25,41 @@ from tailrace.compat.ipu.graph.gradients import GradientTape as GradientTape
 from tailrace.compat.ipu.graph.variables import Variable as Variable
 from tailrace.compat.ipu.graph.variables import get_variable as get_variable
 from tailrace.compat.ipu.graph.variables import variable_scope as variable_scope
-from tailrace.compat.ipu.settings import absent as absent
+from tailrace.compat.originals.missing import missing_from
 
-_LATE = ("ipu_strategy", "keras")
-"""Submodules that need Keras, imported when they are asked for."""
+_OPERATIONS = (
+    "all_to_all_op",
+    "control_flow_ops",
+    "cross_replica_ops",
+    "embedding_ops",
+    "functional_ops",
+    "grad_util_ops",
+    "internal_ops",
+    "math_ops",
+    "nn_ops",
+    "rand_ops",
+    "reduce_scatter_op",
+    "replication_ops",
+)
+"""Modules of `ops` that have a name here too."""
 
+_OPTIMIZERS = (
+    "automatic_loss_scaling_optimizer",
+    "cross_replica_optimizer",
+    "gradient_accumulation_optimizer",
+    "ipu_optimizer",
+    "map_gradient_optimizer",
+    "sharded_optimizer",
+)
 
-def __getattr__(name: str) -> Any:
-    if name in _LATE:
-        return importlib.import_module(f"tailrace.compat.ipu.{name}")
-    return absent.refuse("ipu", name)
+__getattr__, __dir__ = missing_from(
+    __name__,
+    {
+        "ipu_strategy": f"{__name__}.ipu_strategy",  # these two need Keras
+        "keras": f"{__name__}.keras",
+        "layers": f"{__name__}.keras.layers",
+        "outlined_function": f"{__name__}.ops.functional_ops:outlined_function",
+        **{name: f"{__name__}.ops.{name}" for name in _OPERATIONS},
+        **{name: f"{__name__}.optimizers.{name}" for name in _OPTIMIZERS},
+    },
+)

@@ -33,7 +33,9 @@ from tailrace.compat.ipu.settings.choices import (
 )
 from tailrace.compat.ipu.settings.config_tree import Category, Option, plain, restored
 from tailrace.compat.ipu.settings.options import OPTIONS
+from tailrace.compat.originals.missing import missing_from
 from tailrace.devices import devices
+from tailrace.devices.environment import TOO_LATE, asked_devices
 from tailrace.errors import DeviceError, TailraceError
 from tailrace.messages import logger, note_once
 
@@ -212,6 +214,11 @@ def get_ipu_config(session: Any = None) -> list[IPUConfig]:
     return [_system.config]
 
 
+def running_on_ipu_model() -> bool:
+    """Whether programs run on a simulator of the chip: never."""
+    return False
+
+
 def current() -> IPUConfig:
     """The configuration in force, or the default one."""
     return IPUConfig() if _system is None else _system.config
@@ -303,10 +310,14 @@ def _groups(config: Any, found: list[Any]) -> list[list[Any]]:
         return [[found[number]] for number in chosen]
     counts = _entries(config.auto_select_ipus) or [1]
     if sum(counts) > len(found):
+        virtual = (
+            f"Ask for fewer; for virtual CPU devices, start the process with JAX_PLATFORMS=cpu and "
+            f"TAILRACE_DEVICES={sum(counts)}."
+        )
+        late = found[0].platform == "cpu" and (asked_devices() or 0) >= sum(counts)
         raise DeviceError(
             f"auto_select_ipus = {config.auto_select_ipus!r} asks for {sum(counts)} devices, and "
-            f"there are {len(found)}. Ask for fewer; for virtual CPU devices, start the process with "
-            f"JAX_PLATFORMS=cpu and TAILRACE_DEVICES={sum(counts)}."
+            f"there are {len(found)}. {TOO_LATE if late else virtual}"
         )
     groups, first = [], 0
     for count in counts:
@@ -314,3 +325,6 @@ def _groups(config: Any, found: list[Any]) -> list[list[Any]]:
         groups.append([taken[i] for i in config.selection_order.order(count)])
         first += count
     return groups
+
+
+__getattr__, __dir__ = missing_from(__name__)

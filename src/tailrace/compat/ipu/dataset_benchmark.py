@@ -11,6 +11,7 @@ from tailrace.compat.ipu.errors import (
     OutOfRangeError,
 )
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
+from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import DataError, DataExhausted
 from tailrace.feeds.benchmark import measure as engine
 
@@ -87,3 +88,6 @@ def infeed_benchmark(
         print_stats,
         do_memcpy=do_memcpy,
     )
+
+
+__getattr__, __dir__ = missing_from(__name__)

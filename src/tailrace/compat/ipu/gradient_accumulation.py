@@ -6,6 +6,7 @@ import enum
 from typing import Any
 
 from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.originals.missing import missing_from
 from tailrace.program.step.accumulation import Reduction
 
 
@@ -36,3 +37,6 @@ class GradientAccumulationReductionMethod(enum.Enum):
             f"Cannot parse {value} as one of GradientAccumulationReductionMethod. Valid values are: "
             f"{', '.join(cls.__members__)}."
         )
+
+
+__getattr__, __dir__ = missing_from(__name__)

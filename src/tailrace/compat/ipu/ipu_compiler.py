@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -9,9 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.compat.ipu import config
-from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError, OutOfRangeError
+from tailrace.compat.ipu.errors import (
+    FailedPreconditionError,
+    IPUTypeError,
+    IPUValueError,
+    OutOfRangeError,
+)
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.seeding import seeding
 from tailrace.compat.ipu.graph.state import (
     Found,
     Keep,
@@ -26,8 +33,10 @@ from tailrace.compat.ipu.graph.state import (
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.loops import NeedsNumber
 from tailrace.compat.ipu.scopes import current_ordinal
+from tailrace.compat.originals.missing import missing_from
 from tailrace.devices import devices
 from tailrace.errors import DataExhausted, FeedError, ProducerError
+from tailrace.jaxprs.internals import is_library
 from tailrace.program.compile import Program
 from tailrace.program.compile import compile as compile_program
 
@@ -71,6 +80,8 @@ class CompiledOp:
         devices.use(group)
         try:
             return self._run(given, tuple(device.id for device in group))
+        except jax.errors.TracerArrayConversionError as error:
+            raise IPUTypeError(_FOREIGN.format(where=_user_line(error))) from error
         except DataExhausted as error:
             raise OutOfRangeError(
                 f"Infeed dataset iterator out of range. Are you trying to dequeue more elements than "
@@ -93,9 +104,10 @@ class CompiledOp:
     def _run(self, given: list[Any], where: tuple[int, ...]) -> Any:
         while True:
             plain = [_is_number(x) and self._numbers_known for x in given]
-            arrays = [x if p else as_array(x) for x, p in zip(given, plain, strict=True)]
+            arrays = [int(x) if p else as_array(x) for x, p in zip(given, plain, strict=True)]
             key = (
                 where,
+                seeding(),
                 tuple(a if p else jax.typeof(a) for a, p in zip(arrays, plain, strict=True)),
             )
             try:
@@ -153,7 +165,9 @@ class _Version:
         self._found, self._computation = found, computation
         self._result: Result | None = None
         self._variables = list(found.variables.values())
-        self._program: Program = compile_program(self._function, replicas=replicas)
+        self._program: Program = compile_program(
+            self._function, replicas=replicas, seed=seeding().seed
+        )
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run it on these inputs."""
@@ -235,9 +249,32 @@ class Result:
         return found if isinstance(found, list | dict) else [found]
 
 
+_FOREIGN = (
+    "An operation of TensorFlow or numpy was given a value of the program{where}. Functions, bodies of "
+    "loops and stages compute with keras.ops or jax.numpy: keras.ops.mean for tf.reduce_mean."
+)
+
+
+def _user_line(error: BaseException) -> str:
+    """Where the user's code was when an error was raised."""
+    lines = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_library(frame.filename) and "site-packages" not in frame.filename
+    ]
+    return f", at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+
+
 def _is_done(value: Any) -> bool:
     return value is None or isinstance(value, Operation)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether a value may be a count: an integer, of Python or in an array of no dimensions."""
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and value.shape == () and jnp.issubdtype(dtype, jnp.integer)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -19,6 +19,7 @@ from tailrace.compat.ipu.errors import (
 )
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import DataError
 from tailrace.feeds.infeed import InfeedQueue
 
@@ -253,3 +254,6 @@ class IPUOwnedIterator(IPUIterator):
         opened = getattr(queue, "_queue", None)
         if opened is not None:
             opened.close()
+
+
+__getattr__, __dir__ = missing_from(__name__)

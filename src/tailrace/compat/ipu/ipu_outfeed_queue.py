@@ -20,6 +20,7 @@ from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import check_dtype, check_ordinal
+from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import current_trace
@@ -248,3 +249,6 @@ def _put_together(form: Any, leaves: Iterator[Any]) -> Any:
     if isinstance(form, list | tuple):
         return type(form)(_put_together(value, leaves) for value in form)
     return next(leaves)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from tailrace.compat.ipu import config
-from tailrace.compat.ipu.batch_rules import check_enough, per_replica
-from tailrace.compat.ipu.dataset_iteration import datasets_are_infeeds
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
+from tailrace.compat.ipu.graph.update import Optimizer
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.ipu.ipu_infeed_queue import IPUOwnedIterator
 from tailrace.compat.ipu.ops.cross_replica_ops import cross_replica_mean, cross_replica_sum
 from tailrace.compat.ipu.scopes import ipu_scope, ordinal_of
+from tailrace.compat.ipu.strategy.batch_rules import check_enough, per_replica
+from tailrace.compat.ipu.strategy.dataset_iteration import datasets_are_infeeds
+from tailrace.compat.originals.missing import missing_from
 from tailrace.keras.adopt import take_over
 from tailrace.keras.data.batch_counts import Counts
 from tailrace.keras.keras_internals import hook
@@ -80,9 +83,11 @@ class IPUStrategyV1(Strategy):
         """Run a device function in one program.
 
         Args:
-            fn: the function. It may call `next(iterator)`, `enqueue`, loops, models and optimizers
-                of Keras. TensorFlow's operations are not available in it: use `keras.ops`.
-            args: its arguments: arrays, and whatever else it needs (iterators, queues, models).
+            fn: the function; of a `tf.function`, the function inside. It may call `next(iterator)`,
+                `enqueue`, loops, models and optimizers of Keras. TensorFlow's operations are not
+                available in it: use `keras.ops`.
+            args: its arguments: arrays (TensorFlow's and PyTorch's too), and whatever else it needs
+                (iterators, queues, models).
             kwargs: the same by name.
             options: without effect.
         """
@@ -90,7 +95,8 @@ class IPUStrategyV1(Strategy):
         if not callable(fn):
             raise IPUValueError(f"strategy.run takes a function. Received: {type(fn).__name__}.")
         kwargs = kwargs or {}
-        given = [*args, *kwargs.values()]
+        fn = _own_function(fn)
+        given = [_own_array(value) for value in (*args, *kwargs.values())]
         arrays = [value for value in given if _is_array(value)]
         for value in arrays:
             if np.dtype(value.dtype) == np.float64:
@@ -160,8 +166,36 @@ class _Settings(Settings):
             check_enough(steps * epochs, size, restarts=steps == size)
         return found
 
+    def saved(self) -> dict[str, Any]:
+        """What is saved with the model; of replicas, one: the devices say when it is loaded."""
+        return {"replicas": 1, "options": self.options.saved()}
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuse an optimizer of programs, and one with a method that nobody would call."""
+        kind = type(optimizer)
+        if isinstance(optimizer, Optimizer):
+            raise IPUValueError(
+                f"ipu.optimizers are for programs of ipu_compiler.compile and strategy.run. Received "
+                f"for a Keras model: {kind.__name__}. Use ipu.keras.optimizers; to scale the loss, "
+                f"keras.optimizers.LossScaleOptimizer."
+            )
+        if hasattr(kind, "minimize"):
+            raise IPUValueError(
+                f"The optimizer must not override OptimizerV2.minimize: an execution computes the "
+                f"gradients itself and gives them to apply_gradients. Received: {kind.__name__}. "
+                f"Override apply_gradients, apply or update_step."
+            )
+
     def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
-        """Refuse to run what was asked to be run step by step."""
+        """Refuse to run what was asked to be run step by step, and steps of another Keras."""
+        for name in ("train_step", "test_step", "predict_step"):
+            if _takes_data_alone(getattr(type(self.model), name)):
+                raise IPUValueError(
+                    f"{type(self.model).__name__}.{name}(self, data) is a step of TensorFlow's Keras, "
+                    f"which changes variables. In Keras 3 on JAX it is {name}(self, state, data) and "
+                    f"returns (logs, state). Leave it out and override compute_loss, or write the step "
+                    f"as a function for strategy.run."
+                )
         if run_eagerly:
             raise IPUValueError(
                 "Keras models cannot run eagerly when using an IPUStrategy: an execution is one "
@@ -195,6 +229,16 @@ class _Settings(Settings):
         return config.shards_of(max(_numbers(stages) if used is None else used, default=0))
 
 
+def _takes_data_alone(step: Any) -> bool:
+    """Whether a step of a model has one argument, as in TensorFlow's Keras."""
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    kinds = {parameter.kind for parameter in parameters}
+    return len(parameters) == 1 and kinds <= {
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    }
+
+
 def _numbers(stages: Any) -> list[int]:
     """Every stage number in an assignment, however it is nested."""
     if isinstance(stages, list | tuple):
@@ -224,9 +268,28 @@ def _hook_optimizers() -> None:
     hook(keras.optimizers.Optimizer, "apply", apply)
 
 
+def _own_function(fn: Any) -> Any:
+    """The function inside of a `tf.function`: what compiles it is the strategy."""
+    inner = getattr(fn, "python_function", None)
+    return inner if callable(inner) and _is_foreign(fn, "tensorflow") else fn
+
+
+def _own_array(value: Any) -> Any:
+    """An array of another library as one of numpy; anything else as it is."""
+    is_array = hasattr(value, "__array__") and not hasattr(value, "assign")
+    return np.asarray(value) if is_array and _is_foreign(value, "tensorflow", "torch") else value
+
+
+def _is_foreign(value: Any, *libraries: str) -> bool:
+    return type(value).__module__.split(".")[0] in libraries
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic) or type(value).__module__.startswith("jax")
 
 
 def _identity(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else id(value)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -8,13 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.compat.ipu.errors import IPUTypeError
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.operations import Operation, tensors_of
-from tailrace.compat.ipu.graph.state import Scope, inside
+from tailrace.compat.ipu.graph.state import Scope, inside, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue, arguments_of
+from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import current_trace, dequeue, inside_loop
@@ -27,6 +29,16 @@ MOST_UNSAID = 4096
 
 class NeedsNumber(ProgramError):
     """A fed loop whose length is a value of the program: it must be known when it is compiled."""
+
+
+def as_count(n: Any) -> Any:
+    """A count as an integer, unless it is a value of the program that is being traced."""
+    n = value_of(n) if is_variable(n) else n
+    if isinstance(n, Tracer):
+        return n
+    if np.ndim(n) or not np.issubdtype(np.asarray(n).dtype, np.integer):
+        raise IPUTypeError(f"A count is an integer. Received: {n!r}.")
+    return int(n)
 
 
 def repeat(
@@ -51,14 +63,13 @@ def repeat(
     """
     del use_while_v1
     loop = _Loop(body, inputs, infeed_queue, "loop body")
-    if isinstance(n, jax.Array) and not isinstance(n, Tracer):
-        n = int(n)
+    n = as_count(n)
     if isinstance(n, Tracer) and infeed_queue is not None:
         raise NeedsNumber(
             "loops.repeat with an infeed needs a number of passes that is known when the program "
             "is compiled. Give an integer, or make it an input of the program."
         )
-    length = -1 if isinstance(n, Tracer) else int(n)
+    length = -1 if isinstance(n, Tracer) else n
     return loop.run(
         length,
         lambda one_pass, carry, queue: engine.repeat_with(engine.whole, n, one_pass, carry, queue),
@@ -235,3 +246,6 @@ def _needs(signature: inspect.Signature) -> str:
     else:
         how, count = "at most", len(named)
     return f"{how} {count} argument{'s' * (count != 1)}"
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -16,3 +16,6 @@ from tailrace.compat.ipu.ops.pipelining_ops import pipeline as pipeline
 from tailrace.compat.ipu.ops.pipelining_ops import (
     recomputation_checkpoint as recomputation_checkpoint,
 )
+from tailrace.compat.originals.missing import missing_from
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.originals.missing import missing_from
+from tailrace.messages import note_once
 
 _ordinal: contextvars.ContextVar[int] = contextvars.ContextVar("ipu_device", default=0)
 _DEVICE = re.compile(r"/?(?:device:)?IPU:(\d+)", re.IGNORECASE)
@@ -49,11 +52,72 @@ def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
 
 @contextlib.contextmanager
 def ipu_shard(index: Any) -> Iterator[None]:
-    """Accepted: operations are placed on devices by a pipeline's stages, not one by one."""
-    from tailrace.messages import note_once
+    """One copy of the program takes the devices up to this one, as there; the compiler places.
 
+    Args:
+        index: the number of a device within a copy of the program, or a list of numbers.
+    """
+    from tailrace.compat.ipu.config import shards_of
+
+    numbers = list(index) if isinstance(index, list | tuple) else [index]
+    if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+        raise IPUValueError(
+            f"ipu_shard takes the number of a device, or a list. Received: {index!r}."
+        )
+    scope = current()
+    if scope is not None and scope.looking:
+        scope.found.shards = max(scope.found.shards, shards_of(max(numbers)))
     note_once(
-        f"ipu_shard({index}) places single operations on one chip; here the compiler places them. "
-        f"To spread a model over devices, use a pipeline."
+        "ipu_shard spread the operations of a program over several chips. Here a copy of the program "
+        "reserves as many devices, so that the number of replicas is the same, and computes on the "
+        "first of them. To use all of them, cut the model into the stages of a pipeline."
     )
     yield
+
+
+@contextlib.contextmanager
+def ipu_jit_scope(ipu_scope: str) -> Iterator[None]:
+    """Without effect: what is compiled together is what is given to `ipu_compiler.compile`."""
+    note_once(f"ipu_jit_scope({ipu_scope!r}) has no effect: a compiled function is one program.")
+    yield
+
+
+@contextlib.contextmanager
+def outside_compilation_scope(name: str = "outside") -> Iterator[None]:
+    """What is computed inside is computed with the rest, on the device, with the same results."""
+    note_once(
+        f"outside_compilation_scope({name!r}) put operations on the host. They are part of the "
+        f"program here; for code that must run on the host, use jax.pure_callback."
+    )
+    yield
+
+
+@contextlib.contextmanager
+def frontend_attribute(
+    attribute_name: str, attribute_value: str, restore_to: str | None = None
+) -> Iterator[None]:
+    """Without effect: an attribute of operations, for the original's compiler."""
+    del attribute_value, restore_to
+    note_once(f"frontend_attribute({attribute_name!r}) is for the original's compiler.")
+    yield
+
+
+@contextlib.contextmanager
+def stochastic_rounding(override: bool) -> Iterator[None]:
+    """Without effect: numbers are rounded to the nearest."""
+    note_once(
+        f"stochastic_rounding({override}) is about the original chip and changes nothing here."
+    )
+    yield
+
+
+@contextlib.contextmanager
+def partials_type(override_type: Any) -> Iterator[None]:
+    """Without effect: products are added up in float32."""
+    note_once(
+        f"partials_type({override_type}) is about the original chip and changes nothing here."
+    )
+    yield
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -6,6 +6,9 @@ Models, options, loaders, optimizers, blocks and anchors have the original's nam
 had is accepted, and said once.
 """
 
+from tailrace.compat.originals.missing import missing_from
+from tailrace.compat.poptorch import enums as enums
+from tailrace.compat.poptorch import ops as ops
 from tailrace.compat.poptorch import optim as optim
 from tailrace.compat.poptorch import options as options
 from tailrace.compat.poptorch import profiling as profiling
@@ -15,6 +18,7 @@ from tailrace.compat.poptorch.enums import AutoStage as AutoStage
 from tailrace.compat.poptorch.enums import CommGroupType as CommGroupType
 from tailrace.compat.poptorch.enums import ConnectionType as ConnectionType
 from tailrace.compat.poptorch.enums import DataLoaderMode as DataLoaderMode
+from tailrace.compat.poptorch.enums import HalfFloatCastingBehavior as HalfFloatCastingBehavior
 from tailrace.compat.poptorch.enums import Liveness as Liveness
 from tailrace.compat.poptorch.enums import MatMulSerializationMode as MatMulSerializationMode
 from tailrace.compat.poptorch.enums import MeanReductionStrategy as MeanReductionStrategy
@@ -64,6 +68,7 @@ from tailrace.compat.poptorch.ops import set_available_memory as set_available_m
 from tailrace.compat.poptorch.ops import set_overlap_for_input as set_overlap_for_input
 from tailrace.compat.poptorch.ops import set_overlap_for_output as set_overlap_for_output
 from tailrace.compat.poptorch.ops import setLogLevel as setLogLevel
+from tailrace.compat.poptorch.option_files import ConfigFileError as ConfigFileError
 from tailrace.compat.poptorch.options import Options as Options
 from tailrace.compat.poptorch.strategies import ParallelPhasedExecution as ParallelPhasedExecution
 from tailrace.compat.poptorch.strategies import Phase as Phase
@@ -73,13 +78,4 @@ from tailrace.compat.poptorch.strategies import ShardedExecution as ShardedExecu
 from tailrace.compat.poptorch.strategies import Stage as Stage
 from tailrace.torch.tracing.losses import identity_loss as identity_loss
 
-
-def __getattr__(name: str) -> object:
-    """Say what is missing, and what is near; a bare AttributeError would leave that open."""
-    import difflib
-
-    near = difflib.get_close_matches(name, [n for n in globals() if not n.startswith("_")], n=3)
-    hint = f" Did you mean {', '.join(near)}?" if near else ""
-    raise AttributeError(
-        f"tailrace.compat.poptorch has no {name!r}: it has what docs/guides/pytorch.md lists.{hint}"
-    )
+__getattr__, __dir__ = missing_from(__name__)

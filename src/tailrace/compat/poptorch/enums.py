@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from tailrace.compat.originals.missing import missing_from
+
 
 class OutputMode(enum.Enum):
     """Which values of a tensor a call returns."""
@@ -123,8 +125,19 @@ class MatMulSerializationMode(enum.Enum):
     Disabled = "none"
 
 
+class HalfFloatCastingBehavior(enum.Enum):
+    """Deprecated in the original, without effect."""
+
+    FloatDowncastToHalf = 0
+    HalfUpcastToFloat = 1
+    Default = 2
+
+
 class MultiConvPlanType(enum.Enum):
     """How several convolutions are planned together on that chip."""
 
     Parallel = "parallel"
     Serial = "serial"
+
+
+__getattr__, __dir__ = missing_from(__name__)

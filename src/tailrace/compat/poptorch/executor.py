@@ -12,7 +12,7 @@ import torch
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.names import Names
 from tailrace.compat.poptorch.options import Options
-from tailrace.errors import NonFiniteError, OptionError, ProgramError
+from tailrace.errors import NonFiniteError, OptionError, ProgramError, ReplicaError
 from tailrace.messages import note_once
 from tailrace.torch.calls.anchors import Anchor, output_tap
 from tailrace.torch.calls.containers import flatten
@@ -127,6 +127,13 @@ class PoplarExecutor(Model):
         return self.anchored_tensor(short_name)
 
     # -- weights --------------------------------------------------------------------------------
+
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use another optimizer, or other numbers of the same one: for training models."""
+        raise UsageError(
+            f"setOptimizer is for models made by poptorch.trainingModel; this one was made by "
+            f"poptorch.inferenceModel. Received: {type(optimizer).__name__}."
+        )
 
     def copyWeightsToDevice(self) -> None:
         """Copy the module's weights to the device."""
@@ -251,6 +258,8 @@ class _TrainingExecutor(PoplarExecutor, TrainingModel):
     ) -> DeviceOptimizer:
         bound = super()._bind(optimizer, unused)
         bound.scaled_gradients = True
+        if self._given.Training.automatic_loss_scaling:
+            bound.scale_automatically()
         return bound
 
     def _steps(self) -> int:
@@ -319,6 +328,16 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
     def _set_steps(self, steps: int) -> None:
         self._program.seed, self._program.calls = self._seed, steps
 
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            super()._build(args, kwargs)
+        except ReplicaError as error:
+            raise ProgramError(
+                f"PopTorch does not support broadcasting buffers: forward changes one on "
+                f"{self._given.replication_factor} replicas, on each from other rows. Use one replica, "
+                f"or return the value instead of keeping it in a buffer."
+            ) from error
+
     def _copy_buffers(self, names: list[str]) -> None:
         _, buffers = weights_of(self.module)
         kept = {n: buffers[n] if n in names else v for n, v in self._program.buffers.items()}
@@ -352,6 +371,13 @@ def trainingModel(
         optimizer: None: `poptorch.optim.SGD` with a learning rate of 0.01.
     """
     given = _options(options)
+    if (processes := given.Distributed.numProcesses) > 1:
+        raise OptionError(
+            f"A training model runs in one process, because gradients are not exchanged between "
+            f"several. Received: {processes} processes, from Distributed.configureProcessId or the "
+            f"environment. Use replicas (replicationFactor) for the devices of this machine; "
+            f"options.Distributed.disable() trains in each process by itself."
+        )
     module = model.module if isinstance(model, Model) else model
     resolved = given.clone()
     if resolved.defaultOutputMode():

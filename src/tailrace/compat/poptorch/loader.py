@@ -7,6 +7,7 @@ from typing import Any
 
 from tailrace.compat.poptorch.enums import DataLoaderMode, SharingStrategy
 from tailrace.compat.poptorch.options import Options
+from tailrace.compat.poptorch.process_shares import share_of
 from tailrace.errors import OptionError
 from tailrace.torch.calls.loader import Ahead
 from tailrace.torch.calls.loader import DataLoader as NativeLoader
@@ -30,13 +31,16 @@ class DataLoader(NativeLoader):
         num_workers: as in PyTorch.
         drop_last: leave out rows at the end that do not fill a call.
         persistent_workers: as in PyTorch.
-        auto_distributed_partitioning: accepted; there is one process.
+        auto_distributed_partitioning: with several processes (`options.Distributed`), give each its
+            rows.
         mode: a `DataLoaderMode`.
         async_options: {"buffer_size": 3}.
         rebatched_worker_size: rows that a worker delivers at a time, when rebatching.
         batch_sampler: as in PyTorch.
         **dataloader_kwargs: everything else that PyTorch's loader takes.
     """
+
+    options: Options
 
     def __init__(
         self,
@@ -61,8 +65,15 @@ class DataLoader(NativeLoader):
             )
         if not isinstance(mode, DataLoaderMode):
             raise UsageError(f"Expected a poptorch.DataLoaderMode, got {mode!r}")
+        native = options.native()
+        if auto_distributed_partitioning:
+            chosen = {"shuffle": shuffle, "drop_last": drop_last, "batch_sampler": batch_sampler}
+            whole = (batch_size or 1) * native.pieces
+            share = share_of(options, dataset, batch_size, whole, chosen | dataloader_kwargs)
+            if share is not None:
+                dataloader_kwargs["sampler"], shuffle = share, None
         super().__init__(
-            options.native(),
+            native,
             dataset,
             batch_size,
             shuffle,

@@ -22,6 +22,7 @@ from typing import Any
 from tailrace.errors import SelectionError
 from tailrace.taps.catalogue import Catalogue
 from tailrace.torch.optim.binding import DeviceOptimizer
+from tailrace.torch.optim.loss_scaling import FACTOR
 from tailrace.torch.optim.rules import COLUMNS
 
 _SLOTS = {
@@ -184,6 +185,10 @@ def _optimizer_names(optimizer: DeviceOptimizer) -> Iterator[tuple[str, Meaning]
                 yield f"{title}___default___FLOAT", meaning
             for name in rule.params:
                 yield f"{title}___specific___{name}", meaning
+    if optimizer.automatic:
+        first = optimizer.loss_scaling
+        yield FACTOR, Meaning(f"updated/{FACTOR}")
+        yield "finalLossScale", Meaning(f"param/{FACTOR}", lambda factor: factor * first)
     yield "lossScaling_FLOAT", Meaning("optimizer/hyper", _picked(0, lambda h: h("loss_scaling")))
 
 

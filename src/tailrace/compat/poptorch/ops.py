@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import torch
 
+from tailrace.compat.originals.missing import missing_from
 from tailrace.compat.poptorch.containers import noted
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.tracing import blocks
@@ -214,6 +215,18 @@ class MultiConv(_Scope):
         """About that chip."""
         return self
 
+    def enableConvDithering(self, value: Any) -> MultiConv:
+        """About that chip."""
+        return self
+
+    def perConvReservedTiles(self, value: int) -> MultiConv:
+        """About that chip."""
+        return self
+
+    def cycleBackOff(self, value: float) -> MultiConv:
+        """About that chip."""
+        return self
+
 
 class Attribute(_Scope):
     """Attributes of operations, for a compiler that is not here."""
@@ -289,3 +302,6 @@ class Channel:
 def _need_tensor(name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise ProgramError(f"{name} takes a tensor. Received: {type(value).__name__}.")
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer as Optimizer
 
+from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import OptionError
 from tailrace.torch import optim as native
 from tailrace.torch.errors import UsageError
@@ -72,3 +73,6 @@ Adam = _with_attributes(native.Adam)
 AdamW = _with_attributes(native.AdamW)
 RMSprop = _with_attributes(native.RMSprop)
 LAMB = _with_attributes(native.LAMB)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tailrace.compat.originals.missing import missing_from
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.containers import OptionsDict, noted
 from tailrace.compat.poptorch.locations import TensorLocationOptions
@@ -19,159 +20,18 @@ from tailrace.compat.poptorch.option_files import (
     read_object,
     read_text,
 )
+from tailrace.compat.poptorch.option_groups import (
+    DistributedOptions,
+    JitOptions,
+    PopartOptions,
+    PrecisionOptions,
+    TrainingOptions,
+)
 from tailrace.compat.poptorch.strategies import PipelinedExecution, _Strategy
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.errors import CallError, UsageError
-
-
-class TrainingOptions(OptionsDict):
-    """`opts.Training`."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            gradient_accumulation=1,
-            accumulation_and_replication_reduction_type=enums.ReductionType.Mean,
-            meanAccumulationAndReplicationReductionStrategy=enums.MeanReductionStrategy.Post,
-        )
-
-    def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
-        """How many microbatches make a step."""
-        return self.set(gradient_accumulation=gradient_accumulation)
-
-    def accumulationAndReplicationReductionType(self, reduction_type: Any) -> TrainingOptions:
-        """Whether gradients are averaged or summed."""
-        kinds = enums.ReductionType
-        if reduction_type not in (kinds.Mean, kinds.Sum):
-            raise OptionError(
-                "accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean "
-                f"or poptorch.ReductionType.Sum. Received: {reduction_type}"
-            )
-        return self.set(accumulation_and_replication_reduction_type=reduction_type)
-
-    def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: Any) -> TrainingOptions:
-        """When a mean is divided: `Running` never holds more than one gradient's worth."""
-        if not isinstance(strategy, enums.MeanReductionStrategy):
-            raise OptionError(
-                f"The strategy is a poptorch.MeanReductionStrategy. Received: {strategy!r}"
-            )
-        return self.set(meanAccumulationAndReplicationReductionStrategy=strategy)
-
-    def setAutomaticLossScaling(self, enabled: bool) -> TrainingOptions:
-        """Refused: give the optimizer a loss_scaling."""
-        if enabled:
-            raise OptionError(
-                "Automatic loss scaling is not available. Give the optimizer a fixed one: "
-                "poptorch.optim.Adam(..., loss_scaling=1024), or train in bfloat16 or float32, which "
-                "need none."
-            )
-        return self
-
-    def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
-        """About that chip."""
-        noted("setConvolutionDithering")
-        return self
-
-
-class PrecisionOptions(OptionsDict):
-    """`opts.Precision`."""
-
-    def __init__(self) -> None:
-        super().__init__(floating_point_exceptions=False, partials_type=None)
-
-    def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
-        """Stop with an error at the first NaN or Inf in the loss or a gradient."""
-        if not isinstance(enabled, bool):
-            raise UsageError(f"enableFloatingPointExceptions takes a bool. Received: {enabled!r}")
-        return self.set(floating_point_exceptions=enabled)
-
-    def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
-        """About that chip."""
-        noted("enableStochasticRounding")
-        return self
-
-    def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
-        """About that chip: sums are made in float32 here."""
-        if dtype not in (torch.float, torch.half):
-            raise OptionError(f"partials are torch.float or torch.half. Received: {dtype}")
-        noted("setPartialsType")
-        return self.set(partials_type=dtype)
-
-    def halfFloatCasting(self, *_: Any) -> PrecisionOptions:
-        """Deprecated in the original, without effect."""
-        note_once("halfFloatCasting is deprecated and has no effect.")
-        return self
-
-    def runningStatisticsAlwaysFloat(self, *_: Any) -> PrecisionOptions:
-        """Deprecated in the original, without effect."""
-        note_once("runningStatisticsAlwaysFloat is deprecated and has no effect.")
-        return self
-
-
-class DistributedOptions(OptionsDict):
-    """`opts.Distributed`: one process here; several go through `tr.distributed`."""
-
-    def __init__(self) -> None:
-        super().__init__(process_id=0, num_processes=1)
-
-    @property
-    def processId(self) -> int:
-        """The number of this process."""
-        return self._values["process_id"]
-
-    @property
-    def numProcesses(self) -> int:
-        """How many there are."""
-        return self._values["num_processes"]
-
-    def disable(self) -> DistributedOptions:
-        """One process."""
-        return self.set(process_id=0, num_processes=1)
-
-    def configureProcessId(self, process_id: int, num_processes: int) -> DistributedOptions:
-        """Refused for several processes, whose models would not train together."""
-        if num_processes != 1:
-            raise OptionError(
-                f"A PyTorch model runs in one process. Received: {num_processes}. Use replicas "
-                f"(replicationFactor) for several devices of this machine. To split a dataset only, "
-                f"give each process its rows: torch.utils.data.Subset(dataset, range(process_id, "
-                f"len(dataset), num_processes))."
-            )
-        return self.set(process_id=process_id, num_processes=num_processes)
-
-    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> DistributedOptions:
-        """Where the counts are read from."""
-        count = int(os.environ.get(var_num_processes, "1"))
-        return self.configureProcessId(int(os.environ.get(var_process_id, "0")), count)
-
-
-class JitOptions:
-    """`opts.Jit`: how the original traced; forward passes are traced in one way here."""
-
-    def traceModel(self, trace_model: bool) -> JitOptions:
-        """Without effect."""
-        noted("Jit.traceModel")
-        return self
-
-
-class PopartOptions:
-    """`opts._Popart`: settings of the original's compiler, accepted without effect."""
-
-    def set(self, key: str, value: Any) -> PopartOptions:
-        """A setting of a compiler that is not here."""
-        noted(f"_Popart.set({key!r})")
-        return self
-
-    def setEngineOptions(self, engine_options: dict[str, str]) -> PopartOptions:
-        """Settings of an engine that is not here."""
-        noted("_Popart.setEngineOptions")
-        return self
-
-    def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> PopartOptions:
-        """Settings of a compiler that is not here."""
-        noted("_Popart.setPatterns")
-        return self
 
 
 class Options(OptionsDict):
@@ -494,3 +354,20 @@ def _enum_member(value: Any) -> Any:
         if isinstance(found, enum.EnumMeta) and member in found.__members__:
             return found[member]
     return value
+
+
+_ELSEWHERE = (
+    "Attribute",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "Stage",
+    "TensorLocationSettings",
+)
+"""What the original had in this module, and has a file of its own here."""
+
+__getattr__, __dir__ = missing_from(
+    __name__, {name: f"tailrace.compat.poptorch:{name}" for name in _ELSEWHERE}
+)

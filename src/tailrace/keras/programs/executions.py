@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -111,7 +112,9 @@ class Executions:
             self._latest_count = block.count
             self._wait(ticket, block)
             if pacing.tells:
-                pacing.tell(done, block.count, done + block.count >= wanted, result)
+                steps = block.count // self.replicas
+                told = functools.partial(self.step_logs, result, steps)
+                pacing.tell(done, block.count, done + block.count >= wanted, told)
             done += block.count
         if not done:
             raise StopIteration
@@ -139,6 +142,11 @@ class Executions:
             self._batches = None
         self.pacing = Pacing()  # arrays on the device are let go of
         buffers.trim()
+
+    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
+        """What callbacks hear of one of the steps of a dispatch: its metrics."""
+        del steps
+        return {name: float(Number(values, step)) for name, values in result.items()}
 
     def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Series]:
         """The metrics that are numbers, as one dispatch or several sent them out."""

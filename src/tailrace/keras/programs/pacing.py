@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tailrace.keras.data.resident_arrays import Rows
-from tailrace.keras.programs.logs import Number, Series
 from tailrace.program.running.dispatch_lengths import MOST_BYTES, good_piece
 
 LONG_S = 1.0
@@ -35,6 +34,7 @@ class Pacing:
         replicas: how many replicas share them.
         batches: the batches of an epoch; None: until there are no more.
         every_step: callbacks to be told of every step, not only the last one of an execution.
+        phase: what they hear of: "train", "test" or "predict".
         bar: the progress bar, to be moved while a long execution runs.
         ahead: whether to read on while an execution runs.
         resident: the arrays, of which batches are rows, that are kept on the device.
@@ -49,6 +49,7 @@ class Pacing:
     replicas: int = 1
     batches: int | None = None
     every_step: Sequence[Any] = ()
+    phase: str = "train"
     bar: Any = None
     ahead: bool = False
     resident: Rows | None = None
@@ -145,17 +146,18 @@ class Pacing:
         """Whether somebody wants to hear of steps inside an execution."""
         return bool(self.every_step) or (self.bar is not None and self._seconds > LONG_S)
 
-    def tell(self, done: int, count: int, last: bool, series: Mapping[str, Series]) -> None:
+    def tell(
+        self, done: int, count: int, last: bool, logs_of: Callable[[int], Mapping[str, Any]]
+    ) -> None:
         """Tell of the `count` steps after the first `done` of this execution.
 
         Keras itself tells of the last step of an execution, and of the beginning of the first.
         """
         for step in range(count // self.replicas - last):
             number = self._number + done + (step + 1) * self.replicas - 1
-            logs = {name: float(Number(values, step)) for name, values in series.items()}
+            logs = logs_of(step) if self.every_step else {}
             for callback in self.every_step:
-                callback.on_train_batch_end(number, logs)
-                callback.on_train_batch_begin(number + 1, {})
+                getattr(callback, f"on_{self.phase}_batch_end")(number, logs)
+                getattr(callback, f"on_{self.phase}_batch_begin")(number + 1, {})
         if self.bar is not None and not last:
-            logs = {name: float(Number(values)) for name, values in series.items()}
-            self.bar.on_train_batch_end(self._number + done + count - 1, logs)
+            self.bar.on_train_batch_end(self._number + done + count - 1, logs_of(-1))

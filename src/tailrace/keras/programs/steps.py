@@ -322,6 +322,14 @@ class Predicting(Looping):
         outputs, others = self.model.predict_step(state, data)
         return outputs, (state[0], others)
 
+    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
+        """What callbacks hear of a step: its outputs."""
+
+        def rows(leaf: Any) -> np.ndarray:
+            return np.split(np.asarray(leaf), steps)[step]
+
+        return {"outputs": jax.tree.map(rows, result)}
+
     def result(self, sent: Any) -> Any:
         """Outputs in the order of the examples: passes, then replicas."""
 

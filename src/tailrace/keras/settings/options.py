@@ -129,6 +129,13 @@ class Settings:
         del epochs
         return counted(steps, size, execution, self.replicas)
 
+    def saved(self) -> dict[str, Any]:
+        """What is saved with the model."""
+        return {"replicas": self.replicas, "options": self.options.saved()}
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuse an optimizer that `compile` is given, if it cannot be."""
+
     def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
         """Refuse what `compile` was given, if it cannot be."""
 

@@ -118,6 +118,8 @@ class Setters:
         pipeline_schedule: Any = None,
         schedule: Any = None,
         recomputation_mode: Any = None,
+        gradient_accumulation_dtype: Any = None,
+        accumulate_outfeed_dtype: Any = None,
         **pipelining_kwargs: Any,
     ) -> None:
         """How a model with stages runs.
@@ -130,6 +132,9 @@ class Setters:
             pipeline_schedule: "grouped" (the default), "interleaved" or "sequential".
             schedule: the same, under its other name.
             recomputation_mode: anything but None recomputes activations in the backward pass.
+            gradient_accumulation_dtype: of the accumulators: a dtype, or None for that of each
+                variable.
+            accumulate_outfeed_dtype: accepted; logs are made of float32 sums.
             **pipelining_kwargs: as for `set_gradient_accumulation_options`.
         """
         options = self._options
@@ -157,6 +162,12 @@ class Setters:
             options.pipelining_schedule = str(_schedule(chosen))
         if recomputation_mode is not None:
             options.pipelining_recompute = bool(recomputation_mode)
+        if gradient_accumulation_dtype is not None:
+            options.gradient_accumulation_dtype = str(
+                check_dtype(gradient_accumulation_dtype, "gradient_accumulation_dtype")
+            )
+        if accumulate_outfeed_dtype is not None:
+            _note_chip("accumulate_outfeed_dtype")
         self.forget_programs()
 
     def set_infeed_queue_options(self, **kwargs: Any) -> None:
@@ -235,7 +246,7 @@ def _memory_options(options: Options, given: dict[str, Any]) -> list[str]:
 
 
 def _reduction(value: Any) -> str:
-    return str(Reduction.parse(getattr(value, "value", value)))
+    return str(Reduction.parse(value))
 
 
 def _schedule(value: Any) -> PipelineSchedule:

@@ -131,7 +131,7 @@ class Spread:
         operands = [self.root(v) for v in variables(eqn.invars)]
         if is_mark(eqn) or (reduction_in(eqn) is not None and self.replicas == 1):
             for out, given in zip(eqn.outvars, eqn.invars, strict=True):
-                if not isinstance(given, Literal):
+                if not isinstance(given, Literal) and _dtype(out) == _dtype(given):
                     self.same[out] = self.root(given)
         local = [v for v in operands if self.at.get(v) is not None]
         where = _common([self.at[v] for v in local])
@@ -211,6 +211,10 @@ def guess_homes(
         for var, devices in needs.items()
         if len(devices) == 1 and var not in everybody
     }
+
+
+def _dtype(var: Any) -> Any:
+    return var.aval.dtype  # the mean of integers is a float
 
 
 def _common(places: Iterable[Devices | None]) -> Devices | None:

@@ -16,6 +16,7 @@ from jax import lax
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs.internals import variables
 from tailrace.jaxprs.own_equations import reduction_in
+from tailrace.jaxprs.replica_reductions import reduced
 from tailrace.jaxprs.walk import Position
 from tailrace.pipeline.lowering.buffers import Form, Layout
 from tailrace.pipeline.lowering.device_layout import Assembly
@@ -199,13 +200,13 @@ class Machine:
                     for i, out in outs.items():
                         if out in slots:
                             value = inside.fetch(spread.equations[i].invars[0])
-                            layout.write(device, buffers, out, value)
+                            layout.write(device, buffers, out, value.astype(out.aval.dtype))
                     return buffers
 
                 if slots:
                     buffers = once_if(self._is(values, device), block, buffers)
-            reduce = lax.pmean if reduction == "mean" else lax.psum
-            buffers = [reduce(buffer, self.rewriter.replica_axis) for buffer in buffers]
+            axis = self.rewriter.replica_axis
+            buffers = [reduced(buffer, axis, reduction == "mean") for buffer in buffers]
             values.add_store(layout, buffers, {v: v for v in outs.values()})
 
     @property

@@ -26,9 +26,10 @@ class Reduction(enum.StrEnum):
 
     @classmethod
     def parse(cls, value: Reduction | str) -> Reduction:
-        """The member that `value` names, in either case."""
+        """The member that `value` names, in either case; a member of another library's too."""
+        name = value.name if isinstance(value, enum.Enum) else value
         try:
-            return cls(str(value).lower())
+            return cls(str(name).lower())
         except ValueError:
             raise OptionError(
                 f"Cannot parse {value!r} as a reduction of gradients. Valid values are: "

@@ -120,9 +120,10 @@ class DataLoader(torch_data.DataLoader):
             **chosen,
             **options_of_torch,
         )
-        if not drop_last and not iterable and whole and len(dataset) % whole:
+        rows = 0 if iterable else len(options_of_torch.get("sampler", dataset))
+        if not drop_last and whole and rows % whole:
             note_once(
-                f"With drop_last=False the last batch has {len(dataset) % whole} rows, and a compiled "
+                f"With drop_last=False the last batch has {rows % whole} rows, and a compiled "
                 f"model takes {whole}. Pad it, or leave it out."
             )
         self._running: list[Ahead] = []
@@ -144,7 +145,10 @@ class DataLoader(torch_data.DataLoader):
         if not self._rebatched:
             return super().__len__()
         assert self.combined_batch_size is not None
-        full, rest = divmod(len(self.dataset), self.combined_batch_size)  # type: ignore[arg-type]
+        rows: Any = (
+            self.dataset if isinstance(self.dataset, torch_data.IterableDataset) else self.sampler
+        )
+        full, rest = divmod(len(rows), self.combined_batch_size)
         return full + bool(rest and not self._drops)
 
     def terminate(self) -> None:

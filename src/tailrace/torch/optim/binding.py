@@ -20,6 +20,7 @@ from tailrace.messages import note_once
 from tailrace.torch.calls.arrays import array_of, dtype_on_device, tensor_of
 from tailrace.torch.errors import UsageError
 from tailrace.torch.optim.classes import LAMB
+from tailrace.torch.optim.loss_scaling import FACTOR, next_factor
 from tailrace.torch.optim.rules import GroupRule, Hypers, row_of
 
 _KINDS: tuple[tuple[type, str], ...] = (
@@ -84,12 +85,16 @@ class DeviceOptimizer:
         self._source = before.optimizer.state if before and goes_on else optimizer.state
         self.late = self._late()
         self.listed = [param for group in optimizer.param_groups for param in group["params"]]
-        self.scaled = self.loss_scaling != 1
+        self.scaled, self.automatic = self.loss_scaling != 1, False
         self.clipped = math.isfinite(getattr(optimizer, "max_grad_norm", math.inf))
+
+    def scale_automatically(self) -> None:
+        """Let the scale of the loss follow the gradients, from `loss_scaling` on."""
+        self.scaled = self.automatic = True
 
     @property
     def loss_scaling(self) -> float:
-        """What the loss is multiplied with."""
+        """What the loss is multiplied with, at first."""
         return float(getattr(self.optimizer, "loss_scaling", 1.0))
 
     @property
@@ -104,6 +109,7 @@ class DeviceOptimizer:
         types = tuple(sorted((k, str(v)) for k, v in self.state_types.items()))
         scaling = self.scaled and self.loss_scaling
         scale = (self.gradient_scale, str(self.accum_type), scaling, self.scaled_gradients)
+        scale = (*scale, self.automatic)
         late = tuple(sorted(self.late.items()))
         return (self.groups, types, self.clipped, scale, late)
 
@@ -146,6 +152,8 @@ class DeviceOptimizer:
                 for name in rule.params:
                     filled[name] = self._first(rule, slot, name, params[name])
         state["step"] = jnp.int32(max(map(self._steps, self.tensors), default=0))
+        if self.automatic:
+            state[FACTOR] = jnp.float32(getattr(self.optimizer, FACTOR, 1.0))
         return state
 
     def _steps(self, name: str) -> int:
@@ -181,6 +189,10 @@ class DeviceOptimizer:
             wide = {name: grad * jnp.float32(self.gradient_scale) for name, grad in wide.items()}
         if self.scaled:
             scaling = Hypers(state["hyper"][0]).loss_scaling
+            if self.automatic:
+                seen = {name: grads[name] for name in wide}
+                after[FACTOR] = updated[FACTOR] = next_factor(seen, params[FACTOR], scaling)
+                scaling = scaling * params[FACTOR]
             wide = {
                 name: grad / scaling if self.keeps_scale(params[name]) else grad
                 for name, grad in wide.items()
@@ -209,6 +221,8 @@ class DeviceOptimizer:
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Put the state of the device into the PyTorch object."""
         step = int(np.asarray(state["step"]))
+        if self.automatic:
+            setattr(self.optimizer, FACTOR, float(np.asarray(state[FACTOR])))
         for rule in self.groups:
             for name in rule.params:
                 own, tensor = step - self.late.get(name, 0), self.tensors[name]

@@ -27,6 +27,7 @@ from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import check_bytes, parse_taps
 from tailrace.torch.calls.options import Execution, ModelOptions
 from tailrace.torch.optim.binding import DeviceOptimizer
+from tailrace.torch.optim.loss_scaling import FACTOR
 from tailrace.torch.programs.portions import Portions
 from tailrace.torch.tracing.forward import Forward
 from tailrace.trainer.description import describe
@@ -36,15 +37,16 @@ from tailrace.trainer.journal import Journal
 _HYPER = "optimizer_state/hyper"
 
 
-def _scale_gradient(value: Any, factor: float) -> Any:
+@jax.custom_jvp
+def _scale_gradient(value: Any, factor: Any) -> Any:
     """The value itself, whose gradient is multiplied by a factor."""
+    return value
 
-    @jax.custom_jvp
-    def same(x: Any) -> Any:
-        return x
 
-    same.defjvp(lambda primals, tangents: (primals[0], tangents[0] * factor))
-    return same(value)
+@_scale_gradient.defjvp
+def _scaled_tangent(primals: Any, tangents: Any) -> Any:
+    tangent = tangents[0]
+    return primals[0], tangent * jnp.asarray(primals[1], tangent.dtype)
 
 
 class TrainingProgram:
@@ -62,11 +64,14 @@ class TrainingProgram:
         seed: int,
         step: int = 0,
     ) -> None:
-        self.options = options
-        scaling = optimizer.loss_scaling
+        self.options, self._automatic = options, optimizer.automatic
 
         def loss_fn(params: Any, state: Any, element: Any, /) -> Any:
+            scaling: Any = optimizer.loss_scaling
+            if optimizer.automatic:
+                scaling = scaling * params[FACTOR]
             held = {n: jax.lax.stop_gradient(v) if n in frozen else v for n, v in params.items()}
+            held.pop(FACTOR, None)
             if optimizer.scaled:
                 held = {
                     name: value
@@ -85,10 +90,11 @@ class TrainingProgram:
         if forward.spread:
             model = as_pipeline(loss_fn, forward, options, accumulation)
             accumulation = 1
+        own = {FACTOR: optimizer.init(params)[FACTOR]} if optimizer.automatic else {}
         self.engine = Engine(
             model,
             optimizer,
-            dict(params),
+            {**params, **own},
             accumulation=accumulation,
             replicas=options.replicas,
             offload_optimizer_state=options.offload_optimizer_state,
@@ -141,10 +147,16 @@ class TrainingProgram:
     @property
     def state(self) -> TrainState:
         """Parameters, optimizer state and buffers on the device; not copies."""
-        return self.engine.state
+        state = self.engine.state
+        if not self._automatic:
+            return state
+        return state._replace(params={n: v for n, v in state.params.items() if n != FACTOR})
 
     def put(self, state: TrainState) -> None:
         """Go on from another state, which is copied."""
+        if self._automatic:
+            factor = state.optimizer_state[FACTOR]
+            state = state._replace(params={**state.params, FACTOR: factor})
         self.engine.state = state
 
     def put_weights(self, values: Mapping[str, Any]) -> None:

@@ -279,6 +279,11 @@ def keras_scope() -> Iterator[None]:
     if keras is None:
         yield
         return
+    from tailrace.compat.ipu.graph.made_inside import (
+        optimizers_made_inside,  # which needs this file
+    )
+
+    optimizers_made_inside()
 
     class ToScope(keras.StatelessScope):  # type: ignore[misc, name-defined]
         def get_current_value(self, variable: Any) -> Any:

@@ -6,29 +6,34 @@ its sisters); here is what programs import by name.
 
 from __future__ import annotations
 
-from typing import Any
-
-import tailrace.keras as _tk
+import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+from tailrace.compat.ipu.keras import layers as layers
 from tailrace.compat.ipu.keras import optimizers as optimizers
+from tailrace.compat.originals.missing import missing_from
 
-_NAMES = {
-    "PipelineStage": "PipelineStage",
+_SAME = (
+    "MaybeOutfeed",
+    "MaybeOutfeedQueue",
+    "Outfeed",
+    "OutfeedCallback",
+    "OutfeedOptimizer",
+    "OutfeedOptimizerMode",
+    "PipelineStage",
+)
+
+_OTHERS = {
+    "FunctionalLayerPipelineStageAssignment": "LayerStageAssignment",
+    "FunctionalNestedModelPipelineStageAssignment": "NestedModelStageAssignment",
+    "ModelLayerPipelineStageAssignment": "LayerStageAssignment",
+    "NestedModelPipelineStageAssignment": "NestedModelStageAssignment",
     "ReplicatedMetricReductionMethod": "MetricReduction",
-    "Outfeed": "Outfeed",
-    "MaybeOutfeed": "MaybeOutfeed",
-    "MaybeOutfeedQueue": "MaybeOutfeedQueue",
-    "OutfeedCallback": "OutfeedCallback",
-    "OutfeedOptimizer": "OutfeedOptimizer",
-    "OutfeedOptimizerMode": "OutfeedOptimizerMode",
+    "SequentialLayerPipelineStageAssignment": "LayerStageAssignment",
+    "SequentialNestedModelPipelineStageAssignment": "NestedModelStageAssignment",
 }
 """The name there, and the one in `tailrace.keras`."""
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(_tk, _NAMES[name])
-    raise AttributeError(f"module 'tailrace.compat.ipu.keras' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_NAMES]
+__getattr__, __dir__ = missing_from(
+    __name__,
+    {name: f"tailrace.keras:{name}" for name in _SAME}
+    | {name: f"tailrace.keras:{ours}" for name, ours in _OTHERS.items()},
+)

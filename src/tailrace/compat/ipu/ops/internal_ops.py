@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current, kept, prepared
 from tailrace.compat.ipu.graph.variables import Variable, as_array
-from tailrace.compat.ipu.settings import absent as _absent
+from tailrace.compat.originals.missing import missing_from
 from tailrace.records.print_tensor import print_tensor as engine_print
 
 
@@ -49,5 +49,23 @@ def fifo(x: Any, depth: int, offload: bool = False, name: str | None = None) -> 
     return out
 
 
-def __getattr__(name: str) -> Any:
-    return _absent.refuse("ipu.ops.internal_ops", name)
+def remap(x: Any, name: str | None = None) -> Any:
+    """The value itself: where it lies in memory is the compiler's affair here."""
+    del name
+    return as_array(x)
+
+
+def remap_deduce(x: Any, name: str | None = None) -> Any:
+    """The value itself; see `remap`."""
+    return remap(x, name)
+
+
+def get_current_iteration_counter(name: str | None = None, **_: Any) -> Any:
+    """Which mini-batch of the current run of the pipeline this is, from 0."""
+    del name
+    from tailrace.compat.ipu.ops import pipelining_ops  # which needs more than this file
+
+    return pipelining_ops.get_current_iteration_counter()
+
+
+__getattr__, __dir__ = missing_from(__name__)

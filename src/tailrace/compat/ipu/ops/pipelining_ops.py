@@ -23,6 +23,7 @@ from tailrace.compat.ipu.pipelining.pipeline_options import (
     PipelineStageOptions as PipelineStageOptions,
 )
 from tailrace.compat.ipu.pipelining.pipeline_options import RecomputationMode as RecomputationMode
+from tailrace.compat.originals.missing import missing_from
 from tailrace.pipeline.lowering.forward_backward import (
     recomputation_checkpoint as engine_checkpoint,
 )
@@ -221,6 +222,8 @@ def get_current_iteration_counter() -> Any:
         raise IPURuntimeError("get_current_iteration_counter() may only be used inside a pipeline.")
     return microbatch()
 
+
+__getattr__, __dir__ = missing_from(__name__)
 
 __all__ = [
     "GradientAccumulationReductionMethod",

@@ -16,6 +16,7 @@ import numpy as np
 
 import tailrace as tr
 from tailrace.compat.ipu import config
+from tailrace.compat.ipu.graph.seeding import seeding
 from tailrace.compat.ipu.graph.state import Found, Scope, discover, keras_scope, scope_of, value_of
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
@@ -49,7 +50,7 @@ class Inference:
         self._form: Any = None
         self._found = discover(self._look, (self._inputs, queue.spec().tree()))
         self._variables = list(self._found.variables.values())
-        self._out, self._steps = OutfeedQueue(), 0
+        self._out, self._steps, self._seed = OutfeedQueue(), 0, seeding().seed
         self._runner: PipelineRunner | None = None
 
     @property
@@ -69,7 +70,8 @@ class Inference:
         for queue in runner.traced.outfeeds:
             queue.begin()
         try:
-            emitted, _ = runner.dispatch(state, options.repeat_count, Numbers(0, self._steps), 0)
+            numbers = Numbers(self._seed, self._steps)
+            emitted, _ = runner.dispatch(state, options.repeat_count, numbers, 0)
         finally:
             self._queue.rest()
             for queue in runner.traced.outfeeds:

@@ -21,8 +21,10 @@ from tailrace.compat.ipu.errors import (
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
 from tailrace.compat.ipu.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
-from tailrace.compat.ipu.optimizers import check_sharding
+from tailrace.compat.ipu.loops import NeedsNumber, as_count
+from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import check_sharding
 from tailrace.errors import PlanError
+from tailrace.jaxprs.internals import Tracer
 from tailrace.messages import note_once
 
 _Method = GradientAccumulationReductionMethod
@@ -165,10 +167,22 @@ class PipelineOptions:
         self._note_what_is_about_memory()
 
     def _check_counts(self) -> None:
-        count = self.gradient_accumulation_count
-        if count is None:
+        if self.gradient_accumulation_count is None:
             raise IPUValueError("gradient_accumulation_count must be specified.")
-        if isinstance(count, int) and not -1 < count < 2**31:
+        for name in (
+            "gradient_accumulation_count",
+            "repeat_count",
+            "batch_serialization_iterations",
+        ):
+            count = as_count(getattr(self, name))
+            if isinstance(count, Tracer):
+                raise NeedsNumber(
+                    f"{name} of a pipeline must be known when the program is compiled. Give an "
+                    f"integer, or make it an input of the program."
+                )
+            setattr(self, name, count)
+        count = self.gradient_accumulation_count
+        if not -1 < count < 2**31:
             raise IPUValueError(
                 f"gradient_accumulation_count must be >= 0 and fit into an int32. Received: {count}."
             )

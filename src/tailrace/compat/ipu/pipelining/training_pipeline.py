@@ -18,6 +18,7 @@ import numpy as np
 import tailrace as tr
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
+from tailrace.compat.ipu.graph.seeding import seeding
 from tailrace.compat.ipu.graph.state import (
     Scope,
     discover,
@@ -27,6 +28,7 @@ from tailrace.compat.ipu.graph.state import (
     value_of,
     write_host,
 )
+from tailrace.compat.ipu.graph.update import KerasOptimizer
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.optimizers import (
     GradientAccumulationOptimizerV2,
@@ -187,6 +189,7 @@ class Training:
             values,
             model_state={"variables": [jnp.asarray(value_of(v)) for v in self.buffers]},
             replicas=self.replicas,
+            seed=seeding().seed,
             offload_optimizer_state=options.offload_weight_update_variables,
             shard_optimizer_state=bool(options.replicated_optimizer_state_sharding),
             offload_activations=bool(options.offload_activations),
@@ -249,7 +252,9 @@ class Training:
 
 def _check_optimizer(opt: Any) -> None:
     """Refuse what a pipeline does itself, or cannot do: it computes the gradients."""
+    _check_minimize(opt)
     while isinstance(opt, IpuOptimizer):
+        _check_minimize(opt.inner)
         if isinstance(opt, GradientAccumulationOptimizerV2):
             raise IPUValueError(
                 f"{opt.get_name()} is used in a pipeline, which accumulates gradients itself. Give "
@@ -262,6 +267,17 @@ def _check_optimizer(opt: Any) -> None:
     own = getattr(type(opt), "compute_gradients", Optimizer.compute_gradients)
     if own is not Optimizer.compute_gradients:
         raise IPUValueError(_OWN_GRADIENTS.format(name=type(opt).__name__))
+
+
+def _check_minimize(opt: Any) -> None:
+    """Refuse an optimizer with a `minimize` of its own, which nothing would call."""
+    kind = type(opt.optimizer) if isinstance(opt, KerasOptimizer) else type(opt)
+    if getattr(kind, "minimize", Optimizer.minimize) is not Optimizer.minimize:
+        raise IPUValueError(
+            f"{kind.__name__} must not override OptimizerV2.minimize: a pipeline computes gradients "
+            f"stage by stage and gives them to apply_gradients. Override apply_gradients, or change "
+            f"the gradients of each mini-batch with MapGradientOptimizer."
+        )
 
 
 _OWN_GRADIENTS = (

@@ -1,11 +1,7 @@
-"""Optimizers around optimizers: over replicas, over mini-batches, with mapped gradients.
-
-Each takes an optax transformation, a Keras optimizer, or an optimizer in the manner of the original.
-"""
+"""One update for the gradients of several mini-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,85 +10,16 @@ import jax.numpy as jnp
 from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.graph.operations import Operation
-from tailrace.compat.ipu.graph.state import inside, kept, prepared, run_if, value_of
-from tailrace.compat.ipu.graph.update import Optimizer as Optimizer
-from tailrace.compat.ipu.graph.update import as_optimizer
+from tailrace.compat.ipu.graph.state import inside, kept, prepared, run_if
 from tailrace.compat.ipu.graph.variables import Variable
-from tailrace.compat.ipu.settings import absent as _absent
+from tailrace.compat.ipu.optimizers.cross_replica_optimizer import CrossReplicaOptimizer
+from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
+from tailrace.compat.originals.missing import missing_from
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.messages import note_once
-from tailrace.program.in_program import cross_replica_mean
 from tailrace.program.step.accumulation import Accumulation
 
 _Method = GradientAccumulationReductionMethod
-
-
-class IpuOptimizer(Optimizer):
-    """An optimizer around another one, to which it forwards everything.
-
-    Args:
-        opt: the optimizer it stands around.
-        name: what it is called.
-    """
-
-    def __init__(self, opt: Any, name: str | None = None) -> None:
-        super().__init__(name)
-        self._opt = as_optimizer(opt)
-        self.wrapped = opt
-        if isinstance(self._opt, GradientAccumulationOptimizerV2) and not isinstance(
-            self._opt, GradientAccumulationOptimizer
-        ):
-            raise FailedPreconditionError(
-                f"{self.get_name()} stands around a GradientAccumulationOptimizerV2: it must not be "
-                f"wrapped by any other optimizer. Put the accumulation outermost."
-            )
-
-    @property
-    def inner(self) -> Any:
-        """The optimizer it stands around, in the manner of the original."""
-        return self._opt
-
-    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
-        """The gradients that the inner optimizer computes."""
-        inner = getattr(self._opt, "compute_gradients", None)
-        if inner is None:
-            return super().compute_gradients(loss, var_list, **kwargs)
-        return inner(loss, var_list=var_list, **kwargs)
-
-    def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
-    ) -> Any:
-        """What the inner optimizer does with them."""
-        del global_step, name  # `minimize` counts, once
-        return self._opt.apply_gradients(list(grads_and_vars))
-
-    def variables(self) -> list[Any]:
-        """The variables of the inner optimizer."""
-        if isinstance(self._opt, Optimizer):
-            return self._opt.variables()
-        return list(getattr(self._opt, "variables", ()))
-
-    def get_slot_names(self) -> list[str]:
-        """Those of the inner optimizer."""
-        return self._opt.get_slot_names()
-
-    def get_slot(self, var: Any, name: str) -> Any:
-        """That of the inner optimizer."""
-        return self._opt.get_slot(var, name)
-
-
-class CrossReplicaOptimizer(IpuOptimizer):
-    """Gives the inner optimizer the mean of each gradient over all replicas."""
-
-    def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
-    ) -> Any:
-        """Average, then apply; a gradient that is None stays None."""
-        averaged = [
-            (None if grad is None else cross_replica_mean(grad), var)
-            for grad, var in grads_and_vars
-        ]
-        return super().apply_gradients(averaged, global_step, name)
 
 
 class GradientAccumulationOptimizerV2(IpuOptimizer):
@@ -109,6 +36,8 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
         name: what it is called.
     """
+
+    is_outermost = True
 
     def __init__(
         self,
@@ -206,6 +135,8 @@ class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
     here the inner optimizer runs once an update, whatever it is.
     """
 
+    is_outermost = False
+
     def __init__(
         self,
         opt: Any,
@@ -254,44 +185,6 @@ class CrossReplicaGradientAccumulationOptimizer(GradientAccumulationOptimizer):
         super().__init__(CrossReplicaOptimizer(opt), num_mini_batches, verify_usage, name)
 
 
-class MapGradientOptimizer(IpuOptimizer):
-    """Maps each gradient when it is computed: of every mini-batch, before accumulation.
-
-    Args:
-        wrapped_optimizer: the optimizer it stands around.
-        gradient_mapping_function: called as `fn(gradient, value of the variable)`.
-        name: what it is called.
-    """
-
-    def __init__(
-        self,
-        wrapped_optimizer: Any,
-        gradient_mapping_function: Callable[[Any, Any], Any],
-        name: str = "MapGradientOptimizer",
-    ) -> None:
-        super().__init__(wrapped_optimizer, name)
-        if not callable(gradient_mapping_function):
-            raise IPUValueError(
-                f"gradient_mapping_function must be a callable of gradient and variable. Received: "
-                f"{gradient_mapping_function!r}."
-            )
-        self.gradient_mapping_function = gradient_mapping_function
-
-    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
-        """The inner optimizer's gradients, mapped."""
-        return [
-            (grad if grad is None else self.gradient_mapping_function(grad, value_of(var)), var)
-            for grad, var in super().compute_gradients(loss, var_list, **kwargs)
-        ]
-
-
-class ShardedOptimizer(IpuOptimizer):
-    """Placed updates beside the operations they belong to; here the compiler does."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, "ShardedOptimizer")
-
-
 def check_sharding(offload: bool | None, sharding: bool, *, honoured: bool = False) -> None:
     """The rule of the two options about where an optimizer's state lies, and what becomes of them."""
     if sharding and offload is False:
@@ -314,9 +207,4 @@ class _Described:
         self.dtype = jnp.dtype(variable.dtype)
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("ALSOptimizer", "ALSGradientAccumulationOptimizer"):
-        from tailrace.compat.ipu import automatic_loss_scaling_optimizer as scaling
-
-        return getattr(scaling, name)
-    return _absent.refuse("ipu.optimizers", name)
+__getattr__, __dir__ = missing_from(__name__)

@@ -11,7 +11,11 @@ from tailrace.compat.ipu.errors import IPUNotImplementedError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.graph.state import kept, prepared, run_if
 from tailrace.compat.ipu.graph.variables import Variable
-from tailrace.compat.ipu.optimizers import GradientAccumulationOptimizerV2, IpuOptimizer
+from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import (
+    GradientAccumulationOptimizerV2,
+)
+from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
+from tailrace.compat.originals.missing import missing_from
 from tailrace.program.in_program import cross_replica_sum
 
 
@@ -215,3 +219,6 @@ class ALSGradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
             reduction_method,
             name,
         )
+
+
+__getattr__, __dir__ = missing_from(__name__)

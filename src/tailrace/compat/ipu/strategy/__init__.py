@@ -1,0 +1,1 @@
+"""What the strategy does to datasets, and the rules it has for them."""
