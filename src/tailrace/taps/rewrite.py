@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.devices import devices
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
@@ -115,7 +116,8 @@ class Rewriter:
         if primitive is gather_p:
             return [self._gather(inputs[0], eqn.params["replicas"])]
         if not self._touches(eqn, here):
-            return convolutions.bind_again(eqn, inputs)
+            room = convolutions if devices.platform() == "cpu" else internals
+            return room.bind_again(eqn, inputs)
         if primitive is primitives.scan_p:
             return self._scan(eqn, inputs, frame, here)
         if primitive is primitives.while_p:
