@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 ROOMS = [
-    *("data", "devices", "feeds", "taps", "records", "program"),
+    *("jaxprs", "data", "devices", "feeds", "taps", "records", "program"),
     *("pipeline", "training", "runs", "porch_keras"),
 ]
 """Folders of tests/."""
