@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 ROOMS = [
-    *("data", "devices", "feeds", "taps", "records", "program"),
+    *("jaxprs", "data", "devices", "feeds", "taps", "records", "program"),
     *("pipeline", "trainer", "runs", "porch_keras"),
 ]
 """Folders of tests/."""
@@ -95,13 +95,16 @@ def attempt(python: str, jax: str, options: argparse.Namespace) -> Outcome:
     tier = "quick" if options.quick else "not exhaustive"
     own = str(place / "bin" / "python")
     command = [own, "-m", "pytest", "-q", "-n", options.jobs, "--dist", "worksteal", "-m", tier]
-    ended = run([*command, *tests])
     log = place / "tests.log"
-    log.write_text(ended.stdout + ended.stderr)
-    result = summary(ended.stdout)
-    if ended.returncode:
+    print(f"  log: {log.relative_to(ROOT)}", flush=True)
+    with log.open("w") as file:  # as it goes: it takes long
+        code = subprocess.run(
+            [*command, *tests], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+        ).returncode
+    result = summary(log.read_text())
+    if code:
         result = f"**{result}** (log: {log.relative_to(ROOT)})"
-    return Outcome(python, jax, result, ended.returncode == 0, versions(own))
+    return Outcome(python, jax, result, code == 0, versions(own))
 
 
 def make(python: str, jax: str, place: Path) -> str | None:

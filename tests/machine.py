@@ -59,9 +59,13 @@ def _compile_quickly() -> None:
 
 
 def _compute_alike() -> None:
-    """No TF32, no kernels chosen by a race, no atomic sums: bits that can be compared."""
+    """No TF32, no kernels chosen by a race, no atomic sums, no rounding left out: bits to compare.
+
+    XLA drops conversions to float16 and back, where PyTorch and NumPy round.
+    """
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     _add_flags("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
+    _add_flags("--xla_allow_excess_precision=false")
 
 
 def _add_flags(*flags: str) -> None:

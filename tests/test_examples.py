@@ -12,7 +12,10 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 CASES = {
-    "mnist_demo.py": (["--steps", "100"], r"with feeds +\S+ s +1 executions"),
+    "mnist_demo.py": (
+        ["--steps", "100"],
+        r"with feeds +\S+ s +1 executions.*losses equal to the last bit: True",
+    ),
     "mnist_with_feeds.py": (
         ["--steps", "60", "--steps-per-execution", "20"],
         r"3 executions, 60 losses",
@@ -57,10 +60,6 @@ def test_example_runs(name):
     arguments, expected = CASES[name]
     printed = run(name, *arguments)
     assert re.search(expected, printed, re.DOTALL), printed
-
-
-def test_demo_finds_equal_losses_both_ways():
-    assert "losses equal to the last bit: True" in run("mnist_demo.py", "--steps", "50")
 
 
 def test_the_pair_computes_the_same(monkeypatch):

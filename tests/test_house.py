@@ -120,6 +120,12 @@ def test_below_jax_s_public_surface_only_one_file_reaches():
     assert found <= {"jaxprs/internals.py"}
 
 
+def test_what_depends_on_the_platform_asks_the_devices_chosen():
+    asking = {shown(path) for path in FILES if "jax.default_backend()" in path.read_text()}
+    # One compares with JAX's preference, one asks where Keras' own `device_put` goes.
+    assert asking == {"devices/devices.py", "keras/data/batch_source.py"}
+
+
 # -- who reads equations --------------------------------------------------------------------------
 
 READERS = ("internals.Jaxpr", "control.", "operations.", "own_equations.", "stretches.", "visitor.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 
+from covering import covering
 from quick import slow_functions
 
 HERE = Path(__file__).parent
@@ -55,3 +57,13 @@ def test_the_first_case_of_each_function_is_marked(request):
     mine = "test_quick.py::test_the_first_case_of_each_function_is_marked"
     assert first[mine]
     assert not any(first.get(name) for name in slow_functions())
+
+
+def test_a_covering_part_of_a_product_has_every_pair():
+    axes = ["abcd", (1, 2, 3), (True, False), (5, 6)]
+    cases = covering(*axes)
+    assert len(cases) == 48
+    usual = [case.values for case in cases if not case.marks]
+    assert len(usual) < 16
+    for (i, first), (j, second) in itertools.combinations(enumerate(axes), 2):
+        assert {(row[i], row[j]) for row in usual} == set(itertools.product(first, second))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -177,6 +178,12 @@ print(jax.config.jax_default_device == {expected}
       and jnp.ones(3).devices() == {{jax.config.jax_default_device or cpus[0]}})
 """
     assert python(code, JAX_PLATFORMS="")[:2] == (0, ["True"])
+
+
+def test_the_platform_is_that_of_the_devices_chosen(monkeypatch):
+    assert devices.platform() == jax.devices()[0].platform
+    monkeypatch.setattr(devices, "_chosen", [types.SimpleNamespace(platform="tpu")])
+    assert devices.platform() == "tpu"
 
 
 @pytest.mark.cpu

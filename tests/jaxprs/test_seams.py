@@ -21,7 +21,8 @@ from tailrace.seams import Package
 
 @pytest.fixture
 def unprobed(monkeypatch):
-    """As at the start of a process."""
+    """As at the start of a process, with every module loaded: none may keep what a test replaces."""
+    assert tr.Trainer
     monkeypatch.setattr(jax_seams, "_checked", False)
     monkeypatch.setattr(internals, "PACKAGE", Package("JAX", "jax", "0.14.0", newest="0.12.0.1"))
     yield

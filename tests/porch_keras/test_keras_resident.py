@@ -9,6 +9,7 @@ from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both,
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_bits_equal
+from tailrace.devices import devices
 from tailrace.keras.data import resident_arrays, resident_batches
 from tailrace.keras.programs.executions import as_element
 
@@ -115,6 +116,7 @@ def test_on_an_accelerator_it_is_so_by_itself(monkeypatch, gathered):
     assert not gathered
     # Keras then moves batches ahead one by one; it is asked for those it has not moved.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(devices, "platform", lambda: "gpu")
     assert resident_arrays.keeps((x, y), 1)
     monkeypatch.setattr(resident_arrays, "ONCE_BYTES", x.nbytes)
     assert not resident_arrays.keeps((x, y), 1)

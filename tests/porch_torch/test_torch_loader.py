@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, T
 
 import tailrace as tr
 import tailrace.torch as tt
+from tailrace.devices import devices
 
 ROWS = TensorDataset(torch.arange(103), torch.arange(103) * 2)
 
@@ -76,6 +77,10 @@ class Shared(IterableDataset):
         return iter(range(start, min(start + share, 101)))
 
 
+def begin(_):
+    """What a worker does first; a function that can be sent to it."""
+
+
 @pytest.mark.filterwarnings("ignore:os.fork")  # the workers do not touch JAX
 @pytest.mark.filterwarnings("ignore:This process")
 @pytest.mark.parametrize(("mode", "expected"), [("sync", 24), ("async_rebatched", 25)])
@@ -86,12 +91,27 @@ def test_rebatching_loses_one_remainder_only(mode, expected):
         batch_size=4,
         mode=mode,
         num_workers=2,
-        worker_init_fn=lambda _: None,
+        worker_init_fn=begin,
         persistent_workers=False,
     )
     batches = list(loader)
     assert len(batches) == expected
     assert all(len(batch) == 4 for batch in batches)
+
+
+def test_workers_are_not_forked_from_a_process_with_an_accelerator(monkeypatch):
+    """That has started: a fork of it dies. Who gives a context decides."""
+    started = []
+    monkeypatch.setattr(
+        torch.utils.data.DataLoader,
+        "__iter__",
+        lambda self: started.append(self.multiprocessing_context) or iter(()),
+    )
+    for platform, given in [("cpu", None), ("gpu", None), ("gpu", "spawn")]:
+        monkeypatch.setattr(devices, "platform", lambda found=platform: found)
+        list(tt.DataLoader(1, ROWS, num_workers=1, multiprocessing_context=given))
+    ways = [context and context.get_start_method() for context in started]
+    assert ways == [None, "forkserver", "spawn"]
 
 
 def test_samplers_and_elements_as_they_are():

@@ -76,6 +76,7 @@ def test_outputs_are_those_of_the_plain_module(iterations, training, options):
         assert_close(np.asarray(value), reference.state_dict()[name].numpy())
 
 
+@pytest.mark.cpu
 def test_each_stage_is_on_its_device():
     module, _, x = made()
     model = tt.inference_model(module, device_iterations=60)

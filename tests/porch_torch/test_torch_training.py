@@ -266,6 +266,7 @@ def test_autocast_is_in_force():
     torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-3)
 
 
+@pytest.mark.cpu
 def test_the_precision_of_products():
     for precision in (None, "highest"):
         model, *_ = training(Regression, precision=precision)

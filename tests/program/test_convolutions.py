@@ -305,7 +305,9 @@ def convnet():
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("accumulation", [1, 5])
-def test_a_convnet_trains_as_by_one_jit_call_a_step(accumulation, compiled):
+def test_a_convnet_trains_as_by_one_jit_call_a_step(accumulation, compiled, monkeypatch):
+    # The devices chosen decide about forms and compiler options, not what JAX would prefer.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     params, elements = convnet()
     trainer = tr.Trainer(convnet_loss, optax.sgd(0.1), params, accumulation=accumulation)
     trainer.fit(elements, steps=len(elements) // accumulation)

@@ -10,6 +10,7 @@ import pytest
 from plain_steps import STATS, all_tensors, elements, exponents, loss_fn, network, statistics
 
 import tailrace as tr
+from covering import covering
 from oracles import assert_bits_equal, assert_close
 from tailrace.errors import OptionError, SelectionError
 
@@ -108,9 +109,9 @@ def assert_record(record, expected, reduce):
             assert_close(*jax.tree.map(np.asarray, wide))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("mode", ["all", "sum", "final", 3])
+@pytest.mark.parametrize(
+    ("mode", "microbatches", "replicas"), covering(["all", "sum", "final", 3], [1, 3], [1, 2])
+)
 def test_every_mode_and_reduction(mode, microbatches, replicas):
     data, params, table = oracle(microbatches, replicas)
     tap_mode = tr.every(mode) if isinstance(mode, int) else mode

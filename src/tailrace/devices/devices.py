@@ -108,6 +108,11 @@ def available() -> list[Any]:
     return configure(wanted) if wanted else list(jax.devices())
 
 
+def platform() -> str:
+    """The platform that programs are compiled for: that of the devices chosen, not JAX's default."""
+    return available()[0].platform
+
+
 def mesh(replicas: int, stages: int = 1) -> Mesh:
     """The devices as a grid of replicas and stages; stages of one replica are neighbours."""
     found = available()

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.batches import Batches
+from tailrace.devices import devices
 from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.reader import Block, Reader, batch_spec
@@ -31,7 +32,7 @@ def resident_pays(batches: Batches) -> bool:
     """
     whole = batches.drops or batches.num_examples % batches.batch_size == 0
     alone = jax.process_count() == 1  # otherwise each process has arrays of its own
-    return alone and whole and jax.default_backend() != "cpu" and batches.nbytes <= MOST_BYTES
+    return alone and whole and devices.platform() != "cpu" and batches.nbytes <= MOST_BYTES
 
 
 class ResidentReader(Reader):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.devices import devices
 from tailrace.feeds.buffers import allocate
 
 PIECE, MOST_PIECES = 1 << 21, 16
@@ -61,4 +62,4 @@ def _padded(array: Any, room: int, sharding: Any) -> Any:
 
 
 def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return devices.platform() == "cpu"

@@ -53,8 +53,6 @@ _CALLS = {
 
 def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """`internals.bind_again`, with every convolution in the form that is fastest on a CPU."""
-    if jax.default_backend() != "cpu":
-        return internals.bind_again(eqn, inputs)
     form = fast_form(eqn)
     if form is not None:
         return [form(*inputs)]

@@ -379,13 +379,13 @@ def trace_level() -> Any:
     return get_opaque_trace_state()
 
 
-def compiler_options(equations: Iterable[JaxprEqn]) -> dict[str, str] | None:
+def compiler_options(equations: Iterable[JaxprEqn], platform: str) -> dict[str, str] | None:
     """Options that a program of these equations must be compiled with to be right; None for none.
 
     JAX 0.10's CPU compiler hands reductions over windows (max pooling) to a library, which reads the
     wrong entries where the operand is a reshaped slice of what a loop goes over.
     """
-    if version()[:2] != (0, 10) or jax.default_backend() != "cpu" or not _has_windows(equations):
+    if version()[:2] != (0, 10) or platform != "cpu" or not _has_windows(equations):
         return None
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 

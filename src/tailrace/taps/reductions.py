@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from tailrace.devices import devices
 
 ROWS = {"cpu": 1024}
 LONG_ROW = 4096
@@ -57,7 +58,7 @@ def all_finite(values: Sequence[Any]) -> Any:
     Nought times a value is nought, or NaN if the value is not finite; and nothing is faster than
     adding that up: on a CPU as a product of matrices, which is what its libraries do best.
     """
-    if jax.default_backend() == "cpu":
+    if devices.platform() == "cpu":
         nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)
     else:  # one kernel for all of them
         nought = (jnp.concatenate([jnp.ravel(_wide(value)) for value in values]) * 0).sum()
@@ -80,7 +81,7 @@ def _total(value: Any) -> Any:
     On a CPU, XLA adds up to a single number one value at a time, on one core. Eight sums beside each
     other take a third of the time.
     """
-    if jax.default_backend() != "cpu" or value.size < SHORT:
+    if devices.platform() != "cpu" or value.size < SHORT:
         return value.sum()
     flat, even = jnp.ravel(value), value.size - value.size % SUMS
     total = flat[:even].reshape(SUMS, -1).sum(axis=1).sum()
@@ -104,12 +105,12 @@ def pack_statistics(values: Sequence[Any]) -> Any:
     """Partial statistics of several tensors: [rows, 8], the rows of each tensor in turn."""
     rows = jnp.concatenate([_rows(value) for value in values])
     lengths = jnp.asarray(np.concatenate([row_lengths(value.size) for value in values]))
-    if jax.default_backend() == "cpu":
+    if devices.platform() == "cpu":
         # Packed once, not again inside each reduction: half the time.
         rows = lax.optimization_barrier(rows)
     first = rows[:, :1]
     shift = jnp.where(jnp.isfinite(first), first, 0)
-    if jax.default_backend() != "cpu":
+    if devices.platform() != "cpu":
         return _careful(rows, lengths, shift)
     # On a CPU, telling finite values from others costs more than everything else together. A sum
     # of squares that is finite proves that there are no others.
@@ -182,7 +183,7 @@ def _rows(value: Any) -> Any:
 
 def row_width() -> int:
     """How many values a row of the packed array has here."""
-    return ROWS.get(jax.default_backend(), LONG_ROW)
+    return ROWS.get(devices.platform(), LONG_ROW)
 
 
 def row_lengths(size: int) -> np.ndarray:

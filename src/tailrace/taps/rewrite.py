@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.devices import devices
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
 from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While
@@ -156,8 +157,9 @@ class Rewriter(Visitor[Any, Frame]):
         return outputs
 
     def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """The equation as it is."""
-        return convolutions.bind_again(eqn, inputs)
+        """The equation as it is; on a CPU, a convolution in the form that its library takes."""
+        room = convolutions if devices.platform() == "cpu" else internals
+        return room.bind_again(eqn, inputs)
 
     def opaque(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """One of our own equations; any other with something of ours inside is refused."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.devices import devices
 from tailrace.feeds.device_dataset import MOST_BYTES
 from tailrace.feeds.transfer import put
 
@@ -146,7 +147,7 @@ class RowNumbers(np.ndarray):
 
 def keeps(arrays: Sequence[np.ndarray], epochs: int) -> bool:
     """Whether it pays to keep arrays on the device: it has a memory of its own, and they fit."""
-    if jax.default_backend() == "cpu":
+    if devices.platform() == "cpu":
         return False
     size = sum(array.nbytes for array in arrays)
     return size <= (MOST_BYTES if epochs > 1 else ONCE_BYTES)

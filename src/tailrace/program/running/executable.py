@@ -198,7 +198,7 @@ class Executable:
         if self._compiled is None:
             started = time.perf_counter()
             lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
-            options = compiler_options(self.segment.equations)
+            options = compiler_options(self.segment.equations, devices.platform())
             self._compiled = compiled_program(lowered, self.placement.device_ids, options)
             self.compile_s = time.perf_counter() - started
         return self._compiled

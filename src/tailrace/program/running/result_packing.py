@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.devices import devices
+
 MOST_BYTES = 4 << 20
 """Larger arrays stay alone: their copies take longer than what they cost besides."""
 
@@ -54,7 +56,7 @@ class FirstRows:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = self.whole
         large = isinstance(whole, jax.Array) and whole.nbytes > MOST_BYTES
-        if large and self.count < whole.shape[self.axis] and jax.default_backend() != "cpu":
+        if large and self.count < whole.shape[self.axis] and devices.platform() != "cpu":
             # Rows that were not made do not cross the bus.
             found = np.asarray(jax.lax.slice_in_dim(whole, 0, self.count, axis=self.axis))
         else:
@@ -131,7 +133,7 @@ def on_device(leaf: Any) -> Any:
 
 def start_copying(tree: Any) -> None:
     """Start copying the leaves of a tree to the host; several copies run at the same time."""
-    if jax.default_backend() == "cpu":
+    if devices.platform() == "cpu":
         return
     wholes = (_stored(leaf) for leaf in jax.tree.leaves(tree))
     for array in {id(array): array for array in wholes}.values():

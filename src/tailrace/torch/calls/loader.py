@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
+from tailrace.devices import devices
 from tailrace.errors import OptionError
 from tailrace.feeds.background import STOP_S
 from tailrace.feeds.waiting import LOOK_S, NOTE_S
@@ -40,7 +41,10 @@ class DataLoader(torch_data.DataLoader):
         dataset: any PyTorch dataset.
         batch_size: rows of one microbatch; None passes the dataset's elements on as they are.
         shuffle: as in PyTorch.
-        num_workers: as in PyTorch.
+        num_workers: as in PyTorch. Where an accelerator computes, workers come from a fork server
+            unless `multiprocessing_context` says otherwise: a fork of a process that has started one
+            dies. So there the dataset must be picklable, and a script needs `if __name__ ==
+            "__main__":`.
         drop_last: leave out rows at the end that do not fill a call.
         persistent_workers: as in PyTorch; None: whenever there are workers.
         mode: "sync", "async" or "async_rebatched".
@@ -130,6 +134,8 @@ class DataLoader(torch_data.DataLoader):
 
     def __iter__(self) -> Any:
         """Batches of `combined_batch_size` rows."""
+        if self.num_workers and self.multiprocessing_context is None:
+            self.multiprocessing_context = None if devices.platform() == "cpu" else "forkserver"
         batches: Iterable[Any] = super().__iter__()
         if self._rebatched:
             assert self.combined_batch_size is not None
