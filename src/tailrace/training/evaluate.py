@@ -24,6 +24,7 @@ from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import Numbers
 from tailrace.program.step.training_step import Step
+from tailrace.training.modules.mode import evaluating
 
 _MOST_RUNNERS = 16
 """Programs kept for the next call. A new lambda for each call would fill the memory otherwise."""
@@ -156,12 +157,13 @@ class Evaluator:
         out = OutfeedQueue()
 
         def compute(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
-            if getattr(fn, "__self__", None) in (self, self._step):  # ours
-                result = fn(params, model_state, batch, inputs)
-            else:
-                first = (params, model_state) if self._step.has_model_state else (params,)
-                result = call_with_element(fn, (*first, *inputs), batch)
-            return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
+            with evaluating():
+                if getattr(fn, "__self__", None) in (self, self._step):  # ours
+                    result = fn(params, model_state, batch, inputs)
+                else:
+                    first = (params, model_state) if self._step.has_model_state else (params,)
+                    result = call_with_element(fn, (*first, *inputs), batch)
+                return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
         runner = self._step.evaluating(compute, out, infeed, read, self._placement)
         return key, runner, out, infeed

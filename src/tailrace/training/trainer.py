@@ -36,6 +36,7 @@ from tailrace.training.evaluate import Evaluator
 from tailrace.training.explain import Explanation, explain, flops_of_update
 from tailrace.training.fit import Fit
 from tailrace.training.journal import Journal
+from tailrace.training.modules.recognition import bind
 from tailrace.training.pace import Pace, pace_for, parse_steps
 from tailrace.training.progress import ProgressBar
 from tailrace.training.step_counts import agreed_total_steps
@@ -49,7 +50,9 @@ class Trainer:
             `loss_fn(params, model_state, *batch)` returns `(loss, (new_state, aux))`. Scalars in
             `aux` become part of the history.
         optimizer: an optax transformation.
-        params: the parameters to start from, a tree of float arrays. They are copied.
+        params: the parameters to start from, a tree of float arrays. They are copied. Or a module: an
+            `nnx.Module`, an Equinox module, or the variables of a Linen module; `loss_fn` and every
+            other function is then called with the module in the place of the parameters.
         steps_per_execution: how many steps one dispatch runs; "auto" finds out.
         accumulation: how many microbatches make a step, or a `tr.Accumulation`.
         replicas: how many copies train side by side. None: as many as there are devices.
@@ -103,13 +106,14 @@ class Trainer:
         observe_bytes: int = MOST_BYTES,
         run_dir: Any = None,
     ) -> None:
+        self._bound = bound = bind(params, model_state)
         self.engine = Engine(
-            loss_fn,
+            bound.loss(loss_fn),
             optimizer,
-            params,
+            bound.params,
             accumulation=accumulation,
             replicas=replicas,
-            model_state=model_state,
+            model_state=bound.model_state,
             replica_state=replica_state,
             offload_optimizer_state=offload_optimizer_state,
             shard_optimizer_state=shard_optimizer_state,
@@ -141,7 +145,12 @@ class Trainer:
     @property
     def model_state(self) -> Any:
         """The model state as it is now: a copy."""
-        return self.engine.copied(self.engine.state.model_state)
+        return self._bound.shown_state(self.engine.copied(self.engine.state.model_state))
+
+    @property
+    def model(self) -> Any:
+        """The module that was given in the place of parameters, with the values of now: a copy."""
+        return self._bound.model(*self.engine.copied(self.engine.read()))
 
     @property
     def step(self) -> int:
@@ -334,6 +343,7 @@ class Trainer:
             fn: called like the loss function; returns a scalar, a dict of scalars, or what a loss
                 function returns. None: the loss function.
         """
+        fn = None if fn is None else self._bound.function(fn)
         return self._evaluator.evaluate(dataset, fn, self.engine.read())
 
     def predict(
@@ -355,6 +365,8 @@ class Trainer:
         read = self.engine.read()
         if fn is None and isinstance(self.engine.step_function, PipelineStep):
             fn = self.engine.step_function.outputs
+        elif callable(fn):
+            fn = self._bound.function(fn)
         if not callable(fn):
             raise OptionError(
                 f"predict needs a function of parameters and batch. Received: {fn!r}. Give it "
