@@ -106,14 +106,14 @@ class Trainer:
         observe_bytes: int = MOST_BYTES,
         run_dir: Any = None,
     ) -> None:
-        self._bound = bound = bind(params, model_state)
+        self._bound, loss_fn = bind(loss_fn, params, model_state)
         self.engine = Engine(
-            bound.loss(loss_fn),
+            loss_fn,
             optimizer,
-            bound.params,
+            self._bound.params,
             accumulation=accumulation,
             replicas=replicas,
-            model_state=bound.model_state,
+            model_state=self._bound.model_state,
             replica_state=replica_state,
             offload_optimizer_state=offload_optimizer_state,
             shard_optimizer_state=shard_optimizer_state,

@@ -12,7 +12,7 @@ There is one class for each library. `Plain` is that of parameters which are a t
 from __future__ import annotations
 
 import abc
-import dataclasses
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +50,10 @@ class Binding(abc.ABC):
     def shown_state(self, state: Any) -> Any:
         """The model state as the user knows it."""
         return state
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        """What is open while a function of the user is traced."""
+        return contextlib.nullcontext()
 
     def loss(self, fn: Any) -> Any:
         """A loss function of the user as one of the engine."""
@@ -90,56 +94,80 @@ class Plain(Binding):
         return fn
 
 
-@dataclasses.dataclass(frozen=True)
 class Function:
     """A function of the user, called with the module. Equal for the same module and function."""
 
-    binding: Binding
-    fn: Callable[..., Any]
     takes_whole_element = True
 
+    def __init__(self, binding: Binding, fn: Callable[..., Any]) -> None:
+        self.binding, self.fn = binding, fn
+        self.__name__ = getattr(fn, "__name__", repr(fn))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
     @property
-    def __name__(self) -> str:
-        return getattr(self.fn, "__name__", "the function")
+    def _identity(self) -> tuple[Any, ...]:
+        return self.binding, self.fn
 
     def __call__(self, params: Any, *rest: Any) -> Any:
         """What the user's function returns."""
-        return self._called(params, rest)[0]
+        return self.called(params, *self.split(rest))[0]
 
-    def _called(self, params: Any, rest: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """What it returns, the module afterwards, and the state before."""
-        state, rest = (None, rest) if self.binding.model_state is None else (rest[0], rest[1:])
-        *inputs, element = rest
-        opened = self.binding.opened(params, state)
+    def split(self, rest: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """The state, and what comes after it."""
+        return (None, rest) if self.binding.model_state is None else (rest[0], rest[1:])
+
+    def called(
+        self, params: Any, state: Any, values: Sequence[Any], whole_element: bool = True
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """What the user's function returns, and the module afterwards.
+
+        Args:
+            params: the parameters.
+            state: the model state.
+            values: what the function gets besides the module.
+            whole_element: whether the last of them is an element, to be handed over as arguments.
+        """
+        binding = self.binding
+        opened = binding.opened(params, state)
         try:
-            out = call_with_element(self.fn, (*opened, *inputs), element)
+            with binding.around():
+                if not whole_element:
+                    return self.fn(*opened, *values), opened
+                *inputs, element = values
+                return call_with_element(self.fn, (*opened, *inputs), element), opened
         except ValueError as error:
-            if not self.binding.scopes or "type mismatch" not in str(error):
+            if not binding.scopes or "type mismatch" not in str(error):
                 raise
-            # The function maps over the module and another tree of the same classes. That needs the
-            # classes themselves; activations then have the names that the library gives them.
-            self.binding.scopes = False
-            return self._called(params, (*(() if state is None else (state,)), *rest))
-        return out, opened, state
+        # The function maps over the module and another tree of the same classes, which needs the
+        # classes themselves. Activations then have the names that the library gives them.
+        binding.scopes = False
+        return self.called(params, state, values, whole_element)
 
 
 class Loss(Function):
     """A loss function of the user; with a model state it returns `(loss, (new_state, aux))`."""
 
-    @property
-    def __name__(self) -> str:
-        return getattr(self.fn, "__name__", "the loss function")
-
     def __call__(self, params: Any, *rest: Any) -> Any:
         """What the engine wants of a loss function."""
-        out, opened, before = self._called(params, rest)
         binding = self.binding
+        before, values = self.split(rest)
+        out, opened = self.called(params, before, values)
         if binding.model_state is None:
             return out
         if not binding.returns_state:
-            loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+            loss, aux = out if is_pair(out) else (out, None)
             return loss, (binding.stored(opened, None, before), aux)
-        if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple)):
+        if not (is_pair(out) and is_pair(out[1])):
             return out  # the engine says what is wrong with it
         loss, (returned, aux) = out
         return loss, (binding.stored(opened, returned, before), aux)
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a function returned two things."""
+    return isinstance(value, tuple) and len(value) == 2

@@ -10,25 +10,56 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tailrace.pipeline.pipeline import Pipeline
 from tailrace.training.modules.binding import Binding, Plain
+from tailrace.training.modules.stages import StagesBinding, pipeline_of_module
 
 
-def bind(params: Any, model_state: Any) -> Binding:
-    """The binding for what stands in the place of parameters.
+def bind(loss_fn: Any, params: Any, model_state: Any) -> tuple[Binding, Any]:
+    """The binding for what stands in the place of parameters, and the engine's loss function.
 
-    >>> bind({"w": 1.0}, None).params
+    >>> bind(len, {"w": 1.0}, None)[0].params
     {'w': 1.0}
     """
+    pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
+    if pipeline is not None and _fits(pipeline, params) and _fits(pipeline, model_state or params):
+        stages = StagesBinding(pipeline, params, model_state, bind_one)
+        if stages.are_modules:
+            return stages, stages.loss(pipeline)
+    binding = bind_one(params, model_state)
+    if pipeline is None or isinstance(binding, Plain):
+        return binding, binding.loss(loss_fn)
+    return binding, pipeline_of_module(binding, pipeline)
+
+
+def bind_one(params: Any, model_state: Any) -> Binding:
+    """The binding of one model."""
     for name, binding in _LIBRARIES:
         if name in sys.modules and (found := binding(params, model_state)) is not None:
             return found
     return Plain(params, model_state)
 
 
+def _fits(pipeline: Pipeline, tree: Any) -> bool:
+    """Whether a tree has an entry for each member of each stage."""
+    if not isinstance(tree, list | tuple) or not len(tree) == len(pipeline.stages) > 0:
+        return False
+    return all(
+        len(members) == 1 or (isinstance(entry, list | tuple) and len(entry) == len(members))
+        for members, entry in zip(pipeline.stages, tree, strict=True)
+    )
+
+
 def _nnx(params: Any, model_state: Any) -> Binding | None:
     from tailrace.training.modules.nnx_modules import NnxBinding, recognised
 
     return NnxBinding(params, model_state) if recognised(params) else None
+
+
+def _linen(params: Any, model_state: Any) -> Binding | None:
+    from tailrace.training.modules.linen_variables import LinenBinding, recognised
+
+    return LinenBinding(params, model_state) if recognised(params) else None
 
 
 def _equinox(params: Any, model_state: Any) -> Binding | None:
@@ -40,5 +71,6 @@ def _equinox(params: Any, model_state: Any) -> Binding | None:
 _LIBRARIES: tuple[tuple[str, Callable[[Any, Any], Binding | None]], ...] = (
     ("flax.nnx", _nnx),
     ("equinox", _equinox),
+    ("flax.linen", _linen),
 )
 """(module, binding): the binding is None where the model is not one of that library."""
