@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
+
+_MISMATCH = re.compile(r"[Mm]ismatch|pytree")
+"""What JAX says where two trees are not of one structure."""
 
 
 class Binding(abc.ABC):
@@ -140,11 +144,11 @@ class Function:
                     return self.fn(*opened, *values), opened
                 *inputs, element = values
                 return call_with_element(self.fn, (*opened, *inputs), element), opened
-        except ValueError as error:
-            if not binding.scopes or "type mismatch" not in str(error):
+        except (TypeError, ValueError) as error:
+            if not binding.scopes or not _MISMATCH.search(str(error)):
                 raise
-        # The function maps over the module and another tree of the same classes, which needs the
-        # classes themselves. Activations then have the names that the library gives them.
+        # The function maps over this module and another, or over two parts of it, which needs their
+        # own classes, without paths. Activations then have the names that the library gives them.
         binding.scopes = False
         return self.called(params, state, values, whole_element)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tailrace.jaxprs.marks import path_name
 from tailrace.seams import Package, Seam
-from tailrace.training.modules.scopes import Path, module_scope
+from tailrace.training.modules.scopes import module_scope
 
 PACKAGE = Package("Equinox", "equinox", eqx.__version__, newest="0.13.8")
 
@@ -50,7 +50,7 @@ def scoped(model: Any, path: Sequence[Any] = ()) -> Any:
     copy = object.__new__(_scoped_class(kind, call))
     for name, value in vars(made).items():
         object.__setattr__(copy, name, value)
-    object.__setattr__(copy, PATH, Path(path_name(path)))
+    object.__setattr__(copy, PATH, path_name(path))
     return copy
 
 
@@ -82,8 +82,8 @@ def _scoped_class(kind: Any, plain: Callable[..., Any]) -> type:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "__annotations__": {PATH: Path},
-        PATH: eqx.field(static=True, default=Path(""), kw_only=True),
+        "__annotations__": {PATH: str},
+        PATH: eqx.field(static=True, default="", kw_only=True),
     }
     with warnings.catch_warnings():  # about the user's class, which was warned about when it was made
         warnings.simplefilter("ignore")
@@ -119,7 +119,7 @@ def _classes() -> bool:
     model = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
     made = jax.tree.map(lambda leaf: leaf, scoped(model))
     same = jax.tree.all(jax.tree.map(lambda a, b: a is b, jax.tree.leaves(model), jax.tree.leaves(made)))
-    return same and isinstance(made, eqx.nn.MLP) and str(getattr(made.layers[1], PATH)) == "layers/1"
+    return same and isinstance(made, eqx.nn.MLP) and getattr(made.layers[1], PATH) == "layers/1"
 
 
 def _own_scopes() -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tailrace.seams import Package, Seam
-from tailrace.training.modules.scopes import Path, module_scope
+from tailrace.training.modules.scopes import module_scope
 
 PACKAGE = Package("Flax", "flax", flax.__version__, newest="0.12.12")
 
@@ -33,7 +33,7 @@ def scoped(model: Any) -> Any:
     for path, module in list(nnx.iter_modules(model)):
         called = any("__call__" in vars(kind) for kind in type(module).__mro__)
         if path and called:
-            setattr(module, PATH, Path("/".join(map(str, path))))
+            setattr(module, PATH, "/".join(map(str, path)))
             object.__setattr__(module, "__class__", _scoped_class(type(module)))
     return model
 
@@ -61,7 +61,7 @@ def _class_of_instances() -> bool:
             self.part = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
     model = nnx.merge(*nnx.split(scoped(Model())))  # as Flax's own transformations do
-    return type(model.part) is _scoped_class(nnx.Linear) and str(getattr(model.part, PATH)) == "part"
+    return type(model.part) is _scoped_class(nnx.Linear) and getattr(model.part, PATH) == "part"
 
 
 def _plain_values() -> bool:

@@ -20,7 +20,7 @@ from flax.core import FrozenDict, freeze, unfreeze
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.training.modules.binding import Binding
-from tailrace.training.modules.scopes import Path, module_scope
+from tailrace.training.modules.scopes import module_scope
 
 PARAMS = "params"
 
@@ -85,5 +85,5 @@ class LinenBinding(Binding):
 
 
 def _in_scope(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    with module_scope(Path("/".join(context.module.path))):
+    with module_scope("/".join(context.module.path)):
         return method(*args, **kwargs)
