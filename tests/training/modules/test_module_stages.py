@@ -1,0 +1,150 @@
+"""Pipelines of modules: a module for each stage, or one that is cut."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tailrace as tr
+from oracles import assert_bits_equal, assert_close, regression
+from tailrace.errors import PipelineError
+
+ELEMENTS = regression(8)
+X, Y = ELEMENTS[0]
+
+
+class Trunk(nnx.Module):
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(jnp.tanh(self.norm(self.linear(x))))
+
+
+class Head(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(2))
+
+    def __call__(self, x):
+        return self.linear(x)[:, 0]
+
+
+def trunk(module, x, y):
+    return module(x), y
+
+
+def head(module, x, y):
+    return ((module(x) - y) ** 2).mean()
+
+
+def pipeline_of(stages, device_mapping=None, **options):
+    mapping = device_mapping or [0] * len(stages)
+    return tr.Pipeline(stages, accumulation=2, device_mapping=mapping, **options)
+
+
+@pytest.fixture(scope="module")
+def staged():
+    pipeline = pipeline_of([trunk, trunk, head], device_mapping=[0, 1, 2])
+    trainer = tr.Trainer(pipeline, optax.sgd(0.1), [Trunk(0), Trunk(1), Head()], observe=["grad/*"])
+    trainer.fit(ELEMENTS, steps=2, progress=False)
+    return trainer
+
+
+def test_a_module_for_each_stage(staged):
+    def whole(modules, x, y):
+        for module in modules[:2]:
+            x, y = trunk(module, x, y)
+        return head(modules[2], x, y)
+
+    # Each stage draws its own key; the plain model draws one: without dropout both are the same.
+    modules = [Trunk(0), Trunk(1), Head()]
+    for module in modules[:2]:
+        module.drop.deterministic = True
+    plain = tr.Trainer(whole, optax.sgd(0.1), modules, accumulation=2)
+    pipeline = pipeline_of([trunk, trunk, head], schedule="interleaved")
+    trainer = tr.Trainer(pipeline, optax.sgd(0.1), modules)
+    found = trainer.fit(ELEMENTS, steps=2, progress=False).loss
+    assert_close(found, plain.fit(ELEMENTS, steps=2, progress=False).loss)
+    assert_close(trainer.params, [plain.params[n] for n in range(3)])
+    assert_close(trainer.model_state[:2], [plain.model_state[n] for n in range(2)])
+
+
+def test_names_have_the_stage_in_front(staged):
+    names = staged.tensors().names
+    wanted = {"grad/0/linear/kernel", "activation/stage1/norm", "activation/stage2/linear"}
+    assert wanted <= {name.split("[")[0] for name in names}
+    assert staged.tensors()["activation/stage2/linear"].stage == 2
+
+
+def test_evaluation_of_stages(staged):
+    models = staged.model
+    assert [type(model) for model in models] == [Trunk, Trunk, Head]
+    for model in models:
+        model.eval()
+    x = models[1](models[0](X))
+    expected = float(head(models[2], x, Y))
+    assert staged.evaluate([(X, Y)])["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_verified_with_dropout_and_state():
+    pipeline = pipeline_of([trunk, head])
+    assert tr.verify(pipeline, [Trunk(0), Head()], (X, Y)).within(1e-6)
+
+
+def test_stages_of_equinox_and_of_linen_and_plain_ones():
+    layer = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    dense = nn.Dense(3)
+    variables = dense.init(jax.random.key(1), X)
+    weights = np.ones(3, np.float32)
+    stages = [
+        lambda layer, x, y: (jax.vmap(layer)(x), y),
+        lambda variables, x, y: (jnp.tanh(dense.apply(variables, x)), y),
+        lambda weights, x, y: ((x @ weights - y) ** 2).mean(),
+    ]
+    trainer = tr.Trainer(pipeline_of(stages), optax.sgd(0.1), [layer, variables, weights])
+    history = trainer.fit(ELEMENTS, steps=1, progress=False)
+
+    def loss(x, y):
+        h = jnp.tanh(dense.apply(variables, jax.vmap(layer)(x)))
+        return ((h @ weights - y) ** 2).mean()
+
+    assert_close(history.loss[0], (loss(*ELEMENTS[0]) + loss(*ELEMENTS[1])) / 2)
+    assert set(trainer.model[1]) == {"params"}
+    assert {"grad/0/weight", "grad/1/kernel", "grad/2"} <= set(trainer.tensors().names)
+
+
+class Cut(nnx.Module):
+    def __init__(self):
+        self.trunk, self.head = Trunk(0), Head()
+
+    def __call__(self, x, y):
+        x, y = tr.stage_boundary((self.trunk(x), y))
+        return ((self.head(x) - y) ** 2).mean()
+
+
+def test_one_module_that_is_cut():
+    def loss(model, x, y):
+        return model(x, y)
+
+    pipeline = pipeline_of(loss, device_mapping=[0, 0])
+    trainer = tr.Trainer(pipeline, optax.sgd(0.1), Cut())
+    found = trainer.fit(ELEMENTS, steps=2, progress=False).loss
+    plain = tr.Trainer(loss, optax.sgd(0.1), Cut(), accumulation=2)
+    assert_close(found, plain.fit(ELEMENTS, steps=2, progress=False).loss)
+    assert_close(trainer.params, plain.params)
+    assert "grad/trunk/linear/kernel" in trainer.tensors().names
+    assert_bits_equal(trainer.model.head.linear.bias[...], trainer.params["head"]["linear"]["bias"])
+
+
+def test_a_list_too_short_is_refused_as_ever():
+    with pytest.raises(PipelineError, match="There are 3 stages. Received: 2"):
+        tr.Trainer(
+            pipeline_of([trunk, trunk, head]), optax.sgd(0.1), [Trunk(0), Head()]
+        ).tensors((X, Y))
