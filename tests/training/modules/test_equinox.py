@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from plain_keys import key_of
 
 import tailrace as tr
 from oracles import (
@@ -17,7 +18,6 @@ from oracles import (
     plain_scan,
     regression,
 )
-from plain_keys import key_of
 from tailrace.errors import ProgramError
 
 ELEMENTS = regression(8)

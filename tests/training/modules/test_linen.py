@@ -7,10 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from plain_keys import key_of
 
 import tailrace as tr
-from oracles import assert_bits_equal, assert_close, plain_accumulated_training, plain_scan, regression
-from plain_keys import key_of
+from oracles import (
+    assert_bits_equal,
+    assert_close,
+    plain_accumulated_training,
+    plain_scan,
+    regression,
+)
 from tailrace.errors import OptionError, ProgramError
 
 ELEMENTS = regression(8)
@@ -194,7 +200,9 @@ def test_collections_come_back():
         loss, (updates, aux) = loss_fn(variables, x, y)
         return loss, (aux, updates)
 
-    with pytest.raises(ProgramError, match=r"some of \['batch_stats'\]. Received in its place: \['mae'\]"):
+    with pytest.raises(
+        ProgramError, match=r"some of \['batch_stats'\]. Received in its place: \['mae'\]"
+    ):
         trainer_of(variables, wrong).tensors((X, Y))
 
     def partly(variables, x, y):
@@ -215,5 +223,7 @@ def test_collections_that_do_not_change_are_left_out():
 
 
 def test_state_is_among_the_variables():
-    with pytest.raises(OptionError, match=r"Received: variables with \['batch_stats', 'params'\], and"):
+    with pytest.raises(
+        OptionError, match=r"Received: variables with \['batch_stats', 'params'\], and"
+    ):
         trainer_of(variables_of(), model_state={"batch_stats": {}})

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from plain_keys import key_of
 
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close, plain_accumulated_training, regression
-from plain_keys import key_of
 from tailrace.errors import OptionError, ProgramError
 
 ELEMENTS = regression(8)
@@ -144,7 +144,9 @@ def test_the_module_comes_back_and_what_was_given_is_unchanged():
     model = trainer.model
     assert type(model) is Model
     assert type(model.blocks[0].linear) is nnx.Linear
-    assert_bits_equal((params_of(model), statistics_of(model)), (trainer.params, trainer.model_state))
+    assert_bits_equal(
+        (params_of(model), statistics_of(model)), (trainer.params, trainer.model_state)
+    )
     model.head.bias[...] += 1  # a copy: the trainer's is another
     assert_bits_equal(trainer.model.head.bias[...], trainer.params["head"]["bias"])
     assert_bits_equal(
@@ -320,6 +322,8 @@ def test_variables_are_made_at_the_beginning():
 
 
 def test_without_a_module_there_is_no_model():
-    trainer = tr.Trainer(lambda w, x, y: ((x @ w - y) ** 2).mean(), optax.sgd(0.1), np.zeros(3, "f4"))
+    trainer = tr.Trainer(
+        lambda w, x, y: ((x @ w - y) ** 2).mean(), optax.sgd(0.1), np.zeros(3, "f4")
+    )
     with pytest.raises(ProgramError, match="trainer.model is the module that was given"):
         _ = trainer.model

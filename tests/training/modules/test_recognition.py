@@ -84,7 +84,12 @@ def test_every_seam_is_as_known(seam):
         (flax_seams, nnx, "iter_modules", "Flax 9.0: the classes of modules have changed"),
         (flax_seams, nnx, "to_pure_dict", "Flax 9.0: merge of plain values has changed"),
         (equinox_seams, eqx, "field", "Equinox 9.0: the classes of modules have changed"),
-        (equinox_seams, eqx.nn.State, "tree_flatten", "Equinox 9.0: the tree of a State has changed"),
+        (
+            equinox_seams,
+            eqx.nn.State,
+            "tree_flatten",
+            "Equinox 9.0: the tree of a State has changed",
+        ),
     ],
 )
 def test_a_change_is_one_sentence(monkeypatch, seams, owner, name, text):

@@ -85,7 +85,9 @@ def _scoped_class(kind: Any, plain: Callable[..., Any]) -> type:
         "__annotations__": {PATH: str},
         PATH: eqx.field(static=True, default="", kw_only=True),
     }
-    with warnings.catch_warnings():  # about the user's class, which was warned about when it was made
+    with (
+        warnings.catch_warnings()
+    ):  # about the user's class, which was warned about when it was made
         warnings.simplefilter("ignore")
         return type(kind)(kind.__name__, (kind,), body)
 
@@ -118,7 +120,9 @@ def is_index(part: Any) -> bool:
 def _classes() -> bool:
     model = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
     made = jax.tree.map(lambda leaf: leaf, scoped(model))
-    same = jax.tree.all(jax.tree.map(lambda a, b: a is b, jax.tree.leaves(model), jax.tree.leaves(made)))
+    same = jax.tree.all(
+        jax.tree.map(lambda a, b: a is b, jax.tree.leaves(model), jax.tree.leaves(made))
+    )
     return same and isinstance(made, eqx.nn.MLP) and getattr(made.layers[1], PATH) == "layers/1"
 
 

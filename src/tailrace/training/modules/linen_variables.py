@@ -1,7 +1,7 @@
 """The variables of a Flax Linen module in the place of parameters.
 
-Linen modules hold no values: `model.init` returns them as a dict of collections. "params" is trained; the
-other collections are the model state, and functions get all of them together, as `model.apply` does:
+Linen modules hold no values: `model.init` returns them as a dict of collections. "params" is trained;
+the other collections are the model state, and functions get all of them, as `model.apply` does:
 
     def loss_fn(variables, x, y):
         logits, updates = model.apply(variables, x, mutable=["batch_stats"])
@@ -30,7 +30,9 @@ def recognised(params: Any) -> bool:
     return (
         isinstance(params, Mapping)
         and PARAMS in params
-        and all(isinstance(name, str) and isinstance(part, Mapping) for name, part in params.items())
+        and all(
+            isinstance(name, str) and isinstance(part, Mapping) for name, part in params.items()
+        )
     )
 
 
@@ -43,8 +45,8 @@ class LinenBinding(Binding):
         if model_state is not None:
             raise OptionError(
                 "The collections of Linen variables besides 'params' are the model state, so it is not "
-                f"given beside them. Received: variables with {sorted(variables)}, and model_state. Give "
-                "variables['params'] and model_state, or the variables alone."
+                f"given beside them. Received: variables with {sorted(variables)}, and model_state. "
+                "Give variables['params'] and model_state, or the variables alone."
             )
         self._frozen = isinstance(variables, FrozenDict)
         plain = unfreeze(nn.meta.unbox(variables))
@@ -66,9 +68,9 @@ class LinenBinding(Binding):
         if not isinstance(returned, Mapping) or not set(returned) <= set(before):
             found = sorted(returned) if isinstance(returned, Mapping) else type(returned).__name__
             raise ProgramError(
-                "With Linen variables, the loss function returns (loss, (updates, aux)); updates is what "
-                f"model.apply(..., mutable=[...]) returns: some of {sorted(before)}. Received in its "
-                f"place: {found}."
+                "With Linen variables, the loss function returns (loss, (updates, aux)); updates is "
+                f"what model.apply(..., mutable=[...]) returns: some of {sorted(before)}. Received in "
+                f"its place: {found}."
             )
         after = {**before, **unfreeze(nn.meta.unbox(returned))}
         if jax.tree.structure(after) != jax.tree.structure(before):

@@ -1,8 +1,8 @@
 """An `nnx.Module` in the place of parameters.
 
-The module is split once. Its `nnx.Param`s of floats are trained; the state of its random streams is made
-anew from `tr.key()` for each call; everything else (`nnx.BatchStat` and its like) is the model state. The
-module that was given is never changed.
+The module is split once. Its `nnx.Param`s of floats are trained; the state of its random streams is
+made anew from `tr.key()` for each call; everything else (`nnx.BatchStat` and its like) is the model
+state. The module that was given is never changed.
 """
 
 from __future__ import annotations

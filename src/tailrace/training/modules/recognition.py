@@ -1,7 +1,7 @@
 """Which library a model comes from, found without importing any.
 
-A module can only be one of a library's if that library was loaded by whoever made it, so an entry of the
-table is asked only when its module is in `sys.modules`.
+A module can only be one of a library's if that library was loaded by whoever made it, so an entry of
+the table is asked only when its module is in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tailrace.errors import PipelineError
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.training.modules.binding import Binding, Plain
 from tailrace.training.modules.stages import StagesBinding, pipeline_of_module
@@ -29,6 +30,12 @@ def bind(loss_fn: Any, params: Any, model_state: Any) -> tuple[Binding, Any]:
     binding = bind_one(params, model_state)
     if pipeline is None or isinstance(binding, Plain):
         return binding, binding.loss(loss_fn)
+    if pipeline.stages:
+        raise PipelineError(
+            "The modules of a pipeline are a list with one for each stage, with a list in it for "
+            f"concurrent stages. The stages: {pipeline.sizes}. Received: a {type(params).__name__}"
+            + (f" of {len(params)}." if isinstance(params, list | tuple) else ".")
+        )
     return binding, pipeline_of_module(binding, pipeline)
 
 

@@ -73,7 +73,9 @@ class StagesBinding(Binding):
         """The states of all stages."""
         if state is None:
             return None
-        return self._nested([one.shown_state(s) for one, s in zip(self.bindings, self._flat(state), strict=True)])
+        return self._nested(
+            [one.shown_state(s) for one, s in zip(self.bindings, self._flat(state), strict=True)]
+        )
 
     def loss(self, fn: Any) -> Any:
         """The pipeline, with stages that are called with their modules."""
