@@ -321,6 +321,25 @@ def test_variables_are_made_at_the_beginning():
         trainer_of(Growing()).tensors((X, Y))
 
 
+class Clipping(nnx.Module):
+    """A layer that writes into its own parameter."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.linear.kernel[...] = jnp.clip(self.linear.kernel[...], -0.1, 0.1)
+        return self.linear(x)[:, 0]
+
+
+def test_assigning_to_parameters_is_noted(caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer_of(Model()).tensors((X, Y))
+        assert not caplog.records
+        trainer_of(Clipping()).tensors((X, Y))
+    assert "The module assigned to ['linear/kernel']" in caplog.text
+
+
 def test_without_a_module_there_is_no_model():
     trainer = tr.Trainer(
         lambda w, x, y: ((x @ w - y) ** 2).mean(), optax.sgd(0.1), np.zeros(3, "f4")

@@ -55,6 +55,10 @@ class Binding(abc.ABC):
         """The model state as the user knows it."""
         return state
 
+    def check(self, opened: tuple[Any, ...], params: Any) -> None:
+        """Look at what a call left in the module, once it has returned."""
+        return None
+
     def around(self) -> contextlib.AbstractContextManager[Any]:
         """What is open while a function of the user is traced."""
         return contextlib.nullcontext()
@@ -140,10 +144,13 @@ class Function:
         opened = binding.opened(params, state)
         try:
             with binding.around():
-                if not whole_element:
-                    return self.fn(*opened, *values), opened
-                *inputs, element = values
-                return call_with_element(self.fn, (*opened, *inputs), element), opened
+                if whole_element:
+                    *inputs, element = values
+                    out = call_with_element(self.fn, (*opened, *inputs), element)
+                else:
+                    out = self.fn(*opened, *values)
+            binding.check(opened, params)
+            return out, opened
         except (TypeError, ValueError) as error:
             if not binding.scopes or not _MISMATCH.search(str(error)):
                 raise

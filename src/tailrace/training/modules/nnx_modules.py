@@ -56,6 +56,21 @@ class NnxBinding(Binding):
                 module.eval()
         return (flax_seams.scoped(model) if self.scopes else model,)
 
+    def check(self, opened: tuple[Any, ...], params: Any) -> None:
+        """Say it once if the call assigned to parameters: that ends with the call."""
+        after = nnx.to_pure_dict(nnx.state(opened[0], *_PARTS)[0])
+        found = jax.tree_util.tree_flatten_with_path(after)[0]
+        given = jax.tree.leaves(params)
+        changed = [
+            path_name(path) for (path, x), y in zip(found, given, strict=False) if x is not y
+        ]
+        if changed and is_training():
+            note_once(
+                f"Parameters are changed by the optimizer alone. The module assigned to {changed}: "
+                "the assignment holds until the end of its call. Make it an nnx.Variable that is no "
+                "nnx.Param to carry it from step to step."
+            )
+
     def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
         """What the call left in the module."""
         (model,) = opened
