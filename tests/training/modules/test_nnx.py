@@ -280,6 +280,20 @@ class Summed(nnx.Module):
         return mean(x).sum(-1)
 
 
+class Opaque(nnx.Module, pytree=False):
+    """A module that is no tree to JAX, and may hold a list."""
+
+    def __init__(self):
+        self.layers = [nnx.Linear(3, 3, rngs=nnx.Rngs(0))]
+
+    def __call__(self, x):
+        return self.layers[0](x).sum(-1)
+
+
+def test_a_module_that_is_no_tree():
+    assert "activation/layers/0" in trainer_of(Opaque()).tensors((X, Y)).names
+
+
 def test_parts_that_are_mapped_over_keep_their_classes():
     other = nnx.Linear(3, 3, rngs=nnx.Rngs(2))
 

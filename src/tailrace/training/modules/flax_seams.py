@@ -49,10 +49,15 @@ def _scoped_class(kind: Any) -> type:
         with module_scope(getattr(self, PATH)):
             return kind.__call__(self, *args, **kwargs)
 
-    body = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made = type(kind)(kind.__name__, (kind,), {**body, "__doc__": kind.__doc__})
-    made._tailrace_scoped = True  # type: ignore[attr-defined]
-    return made
+    body = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_tailrace_scoped": True,
+    }
+    # A class says for itself, not for its subclasses, whether its modules are trees to JAX.
+    return type(kind)(kind.__name__, (kind,), body, pytree=kind._pytree__is_pytree)
 
 
 def _class_of_instances() -> bool:
