@@ -140,7 +140,9 @@ class Trainer:
     def params(self) -> Any:
         """The parameters as they are now: a copy."""
         params = self.engine.copied(self.engine.state.params)
-        return params if self.pipeline is None else self.pipeline.tie(params)
+        return self._bound.shown_params(
+            params if self.pipeline is None else self.pipeline.tie(params)
+        )
 
     @property
     def model_state(self) -> Any:

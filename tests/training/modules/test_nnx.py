@@ -312,6 +312,30 @@ def test_classes_are_left_alone():
     assert {kind: vars(kind)["__call__"] for kind in before} == before
 
 
+# -- states of variables ------------------------------------------------------------------------
+
+
+def test_states_that_were_split_by_hand():
+    graph, params, streams, rest = nnx.split(Model(0.0), nnx.Param, nnx.RngState, ...)
+
+    def loss(params, rest, x, y):
+        model = nnx.merge(graph, params, streams, rest, copy=True)
+        loss, aux = loss_fn(model, x, y)
+        return loss, (nnx.state(model, nnx.BatchStat), aux)
+
+    taps = ["grad/*", "buffer/*"]
+    trainer = trainer_of(params, loss, model_state=rest, observe=taps)
+    history = trainer.fit(ELEMENTS, steps=3, progress=False)
+    whole = trainer_of(Model(0.0))
+    assert_bits_equal(history.loss, whole.fit(ELEMENTS, steps=3, progress=False).loss)
+    assert isinstance(trainer.params, nnx.State)
+    assert isinstance(trainer.model_state, nnx.State)
+    model = nnx.merge(graph, trainer.params, streams, trainer.model_state)
+    assert_bits_equal((params_of(model), statistics_of(model)), (whole.params, whole.model_state))
+    wanted = {"grad/blocks/0/linear/kernel", "buffer/blocks/1/norm/var"}
+    assert wanted <= set(trainer.records.names)
+
+
 # -- what is refused ----------------------------------------------------------------------------
 
 

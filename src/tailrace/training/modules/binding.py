@@ -51,6 +51,10 @@ class Binding(abc.ABC):
     def model(self, params: Any, state: Any) -> Any:
         """The module with these values, for the user."""
 
+    def shown_params(self, params: Any) -> Any:
+        """The parameters as the user knows them."""
+        return params
+
     def shown_state(self, state: Any) -> Any:
         """The model state as the user knows it."""
         return state

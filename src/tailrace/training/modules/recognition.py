@@ -58,8 +58,13 @@ def _fits(pipeline: Pipeline, tree: Any) -> bool:
 
 
 def _nnx(params: Any, model_state: Any) -> Binding | None:
-    from tailrace.training.modules.nnx_modules import NnxBinding, recognised
+    from flax import nnx
 
+    from tailrace.training.modules.nnx_modules import NnxBinding, recognised
+    from tailrace.training.modules.nnx_states import NnxStateBinding
+
+    if isinstance(params, nnx.State):
+        return NnxStateBinding(params, model_state)
     return NnxBinding(params, model_state) if recognised(params) else None
 
 

@@ -69,6 +69,11 @@ class StagesBinding(Binding):
             ]
         )
 
+    def shown_params(self, params: Any) -> Any:
+        """The parameters of all stages."""
+        each = self._by_stage(params, None)
+        return self._nested([one.shown_params(own) for one, own, _ in each])
+
     def shown_state(self, state: Any) -> Any:
         """The states of all stages."""
         if state is None:
