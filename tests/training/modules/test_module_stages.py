@@ -81,6 +81,8 @@ def test_evaluation_of_stages(staged):
     models[0].eval()
     expected = float(head(models[1], models[0](X), Y))
     assert staged.evaluate([(X, Y)])["loss"] == pytest.approx(expected, rel=1e-5)
+    found = staged.predict([X], lambda modules, x: modules[1](modules[0](x)))
+    assert_close(found, models[1](models[0](X)))
 
 
 def test_verified_with_dropout_and_state():
