@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ROOMS = [
     *("data", "devices", "feeds", "taps", "records", "program"),
-    *("pipeline", "training", "runs", "porch_keras"),
+    *("pipeline", "trainer", "runs", "porch_keras"),
 ]
 """Folders of tests/."""
 

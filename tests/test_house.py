@@ -14,6 +14,7 @@ import jax
 import pytest
 
 import tailrace as tr
+from tailrace.jaxprs import internals
 
 HERE = Path(tr.__file__).parent
 FILES = sorted(HERE.rglob("*.py"))
@@ -32,11 +33,18 @@ ROOMS = [
     "program",
     "pipeline",
     "runs",
-    "training",
+    "trainer",
 ]
 """From the data door to the observers' door. A room sees those before it; the rest are porches."""
 
 PORCHES = ["keras", "torch", "compat", "cli"]
+
+PRIMITIVES = {
+    value.name
+    for value in vars(internals.primitives).values()
+    if isinstance(value, internals.Primitive)
+}
+"""The names that JAX has for operations."""
 
 # Records come before programs, which fill them; runs come before training, whose trainer writes them.
 
@@ -109,6 +117,56 @@ def test_below_jax_s_public_surface_only_one_file_reaches():
         shown(path) for path in FILES for module, _ in imports_of(path) if module.startswith(deep)
     }
     assert found <= {"jaxprs/internals.py"}
+
+
+# -- who reads equations --------------------------------------------------------------------------
+
+READERS = ("internals.Jaxpr", "control.", "operations.", "own_equations.", "stretches.", "visitor.")
+"""What a file imports from the room of jaxprs if it has equations in its hands."""
+
+
+def reads_equations(path):
+    found = [module.removeprefix("tailrace.jaxprs.") for module, _ in imports_of(path)]
+    return any(module.startswith(READERS) for module in found)
+
+
+def inside_of_equations(tree):
+    """Lines that take an equation apart: its primitive, or a parameter by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("primitive", "primitives"):
+            yield node.lineno
+        inner = getattr(node, "value", None)
+        if not isinstance(inner, ast.Attribute) or inner.attr != "params":
+            continue
+        by_name = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+        if by_name or (isinstance(node, ast.Attribute) and node.attr in ("get", "items", "keys")):
+            yield node.lineno
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) != "jaxprs"], ids=shown)
+def test_equations_are_read_in_one_room(path):
+    tree = ast.parse(path.read_text())
+    assert not list(inside_of_equations(tree)), "see jaxprs/control.py and own_equations.py"
+    wrong = [m for m, _ in imports_of(path) if m.startswith("tailrace.jaxprs.internals.primitives")]
+    assert not wrong
+    if not reads_equations(path):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert node.value not in PRIMITIVES, f"line {node.lineno}: see jaxprs/operations.py"
+
+
+def test_equations_taken_apart_are_noticed():
+    for text in (
+        "eqn.params['length']",
+        "loop.params.get('jaxpr')",
+        "eqn.primitive.name",
+        "{**x.params.items()}",
+    ):
+        assert list(inside_of_equations(ast.parse(text))), text
+    assert not list(inside_of_equations(ast.parse("state.params[name], state.params")))
+    assert {"select_n", "scan", "dot_general"} <= PRIMITIVES
+    assert sum(map(reads_equations, FILES)) > 20
 
 
 @pytest.mark.parametrize("path", FILES, ids=shown)

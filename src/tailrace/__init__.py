@@ -15,7 +15,8 @@ from tailrace.devices.environment import apply_environment as _apply_environment
 _HOMES = {
     "Accumulation": "program.step.accumulation",
     "Balance": "pipeline.balance",
-    "Callback": "training.callbacks",
+    "Callback": "trainer.callbacks.callback",
+    "Checkpoint": "trainer.checkpoints.checkpoint",
     "DeviceError": "errors",
     "History": "records.history",
     "InfeedQueue": "feeds.infeed",
@@ -29,9 +30,10 @@ _HOMES = {
     "Reduction": "program.step.accumulation",
     "TailraceError": "errors",
     "Tap": "taps.tap",
-    "Trainer": "training.trainer",
+    "Trainer": "trainer.trainer",
     "balance": "pipeline.balance",
     "batches": "data.batches",
+    "callbacks": "trainer",
     "compile": "program.compile",
     "configure": "devices.devices",
     "cross_replica_mean": "program.in_program",
@@ -56,13 +58,14 @@ _HOMES = {
     "stage_boundary": "pipeline.boundary",
     "step": "program.in_program",
     "stop_on_nonfinite": "taps.tap",
-    "verify": "training.verify",
+    "training": "program.in_program",
+    "verify": "trainer.verify",
     "what_if": "pipeline.schedule.what_if",
     "while_loop": "program.loops",
 }
 """Where each public name is defined; a name without a home is a module of the package itself."""
 
-_MODULES = {"data", "distributed", "errors", "optimizers"}
+_MODULES = {"callbacks", "data", "distributed", "errors", "optimizers"}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

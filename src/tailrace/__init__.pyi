@@ -32,6 +32,7 @@ from tailrace.program.in_program import key as key
 from tailrace.program.in_program import microbatch as microbatch
 from tailrace.program.in_program import replica as replica
 from tailrace.program.in_program import step as step
+from tailrace.program.in_program import training as training
 from tailrace.program.loops import repeat as repeat
 from tailrace.program.loops import while_loop as while_loop
 from tailrace.program.observe import observe as observe
@@ -46,6 +47,8 @@ from tailrace.runs.reader import open_run as open_run
 from tailrace.taps.tap import Tap as Tap
 from tailrace.taps.tap import every as every
 from tailrace.taps.tap import stop_on_nonfinite as stop_on_nonfinite
-from tailrace.training.callbacks import Callback as Callback
-from tailrace.training.trainer import Trainer as Trainer
-from tailrace.training.verify import verify as verify
+from tailrace.trainer import callbacks as callbacks
+from tailrace.trainer.callbacks.callback import Callback as Callback
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint as Checkpoint
+from tailrace.trainer.trainer import Trainer as Trainer
+from tailrace.trainer.verify import verify as verify

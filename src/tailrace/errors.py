@@ -15,6 +15,7 @@
     ├── SelectionError         no tensor has the name that was asked for
     ├── PlanError              a pipeline schedule breaks a rule
     ├── RunError               a run directory cannot be written or read
+    ├── CheckpointError        a checkpoint cannot be written or read, or does not fit
     ├── NonFiniteError         a NaN or Inf where `stop_on_nonfinite` watches
     ├── VersionError           a package is of a version that Tailrace does not know
     └── MissingDependency      an optional package is not installed
@@ -82,6 +83,10 @@ class PlanError(TailraceError, ValueError):
 
 class RunError(TailraceError, OSError):
     """A run directory cannot be written or read; the text says what is there all the same."""
+
+
+class CheckpointError(TailraceError, OSError):
+    """A checkpoint cannot be written or read, or belongs to another training; the text says why."""
 
 
 class NonFiniteError(TailraceError, ArithmeticError):

@@ -154,7 +154,7 @@ def test_recipe_is_frozen_and_shows_itself():
         data.batch_size = 3
     assert repr(data) == (
         "Batches({'x': uint8[4, 2]}, batch_size=2, shuffle=False, seed=7, repeat=False, "
-        "drop_remainder=True)"
+        "drop_remainder=None)"
     )
     assert isinstance(data, Batches)
     assert data.nbytes == 8
@@ -264,7 +264,10 @@ def test_unreadable_leaf():
         ({"batch_size": 2.5}, r"Received: batch_size=2\.5"),
         ({"batch_size": True}, "Received: batch_size=True"),
         ({"batch_size": 2, "seed": -1}, r"seed must be a whole number >= 0"),
-        ({"batch_size": 4}, r"A batch of 4 cannot be cut from 3 examples.*drop_remainder=False"),
+        (
+            {"batch_size": 4, "drop_remainder": True},
+            r"A batch of 4 cannot be cut from 3 examples.*drop_remainder=False",
+        ),
     ],
 )
 def test_bad_options(options, text):

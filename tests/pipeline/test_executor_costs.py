@@ -142,7 +142,7 @@ def test_a_proposal_is_a_pipeline_that_computes_what_the_model_does():
     found = trained(proposal.pipeline(accumulation=4), optax.sgd(0.1), params, data, 2)
     expected = trained(model, optax.sgd(0.1), params, data, 2, accumulation=4)
     assert_same_training(found, expected)
-    assert found.placement.stages == 2
+    assert found.engine.placement.stages == 2
 
 
 def test_a_proposal_for_another_model_is_refused():

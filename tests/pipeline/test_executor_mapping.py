@@ -46,7 +46,7 @@ def towers():
 def test_concurrent_stages(schedule):
     stages, params = towers()
     found, _ = check_pipeline(stages, None, params, elements(12, 3), count=6, schedule=schedule)
-    assert found.placement.stages == 4
+    assert found.engine.placement.stages == 4
 
 
 def test_concurrent_stages_first_on_replicas_recomputed():
@@ -74,7 +74,7 @@ def test_concurrent_stages_on_one_device():
     found, _ = check_pipeline(
         stages, None, params, elements(12, 3), count=6, device_mapping=[0, [1, 1], 0]
     )
-    assert found.placement.stages == 2
+    assert found.engine.placement.stages == 2
 
 
 def test_concurrent_stages_in_a_row_compute_the_same():
@@ -108,7 +108,7 @@ def test_any_mapping_computes_the_same(mapping, devices):
     stages, params, loss = dense_stages([3, 5, 4, 2])
     data = elements(12, 3)
     found, _ = check_pipeline(stages, loss, params, data, count=6, device_mapping=mapping)
-    assert found.placement.stages == devices
+    assert found.engine.placement.stages == devices
 
 
 def test_replicas_of_a_reordered_pipeline():

@@ -81,7 +81,7 @@ def test_boundaries_inside_jit():
 
     params = {"a": normal(3, 4), "b": normal(4, 5), "c": normal(5)}
     found, _ = check_pipeline(loss, None, params, elements(12, 3), count=6)
-    assert found.placement.stages == 3
+    assert found.engine.placement.stages == 3
 
 
 def test_both_forms_compute_the_same_bits():

@@ -76,7 +76,7 @@ def test_large_tensors_stay_on_their_device():
     stages, params, loss = dense_stages([3, 180, 180, 2])
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.05, momentum=0.9))
     found, _ = check_pipeline(stages, loss, params, elements(12, 3), optimizer=optimizer, count=6)
-    runner = next(iter(found._runners.values()))
+    runner = found.engine.runner
     held = runner.assembly.held
     large = [v for v in runner.assembly.carry_in if np.prod(v.aval.shape) == 180 * 180]
     assert len(large) == 2  # the kernel and its momentum

@@ -101,10 +101,10 @@ def test_leaves_of_the_state_can_be_replaced():
     data = elements(16, 3)
     donor = trained(pipeline(), momentum(), PARAMS, data[:8], 2)
     heir = tr.Trainer(pipeline(), momentum(), jax.tree.map(np.zeros_like, PARAMS))
-    heir.replace(dict(enumerate(jax.tree.leaves(donor.state))))  # before it has run
+    heir.engine.replace(dict(enumerate(jax.tree.leaves(donor.state))))  # before it has run
     assert_bits_equal(heir.state, donor.state)
     late = trained(pipeline(), momentum(), PARAMS, data[8:], 2)  # after it has
-    late.replace(dict(enumerate(jax.tree.leaves(donor.state))))
+    late.engine.replace(dict(enumerate(jax.tree.leaves(donor.state))))
     assert_bits_equal(late.state, donor.state)
     for trainer in (donor, heir, late):
         trainer.fit(data[8:], steps=2)
@@ -204,11 +204,11 @@ def test_inputs_may_change_with_each_fit_without_compiling_again():
     data = elements(4, 3)
     changed = trainer(1.0)
     changed.fit(data, steps=1)
-    runner = next(iter(changed._runners.values()))
+    runner = changed.engine.runner
     compiled = runner.compile_s
     changed.fit(data, steps=1, inputs=(np.float32(0.25),))
     assert runner.compile_s == compiled
-    assert len(changed._runners) == 1
+    assert changed.engine.runner is runner
     other = trainer(0.25)
     other.fit(data, steps=0)
     one = trainer(1.0)

@@ -140,7 +140,7 @@ def test_every_option_with_every_other_in_a_pipeline(as_if_moved, chosen):
     assert ("between updates" in told) == (STATE in chosen)
     assert ("shared out over 2 replicas" in told) == (SHARES in chosen)
     assert ("what forwards keep for backwards" in told) == (ACTIVATIONS in chosen)
-    (assembly,) = [one.assembly for one in pipelined._runners.values()]
+    assembly = pipelined.engine.runner.assembly
     assert any(assembly.held_layout.hosted) == (STATE in chosen)
     assert any(assembly.stash_layout.hosted) == (ACTIVATIONS in chosen)
 

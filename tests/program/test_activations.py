@@ -11,8 +11,9 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close
 from tailrace.jaxprs import internals
+from tailrace.jaxprs.stretches import opened
 from tailrace.program.memory import activation_offload, host_memory, optimizer_state
-from tailrace.program.memory.offload_segments import opened, segments
+from tailrace.program.memory.offload_segments import segments
 
 WIDTH, LAYERS = 8, 9
 
@@ -127,7 +128,7 @@ def test_the_same_training(as_if_moved, name):
     plain = trained(*MODELS[name], accumulation=2, offloaded=False)
     assert_close(held.history.loss, plain.history.loss)
     assert_close(held.state, plain.state)
-    (told,) = held._step.hold_activations.said
+    (told,) = held.engine.memory.held_activations.said
     assert "wait in the host's memory" in told
     assert ("what loops carry" in told) == (name == "scanned")
 
@@ -191,7 +192,7 @@ def test_everything_is_seen_once(as_if_moved):
 
     taps = [tr.Tap(what, reduce="tensor") for what in ("activation/*", "cotangent/*", "grad/*")]
     held = trained(loss, kernels(), observe=taps)
-    assert "into 4 parts" in held._step.hold_activations.said[0]
+    assert "into 4 parts" in held.engine.memory.held_activations.said[0]
     seen = sent.dequeue()["first"]
     plain = trained(loss, kernels(), observe=taps, offloaded=False)
     assert_close(seen, sent.dequeue()["first"])

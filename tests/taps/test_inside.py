@@ -451,3 +451,26 @@ def test_a_while_loop_of_ours_records_each_of_its_passes():
     assert whole.steps.tolist() == [0, 1, 2, 3]
     stats = program.records["activation/halved", "stats"]
     assert stats.values["max"].tolist() == [8, 4, 2, 1]
+
+
+def farthest(x):
+    """A reduction by a function of its own, with as many operands as the reduction has."""
+    return jax.lax.reduce(
+        x, jnp.float32(0), lambda a, b: jnp.where(jnp.abs(a) > jnp.abs(b), a, b), (0, 1)
+    )
+
+
+def test_a_reduction_by_a_function_is_seen_from_outside():
+    observed = tr.observe(lambda x: farthest(x) * 2, [tr.Tap("*", reduce="tensor")])
+    output, records = observed(X[0])
+    assert output == farthest(X[0]) * 2
+    assert records["activation/:reduce"].values[0] == farthest(X[0])
+
+
+def test_a_reduction_by_a_function_is_not_the_culprit():
+    def loss(w, x):
+        return jnp.log(w - 1) + farthest(jax.lax.stop_gradient(x)) * 0
+
+    trainer = tr.Trainer(loss, optax.sgd(0.1), jnp.float32(0), observe=[tr.stop_on_nonfinite()])
+    with pytest.raises(tr.errors.NonFiniteError, match="'log'"):
+        trainer.fit([(x,) for x in X], steps=3)

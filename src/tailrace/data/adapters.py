@@ -14,6 +14,7 @@ from tailrace.data.batches import Batches
 from tailrace.data.dataset import Dataset
 from tailrace.data.foreign import FOREIGN
 from tailrace.data.leaves import to_numpy_tree
+from tailrace.data.resumable import resumable
 from tailrace.data.trees import Tree, describe
 from tailrace.errors import DataError
 
@@ -51,7 +52,7 @@ class PlainIterable(Dataset):
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
         """A fresh iterator."""
-        return map(to_numpy_tree, self._iterable)
+        return resumable(to_numpy_tree, self._iterable)
 
 
 class OneShotIterator(Dataset):
@@ -61,7 +62,7 @@ class OneShotIterator(Dataset):
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         # One map for all: elements that a caller has not taken stay in the one iterator.
-        self._iterator = map(to_numpy_tree, iterator)
+        self._iterator = resumable(to_numpy_tree, iterator)
         called = getattr(iterator, "__name__", None)
         self.name = f"{type(iterator).__name__} {called}" if called else type(iterator).__name__
 

@@ -72,7 +72,7 @@ class BatchIterator:
             "shuffle": recipe.shuffle,
             "seed": recipe.seed,
             "repeat": recipe.repeat,
-            "drop_remainder": recipe.drop_remainder,
+            "drop_remainder": recipe.drops,
             "first_epoch": self.first_epoch,
         }
 

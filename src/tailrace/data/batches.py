@@ -7,7 +7,7 @@ e). So it does not matter whether the stream is read one batch at a time, many a
 indices into arrays that already lie on a device; nor where reading stopped and started again.
 """
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Batches:
     shuffle: bool = False
     seed: int = 0
     repeat: bool = False
-    drop_remainder: bool = True
+    drop_remainder: bool | None = None
     num_examples: int = field(init=False)
     """The common leading size of the arrays."""
     leaves: tuple[np.ndarray, ...] = field(init=False, repr=False)
@@ -57,7 +57,7 @@ class Batches:
         check_count("seed", self.seed, at_least=0)
         arrays = map_with_paths(_as_array, self.arrays)
         num_examples = _common_leading_size(leaves_with_paths(arrays))
-        if self.drop_remainder and num_examples < self.batch_size:
+        if self.drop_remainder is True and num_examples < self.batch_size:
             raise DataError(
                 f"A batch of {self.batch_size} cannot be cut from {num_examples} examples, and "
                 f"drop_remainder=True drops what is smaller. Choose batch_size <= {num_examples}, "
@@ -75,10 +75,37 @@ class Batches:
         set_field(self, "leaves", tuple(leaves(arrays)))
 
     @property
+    def drops(self) -> bool:
+        """Whether a smaller last batch is dropped; where nothing was said, only evaluation keeps it."""
+        return self.drop_remainder is not False
+
+    def keeping_rows(self) -> "Batches":
+        """The same batches with a smaller last one, unless it was said that it is dropped."""
+        return self if self.drop_remainder is not None else replace(self, drop_remainder=False)
+
+    def rows(self, first: int, count: int, epoch: int = 0) -> np.ndarray:
+        """Which examples the batches number `first` to `first + count` consist of.
+
+        Args:
+            first: the number of a batch, counted from the start of `epoch`.
+            count: how many batches; an execution takes steps x microbatches x replicas of them.
+            epoch: where counting starts; `tr.Trainer` counts its epochs over all fits.
+
+        Returns:
+            Row numbers, [count, batch_size].
+
+        >>> batches(np.arange(6), 2).rows(1, 2).tolist()
+        [[2, 3], [4, 5]]
+        """
+        iterator = self.iterate(epoch)
+        iterator.seek(first)
+        return iterator.indices(count)
+
+    @property
     def batches_per_epoch(self) -> int:
         """Batches in one pass over the arrays, a smaller last one included if it is kept."""
         whole, rest = divmod(self.num_examples, self.batch_size)
-        return whole if self.drop_remainder or not rest else whole + 1
+        return whole if self.drops or not rest else whole + 1
 
     @property
     def whole_batches_per_epoch(self) -> int:
@@ -133,7 +160,7 @@ def batches(
     shuffle: bool = False,
     seed: int = 0,
     repeat: bool = False,
-    drop_remainder: bool = True,
+    drop_remainder: bool | None = None,
 ) -> Batches:
     """A dataset of batches cut from arrays in memory.
 
@@ -145,8 +172,9 @@ def batches(
         shuffle: take the examples in a new random order in each epoch.
         seed: chooses those orders. Epoch e depends on (seed, e) and on nothing else.
         repeat: start over at the end, without end.
-        drop_remainder: drop a last batch with fewer than `batch_size` examples. Programs are
-            compiled for one shape, so this is the default.
+        drop_remainder: whether to drop a last batch with fewer than `batch_size` examples. None:
+            training drops it, because a step is compiled for one shape; `evaluate` and `predict`
+            take every row.
 
     Returns:
         A `Batches`, which can be iterated any number of times.

@@ -12,6 +12,7 @@ from typing import Any
 
 from tailrace.data.dataset import Dataset
 from tailrace.data.leaves import to_numpy_tree
+from tailrace.data.resumable import resumable
 from tailrace.data.trees import Tree, leaf_called, leaves_with_paths
 from tailrace.errors import DataError
 
@@ -46,7 +47,7 @@ class GrainDataset(Dataset):
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
         """A fresh iterator."""
-        return map(to_numpy_tree, iter(self._dataset))
+        return resumable(to_numpy_tree, self._dataset)
 
 
 class TorchDataLoader(Dataset):
@@ -62,7 +63,7 @@ class TorchDataLoader(Dataset):
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
         """A fresh iterator; a sampler that shuffles draws a new order."""
-        return map(_torch_element, self._loader)
+        return resumable(_torch_element, self._loader)
 
 
 def _torch_element(element: Tree) -> Tree:

@@ -29,10 +29,10 @@ class Worker:
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call `function(*args)` in the thread, after everything submitted before."""
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call `function(*args, **kwargs)` in the thread, after everything submitted before."""
         future: Future[Any] = Future()
-        self._calls.put((future, function, args))
+        self._calls.put((future, function, args, kwargs))
         return future
 
     def stop(self) -> None:
@@ -47,10 +47,10 @@ class Worker:
 
 def _work(calls: queue.SimpleQueue[Any]) -> None:
     while (call := calls.get()) is not None:
-        future, function, args = call
+        future, function, args, kwargs = call
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(function(*args))
+                future.set_result(function(*args, **kwargs))
             except BaseException as error:
                 future.set_exception(error)
-        del call, future, function, args  # nothing is kept alive while the thread waits
+        del call, future, function, args, kwargs  # nothing is kept alive while the thread waits

@@ -29,7 +29,7 @@ def resident_pays(batches: Batches) -> bool:
     On an accelerator each block would cross the bus otherwise. On a CPU the gather would take time
     from the very cores that train, and there is no bus.
     """
-    whole = batches.drop_remainder or batches.num_examples % batches.batch_size == 0
+    whole = batches.drops or batches.num_examples % batches.batch_size == 0
     alone = jax.process_count() == 1  # otherwise each process has arrays of its own
     return alone and whole and jax.default_backend() != "cpu" and batches.nbytes <= MOST_BYTES
 
@@ -46,7 +46,7 @@ class ResidentReader(Reader):
         """The form of the elements; known without reading one."""
         if self._spec is None:
             batch = self._batches
-            if not batch.drop_remainder and batch.num_examples % batch.batch_size:
+            if not batch.drops and batch.num_examples % batch.batch_size:
                 raise DataError(
                     "A resident dataset has batches of one size. Use drop_remainder=True."
                 )

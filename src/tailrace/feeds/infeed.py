@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -75,6 +76,8 @@ class InfeedQueue(Feed):
         self._thread: Worker | None = None
         self._lock = threading.RLock()
         self._closed = False
+        self.waiting = False
+        """Whether a program waits for the dataset at this moment."""
 
     # -- what programs use ----------------------------------------------------------------------
 
@@ -106,7 +109,11 @@ class InfeedQueue(Feed):
                 self._settle()
                 self._stage(*key)
             future = self._staged[0][1]
-            wait([future])  # an interrupt here leaves the block where it is
+            self.waiting = True
+            try:
+                wait([future])  # an interrupt here leaves the block where it is
+            finally:
+                self.waiting = False
             self._staged.popleft()
             staged = future.result()
             self._handed = 1
@@ -158,6 +165,18 @@ class InfeedQueue(Feed):
         """Whether the dataset can be read again from its start."""
         return as_dataset(self.dataset).restartable
 
+    def get_state(self) -> dict[str, Any]:
+        """Where programs are in the dataset, as JSON can hold it; what was read ahead is unread."""
+        with self._lock:
+            return {"elements": self._taken, **self._open().state_at(self._taken)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go to where `get_state` was called, in an equal dataset read from its start."""
+        with self._lock:
+            self._settle()
+            self._open().go_to(state)
+            self._taken = int(state["elements"])
+
     @property
     def position(self) -> int:
         """How many elements have been handed to programs so far."""
@@ -171,6 +190,11 @@ class InfeedQueue(Feed):
             self._settle()
             self.dataset = self.dataset if dataset is None else dataset
             self._reader, self._epoch, self._taken = None, epoch, 0
+
+    def start_epoch(self, dataset: Any, epoch: int) -> None:
+        """Read a dataset from the start of an epoch; a one-shot iterator goes on where it is."""
+        if self.restartable:
+            self.restart(dataset, epoch)
 
     def adopt(self, other: InfeedQueue) -> None:
         """Go on with the dataset of another queue, from where that one stands."""

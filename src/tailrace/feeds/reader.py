@@ -6,8 +6,9 @@ ends or fails in the middle of a block, what was read until then stays for the n
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +17,19 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
+from tailrace.data.resumable import can_go_back, decode_state, encode_state
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block
 from tailrace.feeds.transfer import put, with_room
+from tailrace.messages import logger
+
+SKIPPED_AT_ONCE = 64
+"""Elements that are skipped are read this many at a time."""
+
+SHOWN_EVERY_S = 5.0
+"""How often skipping tells how far it is, in seconds."""
 
 _END = object()
 """Stands for the element after the last one; `None` could be an element."""
@@ -49,6 +58,8 @@ class Reader:
         self._ended: BaseException | bool = False
         self.delivered = 0
         self._produced = 0
+        self._states: deque[tuple[int, Any]] = deque()
+        """States of the source, and how many elements it had given by then; the oldest first."""
 
     @property
     def has_spec(self) -> bool:
@@ -115,6 +126,47 @@ class Reader:
         self.put_back(block)
         return count
 
+    def state_at(self, position: int) -> dict[str, Any]:
+        """What leads to element number `position` again: a state of the source, and what to skip.
+
+        A source with a position of its own (`tr.batches`) is not asked: its elements are numbered.
+        """
+        while len(self._states) > 1 and self._states[1][0] <= position:
+            self._states.popleft()
+        if not self._states or self._states[0][0] > position:
+            return {}
+        produced, state = self._states[0]
+        return {"source": encode_state(state), "source_at": produced}
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Make element number `state["elements"]` the next one; nothing may have been taken yet."""
+        position = int(state["elements"])
+        if isinstance(self._source, BatchIterator):
+            self._source.seek(position)
+            self._waiting.clear()
+            self.delivered = self._produced = position
+            return
+        done = 0
+        if "source" in state and can_go_back(self._source):
+            self.spec()
+            self._waiting.clear()
+            self._source.set_state(decode_state(state["source"]))  # type: ignore[attr-defined]
+            self.delivered = self._produced = done = int(state["source_at"])
+            self._ended = False
+        self._skip(position - done)
+
+    def _skip(self, count: int) -> None:
+        """Read elements that were used before, and let go of them."""
+        shown = time.monotonic()
+        for start in range(0, count, SKIPPED_AT_ONCE):
+            self.read(min(SKIPPED_AT_ONCE, count - start))
+            if time.monotonic() - shown > SHOWN_EVERY_S:
+                shown = time.monotonic()
+                logger.warning(
+                    "Skipping elements of %s that were used before: %s of %s.",
+                    *(self.name, start + SKIPPED_AT_ONCE, count),
+                )
+
     def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
         """Move a block into arrays with `room` rows; those behind it hold nothing in particular.
 
@@ -135,6 +187,8 @@ class Reader:
     def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:
         """`before`, then up to `count` more elements, and what stopped it if there are fewer."""
         assert self._spec is not None
+        if can_go_back(self._source) and not self._ended:
+            self._states.append((self._produced, self._source.get_state()))  # type: ignore[attr-defined]
         if isinstance(self._source, BatchIterator) and not self._ended:
             tree, done = self._source.read(count, allocate)
             self._produced += done

@@ -58,7 +58,6 @@ __all__ = [
     "ShapedArray",
     "Var",
     "Tracer",
-    "acts_on_host",
     "ad",
     "batching",
     "bind_again",
@@ -129,18 +128,6 @@ def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
 def _debug_effect() -> set[Any]:
     """What `jax.debug` has its equations kept by, wherever effects are allowed at all."""
     return set(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
-
-
-def acts_on_host(equations: Iterable[JaxprEqn], besides: Primitive) -> bool:
-    """Whether any equation has effects, itself or inside; those of one primitive do not count."""
-
-    def acts(eqn: JaxprEqn) -> bool:
-        if eqn.primitive is besides or not eqn.effects:
-            return False
-        inner = inner_jaxprs(eqn)
-        return not inner or any(acts_on_host(jaxpr.eqns, besides) for _, _, jaxpr, _ in inner)
-
-    return any(map(acts, equations))
 
 
 def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -239,12 +226,21 @@ def nbytes(form: Any) -> int:
 def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
     """The one program that an equation such as `jit` or `remat` merely calls, or None.
 
-    With its index among `inner_jaxprs`.
+    With its index among `inner_jaxprs`. What it takes and returns has the forms of the equation's own
+    operands and results: the function of two numbers inside a reduction is not called on arrays.
     """
     for number, (_, _, inner, consts) in enumerate(inner_jaxprs(eqn)):
-        if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
+        if _same_forms(inner.invars, eqn.invars) and _same_forms(inner.outvars, eqn.outvars):
             return number, inner, consts
     return None
+
+
+def _same_forms(inside: Iterable[Any], outside: Iterable[Any]) -> bool:
+    return [_form(var.aval) for var in inside] == [_form(var.aval) for var in outside]
+
+
+def _form(aval: Any) -> Any:
+    return (aval.shape, aval.dtype) if hasattr(aval, "shape") else aval
 
 
 def without_dead_code(

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, ad
+from tailrace.jaxprs.internals import ad
 
 FORWARD, TANGENT, COTANGENT = "forward", "tangent", "cotangent"
 
@@ -153,11 +153,6 @@ def dequeue(counter: Any, queue: Any, spec: Any) -> Any:
     return jax.tree.unflatten(structure, dequeue_p.bind(counter, queue=Weakly(queue), avals=avals))
 
 
-def queue_of(dequeue: JaxprEqn) -> Any:
-    """The infeed that a dequeue reads."""
-    return dequeue.params["queue"].queue
-
-
 # -- numbers that the running program supplies --------------------------------------------------
 
 _AMBIENT = {
@@ -226,6 +221,7 @@ class ProgramTrace:
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     sites: dict[int, str] = dataclasses.field(default_factory=dict)
     feeds: list[Any] = dataclasses.field(default_factory=list)
+    draws_keys: bool = False
 
     def new_site(self, what: str) -> int:
         """Number a call that must be found again in the traced program, and note where it stands."""

@@ -8,8 +8,8 @@ two equations share one inner program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
@@ -21,11 +21,13 @@ from tailrace.jaxprs.marks import (
     dequeue_p,
     gather_p,
     mark_p,
-    queue_of,
     unit_p,
 )
+from tailrace.jaxprs.own_equations import has_role, queue_in, tag_in, unit_in
 
 Position = tuple[int, ...]
+
+Item = TypeVar("Item")
 
 LOOP, SCAN, WHILE, BRANCH, REPLAY, CALL = "loop", "scan", "while", "branch", "replay", "call"
 
@@ -93,25 +95,33 @@ def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
         return Surrounding(BRANCH, scopes=scopes)
     if internals.is_replay(eqn):
         return Surrounding(REPLAY, scopes=scopes)
-    return Surrounding(CALL, scopes=scopes, stage=eqn.params.get("stage", None))
+    unit = unit_in(eqn)
+    return Surrounding(CALL, scopes=scopes, stage=None if unit is None else unit.stage)
 
 
 def loop_tag(body: Jaxpr) -> Tag | None:
     """The tag of the Tailrace loop whose body this is, or None if it is no such body."""
-    for eqn in body.eqns:
-        if eqn.primitive is mark_p and eqn.params["tag"].role == "loop":
-            return eqn.params["tag"]
-    return None
+    return next((tag_in(eqn) for eqn in body.eqns if has_role(eqn, "loop")), None)
 
 
 def tag_of(place: Place) -> Tag | None:
     """The tag of an equation that is a mark and says something new (not a replay), else None."""
-    if place.equation.primitive is not mark_p:
-        return None
-    tag: Tag = place.equation.params["tag"]
-    if place.replayed and tag.direction == FORWARD:
+    tag = tag_in(place.equation)
+    if tag is None or (place.replayed and tag.direction == FORWARD):
         return None
     return tag
+
+
+def by_surrounding(items: Mapping[Position, Iterable[Item]]) -> dict[Position, list[Item]]:
+    """For each equation that holds chosen ones, what belongs to those.
+
+    So whether anything inside an equation is chosen is one look-up, however many are chosen.
+    """
+    found: dict[Position, list[Item]] = {}
+    for position, each in items.items():
+        for depth in range(1, len(position), 2):  # an index of a program, then one of an equation
+            found.setdefault(position[:depth], []).extend(each)
+    return found
 
 
 def concerns_us(eqn: JaxprEqn) -> bool:
@@ -130,10 +140,22 @@ def elements_read(equations: Sequence[JaxprEqn]) -> dict[Any, int]:
     """How many elements of each infeed one run of a program reads (at most, in a while loop)."""
     counts: dict[Any, int] = {}
     for place in walk(equations):
-        if place.equation.primitive is dequeue_p:
+        queue = queue_in(place.equation)
+        if queue is not None:
             total = 1
             for around in place.loops():
                 total *= around.length if around.length is not None else 1
-            queue = queue_of(place.equation)
             counts[queue] = counts.get(queue, 0) + total
     return counts
+
+
+def acts_on_host(equations: Sequence[JaxprEqn]) -> bool:
+    """Whether any equation, or one inside it, has effects; those of marks do not count."""
+
+    def acts(eqn: JaxprEqn) -> bool:
+        if eqn.primitive is mark_p or not eqn.effects:
+            return False
+        inner = internals.inner_jaxprs(eqn)
+        return not inner or any(acts_on_host(jaxpr.eqns) for _, _, jaxpr, _ in inner)
+
+    return any(map(acts, equations))

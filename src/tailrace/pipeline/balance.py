@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +15,21 @@ import numpy as np
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams
-from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes, primitives
-from tailrace.jaxprs.marks import ProgramTrace, is_tracing, mark_p, tracing
+from tailrace.jaxprs.control import Cond, Scan, control, programs_in
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes, variables
+from tailrace.jaxprs.marks import ProgramTrace, is_tracing, tracing
+from tailrace.jaxprs.operations import multiplications
+from tailrace.jaxprs.own_equations import is_mark
+from tailrace.jaxprs.stretches import (
+    bound,
+    crossing_bytes,
+    is_float,
+    live_ins,
+    made_by,
+    results_of,
+    run,
+    used_by,
+)
 from tailrace.pipeline.balance_cuts import balanced_cut, stage_sums
 from tailrace.pipeline.boundary import stage_boundary
 from tailrace.pipeline.pipeline import Pipeline
@@ -171,15 +183,16 @@ def balance(
     sums = np.array(seconds if seconds is not None else stage_sums(costs.tolist(), cut))
     proposed = []
     edges = [0, *cut, len(eqns)]
+    crossing = crossing_bytes(eqns, closed.jaxpr.outvars)
     for number in range(stages):
         part = eqns[edges[number] : edges[number + 1]]
-        used = {v for eqn in part for v in internals.variables(eqn.invars)}
+        used = used_by(part)
         weights = sum(nbytes(v.aval) for v in closed.jaxpr.invars[:count] if v in used)
         proposed.append(
             ProposedStage(
                 float(sums[number] / sums.sum()),
                 weights,
-                _crossing(closed, edges[number + 1]) if number < stages - 1 else 0,
+                crossing[edges[number + 1]] if number < stages - 1 else 0,
                 next((found for eqn in part if (found := internals.user_frame(eqn))), ""),
                 None if seconds is None else float(seconds[number]),
             )
@@ -189,26 +202,15 @@ def balance(
 
 def cost_of(eqn: JaxprEqn) -> float:
     """What one operation costs, forward and backward, in multiplications and additions."""
-    inner = internals.inner_jaxprs(eqn)
-    if inner:
-        passes = eqn.params["length"] if eqn.primitive is primitives.scan_p else 1
-        sums = [sum(cost_of(e) for e in jaxpr.eqns) for _, _, jaxpr, _ in inner]
-        return passes * (max(sums) if eqn.primitive is primitives.cond_p else sum(sums))
-    if eqn.primitive is mark_p:
+    if inside := programs_in(eqn):
+        found = control(eqn)
+        sums = [sum(cost_of(e) for e in jaxpr.eqns) for jaxpr in inside]
+        passes = found.length if isinstance(found, Scan) else 1
+        return passes * (max(sums) if isinstance(found, Cond) else sum(sums))
+    if is_mark(eqn):
         return 0.0
-    out = sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
     moved = _FLOPS_PER_BYTE * sum(nbytes(v.aval) for v in [*eqn.invars, *eqn.outvars])
-    work = 0.0
-    if eqn.primitive is primitives.dot_general_p:
-        ((contracted, _), _) = eqn.params["dimension_numbers"]
-        left: Any = eqn.invars[0].aval
-        work = 2.0 * out * math.prod(left.shape[d] for d in contracted)
-    elif eqn.primitive is primitives.conv_general_dilated_p:
-        numbers = eqn.params["dimension_numbers"]
-        right: Any = eqn.invars[1].aval
-        kernel = right.shape
-        work = 2.0 * out * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-    return (1 + _BACKWARD) * max(work, moved)
+    return (1 + _BACKWARD) * max(multiplications(eqn), moved)
 
 
 def _traced(whole: Callable[..., Any], structure: Any, leaves: Sequence[Any]) -> Any:
@@ -230,36 +232,32 @@ def _traced(whole: Callable[..., Any], structure: Any, leaves: Sequence[Any]) ->
 def _with_boundaries(closed: ClosedJaxpr, cut: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
     """Run a model, with a boundary before each operation that begins a stage."""
     jaxpr = closed.jaxpr
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True))
-    for index, eqn in enumerate(jaxpr.eqns):
-        if index in cut:
-            crossing = [v for v in _alive(closed, index) if v not in jaxpr.invars] or [
+    known = bound(jaxpr, closed.consts, inputs)
+    edges = [0, *cut, len(jaxpr.eqns)]
+    for first, last in itertools.pairwise(edges):
+        if first:
+            crossing = [v for v in _alive(closed, first) if v not in jaxpr.invars] or [
                 v for v in known if v not in jaxpr.constvars
             ][:1]
             marked = stage_boundary([known[v] for v in crossing])
             known.update(zip(crossing, marked, strict=True))
-        with internals.equation_context(eqn):
-            outputs = internals.bind_again(eqn, [internals.value_of(known, v) for v in eqn.invars])
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [internals.value_of(known, v) for v in jaxpr.outvars]
+        run(jaxpr.eqns[first:last], known)
+    return results_of(known, jaxpr.outvars)
 
 
 def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
     """Variables that are made before an operation and used from there on."""
     jaxpr = closed.jaxpr
-    before = {v for eqn in jaxpr.eqns[:index] for v in eqn.outvars}
-    later = [v for eqn in jaxpr.eqns[index:] for v in eqn.invars] + list(jaxpr.outvars)
-    return list(dict.fromkeys(v for v in internals.variables(later) if v in before))
-
-
-def _crossing(closed: ClosedJaxpr, index: int) -> int:
-    return sum(nbytes(v.aval) for v in _alive(closed, index))
+    before = set(made_by(jaxpr.eqns[:index]))
+    later = [*used_by(jaxpr.eqns[index:]), *variables(jaxpr.outvars)]
+    return [v for v in dict.fromkeys(later) if v in before]
 
 
 def _cheap_cut(closed: ClosedJaxpr, costs: np.ndarray, stages: int) -> tuple[int, ...]:
     """The balanced cut, each boundary moved to the narrowest place that costs next to nothing."""
     cut = list(balanced_cut(costs.tolist(), stages))
     slack = 0.02 * costs.sum() / stages
+    crossing = crossing_bytes(closed.jaxpr.eqns, closed.jaxpr.outvars)
     for number, place in enumerate(cut):
         low = cut[number - 1] + 1 if number else 1
         high = (cut[number + 1] if number + 1 < len(cut) else len(costs)) - 1
@@ -268,7 +266,7 @@ def _cheap_cut(closed: ClosedJaxpr, costs: np.ndarray, stages: int) -> tuple[int
             for i in range(low, high + 1)
             if abs(costs[min(i, place) : max(i, place)].sum()) <= slack
         ]
-        cut[number] = min(near, key=lambda i: (_crossing(closed, i), abs(i - place)))
+        cut[number] = min(near, key=lambda i: (crossing[i], abs(i - place)))
     return tuple(cut)
 
 
@@ -276,37 +274,31 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
     """Seconds of each stage's forward and backward, the best of a few runs."""
     jaxpr = closed.jaxpr
     edges = [0, *cut, len(jaxpr.eqns)]
-    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known.update(zip(jaxpr.invars, map(jnp.asarray, leaves), strict=True))
+    known = bound(jaxpr, closed.consts, list(map(jnp.asarray, leaves)))
     seconds = []
     for first, last in itertools.pairwise(edges):
         part = jaxpr.eqns[first:last]
-        made = {v for eqn in part for v in eqn.outvars}
-        used = dict.fromkeys(
-            v for eqn in part for v in internals.variables(eqn.invars) if v not in made
-        )
+        used, made = live_ins(part), set(made_by(part))
         ends = [v for v in _alive(closed, last) if v in made] or [
             v for v in jaxpr.outvars if v in made
         ]
-        floats = [v for v in used if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+        floats = [v for v in used if is_float(v)]
         rest = {v: known[v] for v in used if v not in floats}
 
         def stage(
             *values: Any, part: Any = part, floats: Any = floats, rest: Any = rest, ends: Any = ends
         ) -> Any:
             here = {**rest, **dict(zip(floats, values, strict=True))}
-            for eqn in part:
-                out = internals.bind_again(eqn, [internals.value_of(here, v) for v in eqn.invars])
-                here.update(zip(eqn.outvars, out, strict=True))
+            run(part, here)
             return [here[v] for v in ends]
 
-        run = _both_ways(stage)
+        both = _both_ways(stage)
         values = [known[v] for v in floats]
-        outputs, _ = jax.block_until_ready(run(*values))
+        outputs, _ = jax.block_until_ready(both(*values))
         times = []
         for _ in range(5):
             started = time.perf_counter()
-            jax.block_until_ready(run(*values))
+            jax.block_until_ready(both(*values))
             times.append(time.perf_counter() - started)
         seconds.append(min(times))
         known.update(zip(ends, outputs, strict=True))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import OptionError, ProgramError
+from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
 from tailrace.program.running.agreement import agreed_seconds
@@ -281,9 +282,9 @@ class _Version:
 
     def steps_of(self, segment: Segment) -> int:
         """How many passes the loops at the top of a segment run."""
-        lengths = {index: self.traced.jaxpr.eqns[index] for index in top_loops(self.traced)}
         last = segment.first + len(segment.equations)
-        return sum(eqn.params["length"] for i, eqn in lengths.items() if segment.first <= i < last)
+        loops = [i for i in top_loops(self.traced) if segment.first <= i < last]
+        return sum(as_scan(self.traced.jaxpr.eqns[i]).length for i in loops)
 
     def _wants_pieces(self, segment: Segment) -> bool:
         live = any(out.queue.live and out.at_top for out in self.traced.outfeeds.values())

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tailrace.jaxprs.marks import ambient, cross_replica_p, current_trace
+
+_training: contextvars.ContextVar[bool] = contextvars.ContextVar("tailrace_training", default=False)
+
+
+def training() -> bool:
+    """Whether a training step is being traced: a Python bool, to choose what a model computes.
+
+    True while the loss of a training step is traced; False in `evaluate`, `predict` and everywhere
+    else. A loss function with dropout asks it, and needs no second function for evaluation.
+
+    >>> training()
+    False
+    """
+    return _training.get()
+
+
+@contextlib.contextmanager
+def tracing_training(wanted: bool = True) -> Iterator[None]:
+    """While a training step (or, with False, anything else inside one) is traced."""
+    token = _training.set(wanted)
+    try:
+        yield
+    finally:
+        _training.reset(token)
 
 
 def key() -> jax.Array:
@@ -19,6 +46,7 @@ def key() -> jax.Array:
     `jax.random.fold_in`.
     """
     trace = current_trace("tr.key()")
+    trace.draws_keys = True
     return ambient("key", next(trace.calls), trace.loops)
 
 

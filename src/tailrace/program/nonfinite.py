@@ -6,19 +6,24 @@ which it happened is known; everything is computed eagerly, so that operands can
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, primitives
-from tailrace.jaxprs.marks import ambient_p, dequeue_p, mark_p, queue_of
+from tailrace.jaxprs import convolutions, internals
+from tailrace.jaxprs.control import Call, Cond, Scan, While, programs_in
+from tailrace.jaxprs.internals import JaxprEqn
+from tailrace.jaxprs.operations import is_select, name_of
+from tailrace.jaxprs.own_equations import ambient_in, is_dequeue, tag_in
+from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position
 from tailrace.program.tracing.tap_selection import full_name
 from tailrace.taps.frame import Block, Frame
-from tailrace.taps.rewrite import Rewriter
+from tailrace.taps.rewrite import Resolver
 
 INFEED = "infeed"
 """The operation of a culprit that no operation made: the data were bad."""
@@ -63,34 +68,51 @@ class Culprit:
         )
 
 
-class Finder(Rewriter):
-    """Runs a program eagerly and remembers the first operation that made a bad value of good ones."""
+class Finder(Visitor[Any, Frame]):
+    """Runs a program eagerly and remembers the first operation that made a bad value of good ones.
+
+    Loops are run pass by pass, and only the branch that is taken.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.culprit: Culprit | None = None
         self.bad: list[str] = []
-        self._around: list[JaxprEqn] = []
-        """The equations that the one at hand stands in, from the outermost."""
+        self._chain: list[JaxprEqn] = []
+        """The equation at hand, behind those that it stands in, from the outermost."""
+        self._resolver = Resolver()
 
-    def _equation(
-        self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position
+    @contextlib.contextmanager
+    def context(self, eqn: JaxprEqn) -> Iterator[None]:
+        """Note what an equation stands in."""
+        self._chain.append(eqn)
+        try:
+            with internals.equation_context(eqn):
+                yield
+        finally:
+            self._chain.pop()
+
+    def made(
+        self,
+        eqn: JaxprEqn,
+        inputs: list[Any],
+        outputs: list[Any],
+        around: Frame,
+        here: Position,
     ) -> list[Any]:
-        self._around.append(eqn)
-        outputs = self._emit(eqn, inputs, frame, here)
-        self._around.pop()
-        inside = bool(internals.inner_jaxprs(eqn))
-        if self.culprit is None and not inside and eqn.primitive not in (mark_p, ambient_p):
-            self._inspect(eqn, inputs, outputs, frame)
-        if eqn.primitive is mark_p and eqn.params["tag"].role == "value":
+        """Look at what an operation made, and at values that have names."""
+        tag = tag_in(eqn)
+        looks = self.culprit is None and tag is None and ambient_in(eqn) is None
+        if looks and not programs_in(eqn):
+            self._inspect(eqn, inputs, outputs, around)
+        if tag is not None and tag.role == "value":
             values = _floats(outputs[0])
             if values is not None and not np.isfinite(values).all():
-                self.bad.append(full_name(eqn.params["tag"]))
+                self.bad.append(full_name(tag))
         return outputs
 
     def _inspect(self, eqn: JaxprEqn, inputs: list[Any], outputs: list[Any], frame: Frame) -> None:
         before = [_floats(value) for value in inputs]
-        if eqn.primitive.name == "select_n" and not self.bad:
+        if is_select(eqn) and not self.bad:
             # NaN throughout, though no tensor was bad so far: a mark for what is wrong, as meant.
             before = [v for v in before if v is None or not v.size or not np.isnan(v).all()]
         for output in outputs:
@@ -101,14 +123,14 @@ class Finder(Rewriter):
             had_other = any(v is not None and not np.isfinite(v).all() for v in before)
             nan = np.isnan(values).any()
             # Infinities may be meant (a mask); a NaN never is, so it may also come of infinities.
-            if (had_nan if nan else had_other) and eqn.primitive is not dequeue_p:
+            if (had_nan if nan else had_other) and not is_dequeue(eqn):
                 continue
             bad = np.isnan(values) if nan else np.isinf(values)
             finite = [v[np.isfinite(v)] for v in before if v is not None and np.isfinite(v).any()]
             together = np.concatenate([v.ravel() for v in finite]) if finite else np.array([np.nan])
-            chain = [*self._around, eqn]
+            chain = self._chain
             self.culprit = Culprit(
-                eqn.primitive.name if eqn.primitive is not dequeue_p else INFEED,
+                INFEED if is_dequeue(eqn) else name_of(eqn),
                 "/".join(internals.scope_names(chain)),
                 next(filter(None, map(internals.user_frame, reversed(chain))), ""),
                 int(frame.microbatch()),
@@ -120,50 +142,48 @@ class Finder(Rewriter):
             )
             return
 
-    def _touches(self, eqn: JaxprEqn, here: Position) -> bool:
-        return bool(internals.inner_jaxprs(eqn))
+    def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
+        """One operation."""
+        outputs = self._resolver.resolve(eqn, inputs, around)
+        return convolutions.bind_again(eqn, inputs) if outputs is None else outputs
 
-    def _emit(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
-        if eqn.primitive is dequeue_p:
-            return frame.blocks[queue_of(eqn)].take()
-        if internals.inner_jaxprs(eqn) and not internals.is_custom(eqn) and _opaque(eqn):
-            return internals.bind_again(eqn, inputs)
-        return super()._emit(eqn, inputs, frame, here)
+    def call(self, call: Call, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
+        """The contents; of a recomputation, marks say nothing new."""
+        replaying = around.replaying
+        around.replaying = replaying or call.is_replay
+        outputs = self.run_inner(call.program, inputs, around, here)
+        around.replaying = replaying
+        return outputs
 
-    def _scan(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
-        consts_count, carry_count = internals.scan_sizes(eqn)
-        consts, carry = inputs[:consts_count], inputs[consts_count : consts_count + carry_count]
-        xs = inputs[consts_count + carry_count :]
-        body, length = eqn.params["jaxpr"], eqn.params["length"]
-        order = range(length)[::-1] if eqn.params["reverse"] else range(length)
+    def scan(self, scan: Scan, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
+        """Pass by pass."""
+        consts, carry, xs = scan.split(inputs)
+        order = range(scan.length)[::-1] if scan.reverse else range(scan.length)
         kept: dict[int, list[Any]] = {}
         for number in order:
-            inside = frame.inner()
             values = [*consts, *carry, *(x[number] for x in xs)]
-            out = self.run(body.jaxpr, body.consts, values, inside, (*here, 0))
-            carry, kept[number] = out[:carry_count], out[carry_count:]
-        ys = [jnp.stack(each) for each in zip(*(kept[n] for n in range(length)), strict=True)]
+            out = self.run_inner(scan.body, values, around.inner(), here)
+            carry, kept[number] = scan.split_results(out)
+        ys = [jnp.stack(each) for each in zip(*(kept[n] for n in range(scan.length)), strict=True)]
         if not ys:
-            avals: list[Any] = [var.aval for var in eqn.outvars[carry_count:]]
+            avals: list[Any] = [var.aval for var in scan.split_results(scan.eqn.outvars)[1]]
             ys = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         return [*carry, *ys]
 
-    def _while(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
-        params = eqn.params
-        tests, consts = params["cond_nconsts"], params["body_nconsts"]
-        test, body = params["cond_jaxpr"], params["body_jaxpr"]
-        carry = inputs[tests + consts :]
-        while bool(self.run(test.jaxpr, test.consts, [*inputs[:tests], *carry], frame)[0]):
-            values = [*inputs[tests : tests + consts], *carry]
-            carry = self.run(body.jaxpr, body.consts, values, frame.inner(), (*here, 1))
+    def while_loop(
+        self, loop: While, inputs: list[Any], around: Frame, here: Position
+    ) -> list[Any]:
+        """Pass by pass."""
+        tests, consts, carry = loop.split(inputs)
+        while bool(self.run_inner(loop.condition, [*tests, *carry], around, here)[0]):
+            carry = self.run_inner(loop.body, [*consts, *carry], around.inner(), here)
         return carry
 
-    def _cond(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
-        index, *operands = inputs
-        branches = eqn.params["branches"]
-        number = int(np.clip(int(index), 0, len(branches) - 1))
-        branch = branches[number]
-        return self.run(branch.jaxpr, branch.consts, operands, frame, (*here, number))
+    def cond(self, cond: Cond, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
+        """The branch that is taken."""
+        index, operands = cond.split(inputs)
+        number = int(np.clip(int(index), 0, len(cond.branches) - 1))
+        return self.run_inner(cond.branches[number], operands, around, here)
 
 
 def find_culprit(traced: Any, args: list[Any], frame: Frame) -> Finder:
@@ -176,11 +196,6 @@ def find_culprit(traced: Any, args: list[Any], frame: Frame) -> Finder:
 def step_block(leaves: list[np.ndarray]) -> Block:
     """Elements kept on the host, as the block that a replay reads."""
     return Block(tuple(jnp.asarray(leaf) for leaf in leaves))
-
-
-def _opaque(eqn: JaxprEqn) -> bool:
-    known = (primitives.scan_p, primitives.while_p, primitives.cond_p)
-    return eqn.primitive not in known and internals.contents(eqn) is None
 
 
 def _floats(value: Any) -> np.ndarray | None:

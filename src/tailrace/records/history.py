@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,29 @@ class History:
         replicas: how many replicas.
 
     `history.loss` and `history["accuracy"]` have one value a step: the mean over its microbatches
-    and replicas. `history.each("loss")` has them all: [steps, microbatches, replicas].
+    and replicas. `history.each("loss")` has them all: [steps, microbatches, replicas]. Values of
+    validations, `history["val_loss"]`, have one value for each of `history.validated`.
     """
 
     def __init__(self, first_step: int = 0, microbatches: int = 1, replicas: int = 1) -> None:
         self.first_step, self.microbatches, self.replicas = first_step, microbatches, replicas
         self._parts: dict[str, list[np.ndarray]] = {}
         self._weights: list[np.ndarray] = []
+        self._validations: dict[str, list[float]] = {}
+        self._validated: list[int] = []
+
+    def add_validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Append what a validation after `step` steps found; names get `val_` in front."""
+        self._validated.append(step)
+        for name, value in values.items():
+            before = self._validations.setdefault(f"val_{name}", [])
+            before += [np.nan] * (len(self._validated) - 1 - len(before))
+            before.append(value)
+
+    @property
+    def validated(self) -> np.ndarray:
+        """After how many steps each validation was made; `history["val_loss"]` has its value."""
+        return np.array(self._validated, np.int64)
 
     def add(self, values: dict[str, np.ndarray], weights: np.ndarray | None = None) -> None:
         """Append the values of one execution, each [steps, microbatches, replicas]."""
@@ -37,6 +53,8 @@ class History:
     def each(self, name: str) -> np.ndarray:
         """The values of every microbatch and replica: [steps, microbatches, replicas]."""
         if name not in self._parts:
+            if name in self._validations:
+                raise KeyError(f"{name!r} has one value a validation: history[{name!r}].")
             if name == "loss":
                 return np.zeros((0, self.microbatches, self.replicas), np.float32)
             raise KeyError(f"No metric is called {name!r}. There are: {', '.join(self.names)}.")
@@ -46,6 +64,8 @@ class History:
         return parts[0]
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name in self._validations:
+            return np.array(self._validations[name])
         values = self.each(name)
         if values.shape[1:] == (1, 1):
             return values[:, 0, 0]
@@ -67,6 +87,11 @@ class History:
     @property
     def names(self) -> list[str]:
         """What was recorded."""
+        return [*self._parts, *self._validations]
+
+    @property
+    def step_names(self) -> list[str]:
+        """Those of which each step has a value."""
         return list(self._parts)
 
     @property
@@ -76,13 +101,46 @@ class History:
 
     def last(self) -> dict[str, float]:
         """The values of the last step."""
-        return {name: float(self[name][-1]) for name in self._parts} if len(self) else {}
+        names = self.names if len(self) else self._validations
+        return {name: float(self[name][-1]) for name in names}
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """All of it, as arrays by name, for a file."""
+        arrays = {f"each/{name}": self.each(name) for name in self._parts}
+        if self._weights:
+            arrays["weights"] = np.concatenate(self._weights)
+        validations = {name: np.array(v) for name, v in self._validations.items()}
+        return {**arrays, **validations, "validated": self.validated}
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, np.ndarray], first_step: int, microbatches: int, replicas: int
+    ) -> History:
+        """A history again, of what `to_arrays` made of one.
+
+        Microbatches and replicas may be others, as long as a step takes as many elements: element
+        m * replicas + r of a step is that of microbatch m and replica r, however they are counted.
+        """
+        history = cls(first_step, microbatches, replicas)
+        for name, array in arrays.items():
+            kind, _, rest = name.partition("/")
+            if kind in ("each", "weights"):
+                shaped = array.reshape(len(array), microbatches, replicas)
+                parts = (
+                    history._weights if kind == "weights" else history._parts.setdefault(rest, [])
+                )
+                parts.append(shaped)
+            elif name == "validated":
+                history._validated = [int(step) for step in array]
+            else:
+                history._validations[name] = [float(value) for value in array]
+        return history
 
     def __len__(self) -> int:
         return len(self.each("loss"))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self.names)
 
     def __repr__(self) -> str:
         last = ", ".join(f"{shown(name)}={value:.4g}" for name, value in self.last().items())
@@ -96,7 +154,7 @@ class History:
         rows = "".join(
             f"<tr><td>{html.escape(shown(name))}</td><td>{values[0]:.5g}</td>"
             f"<td>{values[-1]:.5g}</td><td>{small_curve(values)}</td></tr>"
-            for name, values in ((name, self[name]) for name in self._parts if len(self))
+            for name, values in ((name, self[name]) for name in self.names if len(self))
         )
         head = "<tr><th></th><th>first step</th><th>last step</th><th></th></tr>"
         return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"

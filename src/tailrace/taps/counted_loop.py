@@ -43,7 +43,7 @@ def run_counted(
     start = jnp.int32(0)
     init = jax.tree.map(jnp.asarray, init)
     looks_always = observing and period == 1
-    quiet, form = _traced(lambda c, i: one_pass(c, at(i), looks_always), init, start)
+    quiet, form = traced_once(lambda c, i: one_pass(c, at(i), looks_always), init, start)
     _, (ys, each) = form
     kept = jax.tree.map(lambda s: zeros(s, (room,)), (ys, each))
 
@@ -58,7 +58,7 @@ def run_counted(
         )
         return carry, ys, each, Emissions()
 
-    loud, form = _traced(lambda c, i: one_pass(c, at(i), True), init, start)
+    loud, form = traced_once(lambda c, i: one_pass(c, at(i), True), init, start)
     _, (_, all_made) = form
     looks = Emissions(
         (key, jax.tree.map(lambda s: zeros(s, (looks_in(room, period),)), shape))
@@ -116,7 +116,7 @@ def _put(buffers: Any, rows: Any, index: Any) -> Any:
     )
 
 
-def _traced(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+def traced_once(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
     """A function traced once: what calls emit from now on, and the form of its result."""
     closed, form = jax.make_jaxpr(function, return_shape=True)(*args)
     run = internals.jaxpr_as_fun(closed)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tailrace.taps.counted_loop import run_counted, zeros
+from tailrace.taps.counted_loop import run_counted, traced_once, zeros
 from tailrace.taps.frame import Emission, Emissions, Trip
 
 
@@ -69,14 +69,15 @@ class Passes:
         """All passes; periodic values come from the last of every `period` of them."""
         if self.collect is None:
             return self._all(self.one_pass, init, xs, period, observing)
-        shapes = jax.eval_shape(
-            lambda c, x: self.one_pass(c, x, observing)[1][1], init, jax.tree.map(_first, xs)
+        traced, (_, (_, shapes)) = traced_once(
+            lambda c, x: self.one_pass(c, x, observing), init, jax.tree.map(_first, xs)
         )
         kept = Emissions((k, jax.tree.map(zeros, shapes[k])) for k in self.collect if k in shapes)
 
-        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+        def one_pass(carry: Any, x: Any, looks: bool) -> Any:
             carry, kept = carry
-            carry, (ys, emitted) = self.one_pass(carry, x, observing)
+            made = traced(carry, x) if looks == observing else self.one_pass(carry, x, looks)
+            carry, (ys, emitted) = made
             after = Emissions()
             for key, old in kept.items():
                 after[key] = collected(key, old, emitted.pop(key)) if key in emitted else old

@@ -15,12 +15,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Var, primitives
-from tailrace.jaxprs.marks import ambient_p, dequeue_p, mark_p
+from tailrace.jaxprs.control import Call, Scan, While, control
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Var
+from tailrace.jaxprs.operations import call_name
+from tailrace.jaxprs.own_equations import ambient_in, is_dequeue, is_mark
+from tailrace.jaxprs.stretches import is_float, used_by
 from tailrace.jaxprs.walk import Position, loop_tag
 from tailrace.taps.catalogue import Entry
-
-_NOT_VALUES = {mark_p, dequeue_p, ambient_p}
 
 # JAX's own scopes, which say how a value is computed, not what it is.
 _NOT_SCOPES = {"rematted_computation", "checkpoint"}
@@ -46,7 +47,7 @@ class Namer:
 
     enter_custom: bool = False
     forward_only: bool = True
-    _calls: dict[str, list[tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
+    _calls: dict[str, dict[tuple[Any, ...], int]] = dataclasses.field(default_factory=dict)
     _seen: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def entries(self, jaxpr: Jaxpr) -> list[Entry]:
@@ -64,51 +65,41 @@ class Namer:
         layers: tuple[int, ...],
         results: set[Any],
     ) -> Iterator[Entry]:
-        chains = [_chain(eqn, position) for eqn in jaxpr.eqns]
-        backward = [self.forward_only and internals.is_backward(eqn) for eqn in jaxpr.eqns]
+        program = _Program(jaxpr, position, self.forward_only)
         for index, eqn in enumerate(jaxpr.eqns):
-            if backward[index] or eqn.primitive in _NOT_VALUES:
+            if program.backward[index] or _is_no_value(eqn):
                 continue
             here = (*position, index)
-            scopes = (*around, *chains[index])
+            scopes = (*around, *program.chains[index])
             yield from self._operation(eqn, here, scopes, called, layers)
-            for number, inner, length in self._inside(eqn):
-                name = _call_name(eqn)
+            for number, inner, length, carried in self._inside(eqn):
+                name = call_name(eqn)
                 inner_called = f"{called}{name}/" if name else called
                 within = (*layers, length) if length is not None else layers
-                used = self._used_results(jaxpr, eqn, inner, backward, results)
+                # Of what it makes, what the forward pass outside uses, and what it carries.
+                used = {
+                    inside
+                    for place, (inside, outside) in enumerate(
+                        zip(inner.outvars, eqn.outvars, strict=False)
+                    )
+                    if place < carried or outside in program.users or outside in results
+                }
                 yield from self._walk(inner, (*here, number), scopes, inner_called, within, used)
-        yield from self._leaving(jaxpr, position, around, chains, backward, layers, results)
+        yield from self._leaving(program, around, layers, results)
 
-    def _used_results(
-        self, jaxpr: Jaxpr, eqn: JaxprEqn, inner: Jaxpr, backward: list[bool], results: set[Any]
-    ) -> set[Any]:
-        """Which results of a program inside an equation are used by the forward pass outside."""
-        carried = internals.scan_sizes(eqn)[1] if eqn.primitive is primitives.scan_p else 0
-        forward = {
-            var
-            for index, other in enumerate(jaxpr.eqns)
-            if not backward[index]
-            for var in other.invars
-            if isinstance(var, Var)
-        }
-        return {
-            inside
-            for number, (inside, outside) in enumerate(
-                zip(inner.outvars, eqn.outvars, strict=False)
-            )
-            if number < carried or outside in forward or outside in results
-        }
-
-    def _inside(self, eqn: JaxprEqn) -> Iterator[tuple[int, Jaxpr, int | None]]:
-        if internals.is_custom(eqn) and not self.enter_custom:
+    def _inside(self, eqn: JaxprEqn) -> Iterator[tuple[int, Jaxpr, int | None, int]]:
+        """Programs in an equation: number, program, passes of a user's scan, values carried."""
+        found = control(eqn)
+        if found is None or (isinstance(found, Call) and found.is_custom and not self.enter_custom):
             return
-        scanned = eqn.params["length"] if eqn.primitive is primitives.scan_p else None
-        for number, (_, _, inner, _) in enumerate(internals.inner_jaxprs(eqn)):
-            if eqn.primitive is primitives.while_p and number == 0:
-                continue  # the condition
-            # A loop made by Tailrace makes many values; it does not make one larger.
-            yield number, inner, None if loop_tag(inner) else scanned
+        inside = (found.body,) if isinstance(found, While) else found.inside
+        for inner in inside:
+            if isinstance(found, Scan):
+                # A loop made by Tailrace makes many values; it does not make one larger.
+                length = None if loop_tag(inner.jaxpr) else found.length
+                yield inner.number, inner.jaxpr, length, found.num_carry
+            else:
+                yield inner.number, inner.jaxpr, None, 0
 
     def _operation(
         self,
@@ -125,100 +116,33 @@ class Namer:
 
     def _leaving(
         self,
-        jaxpr: Jaxpr,
-        position: Position,
+        program: _Program,
         around: tuple[Scope, ...],
-        chains: list[tuple[Scope, ...]],
-        backward: list[bool],
         layers: tuple[int, ...],
         results: set[Any],
     ) -> Iterator[Entry]:
         """For each scope opened in this program: the float values that are used outside of it."""
-        made: dict[Any, int] = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        users: dict[Any, list[int]] = {}
-        for index, eqn in enumerate(jaxpr.eqns):
-            if not backward[index]:
-                for var in eqn.invars:
-                    if isinstance(var, Var):
-                        users.setdefault(var, []).append(index)
-        scopes: dict[tuple[Any, ...], tuple[Scope, ...]] = {}
-        for index, chain in enumerate(chains):
-            if not backward[index]:
-                for depth in range(1, len(chain) + 1):
-                    scopes.setdefault(tuple(s.identity for s in chain[:depth]), chain[:depth])
-        for key, chain in scopes.items():
-            inside = {
-                index
-                for index, other in enumerate(chains)
-                if tuple(s.identity for s in other[: len(key)]) == key and not backward[index]
-            }
-            leaving = [
+        for chain, indices in program.scopes.items():
+            inside = set(indices)
+            leaving: list[Any] = [
                 var
-                for var, index in made.items()
-                if index in inside
-                and _is_float(var)
-                and jaxpr.eqns[index].primitive not in _NOT_VALUES
-                and (var in results or any(user not in inside for user in users.get(var, ())))
+                for index in indices
+                if not _is_no_value(eqn := program.jaxpr.eqns[index])
+                for var in eqn.outvars
+                if is_float(var)
+                and (var in results or any(u not in inside for u in program.users.get(var, ())))
             ]
-            name = f"activation/{self._scope_name((*around, *chain))}"
+            scope = self._scope_name((*around, *chain))
+            alike = Counter(var.aval.shape for var in leaving)
             for number, var in enumerate(leaving):
-                eqn = jaxpr.eqns[made[var]]
-                shown = name if len(leaving) == 1 else f"{name}[{number}]"
-                here = (*position, made[var])
-                output = list(eqn.outvars).index(var)
-                yield self._entry(self._unique(shown), eqn, here, output, var, layers)
-                if self.forward_only:
-                    yield from self._gradient(
-                        jaxpr, position, key, chains, made, leaving, var, shown, layers
-                    )
-
-    def _gradient(
-        self,
-        jaxpr: Jaxpr,
-        position: Position,
-        scope: tuple[int, ...],
-        chains: list[tuple[Scope, ...]],
-        made: dict[Any, int],
-        leaving: list[Any],
-        value: Any,
-        name: str,
-        layers: tuple[int, ...],
-    ) -> Iterator[Entry]:
-        """The gradient of a value that leaves a scope, read off the backward pass.
-
-        It is what enters the backward equations of that scope from outside. Where two values could
-        be meant, none is listed: better no gradient than the wrong one.
-        """
-        alike = [v for v in leaving if v.aval.shape == value.aval.shape]
-        back = [
-            index
-            for index, eqn in enumerate(jaxpr.eqns)
-            if internals.is_backward(eqn) and _identities(chains[index][: len(scope)]) == scope
-        ]
-        inside = set(back)
-        entering = {
-            var
-            for index in back
-            for var in jaxpr.eqns[index].invars
-            if isinstance(var, Var)
-            and made.get(var, -1) not in inside
-            and var in made
-            and internals.is_backward(jaxpr.eqns[made[var]])
-            and _form(var) == _form(value)
-        }
-        if len(alike) != 1 or len(entering) != 1:
-            return
-        (var,) = entering
-        eqn = jaxpr.eqns[made[var]]
-        entry = self._entry(
-            name.replace("activation/", "cotangent/", 1),
-            eqn,
-            (*position, made[var]),
-            list(eqn.outvars).index(var),
-            var,
-            layers,
-        )
-        yield dataclasses.replace(entry, kind="cotangent")
+                name = scope if len(leaving) == 1 else f"{scope}[{number}]"
+                shown = self._unique(f"activation/{name}")
+                yield self._entry(shown, *program.place(var), var, layers)
+                # Where two values could be meant, none is listed: better none than the wrong one.
+                if self.forward_only and alike[var.aval.shape] == 1:
+                    for back in program.gradient_of(var, chain):
+                        entry = self._entry(f"cotangent/{name}", *program.place(back), back, layers)
+                        yield dataclasses.replace(entry, kind="cotangent")
 
     def _entry(
         self,
@@ -245,10 +169,8 @@ class Namer:
             else:
                 path = f"{path}/{scope.name}" if path else scope.name
             identity = tuple(s.identity for s in scopes[: depth + 1])
-            calls = self._calls.setdefault(path, [])
-            if identity not in calls:
-                calls.append(identity)
-            number = calls.index(identity)
+            calls = self._calls.setdefault(path, {})
+            number = calls.setdefault(identity, len(calls))
             path = f"{path}#{number}" if number else path
         return path
 
@@ -258,12 +180,68 @@ class Namer:
         return f"{name}.{number}" if number else name
 
 
+class _Program:
+    """What is asked again and again of one program while its values get names.
+
+    Attributes:
+        jaxpr: the program.
+        chains: the scopes of each equation, outermost first.
+        backward: whether each equation belongs to the backward pass, and is left out.
+        users: for each variable, the equations of the forward pass that use it.
+        scopes: for each scope opened in the program, the equations of the forward pass in it.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, position: Position, forward_only: bool) -> None:
+        self.jaxpr, self._position = jaxpr, position
+        self.chains = [_chain(eqn, position) for eqn in jaxpr.eqns]
+        self.backward = [forward_only and internals.is_backward(eqn) for eqn in jaxpr.eqns]
+        self.users: dict[Any, list[int]] = {}
+        self.scopes: dict[tuple[Scope, ...], list[int]] = {}
+        self._backward_scopes: dict[tuple[Scope, ...], list[int]] = {}
+        self._made: dict[Any, tuple[int, int]] = {}
+        self._entering: dict[tuple[Scope, ...], list[Any]] = {}
+        for index, (eqn, chain) in enumerate(zip(jaxpr.eqns, self.chains, strict=True)):
+            self._made.update((var, (index, output)) for output, var in enumerate(eqn.outvars))
+            groups = self._backward_scopes if self.backward[index] else self.scopes
+            for depth in range(1, len(chain) + 1):
+                groups.setdefault(chain[:depth], []).append(index)
+            if not self.backward[index]:
+                for var in internals.variables(eqn.invars):
+                    self.users.setdefault(var, []).append(index)
+
+    def place(self, var: Any) -> tuple[JaxprEqn, Position, int]:
+        """The equation that makes a variable, its position, and which of its results it is."""
+        index, output = self._made[var]
+        return self.jaxpr.eqns[index], (*self._position, index), output
+
+    def gradient_of(self, value: Any, scope: tuple[Scope, ...]) -> list[Any]:
+        """The gradient of a value that leaves a scope, read off the backward pass; none if unclear.
+
+        It is what enters the backward equations of that scope from outside.
+        """
+        if scope not in self._entering:
+            self._entering[scope] = self._entered(self._backward_scopes.get(scope, []))
+        entering = [var for var in self._entering[scope] if _form(var) == _form(value)]
+        return entering if len(entering) == 1 else []
+
+    def _entered(self, indices: list[int]) -> list[Any]:
+        """The variables of the backward pass that some of its equations use and others make."""
+        inside = set(indices)
+        return [
+            var
+            for var in used_by(self.jaxpr.eqns[index] for index in indices)
+            if var in self._made
+            and (made := self._made[var][0]) not in inside
+            and self.backward[made]
+        ]
+
+
 def _form(var: Any) -> tuple[Any, Any]:
     return var.aval.shape, var.aval.dtype
 
 
-def _identities(chain: Sequence[Scope]) -> tuple[Any, ...]:
-    return tuple(scope.identity for scope in chain)
+def _is_no_value(eqn: JaxprEqn) -> bool:
+    return is_mark(eqn) or is_dequeue(eqn) or ambient_in(eqn) is not None
 
 
 def _chain(eqn: JaxprEqn, program: Position) -> tuple[Scope, ...]:
@@ -276,15 +254,7 @@ def _chain(eqn: JaxprEqn, program: Position) -> tuple[Scope, ...]:
 
 
 def _operation_name(eqn: JaxprEqn) -> str:
-    return _call_name(eqn) or internals.operation(eqn)
-
-
-def _call_name(eqn: JaxprEqn) -> str:
-    """The name of the function that an equation calls; empty if it calls none by name."""
-    name = eqn.params.get("name") if eqn.primitive is primitives.jit_p else None
-    if internals.is_custom(eqn):
-        name = internals.function_name(eqn)
-    return "" if not name or "<" in str(name) else str(name).strip("_")
+    return call_name(eqn) or internals.operation(eqn)
 
 
 def _is_number(var: Any) -> bool:
@@ -292,7 +262,3 @@ def _is_number(var: Any) -> bool:
     return dtype is not None and (
         jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jnp.integer)
     )
-
-
-def _is_float(var: Any) -> bool:
-    return jnp.issubdtype(getattr(var.aval, "dtype", jnp.int32), jnp.inexact)

@@ -15,7 +15,9 @@ Programs inside equations that need none of this are emitted whole, untouched.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -24,26 +26,84 @@ from jax import lax
 
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
-from tailrace.jaxprs.marks import (
-    FORWARD,
-    Tag,
-    ambient_p,
-    cross_replica_p,
-    dequeue_p,
-    gather_p,
-    mark_p,
-    queue_of,
+from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While
+from tailrace.jaxprs.internals import JaxprEqn
+from tailrace.jaxprs.marks import FORWARD, Tag
+from tailrace.jaxprs.operations import name_of
+from tailrace.jaxprs.own_equations import (
+    Ambient,
+    ambient_in,
+    gathered_in,
+    queue_in,
+    reduction_in,
+    tag_in,
 )
-from tailrace.jaxprs.walk import Position, concerns_us, elements_read, loop_tag
-from tailrace.taps.counted_loop import zeros
+from tailrace.jaxprs.visitor import Visitor
+from tailrace.jaxprs.walk import (
+    Position,
+    by_surrounding,
+    concerns_us,
+    elements_read,
+    loop_tag,
+    walk,
+)
+from tailrace.taps.counted_loop import traced_once, zeros
 from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
 from tailrace.taps.loop_passes import Passes, both, collected, guarded
 from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
+OnMark = Callable[[Tag, list[Any], Frame], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolver:
+    """What becomes of the equations that Tailrace made, in a program that runs.
+
+    Attributes:
+        on_mark: called for marks that something must be done about.
+        replica_axis: the mesh axis of the replicas, None where there is one replica.
+    """
+
+    on_mark: OnMark | None = None
+    replica_axis: str | None = None
+
+    def resolve(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame) -> list[Any] | None:
+        """The results of such an equation; None for any other."""
+        if (tag := tag_in(eqn)) is not None:
+            return self._mark(tag, inputs, frame)
+        if (queue := queue_in(eqn)) is not None:
+            return frame.blocks[queue].take()
+        if (ambient := ambient_in(eqn)) is not None:
+            return [_number(ambient, frame)]
+        if (reduction := reduction_in(eqn)) is not None:
+            return [self._reduced(inputs[0], reduction)]
+        if (replicas := gathered_in(eqn)) is not None:
+            return [self._gathered(inputs[0], replicas)]
+        return None
+
+    def _mark(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
+        if tag.role == "loop":
+            frame.counters = (*frame.counters, Counter(tag.payload, inputs[0]))
+            return inputs
+        replayed = frame.replaying and tag.direction == FORWARD
+        if self.on_mark is None or replayed:
+            return inputs
+        return self.on_mark(tag, inputs, frame)
+
+    def _reduced(self, value: Any, reduction: str) -> Any:
+        if self.replica_axis is None:
+            return value
+        return (lax.pmean if reduction == "mean" else lax.psum)(value, self.replica_axis)
+
+    def _gathered(self, value: Any, replicas: int) -> Any:
+        """The values of all replicas; where one is replayed alone, its own stands for all."""
+        if self.replica_axis is None:
+            return jnp.broadcast_to(value, (replicas, *value.shape))
+        return lax.all_gather(value, self.replica_axis)
+
 
 @dataclasses.dataclass
-class Rewriter:
+class Rewriter(Visitor[Any, Frame]):
     """How a program is emitted again; see the module's text.
 
     Attributes:
@@ -55,129 +115,87 @@ class Rewriter:
     """
 
     wanted: dict[Position, list[Wanted]] = dataclasses.field(default_factory=dict)
-    on_mark: Callable[[Tag, list[Any], Frame], list[Any]] | None = None
+    on_mark: OnMark | None = None
     replica_axis: str | None = None
     replicas: int = 1
     period: int = 1
 
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        inputs: Sequence[Any],
-        frame: Frame,
-        position: Position = (),
-    ) -> list[Any]:
-        """Emit `jaxpr` on `inputs`; extra outputs land in `frame`."""
-        known = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, inputs, strict=True))
-        self.run_equations(jaxpr.eqns, known, frame, position)
-        return [internals.value_of(known, var) for var in jaxpr.outvars]
+    def __post_init__(self) -> None:
+        self._inside = by_surrounding(self.wanted)
+        self._resolver = Resolver(self.on_mark, self.replica_axis)
 
-    def run_equations(
-        self,
-        equations: Sequence[JaxprEqn],
-        known: dict[Any, Any],
-        frame: Frame,
-        position: Position = (),
-        first: int = 0,
-    ) -> None:
-        """Emit equations whose values so far are in `known`, and add theirs."""
-        for index, eqn in enumerate(equations, start=first):
-            here = (*position, index)
-            with internals.equation_context(eqn):
-                outputs = self._equation(
-                    eqn, [internals.value_of(known, v) for v in eqn.invars], frame, here
-                )
-            known.update(zip(eqn.outvars, outputs, strict=True))
+    def sends(self, eqn: JaxprEqn, here: Position) -> bool:
+        """Whether something leaves from an equation or from inside it, as far as can be told."""
+        return (
+            here in self.wanted
+            or here in self._inside
+            or any(
+                (tag := tag_in(place.equation)) is not None and tag.role not in ("value", "loop")
+                for place in walk([eqn])
+            )
+        )
 
     # -- one equation ---------------------------------------------------------------------------
 
-    def _equation(
-        self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position
+    def context(self, eqn: JaxprEqn) -> AbstractContextManager[Any]:
+        """The equation's names and source lines."""
+        return internals.equation_context(eqn)
+
+    def enters(self, eqn: JaxprEqn, here: Position) -> bool:
+        """Whether something in the equation is wanted, or ours."""
+        return here in self._inside or concerns_us(eqn)
+
+    def made(
+        self,
+        eqn: JaxprEqn,
+        inputs: list[Any],
+        outputs: list[Any],
+        around: Frame,
+        here: Position,
     ) -> list[Any]:
-        outputs = self._emit(eqn, inputs, frame, here)
+        """Send out what is wanted of the equation's results."""
         for want in self.wanted.get(here, ()):
-            if frame.observing or not want.periodic:
-                frame.emit(RawKey((want,)), outputs[want.output])
+            if around.observing or not want.periodic:
+                around.emit(RawKey((want,)), outputs[want.output])
         return outputs
 
-    def _emit(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
-        primitive = eqn.primitive
-        if primitive is mark_p:
-            return self._mark(eqn.params["tag"], inputs, frame)
-        if primitive is dequeue_p:
-            return frame.blocks[queue_of(eqn)].take()
-        if primitive is ambient_p:
-            return [_ambient(eqn, frame)]
-        if primitive is cross_replica_p:
-            return [self._cross_replica(inputs[0], eqn.params["mean"])]
-        if primitive is gather_p:
-            return [self._gather(inputs[0], eqn.params["replicas"])]
-        if not self._touches(eqn, here):
-            return convolutions.bind_again(eqn, inputs)
-        if primitive is primitives.scan_p:
-            return self._scan(eqn, inputs, frame, here)
-        if primitive is primitives.while_p:
-            return self._while(eqn, inputs, frame, here)
-        if primitive is primitives.cond_p:
-            return self._cond(eqn, inputs, frame, here)
-        return self._inline(eqn, inputs, frame, here)
+    def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
+        """The equation as it is."""
+        return convolutions.bind_again(eqn, inputs)
 
-    def _touches(self, eqn: JaxprEqn, here: Position) -> bool:
-        inside = any(position[: len(here)] == here for position in self.wanted if position != here)
-        return inside or concerns_us(eqn)
-
-    def _mark(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
-        if tag.role == "loop":
-            frame.counters = (*frame.counters, Counter(tag.payload, inputs[0]))
-            return inputs
-        replayed = frame.replaying and tag.direction == FORWARD
-        if self.on_mark is None or replayed:
-            return inputs
-        return self.on_mark(tag, inputs, frame)
-
-    def _cross_replica(self, value: Any, mean: bool) -> Any:
-        if self.replica_axis is None:
-            return value
-        return (lax.pmean if mean else lax.psum)(value, self.replica_axis)
-
-    def _gather(self, value: Any, replicas: int) -> Any:
-        """The values of all replicas; where one is replayed alone, its own stands for all."""
-        if self.replica_axis is None:
-            return jnp.broadcast_to(value, (replicas, *value.shape))
-        return lax.all_gather(value, self.replica_axis)
+    def opaque(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
+        """One of our own equations; any other with something of ours inside is refused."""
+        outputs = self._resolver.resolve(eqn, inputs, around)
+        if outputs is None:
+            raise ProgramError(
+                f"A feed, key or observed value stands inside {name_of(eqn)!r}, which "
+                f"Tailrace cannot look into. Move it outside of that operation."
+            )
+        return outputs
 
     # -- programs inside equations --------------------------------------------------------------
 
-    def _inline(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
+    def call(self, call: Call, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """`jit`, `remat`, custom derivatives: after differentiation they are their contents."""
-        found = internals.contents(eqn)
-        if found is None:
-            raise ProgramError(
-                f"A feed, key or observed value stands inside {eqn.primitive.name!r}, which "
-                f"Tailrace cannot look into. Move it outside of that operation."
-            )
-        number, inner, consts = found
-        replaying = frame.replaying
-        if internals.is_replay(eqn):
-            frame.replaying = True
-            if internals.is_barrier(eqn):
+        replaying = around.replaying
+        if call.is_replay:
+            around.replaying = True
+            if call.is_barrier:
                 # What keeps XLA from merging the recomputation with the original it repeats.
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
-        outputs = self.run(inner, consts, inputs, frame, (*here, number))
-        frame.replaying = replaying
+        outputs = self.run_inner(call.program, inputs, around, here)
+        around.replaying = replaying
         return outputs
 
-    def _scan(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
-        params = eqn.params
-        body = params["jaxpr"]
-        consts, init, xs = _split(inputs, *internals.scan_sizes(eqn))
-        length = params["length"]
-        counts = elements_read(body.jaxpr.eqns)
+    def scan(self, scan: Scan, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
+        """A loop, with what leaves it stacked; the outermost also observes, guards and counts."""
+        frame, body, length = around, scan.body.jaxpr, scan.length
+        consts, init, xs = scan.split(inputs)
+        counts = elements_read(body.eqns)
         elements = {queue: frame.blocks[queue].take_many(length * n) for queue, n in counts.items()}
         numbers = jnp.arange(length, dtype=jnp.int32) if elements else None
-        outermost = loop_tag(body.jaxpr) is not None and not frame.counters
+        is_ours = loop_tag(body) is not None
+        outermost = is_ours and not frame.counters
 
         def one_pass(carry: Any, x: Any, observing: bool) -> Any:
             values, number = x
@@ -186,35 +204,23 @@ class Rewriter:
                 for queue, leaves in elements.items()
             }
             inside = frame.inner(blocks, observing=observing)
-            inner_inputs = [*consts, *carry, *values]
-            outputs = self.run(body.jaxpr, body.consts, inner_inputs, inside, (*here, 0))
+            outputs = self.run_inner(scan.body, [*consts, *carry, *values], inside, here)
             condense(inside)
-            after, ys = _split(outputs, len(init))
+            after, ys = scan.split_results(outputs)
             return after, (ys, inside.emitted)
 
-        guarding = outermost and any(
-            want.guard
-            for position, wants in self.wanted.items()
-            if position[: len(here)] == here
-            for want in wants
-        )
-
-        collected = {
-            RawKey((want,)): want.collect
-            for position, wants in self.wanted.items()
-            if position[: len(here)] == here
-            for want in wants
-            if want.collect != "stack"
-        }
-        start: Any = list(init)
+        wants = self._inside.get(here, ())
+        guarding = outermost and any(want.guard for want in wants)
+        collected = {RawKey((want,)): want.collect for want in wants if want.collect != "stack"}
+        start: Any = init
         if guarding:
             one_pass, start = guarded(one_pass, self._is_good), (start, jnp.asarray(frame.stopped))
         trip = frame.trip if outermost else None
-        over = Passes(one_pass, params["reverse"], params["unroll"], length, trip=trip)
+        over = Passes(one_pass, scan.reverse, scan.unroll, length, trip=trip)
         period = self.period if outermost else 1
-        if collected and loop_tag(body.jaxpr) is not None:
+        if collected and is_ours:
             over = over.collecting(collected)
-        ran = over.run(start, (list(xs), numbers), period, frame.observing)
+        ran = over.run(start, (xs, numbers), period, frame.observing)
         carry = ran.carry
         if guarding:
             carry, frame.stopped = carry
@@ -231,15 +237,15 @@ class Rewriter:
             good = lax.pmin(good.astype(jnp.int32), self.replica_axis) > 0
         return good
 
-    def _while(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
-        params = eqn.params
-        condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-        cond_consts, body_consts, init = _split(
-            inputs, params["cond_nconsts"], params["body_nconsts"]
-        )
-        tag = loop_tag(body.jaxpr)
+    def while_loop(
+        self, loop: While, inputs: list[Any], around: Frame, here: Position
+    ) -> list[Any]:
+        """A loop whose length is not known; what leaves it has room for the most passes."""
+        frame = around
+        cond_consts, body_consts, init = loop.split(inputs)
+        tag = loop_tag(loop.body.jaxpr)
         maximum: Any = tag.payload if tag else None
-        counts = elements_read(body.jaxpr.eqns)
+        counts = elements_read(loop.body.jaxpr.eqns)
         before = {queue: frame.blocks[queue].position for queue in counts}
         elements = {
             queue: [
@@ -255,7 +261,7 @@ class Rewriter:
                 for queue, leaves in elements.items()
             }
             inside = frame.inner(blocks)
-            outputs = self.run(body.jaxpr, body.consts, [*body_consts, *carry], inside, (*here, 1))
+            outputs = self.run_inner(loop.body, [*body_consts, *carry], inside, here)
             condense(inside)
             return outputs, inside.emitted
 
@@ -272,20 +278,19 @@ class Rewriter:
                 for key, old in kept.items()
             )
 
-        shapes = jax.eval_shape(lambda carry: one_pass(jnp.int32(0), carry)[1], list(init))
+        # Traced once: to be traced for its shapes first, loops inside loops would double every time.
+        once_traced, (_, shapes) = traced_once(one_pass, jnp.int32(0), init)
         kept = Emissions(
             (key, jax.tree.map(lambda s, k=key: zeros(s, () if once(k) else (maximum,)), shape))
             for key, shape in shapes.items()
         )
 
         def go_on(state: Any) -> Any:
-            return self.run(
-                condition.jaxpr, condition.consts, [*cond_consts, *state[1]], frame, (*here, 0)
-            )[0]
+            return self.run_inner(loop.condition, [*cond_consts, *state[1]], frame, here)[0]
 
         def advance(state: Any) -> Any:
             passes, carry, kept = state
-            carry, emitted = one_pass(passes, carry)
+            carry, emitted = once_traced(passes, carry)
             return passes + 1, carry, keep(passes, kept, emitted)
 
         passes, carry, kept = lax.while_loop(go_on, advance, (jnp.int32(0), list(init), kept))
@@ -300,14 +305,13 @@ class Rewriter:
             frame.steps_before = frame.steps_before + passes
         return list(carry)
 
-    def _cond(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame, here: Position) -> list[Any]:
-        index, *operands = inputs
-        branches = eqn.params["branches"]
+    def cond(self, cond: Cond, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
+        """A choice; what leaves its branches is flagged."""
+        frame, (index, operands) = around, cond.split(inputs)
 
-        def run_branch(number: int, operands: Sequence[Any]) -> Any:
-            branch = branches[number]
+        def run_branch(branch: Inner, operands: list[Any]) -> Any:
             inside = frame.inner()
-            outputs = self.run(branch.jaxpr, branch.consts, list(operands), inside, (*here, number))
+            outputs = self.run_inner(branch, operands, inside, here)
             condense(inside)
             return outputs, Emissions(
                 (key, Emission(e.value, jnp.array(True) if e.valid is None else e.valid))
@@ -315,43 +319,38 @@ class Rewriter:
             )
 
         shapes: Emissions[Hashable, Any] = Emissions()
-        for number in range(len(branches)):
-            shapes.update(jax.eval_shape(lambda ops, n=number: run_branch(n, ops)[1], operands))
+        branches = []
+        for branch in cond.branches:
+            run, (_, emitted) = traced_once(functools.partial(run_branch, branch), operands)
+            shapes.update(emitted)
+            branches.append(run)
 
-        def complete(number: int) -> Callable[..., Any]:
-            def branch(*operands: Any) -> Any:
-                outputs, emitted = run_branch(number, operands)
-                absent = {k: jax.tree.map(zeros, s) for k, s in shapes.items() if k not in emitted}
-                return outputs, Emissions((k, {**emitted, **absent}[k]) for k in shapes)
+        def complete(run: Callable[..., Any], operands: Any) -> Any:
+            outputs, emitted = run(operands)
+            return outputs, Emissions(
+                (key, emitted[key] if key in emitted else jax.tree.map(zeros, shape))
+                for key, shape in shapes.items()
+            )
 
-            return branch
-
-        outputs, emitted = lax.switch(index, [complete(n) for n in range(len(branches))], *operands)
+        complete_ones = [functools.partial(complete, run) for run in branches]
+        outputs, emitted = lax.switch(index, complete_ones, operands)
         frame.emitted.update(emitted)
         return list(outputs)
 
 
-def _ambient(eqn: JaxprEqn, frame: Frame) -> Any:
-    what, depth = eqn.params["what"], eqn.params["depth"]
-    if len(frame.counters) < depth:
+def _number(ambient: Ambient, frame: Frame) -> Any:
+    what = ambient.what
+    if len(frame.counters) < ambient.depth:
         raise ProgramError(
             f"tr.{what}() is called in a tr.repeat or tr.while_loop that is itself differentiated, "
             f"and differentiation moved it out of the loop. Take the gradient inside the loop body, "
             f"or make the key outside and carry it through the loop."
         )
     if what == "key":
-        return frame.fold_key(eqn.params["call"])
+        return frame.fold_key(ambient.call)
     if what == "replica":
         return jnp.asarray(frame.ambient.replica, jnp.int32)
     return frame.step() if what == "step" else frame.microbatch()
-
-
-def _split(values: Sequence[Any], *sizes: int) -> list[list[Any]]:
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(list(values[start : start + size]))
-        start += size
-    return [*parts, list(values[start:])]
 
 
 def _rows(leaf: Any, number: Any, count: int) -> Any:

@@ -31,11 +31,11 @@ from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merge
 from tailrace.program.running.executable import Placement
 from tailrace.program.step.training_step import TrainState
 from tailrace.taps.tap import MOST_BYTES, Tap
-from tailrace.training.description import describe
-from tailrace.training.engine import Engine
-from tailrace.training.executions import Ticket
-from tailrace.training.journal import Journal
-from tailrace.training.pace import TRIALS, pace_for
+from tailrace.trainer.description import describe
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.executions import Ticket
+from tailrace.trainer.journal import Journal
+from tailrace.trainer.pace import TRIALS, pace_for
 
 QUIET_FROM = 32
 """Metrics of so many steps and more are computed once, behind them, if nobody wants each."""
@@ -232,7 +232,8 @@ class Training(Executions):
         first executions decides whether one is compiled for this length.
         """
         runner = engine.runner
-        runner.capacity = room if room > 1 else None
+        # One step alone is fastest as it is, unless taps look at some of the steps only.
+        runner.capacity = room if room > 1 or engine.sight.period > 1 else None
         timing = self._timed < TRIALS and runner.placement.device.platform != "cpu" and room > 1
         before, started = runner.compile_s, time.perf_counter()
         ticket = engine.dispatch(length, block=staged, following=0)

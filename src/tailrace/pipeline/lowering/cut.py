@@ -19,9 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.errors import PipelineError
-from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives, variables
-from tailrace.jaxprs.marks import ambient_p, mark_p
+from tailrace.jaxprs import stretches
+from tailrace.jaxprs.control import jit_of, programs_in
+from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, variables
+from tailrace.jaxprs.operations import name_of
+from tailrace.jaxprs.own_equations import ambient_in, has_role, is_mark, tag_in
+from tailrace.jaxprs.stretches import live_ins, run
 from tailrace.pipeline.boundary import BESIDE, ROLE
 
 
@@ -46,12 +49,7 @@ class Piece:
     def run(self, inputs: Sequence[Any], consts: dict[Any, Any]) -> dict[Any, Any]:
         """Emit the piece on values for its inputs; all variables it makes, by variable."""
         known = {**consts, **dict(zip(self.inputs, inputs, strict=True))}
-        for eqn in self.equations:
-            with internals.equation_context(eqn):
-                outputs = internals.bind_again(
-                    eqn, [internals.value_of(known, v) for v in eqn.invars]
-                )
-            known.update(zip(eqn.outvars, outputs, strict=True))
+        run(self.equations, known)
         return known
 
 
@@ -124,14 +122,11 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
     pieces = []
     for region in order:
         own = [e for e, home in zip(equations, homes, strict=True) if region in home]
-        made = [var for eqn in own for var in eqn.outvars]
-        inside = set(made)
-        used = dict.fromkeys(v for eqn in own for v in variables(eqn.invars))
-        inputs = tuple(v for v in used if v not in inside and v not in consts)
+        inputs = tuple(var for var in live_ins(own) if var not in consts)
         _check_beside(region, inputs, made_in)
         outputs = tuple(
             var
-            for var in made
+            for var in stretches.made_by(own)
             # What is computed wherever it is used is nobody's output, except as a result.
             if (var in results and region == min(made_in[var], key=order.index))
             or any(
@@ -161,42 +156,30 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
     if not any(_holds_boundary(eqn) for eqn in closed.jaxpr.eqns):
         return closed
 
-    def flat(*leaves: Any) -> list[Any]:
-        return _open(closed.jaxpr, closed.consts, leaves)
+    def opens(eqn: JaxprEqn) -> bool:
+        if not _holds_boundary(eqn):
+            return False
+        if jit_of(eqn) is None:
+            raise PipelineError(
+                f"A tr.stage_boundary stands inside {name_of(eqn)!r}, where a model cannot "
+                f"be cut. Move it out of the loop, branch or recomputation, to the top of the "
+                f"model."
+            )
+        return True
 
-    return jax.make_jaxpr(flat)(*(_form(var) for var in closed.jaxpr.invars))
-
-
-def _open(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    for eqn in jaxpr.eqns:
-        values = [internals.value_of(known, var) for var in eqn.invars]
-        with internals.equation_context(eqn):
-            if not _holds_boundary(eqn):
-                outputs = internals.bind_again(eqn, values)
-            elif eqn.primitive is primitives.jit_p:
-                inner = eqn.params["jaxpr"]
-                outputs = _open(inner.jaxpr, inner.consts, values)
-            else:
-                raise PipelineError(
-                    f"A tr.stage_boundary stands inside {eqn.primitive.name!r}, where a model cannot "
-                    f"be cut. Move it out of the loop, branch or recomputation, to the top of the "
-                    f"model."
-                )
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [internals.value_of(known, var) for var in jaxpr.outvars]
+    return stretches.opened(closed, [_form(var) for var in closed.jaxpr.invars], opens)
 
 
 def _holds_boundary(eqn: JaxprEqn) -> bool:
     return any(
         _is_boundary(inner_eqn) or _holds_boundary(inner_eqn)
-        for _, _, inner, _ in internals.inner_jaxprs(eqn)
+        for inner in programs_in(eqn)
         for inner_eqn in inner.eqns
     )
 
 
 def _is_boundary(eqn: JaxprEqn) -> bool:
-    return eqn.primitive is mark_p and eqn.params["tag"].role == ROLE
+    return has_role(eqn, ROLE)
 
 
 def _regions(
@@ -211,8 +194,8 @@ def _regions(
     stage = member = 0
     regions, equations, order = [], [], [(0, 0)]
     for eqn in jaxpr.eqns:
-        if _is_boundary(eqn):
-            beside = eqn.params["tag"].payload == BESIDE
+        if (tag := tag_in(eqn)) is not None and tag.role == ROLE:
+            beside = tag.payload == BESIDE
             stage, member = (stage, member + 1) if beside else (stage + 1, 0)
             order.append((stage, member))
             same.update(
@@ -239,7 +222,7 @@ def _homes(
     light, loose = set(fixed), set(anywhere)
     is_light, is_loose = [], []
     for eqn in equations:
-        quiet = not eqn.effects and eqn.primitive not in (mark_p, ambient_p)
+        quiet = not eqn.effects and not is_mark(eqn) and ambient_in(eqn) is None
         operands = variables(eqn.invars)
         is_light.append(quiet and all(var in light for var in operands))
         is_loose.append(quiet and all(var in loose for var in operands))

@@ -14,8 +14,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from tailrace.errors import PipelineError
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, nbytes, scan_sizes, variables
-from tailrace.jaxprs.marks import unit_p
+from tailrace.jaxprs.control import as_scan, scan_of
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, nbytes, variables
+from tailrace.jaxprs.own_equations import Unit, unit_in
 from tailrace.jaxprs.walk import concerns_us
 from tailrace.pipeline.lowering.buffers import Form, Layout
 from tailrace.pipeline.lowering.jobs import Dissection, Who
@@ -48,12 +49,13 @@ class Assembly:
     ) -> None:
         self.plan, self.replicas, self.each = plan, replicas, each
         self.hosted, self.stash_on_host = hosted, stash_on_host
-        self.body: Jaxpr = loop.params["jaxpr"].jaxpr
+        scan = as_scan(loop)
+        self.body: Jaxpr = scan.body.jaxpr
         self.num_devices = len(plan.devices)
-        self.num_consts, self.num_carried = scan_sizes(loop)
-        self.carry_in = self.body.invars[self.num_consts : self.num_consts + self.num_carried]
-        self.carry_out = list(self.body.outvars[: self.num_carried])
-        self.middle = _loop_of_units(self.body)
+        self.num_consts, self.num_carried = scan.num_consts, scan.num_carry
+        _, self.carry_in, _ = scan.split(self.body.invars)
+        self.carry_out, _ = scan.split_results(self.body.outvars)
+        self.middle, _ = loop_of_units(self.body)
         self.inner: JaxprEqn = self.body.eqns[self.middle]
         sizes = tuple(len(stage) for stage in plan.placement)
         self.jobs = Dissection(self.inner, sizes, plan.training)
@@ -217,11 +219,14 @@ class Channel:
         )
 
 
-def _loop_of_units(body: Jaxpr) -> int:
+def loop_of_units(body: Jaxpr) -> tuple[int, list[Unit]]:
+    """The index of the loop over microbatches in a step, and its units."""
     for index, eqn in enumerate(body.eqns):
-        inner = eqn.params.get("jaxpr")
-        if inner is not None and any(e.primitive is unit_p for e in inner.jaxpr.eqns):
-            return index
+        scan = scan_of(eqn)
+        inside = () if scan is None else map(unit_in, scan.body.jaxpr.eqns)
+        units = [unit for unit in inside if unit is not None]
+        if units:
+            return index, units
     raise PipelineError("This program holds no pipeline.")
 
 

@@ -19,6 +19,8 @@ from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import ClosedJaxpr, Var
 from tailrace.jaxprs.marks import unit
+from tailrace.jaxprs.operations import checkpoint_of
+from tailrace.jaxprs.stretches import computed_from, made_by, stretches, useful_for
 from tailrace.pipeline.lowering.cut import Cut, Piece
 
 _CHECKPOINT = "tailrace_checkpoint"
@@ -64,22 +66,14 @@ class Halves:
 
 def halve(cut: Cut, parameters: int, loss: Any, recompute: bool | str) -> tuple[Halves, ...]:
     """The halves of every piece of a model whose first inputs are parameters."""
-    active = set(cut.invars[:parameters])
-    for piece in cut.pieces:
-        for eqn in piece.equations:
-            if any(v in active for v in internals.variables(eqn.invars)):
-                active.update(v for v in eqn.outvars if _is_float(v))
-    useful = {loss}
-    for piece in reversed(cut.pieces):
-        for eqn in reversed(piece.equations):
-            if any(v in useful for v in eqn.outvars):
-                useful.update(internals.variables(eqn.invars))
+    equations = [eqn for piece in cut.pieces for eqn in piece.equations]
+    active = computed_from(equations, cut.invars[:parameters])
     if loss not in active:
         raise PipelineError(
             "The loss of a pipeline depends on its parameters. This one does not: check that the "
             "last stage's outputs reach the loss."
         )
-    both = active & useful
+    both = active & useful_for(equations, [loss])
     return tuple(_halve(piece, cut, both, recompute) for piece in cut.pieces)
 
 
@@ -169,23 +163,20 @@ def _at_checkpoints(piece: Piece) -> list[Piece]:
     groups: list[list[Any]] = [[]]
     for eqn in piece.equations:
         groups[-1].append(eqn)
-        if internals.operation(eqn) == "name" and internals.parameters(eqn)["name"] == _CHECKPOINT:
+        if checkpoint_of(eqn) == _CHECKPOINT:
             groups.append([])
-    later: set[Any] = set(piece.outputs)
-    parts: list[Piece] = []
-    for group in reversed([g for g in groups if g]):
-        made = [v for eqn in group for v in eqn.outvars]
-        used = dict.fromkeys(v for eqn in group for v in internals.variables(eqn.invars))
-        inputs = tuple(v for v in used if v not in set(made) and not _is_const(v, piece))
-        outputs = tuple(v for v in made if v in later)
-        parts.append(Piece(piece.stage, piece.member, tuple(group), inputs, outputs))
-        later |= set(inputs)
-    return parts[::-1]
-
-
-def _is_const(var: Any, piece: Piece) -> bool:
-    made = {v for eqn in piece.equations for v in eqn.outvars}
-    return var not in made and var not in piece.inputs
+    # Constants of the model are known to all, and read by none.
+    inside = {*made_by(piece.equations), *piece.inputs}
+    return [
+        Piece(
+            piece.stage,
+            piece.member,
+            part.equations,
+            tuple(v for v in part.reads if v in inside),
+            part.makes,
+        )
+        for part in stretches([group for group in groups if group], piece.outputs)
+    ]
 
 
 def call_forward(halves: Halves, values: dict[Any, Any]) -> list[Any]:
@@ -216,10 +207,6 @@ def _with_outputs(closed: ClosedJaxpr, outputs: Sequence[Any]) -> ClosedJaxpr:
 
 def _shape_and_dtype(var: Any) -> tuple[Any, Any]:
     return var.aval.shape, var.aval.dtype
-
-
-def _is_float(var: Any) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _form(var: Any) -> jax.ShapeDtypeStruct:

@@ -16,8 +16,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tailrace.errors import PipelineError
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, Var, scan_sizes, variables
-from tailrace.jaxprs.marks import mark_p, unit_p
+from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, Var, variables
+from tailrace.jaxprs.own_equations import has_role, is_mark, tag_in, unit_in
+from tailrace.jaxprs.stretches import makers, used_by
 from tailrace.jaxprs.walk import concerns_us
 
 Who = tuple[str, int, int]
@@ -65,18 +67,18 @@ class Dissection:
     """
 
     def __init__(self, loop: JaxprEqn, sizes: tuple[int, ...], training: bool) -> None:
-        self.body: Jaxpr = loop.params["jaxpr"].jaxpr
-        self.consts, self.carried = scan_sizes(loop)
+        scan = as_scan(loop)
+        self.body: Jaxpr = scan.body.jaxpr
+        self.consts, self.carried = scan.num_consts, scan.num_carry
         self.sizes = sizes
         order = [("F", s, m) for s, n in enumerate(sizes) for m in range(n)]
         if training:
             order += [("B", s, m) for s in reversed(range(len(sizes))) for m in range(sizes[s])]
         self.jobs: dict[Who, Job] = {who: Job(who) for who in order}
         self._rank = {who: self._position(who) for who in order}
-        invars = self.body.invars
-        self.carry_in = invars[self.consts : self.consts + self.carried]
-        self.carry_out = list(self.body.outvars[: self.carried])
-        self._made: dict[Any, int] = {v: i for i, e in enumerate(self.body.eqns) for v in e.outvars}
+        _, self.carry_in, _ = scan.split(self.body.invars)
+        self.carry_out, _ = scan.split_results(self.body.outvars)
+        self._made: dict[Any, int] = makers(self.body.eqns)
         self._home: dict[int, Who | None] = {}
         self._owner: dict[int, Who] = {}
         self._find_loose()
@@ -100,11 +102,11 @@ class Dissection:
         depends: dict[Any, set[Any]] = {var: {i} for var, i in number.items()}
         same: dict[Any, Any] = {}
         for eqn in self.body.eqns:
-            found: set[Any] = {"unit"} if eqn.primitive is unit_p else set()
+            found: set[Any] = set() if unit_in(eqn) is None else {"unit"}
             for var in variables(eqn.invars):
                 found |= depends.get(var, set())
             depends.update((var, found) for var in eqn.outvars)
-            if eqn.primitive is mark_p:  # the same value by another name
+            if is_mark(eqn):  # the same value by another name
                 given = zip(eqn.outvars, eqn.invars, strict=True)
                 same.update((out, same.get(var, var)) for out, var in given if isinstance(var, Var))
         loose = {
@@ -127,7 +129,7 @@ class Dissection:
 
     def _is_free(self, eqn: JaxprEqn) -> bool:
         """Whether an equation depends on the element, the counters and what is loose alone."""
-        if eqn.primitive is unit_p:
+        if unit_in(eqn) is not None:
             return False
         found = set().union(*(self._depends.get(v, set()) for v in variables(eqn.invars)))
         return found <= set(self.loose)
@@ -138,9 +140,8 @@ class Dissection:
             if self._is_free(eqn):
                 self._home[index] = None
                 continue
-            if eqn.primitive is unit_p:
-                params = eqn.params
-                self._settle(index, (params["kind"], params["stage"], params["member"]), waiting)
+            if (unit := unit_in(eqn)) is not None:
+                self._settle(index, unit.who, waiting)
                 continue
             homes = [
                 self._home[self._made[v]]
@@ -198,11 +199,7 @@ class Dissection:
         """Into each job the free equations that it needs; the first to need one has its effects."""
         eqns = self.body.eqns
         seen: set[int] = set()
-        counter = [
-            i
-            for i, e in enumerate(eqns)
-            if e.primitive is mark_p and e.params["tag"].role == "loop"
-        ]
+        counter = [i for i, e in enumerate(eqns) if has_role(e, "loop")]
         used: dict[Who, set[int]] = {}
         for who, job in self.jobs.items():
             needed: set[int] = set(counter) if job.equations else set()
@@ -232,7 +229,7 @@ class Dissection:
             for i, e in enumerate(eqns)
             if self._home[i] is None
             and loose
-            and not (e.primitive is mark_p and e.params["tag"].role not in ("loop", "value"))
+            and not ((tag := tag_in(e)) is not None and tag.role not in ("loop", "value"))
         ]
         self.from_ahead = [
             var
@@ -260,10 +257,7 @@ class Dissection:
             if number in self._owner:
                 made[var] = self._owner[number]
         for who, job in self.jobs.items():
-            wanted = dict.fromkeys(
-                v for i in job.equations for v in variables(self.body.eqns[i].invars)
-            )
-            for var in wanted:
+            for var in used_by(self.body.eqns[i] for i in job.equations):
                 if var in made and made[var] != who:
                     self._send(var, made[var], who)
 

@@ -37,7 +37,7 @@ from tailrace.pipeline.lowering.forward_backward import Halves, call_backward, c
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_step import forward_pass, microbatches_of, stages_of
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
-from tailrace.program.in_program import microbatch
+from tailrace.program.in_program import microbatch, tracing_training
 from tailrace.program.loops import repeat, repeat_with, whole
 from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
@@ -167,7 +167,8 @@ class PipelineStep(Step):
         if self.taps:
             forward = probed(forward, self._is_tapped, new_listing())
         args = (state.params, state.model_state, batch, inputs)
-        return Model.trace(forward, args, self.pipeline.sizes, self.pipeline.recompute)
+        with tracing_training():
+            return Model.trace(forward, args, self.pipeline.sizes, self.pipeline.recompute)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

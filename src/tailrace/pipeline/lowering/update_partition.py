@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tailrace.jaxprs.internals import JaxprEqn, Literal, Var, nbytes, variables
-from tailrace.jaxprs.marks import cross_replica_p, mark_p
+from tailrace.jaxprs.own_equations import is_mark, reduction_in
 
 Devices = frozenset[int]
 """Numbers of devices; None in their place stands for all of them, everywhere."""
@@ -125,11 +125,11 @@ class Spread:
     # -- inside ---------------------------------------------------------------------------------
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
-        return eqn.primitive is cross_replica_p and self.replicas > 1
+        return reduction_in(eqn) is not None and self.replicas > 1
 
     def _place(self, index: int, eqn: JaxprEqn) -> None:
         operands = [self.root(v) for v in variables(eqn.invars)]
-        if eqn.primitive is mark_p or (eqn.primitive is cross_replica_p and self.replicas == 1):
+        if is_mark(eqn) or (reduction_in(eqn) is not None and self.replicas == 1):
             for out, given in zip(eqn.outvars, eqn.invars, strict=True):
                 if not isinstance(given, Literal):
                     self.same[out] = self.root(given)

@@ -15,6 +15,7 @@ from jax import lax
 
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs.internals import variables
+from tailrace.jaxprs.own_equations import reduction_in
 from tailrace.jaxprs.walk import Position
 from tailrace.pipeline.lowering.buffers import Form, Layout
 from tailrace.pipeline.lowering.device_layout import Assembly
@@ -173,8 +174,8 @@ class Machine:
 
     def _reduce(self, values: Values, spread: Spread, phase: Phase) -> None:
         """Average (or sum) over replicas what each device has, in few exchanges."""
-        for mean in (True, False):
-            chosen = [i for i in phase.reduced if spread.equations[i].params["mean"] is mean]
+        for reduction in ("mean", "sum"):
+            chosen = [i for i in phase.reduced if reduction_in(spread.equations[i]) == reduction]
             if not chosen:
                 continue
             outs = {i: spread.equations[i].outvars[0] for i in chosen}
@@ -203,7 +204,7 @@ class Machine:
 
                 if slots:
                     buffers = once_if(self._is(values, device), block, buffers)
-            reduce = lax.pmean if mean else lax.psum
+            reduce = lax.pmean if reduction == "mean" else lax.psum
             buffers = [reduce(buffer, self.rewriter.replica_axis) for buffer in buffers]
             values.add_store(layout, buffers, {v: v for v in outs.values()})
 

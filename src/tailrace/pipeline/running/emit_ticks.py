@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.devices.devices import STAGE
-from tailrace.jaxprs.internals import value_of, variables
+from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.own_equations import has_role
+from tailrace.jaxprs.stretches import used_by
 from tailrace.jaxprs.walk import Position, elements_read
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.lowering.jobs import Job
@@ -67,9 +70,9 @@ class Ticking:
         bodies = {}
         emitted: Emissions = Emissions()
         for job in active:
-            bodies[job.who] = body = self._body(job, values, elements, ahead)
-            number = jnp.int32(0)
-            shapes = self.emitting.room(body, (carry, number, number), a.device(job.who))
+            bodies[job.who] = self._body(job, values, elements, ahead)
+            sketch, forms = self._sketch(job, values, elements, ahead)
+            shapes = self.emitting.room(sketch, (forms,), a.device(job.who))
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
 
         def tick(state: Any, row: Any) -> Any:
@@ -99,12 +102,46 @@ class Ticking:
         frame.emitted.update(emitted)
         return carry["carried"], loose
 
+    def _sketch(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
+        """What a job sends out, for its shapes alone: a function of operands, and their forms.
+
+        Only equations from which something leaves are run, and the loop's counter. The forms of all
+        operands are known, so nothing else is traced, neither forwards nor backwards.
+        """
+        body, view = self.jobs.body, values.on(self.assembly.device(job.who))
+        used = used_by(body.eqns[i] for i in job.equations)
+        done = {var for var in ahead if var in used}
+        chosen = [
+            (i, eqn)
+            for i, eqn in ((i, body.eqns[i]) for i in job.equations)
+            if has_role(eqn, "loop")
+            or (
+                i not in job.copies
+                and not (eqn.outvars and done.issuperset(eqn.outvars))
+                and self.rewriter.sends(eqn, (*self.position, i))
+            )
+        ]
+        wanted = list(used_by(eqn for _, eqn in chosen))
+        carried = [self.jobs.carry_in[number] for number in job.carries]
+        received = [var for each in job.receives.values() for var in each]
+        stored = {*job.takes, *carried, *received, *done}
+
+        def run(given: Any) -> Any:
+            frame = view.frame.inner(_blocks(elements, jnp.int32(0)))
+            for index, eqn in chosen:
+                known = dict(zip(wanted, given, strict=True))
+                self.rewriter.run_equations([eqn], known, frame, self.position, index)
+            condense(frame)
+            return frame.emitted
+
+        return lambda given: (run(given),), [_form(var, var in stored) for var in wanted]
+
     def _body(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
         """What a job does with the buffers, for a microbatch and a slot of the stash."""
         a, device = self.assembly, self.assembly.device(job.who)
         jobs, who = self.jobs, job.who
         body = jobs.body
-        used = {v for i in job.equations for v in variables(body.eqns[i].invars)}
+        used = set(used_by(body.eqns[i] for i in job.equations))
         view = values.on(device)
 
         def run(carry: Any, m: Any, slot: Any) -> Any:
@@ -149,8 +186,8 @@ class Ticking:
     def _given(self, view: Values, used: set[Any]) -> dict[Any, Any]:
         """Values from before the loop that are used inside, by the variables of its body."""
         loop, body = self.assembly.inner, self.jobs.body
-        closed = loop.params["jaxpr"]
-        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        program = as_scan(loop).body
+        known = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
         for var, outside in zip(body.invars[: self.jobs.consts], loop.invars, strict=False):
             if var in used:
                 known[var] = view.fetch(outside)
@@ -163,7 +200,7 @@ class Ticking:
             return {}, {}
         body = jobs.body
         inputs = [jobs.carry_in[n] for n in jobs.loose]
-        used = {v for i in jobs.ahead for v in variables(body.eqns[i].invars)}
+        used = set(used_by(body.eqns[i] for i in jobs.ahead))
         given = self._given(values, used)
         chosen = jobs.from_ahead
         start = [values.fetch(self.assembly.inner.invars[jobs.consts + n]) for n in jobs.loose]
@@ -186,6 +223,13 @@ def _blocks(elements: Any, m: Any) -> dict[Any, Block]:
         queue: Block(tuple(lax.dynamic_slice_in_dim(leaf, m, 1) for leaf in leaves))
         for queue, leaves in elements.items()
     }
+
+
+def _form(var: Any, stored: bool) -> jax.ShapeDtypeStruct:
+    """The form of a value; what was in a buffer has a type of its own, no weak one."""
+    aval = var.aval
+    weak = not stored and getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def _is_collected(key: Any) -> bool:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from tailrace.devices import devices
 from tailrace.devices.devices import REPLICA, STAGE
+from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
 from tailrace.pipeline.lowering.device_layout import Assembly
@@ -129,10 +130,10 @@ class PipelineExecutable(Executable):
         ]
         known = dict(zip(self.segment.reads, read, strict=True))
         loop = self.segment.equations[0]
-        closed = loop.params["jaxpr"]
+        body = as_scan(loop).body
         outside = zip(a.body.invars[: a.num_consts], loop.invars, strict=False)
         consts = {var: value_of(known, given) for var, given in outside}
-        consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        consts.update(zip(body.jaxpr.constvars, body.consts, strict=True))
         position = (self.segment.first, 0)
         machine = Machine(a, self._rewriter, position)
         length: Any = self.length

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tailrace.devices.devices import REPLICA, STAGE, available, resolve_replicas
 from tailrace.errors import PipelineError
+from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import JaxprEqn, Var, value_of
-from tailrace.jaxprs.marks import path_name, unit_p
+from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.lowering.buffers import Slot, wrapped
-from tailrace.pipeline.lowering.device_layout import Assembly
+from tailrace.pipeline.lowering.device_layout import Assembly, loop_of_units
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.buffer_writes import Patches, cut_out, patched
 from tailrace.pipeline.running.pipeline_executable import PipelineExecutable, PipelinePlacement
@@ -325,17 +326,14 @@ def place_pipeline(pipeline: Pipeline, replicas: int | None) -> PipelinePlacemen
 
 def _sizes(loop: JaxprEqn) -> tuple[tuple[int, ...], int]:
     """For each stage how many members it has, and the number of microbatches, of a traced loop."""
-    for eqn in loop.params["jaxpr"].jaxpr.eqns:
-        inner = eqn.params.get("jaxpr")
-        units = [e.params for e in inner.jaxpr.eqns if e.primitive is unit_p] if inner else []
-        if units:
-            stages = max(unit["stage"] for unit in units) + 1
-            sizes = [
-                max((unit["member"] for unit in units if unit["stage"] == stage), default=0) + 1
-                for stage in range(stages)
-            ]
-            return tuple(sizes), eqn.params["length"]
-    raise PipelineError("This program holds no pipeline.")
+    body = as_scan(loop).body.jaxpr
+    index, units = loop_of_units(body)
+    stages = max(unit.stage for unit in units) + 1
+    sizes = [
+        max((unit.member for unit in units if unit.stage == stage), default=0) + 1
+        for stage in range(stages)
+    ]
+    return tuple(sizes), as_scan(body.eqns[index]).length
 
 
 def _owned(value: Any) -> Any:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.jaxprs.internals import Var, nbytes
-from tailrace.jaxprs.marks import unit_p
+from tailrace.jaxprs.own_equations import unit_in
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.lowering.jobs import Who
 from tailrace.pipeline.schedule.plan import Plan, plan
@@ -154,18 +154,11 @@ def report(
 
 def unit_seconds(assembly: Assembly, who: Who, repeats: int = 5) -> float:
     """How long one forward or backward takes, alone, on one device."""
-    eqn = next(
-        (
-            e
-            for e in assembly.jobs.body.eqns
-            if e.primitive is unit_p
-            and (e.params["kind"], e.params["stage"], e.params["member"]) == who
-        ),
-        None,
-    )
-    if eqn is None:
+    units = filter(None, map(unit_in, assembly.jobs.body.eqns))
+    unit = next((unit for unit in units if unit.who == who), None)
+    if unit is None:
         return 0.0
-    program = eqn.params["program"]
+    program = unit.program
 
     def run(key: Any, *inputs: Any) -> list[Any]:
         ambient = Ambient(key, jnp.int32(0), jnp.int32(0))

@@ -24,12 +24,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, Var
-from tailrace.jaxprs.marks import ambient, mark_p
+from tailrace.jaxprs.internals import JaxprEqn, Var, nbytes
+from tailrace.jaxprs.marks import ambient
+from tailrace.jaxprs.stretches import Stretch, opened, results_of, run
+from tailrace.jaxprs.walk import acts_on_host
 from tailrace.messages import logger, note_once
 from tailrace.program.memory import host_memory, layer_loops
 from tailrace.program.memory.host_memory import PARTS, Moves
-from tailrace.program.memory.offload_segments import Part, Segments, nbytes, opened, run, segments
+from tailrace.program.memory.offload_segments import Segments, segments
 
 LEAST_BYTES = 1 << 20
 """Smaller values stay on the device: a copy of its own takes longer than they are worth."""
@@ -71,7 +73,7 @@ class HeldActivations:
                 return out
 
             closed = opened(jax.make_jaxpr(flat)(*leaves), leaves)
-            once = internals.acts_on_host(closed.jaxpr.eqns, besides=mark_p)
+            once = acts_on_host(closed.jaxpr.eqns)
             cut = segments(closed.jaxpr, 1 if once else self.parts)
             passes = _Passes(self, cut, closed)
             if not any(passes.crossing):  # nothing to send: then nothing is computed again either
@@ -185,7 +187,7 @@ class _Passes:
                 run(part.equations, self.known)
                 backwards.append(lambda part=part: self._again(part))
             self._send(number)
-        outputs = [internals.value_of(self.known, var) for var in jaxpr.outvars]
+        outputs = results_of(self.known, jaxpr.outvars)
         loss = jaxpr.outvars[0]
         if isinstance(loss, Var) and loss in self.cut.active:
             self.gradients[loss] = jnp.ones_like(self.known[loss])
@@ -228,7 +230,7 @@ class _Passes:
 
         return lax.cond(self.never, instead, moved, list(values), list(awaited))
 
-    def _again(self, part: Part) -> None:
+    def _again(self, part: Stretch) -> None:
         """Compute a part again, and its gradients: once those of the part after it are there."""
         made = [var for var in part.makes if var in self.gradients]
         if not made:
@@ -251,7 +253,7 @@ class _Passes:
         gradients = [self.gradients[var] for var in made]
         self._add(wanted, internals.replayed(again, list(given.values()), gradients))
 
-    def _forward(self, part: Part) -> Callable[[], None]:
+    def _forward(self, part: Stretch) -> Callable[[], None]:
         """Run a part, keeping on the device what its backward pass needs; returns that pass."""
         made = [var for var in part.makes if var in self.cut.active]
         wanted = [var for var in part.reads if var in self.cut.active]
@@ -274,7 +276,7 @@ class _Passes:
         return backward
 
     def _pullback(
-        self, part: Part, made: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any]
+        self, part: Stretch, made: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """All that a part makes, and how gradients of `made` become those of `wanted`."""
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import JaxprEqn
+from tailrace.jaxprs.stretches import bound, makers, run
 
 
 class FirstState:
@@ -36,17 +37,14 @@ class FirstState:
         jaxpr = closed.jaxpr
         self._results = list(jaxpr.outvars)
         self._equations = jaxpr.eqns
-        self._given = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self._given.update(zip(jaxpr.invars, given, strict=True))
-        self._makers = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        self._given = bound(jaxpr, closed.consts, given)
+        self._makers = makers(jaxpr.eqns)
 
     def leaves(self) -> Iterator[Any]:
         """The leaves, each made when it is asked for."""
         for var in self._results:
             known = dict(self._given)
-            for eqn in self._needed(var):
-                inputs = [internals.value_of(known, v) for v in eqn.invars]
-                known.update(zip(eqn.outvars, internals.bind_again(eqn, inputs), strict=True))
+            run(self._needed(var), known)
             yield jnp.asarray(internals.value_of(known, var))
 
     def _needed(self, result: Any) -> list[JaxprEqn]:

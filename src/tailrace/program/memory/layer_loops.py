@@ -10,30 +10,37 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, primitives
+from tailrace.jaxprs.control import Scan, as_scan, scan_of
+from tailrace.jaxprs.internals import JaxprEqn, nbytes
+from tailrace.jaxprs.stretches import bound, is_float, results_of, run
 from tailrace.program.memory.host_memory import HOST_MEMORY, NO_MOVES, Moves
-from tailrace.program.memory.offload_segments import is_float, nbytes, run
 
 _CARRIED = "tailrace_carried"
 
 
 def carried(eqn: JaxprEqn, least: int) -> list[int]:
     """Which of the values that a loop carries have so many bytes; none if it is no loop."""
-    if eqn.primitive is not primitives.scan_p or eqn.params["length"] < 2:
+    scan = scan_of(eqn)
+    if scan is None or scan.length < 2:
         return []
     return [
-        place for place, form in enumerate(_forms(eqn)) if is_float(form) and nbytes(form) >= least
+        place
+        for place, var in enumerate(_carried_vars(scan))
+        if is_float(var) and nbytes(var.aval) >= least
     ]
 
 
 def carried_bytes(eqn: JaxprEqn, least: int) -> int:
     """The bytes of such values, of all passes."""
-    forms = _forms(eqn) if (chosen := carried(eqn, least)) else []
-    return sum(nbytes(forms[place]) * eqn.params["length"] for place in chosen)
+    chosen = carried(eqn, least)
+    if not chosen:
+        return 0
+    scan = as_scan(eqn)
+    variables = _carried_vars(scan)
+    return sum(nbytes(variables[place].aval) * scan.length for place in chosen)
 
 
 def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any]:
@@ -41,34 +48,28 @@ def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any
     chosen = carried(eqn, least)
     if not chosen:
         return internals.bind_again(eqn, inputs)
-    body, (consts, count) = eqn.params["jaxpr"], internals.scan_sizes(eqn)
+    scan = as_scan(eqn)
+    program = scan.body
 
-    def one(carry: list[Any], x: list[Any]) -> Any:
+    def body(values: list[Any]) -> list[Any]:
+        consts, carry, xs = scan.split(values)
         named = [
             checkpoint_name(value, _CARRIED) if place in chosen else value
             for place, value in enumerate(carry)
         ]
-        known = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-        known.update(zip(body.jaxpr.invars, [*inputs[:consts], *named, *x], strict=True))
-        run(body.jaxpr.eqns, known)
-        out = [internals.value_of(known, var) for var in body.jaxpr.outvars]
-        return out[:count], out[count:]
+        known = bound(program.jaxpr, program.consts, [*consts, *named, *xs])
+        run(program.jaxpr.eqns, known)
+        return results_of(known, program.jaxpr.outvars)
 
-    carry, stacked = lax.scan(
-        jax.checkpoint(one, policy=_policy(moves), prevent_cse=False),
-        inputs[consts : consts + count],
-        inputs[consts + count :],
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
-    return [*carry, *stacked]
+    def recomputed(one_pass: Any) -> Any:
+        return jax.checkpoint(one_pass, policy=_policy(moves), prevent_cse=False)
+
+    return scan.again(body, inputs, recomputed)
 
 
-def _forms(eqn: JaxprEqn) -> list[Any]:
-    """The forms of what a loop carries."""
-    consts, count = internals.scan_sizes(eqn)
-    return [var.aval for var in eqn.params["jaxpr"].jaxpr.invars[consts : consts + count]]
+def _carried_vars(scan: Scan) -> list[Any]:
+    """The variables of what a loop carries."""
+    return scan.split(scan.body.jaxpr.invars)[1]
 
 
 def _policy(moves: Moves) -> Any:

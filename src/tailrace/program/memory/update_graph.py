@@ -25,26 +25,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from tailrace.jaxprs import internals
+from tailrace.jaxprs.control import Call, control
 from tailrace.jaxprs.internals import JaxprEqn, Literal
-from tailrace.jaxprs.marks import mark_p
+from tailrace.jaxprs.operations import is_elementwise, is_fill, is_reshape
+from tailrace.jaxprs.own_equations import is_mark
 from tailrace.program.memory.sharded_state import Shares
 
 WHOLE, PIECE = "whole", "piece"
-
-# fmt: off
-_ELEMENTWISE = frozenset((
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
-    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "or", "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
-    "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-))
-# fmt: on
-"""Operations whose result at an index depends on their operands at that index alone."""
-
-_CALLS = ("jit", "custom_jvp_call", "custom_vjp_call", "closed_call", "remat2")
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,7 +76,7 @@ class UpdateGraph:
         self.must_run = [
             Value(eqn.outvars[0].aval if eqn.outvars else None, node)
             for node in self.nodes
-            if (eqn := node.equation).primitive is mark_p or eqn.effects
+            if is_mark(eqn := node.equation) or eqn.effects
         ]
 
     def _open(
@@ -104,9 +91,9 @@ class UpdateGraph:
 
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
-            inside = internals.contents(eqn) if _is_call(eqn) else None
-            if inside is not None:
-                results = self._open(inside[1], inside[2], operands, (*around, eqn))
+            if isinstance(call := control(eqn), Call):
+                inner = call.program
+                results = self._open(inner.jaxpr, inner.consts, operands, (*around, eqn))
             else:
                 node = Node(eqn, operands, around)
                 self.nodes.append(node)
@@ -142,28 +129,8 @@ class UpdateGraph:
             return value.is_input and value.number in held
 
         for node in self.nodes:
-            found[node] = is_elementwise(node) and any(map(of, node.operands))
+            found[node] = is_elementwise(node.equation) and any(map(of, node.operands))
         return of
-
-
-def is_elementwise(node: Node) -> bool:
-    """Whether an operation can be computed on a flat piece of its operands."""
-    eqn = node.equation
-    name = eqn.primitive.name
-    if len(eqn.outvars) != 1:
-        return False
-    made: Any = eqn.outvars[0].aval
-    shape = made.shape
-    if name == "broadcast_in_dim":
-        return node.operands[0].aval.shape == () and shape != ()
-    if name == "reshape":  # the order of the elements stays
-        return eqn.params.get("dimensions") is None and node.operands[0].aval.shape != ()
-    shapes = {operand.aval.shape for operand in node.operands}
-    return name in _ELEMENTWISE and shape != () and shapes <= {shape, ()}
-
-
-def _is_call(eqn: JaxprEqn) -> bool:
-    return internals.operation(eqn) in _CALLS
 
 
 @dataclasses.dataclass
@@ -226,7 +193,7 @@ class Evaluation:
             return [] if piece or form == WHOLE else [(value, WHOLE)]
         if form == WHOLE:
             return [(operand, WHOLE) for operand in node.operands]
-        if is_elementwise(node):
+        if is_elementwise(node.equation):
             return [(o, WHOLE if o.aval.shape == () else PIECE) for o in node.operands]
         return [(value, WHOLE)]
 
@@ -242,7 +209,7 @@ class Evaluation:
                 self.done[key] = self.shares.cut(self._value(value, WHOLE))
             else:
                 self.done[key] = self.given(value.number)
-        elif form == PIECE and not is_elementwise(node):
+        elif form == PIECE and not is_elementwise(node.equation):
             assert self.shares is not None
             self.done[key] = [
                 self.shares.cut(out) if jnp.ndim(out) else out for out in self.done[(node, WHOLE)]
@@ -256,10 +223,9 @@ class Evaluation:
         with contextlib.ExitStack() as scopes:
             for eqn in (*node.around, node.equation):
                 scopes.enter_context(internals.equation_context(eqn))
-            name = node.equation.primitive.name
-            if form == PIECE and name == "reshape":
+            if form == PIECE and is_reshape(node.equation):
                 return [inputs[0]]
-            if form == PIECE and name == "broadcast_in_dim":
+            if form == PIECE and is_fill(node.equation):
                 assert self.shares is not None
                 made: Any = node.equation.outvars[0].aval
                 return [lax.broadcast(inputs[0], (self.shares.count(made.size),))]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataExhausted, DistributedError
+from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.walk import walk
 from tailrace.program.running.segments import Segment
 
@@ -42,7 +43,7 @@ class Agreement:
         text = hashlib.sha256()
         for place in walk(segment.equations):
             made = [str(var.aval) for var in place.equation.outvars]
-            text.update(f"{place.equation.primitive.name} {made}\n".encode())
+            text.update(f"{name_of(place.equation)} {made}\n".encode())
         self.said = {
             "replicas": replicas,
             "elements": "; ".join(elements),

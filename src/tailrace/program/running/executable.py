@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tailrace.devices import devices
 from tailrace.errors import FeedError, ReplicaError
 from tailrace.feeds.feed import Feed, Staged
-from tailrace.jaxprs.internals import JaxprEqn, compiler_options, scan_sizes
+from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.internals import JaxprEqn, compiler_options
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
 from tailrace.program.running.agreement import Agreement
@@ -283,10 +284,8 @@ class Executable:
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
         """The loop, cut to the length of this piece, starting from where the last piece ended."""
-        before, _ = scan_sizes(loop)
-        # The last operand of a `tr.repeat` is its counter, which counts on from piece to piece.
-        invars = [*loop.invars[:before], *self._carried, loop.invars[-1]]
-        return loop.replace(invars=invars, params={**loop.params, "length": self.length})
+        assert self.length is not None
+        return as_scan(loop).piece(self.length, self._carried)
 
     # -- running --------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Var, scan_sizes
+from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Var, variables
+from tailrace.jaxprs.stretches import live_ins, live_outs, made_by
 from tailrace.jaxprs.walk import concerns_us, elements_read
 
 
@@ -38,14 +40,14 @@ class Segment:
     @property
     def length(self) -> int:
         """The number of passes of a loop."""
-        return self.equations[0].params["length"]
+        return as_scan(self.equations[0]).length
 
     @property
     def start(self) -> tuple[tuple[Var, Any], ...]:
         """What a loop carries: the variable of each result, and what it starts from."""
         loop = self.equations[0]
-        before, carried = scan_sizes(loop)
-        return tuple(zip(loop.outvars, loop.invars[before : before + carried], strict=True))
+        _, carried, _ = as_scan(loop).split(loop.invars)
+        return tuple(zip(loop.outvars, carried, strict=True))
 
 
 def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
@@ -59,28 +61,23 @@ def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
         if index < len(jaxpr.eqns):
             groups.append((index, index + 1))
         start = index + 1
-    needed_after: set[Any] = {var for var in jaxpr.outvars if isinstance(var, Var)}
+    needed_after: set[Any] = set(variables(jaxpr.outvars))
     segments: list[Segment] = []
     for first, last in reversed(groups):
         equations = tuple(jaxpr.eqns[first:last])
         is_loop = first in alone
-        made = [var for eqn in equations for var in eqn.outvars]
-        used = [var for eqn in equations for var in eqn.invars if isinstance(var, Var)]
-        inside = set(made)
-        needed = tuple(dict.fromkeys(var for var in used if var not in inside))
+        made = made_by(equations)
         if is_loop:
-            before, carried = scan_sizes(equations[0])
+            loop = as_scan(equations[0])
+            consts, carried, _ = loop.split(equations[0].invars)
             # The counter, behind those, is made anew in each piece.
-            needed = tuple(
-                var for var in equations[0].invars[: before + carried] if isinstance(var, Var)
-            )
-            consts = equations[0].invars[:before]
-            reads = tuple(dict.fromkeys(var for var in consts if isinstance(var, Var)))
-            writes, part = tuple(made), equations[0].params["jaxpr"].jaxpr.eqns
+            needed = tuple(variables([*consts, *carried]))
+            reads, writes = tuple(dict.fromkeys(variables(consts))), tuple(made)
+            part = loop.body.jaxpr.eqns
         else:
-            reads, writes = needed, tuple(var for var in made if var in needed_after)
-            part = equations
+            needed = reads = live_ins(equations)
+            writes, part = live_outs(equations, needed_after), equations
         if writes or any(concerns_us(eqn) or eqn.effects for eqn in equations):
             segments.append(Segment(equations, first, reads, writes, is_loop, elements_read(part)))
-        needed_after = (needed_after - inside) | set(needed)
+        needed_after = (needed_after - set(made)) | set(needed)
     return segments[::-1]

@@ -24,7 +24,12 @@ from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, mark, name_values, path_name
-from tailrace.program.in_program import cross_replica_mean, cross_replica_sum, microbatch
+from tailrace.program.in_program import (
+    cross_replica_mean,
+    cross_replica_sum,
+    microbatch,
+    tracing_training,
+)
 from tailrace.program.loops import repeat, repeat_with, whole
 from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
@@ -173,7 +178,8 @@ class Step:
         before = name_values("buffer", state.model_state)
 
         def forward(params: Any) -> tuple[Any, Any]:
-            loss, after, aux = self.forward(params, before, batch)
+            with tracing_training():
+                loss, after, aux = self.forward(params, before, batch)
             return loss, (after, aux)
 
         if self.taps:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tailrace.errors import ReplicaError
-from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, primitives
-from tailrace.jaxprs.marks import ambient_p, cross_replica_p, dequeue_p, gather_p, mark_p
+from tailrace.jaxprs.control import Call, Cond, Scan, While
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn
+from tailrace.jaxprs.own_equations import ambient_in, has_role, is_dequeue, joins_replicas
+from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position, tag_of, walk
 from tailrace.program.tracing.trace import Traced
 
@@ -26,7 +27,7 @@ def check_in_step(traced: Traced, may_differ: Sequence[bool] | None = None) -> N
         may_differ: which of its results each replica has its own of.
     """
     may_differ = may_differ or [False] * len(traced.out_names)
-    differs = Differing().of(traced.jaxpr, [False] * len(traced.jaxpr.invars))
+    differs = Differing().of(traced.jaxpr, traced.consts, [False] * len(traced.jaxpr.invars))
     for name, varies, may in zip(traced.out_names, differs, may_differ, strict=True):
         if varies and not may:
             raise ReplicaError(
@@ -38,8 +39,8 @@ def check_in_step(traced: Traced, may_differ: Sequence[bool] | None = None) -> N
             )
 
 
-class Differing:
-    """Follows through a program what differs between replicas.
+class Differing(Visitor[bool, None]):
+    """Follows through a program what differs between replicas: True for a value that does.
 
     Attributes:
         at: for each equation, which of its results differ.
@@ -48,70 +49,68 @@ class Differing:
     def __init__(self) -> None:
         self.at: dict[Position, list[bool]] = {}
 
-    def of(self, jaxpr: Jaxpr, inputs: Sequence[bool], position: Position = ()) -> list[bool]:
+    def of(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[bool]) -> list[bool]:
         """Which results of a program differ, if these of its inputs do."""
-        differs: dict[Any, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for index, eqn in enumerate(jaxpr.eqns):
-            here = (*position, index)
-            given = [not isinstance(v, Literal) and differs.get(v, False) for v in eqn.invars]
-            self.at[here] = self._equation(eqn, given, here)
-            differs.update(zip(eqn.outvars, self.at[here], strict=True))
-        return [not isinstance(v, Literal) and differs.get(v, False) for v in jaxpr.outvars]
+        return self.run(jaxpr, consts, inputs, None)
 
-    def _equation(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
-        every = [any(given)] * len(eqn.outvars)
-        if eqn.primitive is dequeue_p:
-            return [True] * len(eqn.outvars)
-        if eqn.primitive is ambient_p:
-            return [eqn.params["what"] in ("key", "replica")]
-        if eqn.primitive in (cross_replica_p, gather_p):
-            return [False]
-        if eqn.primitive is mark_p and eqn.params["tag"].role == "equal at the end":
-            return [False] * len(eqn.outvars)
-        if eqn.primitive is primitives.scan_p:
-            return self._scan(eqn, given, here)
-        if eqn.primitive is primitives.while_p:
-            return self._while(eqn, given, here)
-        if eqn.primitive is primitives.cond_p:
-            return self._cond(eqn, given, here)
-        called = internals.contents(eqn)
-        return every if called is None else self.of(called[1], given, (*here, called[0]))
+    def constant(self, value: Any, var: Any) -> bool:
+        """Constants are equal."""
+        return False
 
-    def _scan(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
-        body = eqn.params["jaxpr"].jaxpr
-        consts, carried = internals.scan_sizes(eqn)
-        carry = given[consts : consts + carried]
+    def made(
+        self, eqn: JaxprEqn, inputs: list[bool], outputs: list[bool], around: None, here: Position
+    ) -> list[bool]:
+        """Remember the flags."""
+        self.at[here] = outputs
+        return outputs
+
+    def plain(self, eqn: JaxprEqn, inputs: list[bool], around: None, here: Position) -> list[bool]:
+        """Whatever is computed from values that differ does; elements and keys do."""
+        differs = any(inputs) or is_dequeue(eqn)
+        if (ambient := ambient_in(eqn)) is not None:
+            differs = ambient.what in ("key", "replica")
+        if joins_replicas(eqn) or has_role(eqn, "equal at the end"):
+            differs = False
+        return [differs] * len(eqn.outvars)
+
+    def call(self, call: Call, inputs: list[bool], around: None, here: Position) -> list[bool]:
+        """What differs in the program called."""
+        return self.run_inner(call.program, inputs, around, here)
+
+    def scan(self, scan: Scan, inputs: list[bool], around: None, here: Position) -> list[bool]:
+        """What differs after some pass differs in all."""
+        consts, carry, xs = scan.split(inputs)
         while True:
-            inputs = [*given[:consts], *carry, *given[consts + carried :]]
-            out = self.of(body, inputs, (*here, 0))
-            grown = [a or b for a, b in zip(carry, out[:carried], strict=True)]
+            out = self.run_inner(scan.body, [*consts, *carry, *xs], around, here)
+            after, ys = scan.split_results(out)
+            grown = [a or b for a, b in zip(carry, after, strict=True)]
             if grown == carry:
-                return [*carry, *out[carried:]]
+                return [*carry, *ys]
             carry = grown
 
-    def _while(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
-        params = eqn.params
-        tests, consts = params["cond_nconsts"], params["body_nconsts"]
-        carry = given[tests + consts :]
+    def while_loop(
+        self, loop: While, inputs: list[bool], around: None, here: Position
+    ) -> list[bool]:
+        """The same; all of it differs if the number of passes does."""
+        tests, consts, carry = loop.split(inputs)
         while True:
-            (test,) = self.of(params["cond_jaxpr"].jaxpr, [*given[:tests], *carry], (*here, 0))
-            body = params["body_jaxpr"].jaxpr
-            inputs = [*given[tests : tests + consts], *carry]
-            out = self.of(body, inputs, (*here, 1))
+            (test,) = self.run_inner(loop.condition, [*tests, *carry], around, here)
+            out = self.run_inner(loop.body, [*consts, *carry], around, here)
             if test:
-                _refuse_joint_acts(body, "a while loop", "condition")
+                _refuse_joint_acts(loop.body.jaxpr, "a while loop", "condition")
             grown = [test or a or b for a, b in zip(carry, out, strict=True)]
             if grown == carry:
                 return carry
             carry = grown
 
-    def _cond(self, eqn: JaxprEqn, given: list[bool], here: Position) -> list[bool]:
-        chosen, *operands = given
+    def cond(self, cond: Cond, inputs: list[bool], around: None, here: Position) -> list[bool]:
+        """What differs in some branch; all of it if the choice does."""
+        chosen, operands = cond.split(inputs)
         results = []
-        for number, branch in enumerate(eqn.params["branches"]):
+        for branch in cond.branches:
             if chosen:
                 _refuse_joint_acts(branch.jaxpr, "a branch", "predicate")
-            results.append(self.of(branch.jaxpr, operands, (*here, number)))
+            results.append(self.run_inner(branch, operands, around, here))
         return [chosen or any(each) for each in zip(*results, strict=True)]
 
 
@@ -119,7 +118,7 @@ def _refuse_joint_acts(jaxpr: Jaxpr, where: str, what: str) -> None:
     """Refuse what all replicas must do together, in code that only some of them run."""
     remedy = f"Make the {what} equal first, with tr.cross_replica_mean or tr.cross_replica_sum"
     for place in walk(jaxpr.eqns):
-        if place.equation.primitive in (cross_replica_p, gather_p):
+        if joins_replicas(place.equation):
             raise ReplicaError(
                 f"A reduction over replicas stands in {where} whose {what} differs between "
                 f"replicas: some would wait for others that never come. {remedy}."

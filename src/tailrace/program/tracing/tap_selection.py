@@ -76,7 +76,7 @@ def look(
             )
     differing = Differing()
     if traced.replicas > 1:
-        differing.of(traced.jaxpr, [False] * len(traced.jaxpr.invars))
+        differing.of(traced.jaxpr, traced.consts, [False] * len(traced.jaxpr.invars))
 
     def describe(entry: Entry) -> tuple[Any, ...]:
         place = places[entry.position]

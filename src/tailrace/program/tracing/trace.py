@@ -12,16 +12,10 @@ from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue, OutfeedTarget
 from tailrace.jaxprs import internals, jax_seams
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
-from tailrace.jaxprs.marks import (
-    FORWARD,
-    ProgramTrace,
-    ambient_p,
-    dequeue_p,
-    mark_p,
-    path_name,
-    tracing,
-)
+from tailrace.jaxprs.control import jit_of, scan_of
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn
+from tailrace.jaxprs.marks import FORWARD, ProgramTrace, path_name, tracing
+from tailrace.jaxprs.own_equations import ambient_in, is_dequeue, tag_in
 from tailrace.jaxprs.walk import BRANCH, LOOP, Place, elements_read, loop_tag, tag_of, walk
 from tailrace.taps.frame import Emission
 
@@ -102,20 +96,17 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _open_outermost_calls(jaxpr: Jaxpr, consts: tuple[Any, ...]) -> tuple[Jaxpr, tuple[Any, ...]]:
     """Unwrap a program that is one single `jit` call, so that its loops stand at the top."""
-    while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive is primitives.jit_p:
-        call = jaxpr.eqns[0]
-        inner = call.params["jaxpr"]
-        straight = list(call.invars) == list(jaxpr.invars) and not jaxpr.constvars
-        if not straight or list(call.outvars) != list(jaxpr.outvars):
+    while len(jaxpr.eqns) == 1 and (call := jit_of(jaxpr.eqns[0])) is not None:
+        (eqn,) = jaxpr.eqns
+        straight = list(eqn.invars) == list(jaxpr.invars) and not jaxpr.constvars
+        if not straight or list(eqn.outvars) != list(jaxpr.outvars):
             break
-        jaxpr, consts = inner.jaxpr, tuple(inner.consts)
+        jaxpr, consts = call.program.jaxpr, call.program.consts
     return jaxpr, consts
 
 
 def _check_nothing_lost(context: ProgramTrace, places: list[Place]) -> None:
-    found = {
-        place.equation.params["tag"].site for place in places if place.equation.primitive is mark_p
-    }
+    found = {tag.site for place in places if (tag := tag_in(place.equation)) is not None}
     lost = [text for number, text in context.sites.items() if number not in found]
     if lost:
         raise ProgramError(
@@ -128,18 +119,18 @@ def _check_nothing_lost(context: ProgramTrace, places: list[Place]) -> None:
 def _check_keys(places: list[Place]) -> None:
     seen: set[int] = set()
     for place in places:
-        eqn = place.equation
-        backward = place.replayed or "transpose(" in _scopes(place)
-        if eqn.primitive is not ambient_p or eqn.params["what"] != "key" or backward:
+        ambient = ambient_in(place.equation)
+        if ambient is None or ambient.what != "key":
             continue
-        call = eqn.params["call"]
-        if call in seen:
+        if place.replayed or "transpose(" in _scopes(place):
+            continue
+        if ambient.call in seen:
             raise ProgramError(
                 "tr.key() is called in a jitted function that the step calls more than once. JAX "
                 "traces such a function once, so both calls would draw the same numbers. Make the "
                 "key outside and pass it in, or remove the inner jax.jit."
             )
-        seen.add(call)
+        seen.add(ambient.call)
 
 
 def _scopes(place: Place) -> str:
@@ -148,7 +139,7 @@ def _scopes(place: Place) -> str:
 
 def _check_reads(places: list[Place]) -> None:
     for place in places:
-        if place.equation.primitive is not dequeue_p:
+        if not is_dequeue(place.equation):
             continue
         if any(around.kind == BRANCH for around in place.inside):
             raise ProgramError(
@@ -222,6 +213,5 @@ def top_loops(traced: Traced) -> list[int]:
 
 def is_repeat(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `tr.repeat` with a fixed length."""
-    if eqn.primitive is not primitives.scan_p:
-        return False
-    return loop_tag(eqn.params["jaxpr"].jaxpr) is not None
+    scan = scan_of(eqn)
+    return scan is not None and loop_tag(scan.body.jaxpr) is not None

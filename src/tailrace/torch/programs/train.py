@@ -29,9 +29,9 @@ from tailrace.torch.calls.options import Execution, ModelOptions
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.programs.portions import Portions
 from tailrace.torch.tracing.forward import Forward
-from tailrace.training.description import describe
-from tailrace.training.engine import Engine
-from tailrace.training.journal import Journal
+from tailrace.trainer.description import describe
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.journal import Journal
 
 _HYPER = "optimizer_state/hyper"
 

@@ -21,8 +21,8 @@ from torch.autograd import function as autograd
 from torch.utils import checkpoint
 
 from tailrace.errors import ProgramError
-from tailrace.jaxprs import internals
-from tailrace.program.memory.offload_segments import run
+from tailrace.jaxprs.internals import ClosedJaxpr
+from tailrace.jaxprs.stretches import bound, results_of, run
 from tailrace.torch.calls.containers import rebuild
 from tailrace.torch.tracing.watch import Watch, current_watch, is_traced
 
@@ -156,9 +156,9 @@ class _Call:
 
         def back(held: Any, gradients: Any) -> Any:
             jaxpr = program.jaxpr
-            known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *gradients], strict=True))
+            known = bound(jaxpr, held, gradients)
             run(jaxpr.eqns, known)
-            found = [internals.value_of(known, var) for var in jaxpr.outvars]
+            found = results_of(known, jaxpr.outvars)
             by_number = dict(zip(positions, found, strict=True))
             return [by_number.get(number) for number in self.wanted], None, None
 
@@ -167,7 +167,7 @@ class _Call:
 
     def _backward(
         self, results: Sequence[Any], flowing: list[int], values: list[Any]
-    ) -> tuple[internals.ClosedJaxpr, list[int]]:
+    ) -> tuple[ClosedJaxpr, list[int]]:
         """backward as a program of the gradients, and the arguments that it gives gradients of."""
         watch, positions = self.watch, []
         key = watch.env.get_and_rotate_prng_key()

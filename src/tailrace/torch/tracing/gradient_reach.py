@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import jax.numpy as jnp
-
-from tailrace.jaxprs import internals
+from tailrace.jaxprs.control import jit_of
+from tailrace.jaxprs.internals import variables
+from tailrace.jaxprs.operations import stops_gradient
+from tailrace.jaxprs.stretches import is_float
 
 
 def inputs_with_gradient(jaxpr: Any, results: Iterable[Any]) -> set[Any]:
@@ -16,22 +17,17 @@ def inputs_with_gradient(jaxpr: Any, results: Iterable[Any]) -> set[Any]:
     As in PyTorch, `detach` and integers end a path, and a derivative that is zero does not. Programs
     inside of an equation other than a plain call count as paths from all inputs to all outputs.
     """
-    wanted = set(internals.variables(results))
+    wanted = set(variables(results))
     for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name == "stop_gradient" or wanted.isdisjoint(eqn.outvars):
+        if stops_gradient(eqn) or wanted.isdisjoint(eqn.outvars):
             continue
         sources = list(eqn.invars)
-        call = internals.contents(eqn) if eqn.primitive is internals.primitives.jit_p else None
+        call = jit_of(eqn)
         if call is not None:
-            inner = call[1]
+            inner = call.program.jaxpr
             pairs = zip(inner.outvars, eqn.outvars, strict=True)
             reached = inputs_with_gradient(inner, [one for one, out in pairs if out in wanted])
             pairs = zip(inner.invars, eqn.invars, strict=True)
             sources = [var for one, var in pairs if one in reached]
-        floats = (v for v in internals.variables(sources) if jnp.issubdtype(_dtype(v), jnp.inexact))
-        wanted.update(floats)
+        wanted.update(filter(is_float, variables(sources)))
     return wanted.intersection(jaxpr.invars)
-
-
-def _dtype(var: Any) -> Any:
-    return getattr(var.aval, "dtype", bool)  # tokens have none

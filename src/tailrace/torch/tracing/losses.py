@@ -14,6 +14,7 @@ import torch.nn.functional as functional
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs import internals
+from tailrace.jaxprs.operations import keeps_value, stops_gradient
 from tailrace.torch.tracing.gradient_reach import inputs_with_gradient
 from tailrace.torch.tracing.watch import current_watch
 
@@ -119,14 +120,10 @@ def computed_after(jaxpr: Any, loss: Any, results: Sequence[Any]) -> list[int]:
     reached, same = {loss}, {loss}
     for eqn in jaxpr.eqns:
         sources = internals.variables(eqn.invars)
-        if reached.isdisjoint(sources) or eqn.primitive.name == "stop_gradient":
+        if reached.isdisjoint(sources) or stops_gradient(eqn):
             continue
         reached.update(eqn.outvars)
-        if eqn.primitive.name in _SAME and not same.isdisjoint(sources):
+        if keeps_value(eqn) and not same.isdisjoint(sources):
             same.update(eqn.outvars)
     found = enumerate(results)
     return [n for n, var in found if isinstance(var, internals.Var) and var in reached - same]
-
-
-_SAME = frozenset(["copy", "copy_p", "convert_element_type", "reshape", "squeeze"])
-"""Equations that leave a loss what it is."""

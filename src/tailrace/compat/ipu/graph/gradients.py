@@ -18,8 +18,12 @@ from tailrace.compat.ipu.errors import IPUTypeError
 from tailrace.compat.ipu.graph.state import inside, is_variable, value_of
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from tailrace.jaxprs.control import programs_in
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Primitive, Var, variables
 from tailrace.jaxprs.marks import Tag, mark
+from tailrace.jaxprs.operations import name_of
+from tailrace.jaxprs.own_equations import is_made_by
+from tailrace.jaxprs.stretches import bound, made_by, needed_for, results_of, run
 
 _gradients_p = Primitive("ipu_gradients")
 _gradients_p.multiple_results = True
@@ -107,17 +111,16 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     jaxpr = closed.jaxpr
     for eqn in jaxpr.eqns:
         _refuse_hidden(eqn)
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
+    known = bound(jaxpr, closed.consts, args)
     waiting = list(jaxpr.eqns)
     while waiting:
-        asked = next((i for i, eqn in enumerate(waiting) if eqn.primitive is _gradients_p), None)
+        asked = next((i for i, eqn in enumerate(waiting) if is_made_by(eqn, _gradients_p)), None)
         if asked is None:
-            _run(waiting, known)
+            run(waiting, known)
             break
         _answer(waiting[:asked], waiting[asked], known)
         waiting = waiting[asked + 1 :]
-    return [internals.value_of(known, var) for var in jaxpr.outvars]
+    return results_of(known, jaxpr.outvars)
 
 
 def _answer(before: list[JaxprEqn], question: JaxprEqn, known: dict[Any, Any]) -> None:
@@ -125,50 +128,43 @@ def _answer(before: list[JaxprEqn], question: JaxprEqn, known: dict[Any, Any]) -
     loss, *at = question.invars
     free = [var for var in dict.fromkeys(at) if isinstance(var, Var)]
     way = _on_the_way(before, free, loss)
-    made = [var for eqn in way for var in eqn.outvars]
-    first, apart = _needed(before, free), {id(eqn) for eqn in way}
-    _run(first, known)
+    made = made_by(way)
+    first, apart = needed_for(before, free), {id(eqn) for eqn in way}
+    run(first, known)
     apart.update(map(id, first))
     late, rest = set(made), []
     for eqn in before:
         if id(eqn) in apart:
             continue
-        if any(var in late for var in _variables(eqn.invars)):
+        if any(var in late for var in variables(eqn.invars)):
             late.update(eqn.outvars)
             rest.append(eqn)
         else:
-            _run([eqn], known)
+            run([eqn], known)
 
     def forward(values: Any) -> Any:
         local = known | dict(zip(free, values, strict=True))
-        _run(way, local)
+        run(way, local)
         return jnp.sum(internals.value_of(local, loss)), [local[var] for var in made]
 
-    grads, results = jax.grad(forward, has_aux=True)([known[var] for var in free])
-    known.update(zip(made, results, strict=True))
-    _run(rest, known)
+    grads, values = jax.grad(forward, has_aux=True)([known[var] for var in free])
+    known.update(zip(made, values, strict=True))
+    run(rest, known)
     for var, out in zip(at, question.outvars, strict=True):
         known[out] = grads[free.index(var)] if isinstance(var, Var) else jnp.zeros_like(var.val)
 
 
 def _refuse_hidden(eqn: JaxprEqn) -> None:
     """Refuse a question inside of an equation, from where the way to the loss cannot be seen."""
-    for _, _, inner, _ in internals.inner_jaxprs(eqn):
+    for inner in programs_in(eqn):
         for each in inner.eqns:
-            if each.primitive is _gradients_p:
+            if is_made_by(each, _gradients_p):
                 raise ProgramError(
-                    f"A gradient is asked for inside of {eqn.primitive.name!r}. Ask for it in the "
+                    f"A gradient is asked for inside of {name_of(eqn)!r}. Ask for it in the "
                     f"body of the loop or the function itself: remove the jax.jit around it, or "
                     f"use jax.grad on a function there."
                 )
             _refuse_hidden(each)
-
-
-def _run(equations: Sequence[JaxprEqn], known: dict[Any, Any]) -> None:
-    for eqn in equations:
-        with internals.equation_context(eqn):
-            out = internals.bind_again(eqn, [internals.value_of(known, var) for var in eqn.invars])
-        known.update(zip(eqn.outvars, out, strict=True))
 
 
 def _on_the_way(equations: list[JaxprEqn], start: list[Any], end: Any) -> list[JaxprEqn]:
@@ -176,21 +172,7 @@ def _on_the_way(equations: list[JaxprEqn], start: list[Any], end: Any) -> list[J
     touched, forward = set(start), []
     for eqn in equations:
         begins_here = any(var in start for var in eqn.outvars)
-        if not begins_here and any(var in touched for var in _variables(eqn.invars)):
+        if not begins_here and any(var in touched for var in variables(eqn.invars)):
             touched.update(eqn.outvars)
             forward.append(eqn)
-    return _needed(forward, _variables([end]))
-
-
-def _needed(equations: list[JaxprEqn], results: list[Any]) -> list[JaxprEqn]:
-    """The equations that `results` are computed by, in order."""
-    needed, found = set(results), []
-    for eqn in reversed(equations):
-        if any(var in needed for var in eqn.outvars):
-            needed.update(_variables(eqn.invars))
-            found.append(eqn)
-    return found[::-1]
-
-
-def _variables(operands: Sequence[Any]) -> list[Any]:
-    return [var for var in operands if not isinstance(var, Literal)]
+    return needed_for(forward, [end])

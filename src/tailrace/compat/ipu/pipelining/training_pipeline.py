@@ -43,7 +43,7 @@ from tailrace.compat.ipu.pipelining.stage_model import (
 )
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.training.engine import Engine
+from tailrace.trainer.engine import Engine
 
 
 class Training:

@@ -1,0 +1,192 @@
+"""The one file that meets Orbax: arrays by name and a note, in a directory, whole or not at all.
+
+Orbax writes into a directory of another name and renames it when all is there. Here that directory
+is forced to the disk and renamed once more, so that what has its final name survives a loss of power.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
+
+FORMAT = 1
+"""The form of what is written; a later one is refused with a sentence."""
+
+UNFINISHED = ".unfinished"
+"""The ending of a directory that is being written."""
+
+LIMIT = "TAILRACE_CHECKPOINT_BYTES"
+"""The environment variable that raises the limit on what is read."""
+
+MOST_BYTES = 1 << 40
+"""What the arrays of one checkpoint may claim to take, before any of them is read."""
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def import_orbax() -> Any:
+    """Orbax's interface, version 1; or what to install."""
+    for name in ("orbax.checkpoint.v1", "orbax.checkpoint.experimental.v1"):
+        try:
+            orbax = importlib.import_module(name)
+        except ImportError:
+            continue
+        for needed in ("save", "load", "metadata"):
+            if not callable(getattr(orbax, needed, None)):
+                raise VersionError(
+                    f"Tailrace does not know this version of Orbax: {name} has no {needed!r}. Use "
+                    f"orbax-checkpoint>=0.12.8,<0.13."
+                )
+        return orbax
+    raise MissingDependency(
+        "Checkpoints are written with Orbax, which is not installed: "
+        "pip install 'tailrace[checkpoint]'."
+    )
+
+
+def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
+    """Write a checkpoint; `path` is there afterwards, or unchanged if anything went wrong."""
+    orbax = import_orbax()
+    partial = path.with_name(path.name + UNFINISHED)
+    forms = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
+    said = {"format": FORMAT, "note": json.loads(json.dumps(note)), "arrays": forms}
+    # Orbax keeps no empty arrays, and no tree without any.
+    kept = {name: np.asarray(array) for name, array in arrays.items() if array.size}
+    kept = kept or {"nothing": np.zeros(1, np.int8)}
+    with sentence(path, "cannot be written"), _quiet():
+        shutil.rmtree(partial, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        orbax.save(str(partial), kept, custom_metadata=said)
+        _force(partial)
+        os.rename(partial, path)
+        _force_folder(path.parent)
+
+
+def read_note(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], str]]]:
+    """What a checkpoint says of itself, and the forms of its arrays; no array is read."""
+    orbax = import_orbax()
+    with sentence(path, "cannot be read"), _quiet():
+        found = orbax.metadata(str(path))
+        said = found.custom_metadata
+        stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
+        version = said["format"]
+        forms = {
+            name: (tuple(shape), str(dtype)) for name, (shape, dtype) in said["arrays"].items()
+        }
+        note = dict(said["note"])
+    if version != FORMAT:
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} has form {version!r}; this version of Tailrace reads "
+            f"form {FORMAT}. Use the version that wrote it."
+        )
+    expected = {name: form for name, form in forms.items() if math.prod(form[0])}
+    if expected and stored != expected:
+        raise CheckpointError(f"The checkpoint {str(path)!r} is damaged: its parts do not agree.")
+    _check_size(path, forms)
+    return note, forms
+
+
+def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """All arrays of a checkpoint by name, and its note."""
+    orbax = import_orbax()
+    note, forms = read_note(path)
+    with sentence(path, "cannot be read"), _quiet():
+        loaded = (
+            orbax.load(str(path)) if any(math.prod(shape) for shape, _ in forms.values()) else {}
+        )
+        arrays = {
+            name: np.asarray(loaded[name]) if math.prod(shape) else np.zeros(shape, _dtype(dtype))
+            for name, (shape, dtype) in forms.items()
+        }
+    for name, (shape, dtype) in forms.items():
+        if arrays[name].shape != shape or str(arrays[name].dtype) != dtype:
+            raise CheckpointError(f"The checkpoint {str(path)!r} is damaged: array {name!r}.")
+    return arrays, note
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; half of one is never left under its name."""
+    partial = path.with_name(path.name + UNFINISHED)
+    shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rename(path, partial)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def sentence(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever a file system or Orbax raises into one sentence."""
+    try:
+        yield
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} {what}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_size(path: Path, forms: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    claimed = sum(math.prod(shape) * _dtype(dtype).itemsize for shape, dtype in forms.values())
+    limit = os.environ.get(LIMIT, "")
+    most = int(limit) if limit.isdigit() else MOST_BYTES
+    if claimed > most:
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} says that its arrays take {claimed:,} bytes, which is more "
+            f"than the limit of {most:,}. If that is right, set {LIMIT}={claimed}."
+        )
+
+
+def _dtype(name: str) -> np.dtype:
+    import jax.numpy as jnp
+
+    try:
+        return np.dtype(jnp.dtype(name))
+    except TypeError:
+        raise CheckpointError(f"A checkpoint has no arrays of dtype {name!r}.") from None
+
+
+def _force(folder: Path) -> None:
+    """Force all files below a folder, and their names, to the disk."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            handle = os.open(os.path.join(place, name), os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        _force_folder(Path(place))
+
+
+def _force_folder(folder: Path) -> None:
+    if os.name == "nt":  # which opens no folders
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax tells of each file it writes; that is for its own developers."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,53 @@
+"""An engine in words that go into a file: devices, options, taps, catalogue, plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tailrace.devices.devices import available
+from tailrace.trainer.engine import Engine
+
+
+def describe(engine: Engine, steps_per_execution: int | None) -> dict[str, Any]:
+    """What a run directory says of the fit that writes it, ready for JSON."""
+    plan, mesh = engine.plan, engine.placement.mesh
+    return {
+        "devices": [
+            {"platform": device.platform, "kind": device.device_kind, "id": device.id}
+            for device in (available()[:1] if mesh is None else mesh.devices.flat)
+        ],
+        "options": {
+            "steps_per_execution": "auto" if steps_per_execution is None else steps_per_execution,
+            "microbatches": engine.accumulation.microbatches,
+            "reduction": str(engine.accumulation.reduction),
+            "replicas": engine.placement.replicas,
+            "seed": engine.seed,
+        },
+        "taps": [
+            {
+                "select": describe_select(tap.select),
+                "mode": f"every({tap.period})" if tap.period > 1 else str(tap.mode),
+                "reduce": tap.kind,
+            }
+            for tap in engine.taps
+        ],
+        "catalogue": json.loads(engine.sight.catalogue.to_json()),
+        "plan": plan.to_json(ticks=False) if plan is not None else None,
+    }
+
+
+def describe_select(select: Any) -> Any:
+    """A selection as JSON: globs as they are, the rest in words.
+
+    >>> describe_select(["grad/*", re.compile("^loss$")])
+    ['grad/*', 're.compile(^loss$)']
+    """
+    if isinstance(select, str):
+        return select
+    if isinstance(select, re.Pattern):
+        return f"re.compile({select.pattern})"
+    if isinstance(select, list | tuple | set):
+        return [describe_select(part) for part in select]
+    return f"function {getattr(select, '__name__', type(select).__name__)}"

@@ -1,0 +1,69 @@
+"""Ctrl-C and SIGTERM during a fit: once to finish properly, twice to leave at once.
+
+The first signal lets the execution that runs come to its end; then the fit saves, if it has a
+checkpoint, and raises. While the fit waits for its dataset there is nothing to finish, and it leaves
+right there. A second signal does not wait for anything.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """While it is open, signals are taken down instead of raised; in the main thread only.
+
+    Args:
+        may_leave: whether nothing is under way that would have to be finished first.
+
+    Attributes:
+        asked: the signal that came; None before.
+    """
+
+    def __init__(self, may_leave: Callable[[], bool]) -> None:
+        self._may_leave = may_leave
+        self.asked: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+            for number in SIGNALS:
+                signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._put_back()
+
+    def reraise(self) -> None:
+        """Raise what the signal means, if one came."""
+        if self.asked is not None:
+            raise _meaning(self.asked)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None:
+            self._put_back()
+            raise _meaning(number)
+        self.asked = number
+        if self._may_leave():
+            raise _meaning(number)
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+
+def _meaning(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
