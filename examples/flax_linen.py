@@ -1,7 +1,7 @@
 """A Flax Linen network with BatchNorm and Dropout: its variables are given to the trainer.
 
 Of the collections, "params" is trained and "batch_stats" goes from step to step: the loss function
-returns what `model.apply` says has changed. Evaluation is a function of its own.
+returns what `model.apply` says has changed. `tr.training()` tells a step from an evaluation.
 """
 
 import argparse
@@ -30,20 +30,12 @@ class Network(nn.Module):
 MODEL = Network()
 
 
-def measured(logits, labels):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
-
-
 def loss_fn(variables, images, labels):
-    keys = {"dropout": tr.key()}
-    logits, updates = MODEL.apply(variables, images, True, rngs=keys, mutable=["batch_stats"])
-    loss, aux = measured(logits, labels)
-    return loss, (updates, aux)
-
-
-def eval_fn(variables, images, labels):
-    return measured(MODEL.apply(variables, images, False), labels)
+    train = tr.training()
+    keys = {"dropout": tr.key()} if train else {}
+    logits, updates = MODEL.apply(variables, images, train, rngs=keys, mutable=["batch_stats"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), (updates, {"accuracy": (logits.argmax(-1) == labels).mean()})
 
 
 def main(epochs=5, batch_size=50):
@@ -58,7 +50,7 @@ def main(epochs=5, batch_size=50):
     )
     for epoch in range(epochs):
         history = trainer.fit(train, epochs=1, progress=False)
-        found = trainer.evaluate(test, eval_fn)
+        found = trainer.evaluate(test)
         print(
             f"epoch {epoch}: loss {history.loss.mean():.3f}, "
             f"test loss {found['loss']:.3f}, test accuracy {found['accuracy']:.3f}"
