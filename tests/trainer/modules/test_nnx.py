@@ -386,3 +386,22 @@ def test_without_a_module_there_is_no_model():
     )
     with pytest.raises(ProgramError, match="trainer.model is the module that was given"):
         _ = trainer.model
+
+
+# -- around the steps ---------------------------------------------------------------------------
+
+
+def test_validation_and_checkpoints(tmp_path):
+    def error_of(model, x, y):
+        return {"error": jnp.abs(model(x) - y).max()}
+
+    trainer = trainer_of(Model(), eval_fn=error_of)
+    data, held_out = ELEMENTS[:4], ELEMENTS[4:]
+    history = trainer.fit(data, epochs=2, progress=False, validation_data=held_out)
+    found = trainer.evaluate(held_out)
+    assert history["val_error"][-1] == pytest.approx(found["error"])
+    trainer.save(tmp_path / "saved")
+    again = trainer_of(Model(seed=1))
+    again.restore(tmp_path / "saved")
+    assert_bits_equal((again.params, again.model_state), (trainer.params, trainer.model_state))
+    assert again.step == 8
