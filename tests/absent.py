@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 NEEDS = {
+    "modules": ("flax", "equinox"),
     "porch_keras": ("keras",),
     "runs": ("zarr",),
     "page": ("zarr",),

@@ -112,8 +112,7 @@ def check_arrays(what: str, tree: Any) -> None:
         except (TypeError, ValueError, OverflowError):
             raise ProgramError(
                 f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, a "
-                f"{type(leaf).__name__}. Give the arrays only and close over the rest; with Equinox: "
-                f"params, static = eqx.partition(model, eqx.is_inexact_array)."
+                f"{type(leaf).__name__}. Give the arrays only and close over the rest."
             ) from None
 
 

@@ -39,6 +39,7 @@ from tailrace.trainer.fit import Fit
 from tailrace.trainer.fit_call import FitCall, effective_batch_size
 from tailrace.trainer.fit_progress import Duration, Progress
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.pace import Pace, pace_for, parse_steps
 from tailrace.trainer.step_counts import agreed_total_steps
 from tailrace.trainer.validation import Validation
@@ -52,7 +53,9 @@ class Trainer:
             `loss_fn(params, model_state, *batch)` returns `(loss, (new_state, aux))`. Scalars in
             `aux` become part of the history.
         optimizer: an optax transformation.
-        params: the parameters to start from, a tree of float arrays. They are copied.
+        params: the parameters to start from, a tree of float arrays. They are copied. Or a module: an
+            `nnx.Module`, an Equinox module, or the variables of a Linen module; `loss_fn` and every
+            other function is then called with the module in the place of the parameters.
         steps_per_execution: how many steps one dispatch runs; "auto" finds out.
         accumulation: how many microbatches make a step, or a `tr.Accumulation`.
         replicas: how many copies train side by side. None: as many as there are devices.
@@ -109,13 +112,14 @@ class Trainer:
         run_dir: Any = None,
         eval_fn: Callable[..., Any] | None = None,
     ) -> None:
+        self._bound, loss_fn = bind(loss_fn, params, model_state)
         self.engine = Engine(
             loss_fn,
             optimizer,
-            params,
+            self._bound.params,
             accumulation=accumulation,
             replicas=replicas,
-            model_state=model_state,
+            model_state=self._bound.model_state,
             replica_state=replica_state,
             offload_optimizer_state=offload_optimizer_state,
             shard_optimizer_state=shard_optimizer_state,
@@ -132,7 +136,7 @@ class Trainer:
         self._seconds_per_step: float | None = None
         self._epochs = 0  # that were begun, over all fits
         self._kept_fits = 0  # that keep checkpoints
-        self._eval_fn = check_eval_fn(eval_fn)
+        self._eval_fn = check_eval_fn(eval_fn) and self._bound.function(eval_fn)
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -145,12 +149,19 @@ class Trainer:
     def params(self) -> Any:
         """The parameters as they are now: a copy."""
         params = self.engine.copied(self.engine.state.params)
-        return params if self.pipeline is None else self.pipeline.tie(params)
+        return self._bound.shown_params(
+            params if self.pipeline is None else self.pipeline.tie(params)
+        )
 
     @property
     def model_state(self) -> Any:
         """The model state as it is now: a copy."""
-        return self.engine.copied(self.engine.state.model_state)
+        return self._bound.shown_state(self.engine.copied(self.engine.state.model_state))
+
+    @property
+    def model(self) -> Any:
+        """The module that was given in the place of parameters, with the values of now: a copy."""
+        return self._bound.model(*self.engine.copied(self.engine.read()))
 
     @property
     def step(self) -> int:
@@ -367,7 +378,7 @@ class Trainer:
         Returns:
             One value by name.
         """
-        fn = self._eval_fn if fn is None else fn
+        fn = self._eval_fn if fn is None else self._bound.function(fn)
         return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine)
 
     def predict(
@@ -389,6 +400,8 @@ class Trainer:
         read = self.engine.read()
         if fn is None and isinstance(self.engine.step_function, PipelineStep):
             fn = self.engine.step_function.outputs
+        elif callable(fn):
+            fn = self._bound.function(fn)
         if not callable(fn):
             raise OptionError(
                 f"predict needs a function of parameters and batch. Received: {fn!r}. Give it "

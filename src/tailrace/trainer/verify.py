@@ -13,6 +13,7 @@ from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.taps.tap import Tap
+from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.trainer import Trainer
 
 
@@ -93,6 +94,8 @@ def verify(
         raise OptionError(f"verify compares a tr.Pipeline. Received: {pipeline!r}.")
     import optax
 
+    bound, pipeline = bind(pipeline, params, model_state)
+    params, model_state = bound.params, bound.model_state
     count = pipeline.accumulation.microbatches * replicas
     elements = batch if isinstance(batch, list) and len(batch) == count else [batch] * count
 
