@@ -196,6 +196,7 @@ CONTRACT = [
     "Callback",
     "DeviceError",
     "InfeedQueue",
+    "LossScale",
     "OutfeedQueue",
     "PipelineSchedule",
     "TailraceError",

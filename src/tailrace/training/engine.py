@@ -40,7 +40,7 @@ from tailrace.records.records import take_records
 from tailrace.taps.activation_listing import listing_activations
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import StopOnNonfinite, Tap, parse_taps
-from tailrace.training.checks import check_model, check_replica_state
+from tailrace.training.checks import check_model, check_numbers, check_replica_state
 from tailrace.training.executions import Results, Ticket
 from tailrace.training.memory_plan import on_host, placement_of, plan_memory
 from tailrace.training.nonfinite_guard import diagnose, first_bad_step
@@ -62,6 +62,8 @@ class Engine:
         offload_activations: keep activations in host memory until the backward pass.
         seed: where the keys of `tr.key()` come from.
         observe: taps.
+        loss_scale: how the loss is scaled.
+        precision: in which dtype the loss function computes.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Engine:
         offload_activations: bool = False,
         seed: int = 0,
         observe: Any = (),
+        loss_scale: Any = None,
+        precision: Any = None,
     ) -> None:
         self.pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
         accumulation, params = check_model(
@@ -112,10 +116,13 @@ class Engine:
             tuple(self.taps),
             self.memory.keeping,
             self.memory.held_activations,
+            *check_numbers(loss_scale, precision, self.taps, params),
         )
-        forms = jax.eval_shape(lambda: (params, model_state))
-        self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), forms[1])
-        self._state: TrainState | None = self._first_state(params, first, model_state)
+        scaling = self.step_function.loss_scale
+        scale = scaling.init() if scaling is not None else None
+        forms = jax.eval_shape(lambda: (params, model_state, scale))
+        self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), *forms[1:])
+        self._state: TrainState | None = self._first_state(params, first, model_state, scale)
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
         self._active: tuple[LoopRunner, LoopState] | None = None
@@ -397,7 +404,9 @@ class Engine:
         assert self._state is not None
         return self._state
 
-    def _first_state(self, params: Any, first: FirstState, model_state: Any) -> TrainState:
+    def _first_state(
+        self, params: Any, first: FirstState, model_state: Any, scale: Any
+    ) -> TrainState:
         # Of a pipeline on the host, until it is known which device holds what.
         place = self.placement.own if self.pipeline is None else on_host
         keeping = self.memory.keeping
@@ -406,7 +415,8 @@ class Engine:
             made = jax.tree.unflatten(jax.tree.structure(first.forms), leaves)
         else:
             made = keeping.hold(first.leaves(), self.placement)
-        return TrainState(jax.tree.map(place, params), made, jax.tree.map(place, model_state))
+        params, model_state, scale = jax.tree.map(place, (params, model_state, scale))
+        return TrainState(params, made, model_state, scale)
 
     def _own_of_replicas(self) -> list[bool]:
         """For each leaf of the state, whether every replica has its own."""

@@ -23,6 +23,7 @@ from tailrace.pipeline.running.report import PipelineReport
 from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.records.records import Records
@@ -70,6 +71,10 @@ class Trainer:
         observe: taps (`tr.Tap`), or selections whose statistics are wanted. Their records are in
             `trainer.records`.
         observe_bytes: the most that the records of one execution may take on the device.
+        loss_scale: what the loss is multiplied by, so that small gradients survive float16: a number,
+            "dynamic", or a `tr.LossScale`. A step whose gradients are not finite is then skipped.
+        precision: the dtype in which the loss function computes, "bfloat16" or "float16": it gets its
+            parameters and the floats of its batch so. Parameters, gradients and optimizer stay.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
 
@@ -101,6 +106,8 @@ class Trainer:
         seed: int = 0,
         observe: Any = (),
         observe_bytes: int = MOST_BYTES,
+        loss_scale: LossScale | float | str | None = None,
+        precision: Any = None,
         run_dir: Any = None,
     ) -> None:
         self.engine = Engine(
@@ -116,6 +123,8 @@ class Trainer:
             offload_activations=offload_activations,
             seed=seed,
             observe=observe,
+            loss_scale=loss_scale,
+            precision=precision,
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._observe_bytes = observe_bytes
@@ -142,6 +151,12 @@ class Trainer:
     def model_state(self) -> Any:
         """The model state as it is now: a copy."""
         return self.engine.copied(self.engine.state.model_state)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied by; None if it is not scaled."""
+        scale = self.engine.state.loss_scale
+        return None if scale is None else float(self.engine.copied(scale.scale))
 
     @property
     def step(self) -> int:
