@@ -105,7 +105,7 @@ class LossScale:
         grown = state.scale * jnp.float32(self.growth)
         grown = jnp.where(due & jnp.isfinite(grown), grown, state.scale)
         # Zero would make every later gradient 0 / 0: a scale that shrank so far stays where it is.
-        shrunk = jnp.maximum(state.scale * jnp.float32(self.backoff), _SMALLEST)
+        shrunk = jnp.maximum(state.scale * jnp.float32(self.backoff), jnp.float32(_SMALLEST))
         return ScaleState(
             jnp.where(finite, grown, shrunk), jnp.where(finite & ~due, streak, jnp.int32(0))
         )
@@ -143,7 +143,7 @@ def select(taken: Any, after: Any, before: Any) -> Any:
     return jax.tree.map(lambda a, b: jax.lax.select(taken, a, b), after, before)
 
 
-_SMALLEST = np.finfo(np.float32).tiny
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def _is_number(value: Any) -> bool:
@@ -151,7 +151,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_scale(value: Any) -> bool:
-    return _is_number(value) and _SMALLEST <= value <= np.finfo(np.float32).max
+    return _is_number(value) and _SMALLEST <= float(value) <= _LARGEST
 
 
 def _is_count(value: Any) -> bool:
