@@ -326,7 +326,7 @@ def test_a_metric_of_the_same_name_keeps_its_value():
     assert history["aux/loss_scale"].tolist() == [7.0]
 
 
-def test_a_scale_never_leaves_the_numbers():
+def test_a_scale_never_leaves_the_numbers(caplog):
     """Keras' scale ends at infinity, that of both at zero: from there nothing comes back."""
 
     def loss_fn(w, x):
@@ -337,7 +337,9 @@ def test_a_scale_never_leaves_the_numbers():
     )
     trainer.fit([np.float32(2.0**-10)] * 3, steps=3)
     assert trainer.loss_scale == 2.0**127
-    trainer.fit([np.float32(np.nan)] * 300, steps=300)
+    with caplog.at_level(logging.WARNING, "tailrace"):
+        trainer.fit([np.float32(np.nan)] * 300, steps=300)
+    assert "not finite whatever the scale is" in caplog.text
     assert trainer.loss_scale == np.finfo(np.float32).tiny
     before = float(trainer.params)
     trainer.fit([np.float32(2.0)], steps=1)

@@ -32,6 +32,8 @@ from tailrace.program.memory.first_state import FirstState
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.loss_scale import NAME as SCALE
+from tailrace.program.step.loss_scale import note_collapse
 from tailrace.program.step.training_step import Step, TrainState
 from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import trace_program
@@ -370,6 +372,9 @@ class Engine:
         weights = sent["weight"]
         if weights is not None:
             weights = split_emission(weights, count, replicas).astype("float64")
+        scaling = self.step_function.loss_scale
+        if scaling is not None and not scaling.is_fixed:
+            note_collapse(float(arrays[SCALE][-1, 0, 0]))
         bad = first_bad_step(emitted, replicas) if self.guarded else None
         if bad is None:
             return Results(ticket.first_step, ticket.steps, parts, arrays, weights)

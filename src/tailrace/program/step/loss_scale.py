@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import OptionError
+from tailrace.messages import note_once
 
 NAME = "loss_scale"
 """What the scale is called in the catalogue and in the history."""
@@ -138,10 +139,24 @@ def all_finite(tree: Any) -> Any:
     return functools.reduce(jnp.logical_and, flags)
 
 
+def note_collapse(scale: float) -> None:
+    """Say once that a scale has shrunk so far that it cannot be the reason any more."""
+    if scale < _HOPELESS:
+        note_once(
+            f"The loss scale fell to {scale:.3g}: gradients are not finite whatever the scale is, and "
+            f"these steps are skipped. Look for the first value that is not: "
+            f"observe=[tr.stop_on_nonfinite('loss')], or train without loss_scale.",
+            key="loss scale",
+        )
+
+
 def select(taken: Any, after: Any, before: Any) -> Any:
     """One of two trees of the same form."""
     return jax.tree.map(lambda a, b: jax.lax.select(taken, a, b), after, before)
 
+
+_HOPELESS = 2.0**-24
+"""The smallest number of float16: what overflows below it is no overflow."""
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
