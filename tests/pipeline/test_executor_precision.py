@@ -9,7 +9,9 @@ from pipelined import SCHEDULES, assert_same_training, check_pipeline, dense_sta
 
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close
-from tailrace.program.memory import optimizer_state
+from tailrace.pipeline.lowering import buffers
+from tailrace.pipeline.running import pipeline_runner
+from tailrace.program.memory import host_memory, optimizer_state
 
 SCALE = tr.LossScale(2.0**90, growth=2.0, backoff=0.5, interval=2)
 
@@ -97,8 +99,15 @@ def test_gradients_are_seen_without_the_scale():
         assert_close(scaled.records[name].values, plain.records[name].values)
 
 
-def test_shares_of_the_optimizers_state(monkeypatch):
+@pytest.mark.parametrize("option", ["shard_optimizer_state", "offload_optimizer_state"])
+def test_the_optimizers_state_elsewhere(option, monkeypatch):
     monkeypatch.setattr(optimizer_state, "LEAST", 2)
+    monkeypatch.setattr(host_memory, "LEAST_BYTES", 8)
+    monkeypatch.setattr(host_memory, "obstacle", lambda device, guarded: None)
+    monkeypatch.setattr(host_memory, "memory_moves", lambda: host_memory.NO_MOVES)
+    monkeypatch.setattr(buffers, "to_host", lambda value: value)
+    monkeypatch.setattr(buffers, "to_device", lambda value: value)
+    monkeypatch.setattr(pipeline_runner, "HOST_MEMORY", "device")
 
     def train(**kwargs):
         trainer = tr.Trainer(
@@ -108,6 +117,6 @@ def test_shares_of_the_optimizers_state(monkeypatch):
         trainer.fit(spiked(36, 8, 31), steps=3)
         return trainer
 
-    shared = train(shard_optimizer_state=True)
+    shared = train(**{option: True})
     assert_same_training(shared, train())
     assert int(shared.state.optimizer_state[0].count) == 1

@@ -11,7 +11,7 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
-from tailrace.program.memory import host_memory, optimizer_state
+from tailrace.program.memory import activation_offload, host_memory, optimizer_state
 
 SCALE = tr.LossScale(2.0**90, growth=2.0, backoff=0.5, interval=3)
 """So large that a gradient of 2**46 overflows float32."""
@@ -266,11 +266,12 @@ def test_a_number_is_a_scale_that_stays(bad):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulation": 2}, {"replicas": 2}])
-def test_the_state_of_the_optimizer_elsewhere(options, monkeypatch):
+def test_optimizer_state_and_activations_elsewhere(options, monkeypatch):
     monkeypatch.setattr(optimizer_state, "LEAST", 2)
     monkeypatch.setattr(host_memory, "LEAST_BYTES", 8)
     monkeypatch.setattr(host_memory, "obstacle", lambda device, guarded: None)
     monkeypatch.setattr(host_memory, "memory_moves", lambda: host_memory.NO_MOVES)
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 8)
 
     def train(**kwargs):
         trainer = tr.Trainer(mlp_loss, optax.adam(0.01), mlp(), loss_scale=SCALE, **kwargs)
@@ -279,9 +280,28 @@ def test_the_state_of_the_optimizer_elsewhere(options, monkeypatch):
 
     expected = train(**options)
     assert_close(train(offload_optimizer_state=True, **options), expected)
+    assert_close(train(offload_activations=True, **options), expected)
     if "replicas" in options:
         assert_close(train(shard_optimizer_state=True, **options), expected)
     assert int(expected.optimizer_state[0].count) < 10
+
+
+def test_float16_parameters_with_wide_accumulators():
+    """The scale is divided out in the accumulators' dtype: what it saved is not lost again."""
+
+    def loss_fn(w, x):
+        return (w * x).sum()
+
+    def train(**kwargs):
+        trainer = tr.Trainer(
+            loss_fn, optax.scale(-1e6), np.float16(1.0), loss_scale=1024.0, **kwargs
+        )
+        trainer.fit([np.float16(6e-8)], steps=1)
+        return trainer.params
+
+    wide = train(accumulation=tr.Accumulation(1, dtype="float32"))
+    assert wide.dtype == jnp.float16
+    assert_bits_equal(wide, jnp.float16(1 - 1e6 * np.float64(np.float16(6e-8))))
 
 
 # -- what people see ------------------------------------------------------------------------------
@@ -373,7 +393,7 @@ def test_dtypes_that_a_function_sees_and_returns():
     def loss_fn(params, state, x, number):
         seen.append((params.dtype, state.dtype, x["value"].dtype, number.dtype))
         loss = (x["value"] * params).mean() + number.sum().astype(params.dtype)
-        return loss, (state + loss, {"double": 2 * loss, "count": number.sum()})
+        return loss, (loss, {"double": 2 * loss, "count": number.sum()})
 
     def fn(params, state, x, number):
         seen.append((params.dtype, state.dtype, x["value"].dtype, number.dtype))
