@@ -145,6 +145,12 @@ class Engine:
     def state(self, state: TrainState) -> None:
         self.replace(dict(enumerate(jax.tree.leaves(state))))
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied by; None if it is not scaled."""
+        scale = self._held().loss_scale
+        return None if scale is None else float(self.placement.readable(scale.scale))
+
     def copied(self, tree: Any) -> Any:
         """Copies of parts of the state that this process can read on its own."""
         return jax.tree.map(lambda x: jnp.copy(self.placement.readable(x)), tree)

@@ -155,8 +155,7 @@ class Trainer:
     @property
     def loss_scale(self) -> float | None:
         """What the loss of the next step is multiplied by; None if it is not scaled."""
-        scale = self.engine.state.loss_scale
-        return None if scale is None else float(self.engine.copied(scale.scale))
+        return self.engine.loss_scale
 
     @property
     def step(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import OptionError
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import Var
 from tailrace.messages import note_once
 
 NAME = "loss_scale"
@@ -148,6 +150,36 @@ def note_collapse(scale: float) -> None:
             f"observe=[tr.stop_on_nonfinite('loss')], or train without loss_scale.",
             key="loss scale",
         )
+
+
+def unless_skipped(rule: Callable[..., Any], args: Sequence[Any], taken: Any, before: Any) -> Any:
+    """What `rule(*args)` returns; where `taken` is false, `before`, a tree of the same form.
+
+    A result is selected where it is made, so that what follows from it (the update, from the moments)
+    is computed from the selected one. If the old one were read as well, it would be copied before it
+    is overwritten.
+    """
+    closed, form = jax.make_jaxpr(rule, return_shape=True)(*args)
+    jaxpr = closed.jaxpr
+    outputs = list(zip(jaxpr.outvars, jax.tree.leaves(before), strict=True))
+    old = {var: value for var, value in outputs if isinstance(var, Var)}
+    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    known.update(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
+    made: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        with internals.equation_context(eqn):
+            values = internals.bind_again(eqn, [internals.value_of(known, v) for v in eqn.invars])
+        for var, value in zip(eqn.outvars, values, strict=True):
+            known[var] = select(taken, value, old[var]) if var in old else value
+        made.update(eqn.outvars)
+    results = [
+        known[var]
+        if isinstance(var, Var) and var in made and old[var] is value
+        # An input or a literal that is a result, or one variable that is several.
+        else select(taken, jnp.asarray(internals.value_of(known, var), value.dtype), value)
+        for var, value in outputs
+    ]
+    return jax.tree.unflatten(jax.tree.structure(form), results)
 
 
 def select(taken: Any, after: Any, before: Any) -> Any:

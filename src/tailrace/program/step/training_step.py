@@ -327,6 +327,17 @@ def apply_rule(
 
     Where `taken` is false, nothing is added and all stays as it was.
     """
+    if taken is None:
+        return _applied(optimizer, grads, state, params)
+
+    def rule(grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+        return _applied(optimizer, grads, state, params)
+
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    return scaling.unless_skipped(rule, (grads, state, params), taken, (nothing, params, state))
+
+
+def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
     if callable(apply := getattr(optimizer, "apply", None)):
         with jax.named_scope("optimizer"):
             applied: Any = apply(grads, state, params)
@@ -338,15 +349,7 @@ def apply_rule(
         with jax.named_scope("optimizer"):
             updates, new_state = optimizer.update(grads, state, params)
         after = optax.apply_updates(params, updates)
-    new_state = jax.tree.map(_keep_dtype, state, new_state)
-    if taken is None:
-        return updates, after, new_state
-    nothing = jax.tree.map(jnp.zeros_like, updates)
-    return (
-        scaling.select(taken, updates, nothing),
-        scaling.select(taken, after, params),
-        scaling.select(taken, new_state, state),
-    )
+    return updates, after, jax.tree.map(_keep_dtype, state, new_state)
 
 
 def share_of(weight: Any, total: Any) -> Any:
