@@ -12,6 +12,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
 from tailrace.program.memory import activation_offload, host_memory, optimizer_state
+from tailrace.program.step.loss_scale import unless_skipped
 
 SCALE = tr.LossScale(2.0**90, growth=2.0, backoff=0.5, interval=3)
 """So large that a gradient of 2**46 overflows float32."""
@@ -302,6 +303,35 @@ def test_float16_parameters_with_wide_accumulators():
     wide = train(accumulation=tr.Accumulation(1, dtype="float32"))
     assert wide.dtype == jnp.float16
     assert_bits_equal(wide, jnp.float16(1 - 1e6 * np.float64(np.float16(6e-8))))
+
+
+@pytest.mark.cpu
+def test_a_step_that_may_be_skipped_copies_no_state(compilations):
+    """Selected beside its use, each moment would be copied before it is overwritten."""
+    params = {"w": np.ones((37, 41), np.float32)}
+
+    def loss_fn(params, x):
+        return jnp.tanh(x @ params["w"]).mean()
+
+    trainer = tr.Trainer(loss_fn, optax.adam(0.1), params, loss_scale="dynamic")
+    trainer.fit([np.ones((2, 37), np.float32)] * 4, steps=4)
+    text = max((lowered.compile().as_text() for lowered in list(compilations)), key=len)
+    assert "while" in text
+    assert not [line for line in text.splitlines() if "f32[37,41]{1,0} copy(" in line]
+
+
+def test_results_that_a_skipped_rule_only_passes_on():
+    def rule(a, b, c):
+        total = a + b
+        return total, total, c, jnp.float32(3.0), total * 2
+
+    @jax.jit
+    def run(taken, *args):
+        return unless_skipped(rule, args, taken, tuple(map(jnp.float32, (10, 20, 30, 40, 50))))
+
+    args = tuple(map(jnp.float32, (1, 2, 4)))
+    assert [float(x) for x in run(True, *args)] == [3, 3, 4, 3, 6]
+    assert [float(x) for x in run(False, *args)] == [10, 20, 30, 40, 50]
 
 
 # -- what people see ------------------------------------------------------------------------------
