@@ -161,7 +161,12 @@ def unless_skipped(rule: Callable[..., Any], args: Sequence[Any], taken: Any, be
     """
     closed, form = jax.make_jaxpr(rule, return_shape=True)(*args)
     jaxpr = closed.jaxpr
-    outputs = list(zip(jaxpr.outvars, jax.tree.leaves(before), strict=True))
+    forms, kept = jax.tree.leaves(form), jax.tree.leaves(before)
+    # Updates have the dtype of the accumulators, which need not be that of the parameters.
+    kept = [
+        x if x.dtype == f.dtype else x.astype(f.dtype) for x, f in zip(kept, forms, strict=True)
+    ]
+    outputs = list(zip(jaxpr.outvars, kept, strict=True))
     old = {var: value for var, value in outputs if isinstance(var, Var)}
     known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     known.update(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
