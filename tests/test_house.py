@@ -261,6 +261,7 @@ CONTRACT = [
     "Callback",
     "DeviceError",
     "InfeedQueue",
+    "LossScale",
     "OutfeedQueue",
     "PipelineSchedule",
     "TailraceError",

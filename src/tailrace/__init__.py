@@ -20,6 +20,7 @@ _HOMES = {
     "DeviceError": "errors",
     "History": "records.history",
     "InfeedQueue": "feeds.infeed",
+    "LossScale": "program.step.loss_scale",
     "MaybeOutfeedQueue": "records.filtered_outfeed",
     "OutfeedMode": "feeds.outfeed",
     "OutfeedQueue": "feeds.outfeed",

@@ -38,6 +38,7 @@ from tailrace.program.loops import while_loop as while_loop
 from tailrace.program.observe import observe as observe
 from tailrace.program.step.accumulation import Accumulation as Accumulation
 from tailrace.program.step.accumulation import Reduction as Reduction
+from tailrace.program.step.loss_scale import LossScale as LossScale
 from tailrace.records.filtered_outfeed import MaybeOutfeedQueue as MaybeOutfeedQueue
 from tailrace.records.history import History as History
 from tailrace.records.print_tensor import print_tensor as print_tensor

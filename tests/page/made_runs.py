@@ -7,6 +7,7 @@ import numpy as np
 import zarr
 
 from tailrace.runs.info import write_info
+from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.tables import COORDINATES, EXECUTION, HistoryTable
 from tailrace.taps.reductions import NUM_BINS, STATS
@@ -85,8 +86,10 @@ class MadeRun:
             for name in names
         ]
         self.commit(writing=True)
+        held = HeldDirectory(self.directory)
+        held.hold()
         write_info(
-            self.directory,
+            held,
             {
                 "run": "made",
                 "devices": [{"platform": "cpu", "kind": "cpu", "id": 0}],
@@ -97,6 +100,7 @@ class MadeRun:
                 **(info or {}),
             },
         )
+        held.release()
 
     def _table(self, kind, names):
         group = self._records.create_group(str(len(self._tables)))

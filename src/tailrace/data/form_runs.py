@@ -24,7 +24,7 @@ def form_runs(dataset: Any) -> Iterator[Any]:
     Each must be read to its end before the next is asked for.
 
     >>> import numpy as np
-    >>> [len(list(run)) for run in form_runs([np.ones(4), np.ones(4), np.ones(3)])]
+    >>> [len(list(run)) for run in form_runs([(np.ones(4),), (np.ones(4),), (np.ones(3),)])]
     [2, 1]
     """
     source = as_dataset(dataset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,13 @@ import jax.numpy as jnp
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.marks import path_name
+from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
+from tailrace.program.memory.optimizer_state import is_tapped
 from tailrace.program.optimizers import AccumulationState
+from tailrace.program.step.loss_scale import LossScale
+from tailrace.program.step.precision import Precision
+from tailrace.taps.tap import StopOnNonfinite
 from tailrace.trainer.callbacks.callback import Callback
 
 
@@ -43,6 +48,30 @@ def check_replica_state(rule: Any) -> bool | Callable[[str], bool]:
     if rule not in ("mean", "each"):
         raise OptionError(f"replica_state is 'mean' or 'each'. Received: replica_state={rule!r}.")
     return rule == "mean"
+
+
+def check_numbers(
+    loss_scale: Any, precision: Any, taps: Sequence[Any], params: Any
+) -> tuple[LossScale | None, Precision | None]:
+    """How the loss is scaled, and in which dtype the loss function computes."""
+    scale, precision = LossScale.of(loss_scale), Precision.of(precision)
+    if scale is None and precision is not None and precision.dtype == jnp.float16:
+        note_once(
+            "precision='float16' without a loss scale: gradients below 6e-8 become zero. Give "
+            "loss_scale='dynamic'."
+        )
+    guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite)] if scale else []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        for kind in ("grad", "accumulated", "reduced"):
+            name = f"{kind}/{path_name(path) or 'params'}"
+            if is_tapped(guards, name, jax.typeof(leaf)):
+                raise OptionError(
+                    f"With loss_scale, a step whose gradients are not finite is skipped, and the scale "
+                    f"is lowered; tr.stop_on_nonfinite would end the training there. Received: a guard "
+                    f"of {name!r}. Guard what must be finite all the same: "
+                    f"tr.stop_on_nonfinite('loss')."
+                )
+    return scale, precision
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -12,7 +13,7 @@ from tailrace.trainer.engine import Engine
 
 def describe(engine: Engine, steps_per_execution: int | None) -> dict[str, Any]:
     """What a run directory says of the fit that writes it, ready for JSON."""
-    plan, mesh = engine.plan, engine.placement.mesh
+    plan, mesh, step = engine.plan, engine.placement.mesh, engine.step_function
     return {
         "devices": [
             {"platform": device.platform, "kind": device.device_kind, "id": device.id}
@@ -24,6 +25,8 @@ def describe(engine: Engine, steps_per_execution: int | None) -> dict[str, Any]:
             "reduction": str(engine.accumulation.reduction),
             "replicas": engine.placement.replicas,
             "seed": engine.seed,
+            "precision": str(precision.dtype) if (precision := step.precision) else None,
+            "loss_scale": dataclasses.asdict(scale) if (scale := step.loss_scale) else None,
         },
         "taps": [
             {

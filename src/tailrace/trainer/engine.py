@@ -32,6 +32,8 @@ from tailrace.program.memory.first_state import FirstState
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.loss_scale import NAME as SCALE
+from tailrace.program.step.loss_scale import note_collapse
 from tailrace.program.step.training_step import Step, TrainState
 from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import trace_program
@@ -40,7 +42,7 @@ from tailrace.records.records import take_records
 from tailrace.taps.activation_listing import listing_activations
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import StopOnNonfinite, Tap, parse_taps
-from tailrace.trainer.checks import check_model, check_replica_state
+from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
 from tailrace.trainer.nonfinite_guard import diagnose, first_bad_step
@@ -62,6 +64,8 @@ class Engine:
         offload_activations: keep activations in host memory until the backward pass.
         seed: where the keys of `tr.key()` come from.
         observe: taps.
+        loss_scale: how the loss is scaled.
+        precision: in which dtype the loss function computes.
     """
 
     def __init__(
@@ -79,6 +83,8 @@ class Engine:
         offload_activations: bool = False,
         seed: int = 0,
         observe: Any = (),
+        loss_scale: Any = None,
+        precision: Any = None,
     ) -> None:
         self.pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
         accumulation, params = check_model(
@@ -112,10 +118,13 @@ class Engine:
             tuple(self.taps),
             self.memory.keeping,
             self.memory.held_activations,
+            *check_numbers(loss_scale, precision, self.taps, params),
         )
-        forms = jax.eval_shape(lambda: (params, model_state))
-        self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), forms[1])
-        self._state: TrainState | None = self._first_state(params, first, model_state)
+        scaling = self.step_function.loss_scale
+        scale = scaling.init() if scaling is not None else None
+        forms = jax.eval_shape(lambda: (params, model_state, scale))
+        self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), *forms[1:])
+        self._state: TrainState | None = self._first_state(params, first, model_state, scale)
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
         self._active: tuple[LoopRunner, LoopState] | None = None
@@ -135,6 +144,12 @@ class Engine:
     @state.setter
     def state(self, state: TrainState) -> None:
         self.replace(dict(enumerate(jax.tree.leaves(state))))
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied by; None if it is not scaled."""
+        scale = self._held().loss_scale
+        return None if scale is None else float(self.placement.readable(scale.scale))
 
     def copied(self, tree: Any) -> Any:
         """Copies of parts of the state that this process can read on its own."""
@@ -373,6 +388,9 @@ class Engine:
         weights = sent["weight"]
         if weights is not None:
             weights = split_emission(weights, count, replicas).astype("float64")
+        scaling = self.step_function.loss_scale
+        if scaling is not None and not scaling.is_fixed:
+            note_collapse(float(arrays[SCALE][-1, 0, 0]))
         bad = first_bad_step(emitted, replicas) if self.guarded else None
         if bad is None:
             return Results(ticket.first_step, ticket.steps, parts, arrays, weights)
@@ -407,7 +425,9 @@ class Engine:
         assert self._state is not None
         return self._state
 
-    def _first_state(self, params: Any, first: FirstState, model_state: Any) -> TrainState:
+    def _first_state(
+        self, params: Any, first: FirstState, model_state: Any, scale: Any
+    ) -> TrainState:
         # Of a pipeline on the host, until it is known which device holds what.
         place = self.placement.own if self.pipeline is None else on_host
         keeping = self.memory.keeping
@@ -416,7 +436,8 @@ class Engine:
             made = jax.tree.unflatten(jax.tree.structure(first.forms), leaves)
         else:
             made = keeping.hold(first.leaves(), self.placement)
-        return TrainState(jax.tree.map(place, params), made, jax.tree.map(place, model_state))
+        params, model_state, scale = jax.tree.map(place, (params, model_state, scale))
+        return TrainState(params, made, model_state, scale)
 
     def _own_of_replicas(self) -> list[bool]:
         """For each leaf of the state, whether every replica has its own."""

@@ -189,11 +189,16 @@ class Evaluator:
         out = OutfeedQueue()
 
         def compute(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+            precision = self._step.precision
+            if precision is not None:
+                params, batch, inputs = precision.narrow((params, batch, inputs))
             if getattr(fn, "__self__", None) in (self, self._step):  # ours
                 result = fn(params, model_state, batch, inputs)
             else:
                 first = (params, model_state) if self._step.has_model_state else (params,)
                 result = call_with_element(fn, (*first, *inputs), batch)
+            if precision is not None:
+                result = precision.widen(result)
             return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
         runner = self._step.evaluating(compute, out, infeed, read, self._placement)

@@ -22,6 +22,7 @@ from tailrace.pipeline.running.report import PipelineReport
 from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.records.records import Records
@@ -78,6 +79,10 @@ class Trainer:
         observe_bytes: the most that the records of one execution may take on the device.
         eval_fn: what `evaluate` and validation use instead of the loss function; called like it. It
             returns a scalar, a dict of scalars, or what a loss function returns.
+        loss_scale: what the loss is multiplied by, so that small gradients survive float16: a number,
+            "dynamic", or a `tr.LossScale`. A step whose gradients are not finite is then skipped.
+        precision: the dtype in which the loss function computes, "bfloat16" or "float16": it gets its
+            parameters and the floats of its batch so. Parameters, gradients and optimizer stay.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
 
@@ -109,6 +114,8 @@ class Trainer:
         seed: int = 0,
         observe: Any = (),
         observe_bytes: int = MOST_BYTES,
+        loss_scale: LossScale | float | str | None = None,
+        precision: Any = None,
         run_dir: Any = None,
         eval_fn: Callable[..., Any] | None = None,
     ) -> None:
@@ -126,6 +133,8 @@ class Trainer:
             offload_activations=offload_activations,
             seed=seed,
             observe=observe,
+            loss_scale=loss_scale,
+            precision=precision,
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._observe_bytes = observe_bytes
@@ -162,6 +171,11 @@ class Trainer:
     def model(self) -> Any:
         """The module that was given in the place of parameters, with the values of now: a copy."""
         return self._bound.model(*self.engine.copied(self.engine.read()))
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied by; None if it is not scaled."""
+        return self.engine.loss_scale
 
     @property
     def step(self) -> int:

@@ -42,6 +42,7 @@ from tailrace.program.loops import repeat, repeat_with, whole
 from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.step.loss_scale import ScaleState, unscaled
 from tailrace.program.step.training_step import Step, TrainState, Yield, share_of
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.probe import probed
@@ -136,11 +137,12 @@ class PipelineStep(Step):
             accumulated, model_state, total = carry
             batch = name_values("input", batch)
             before = name_values("buffer", model_state)
-            grads, model_state, out = model.run(named.params, before, batch, inputs)
+            state = named._replace(model_state=before)
+            grads, model_state, out = model.run(state, batch, inputs)
             if callable(change):
                 grads = model.changed(grads, named.params, change)
             out = out._replace(weight=self._weight(batch))
-            self._send(out)
+            self._send(out, named)
             after = total + out.weight if weighted else None
             share = share_of(out.weight, after) if weighted else None
             accumulated = [
@@ -216,22 +218,22 @@ class Model:
         uses = tuple(tuple(index[v] for v in h.wants if v in index) for h in halves)
         return cls(made, halves, names, structure, uses)
 
-    def run(
-        self, params: Any, model_state: Any, batch: Any, inputs: Any
-    ) -> tuple[list[list[Any]], Any, Yield]:
+    def run(self, state: TrainState, batch: Any, inputs: Any) -> tuple[list[list[Any]], Any, Yield]:
         """Gradients by piece, next model state and yield of one microbatch."""
-        leaves = jax.tree.leaves((params, model_state, batch, inputs))
+        leaves = jax.tree.leaves((state.params, state.model_state, batch, inputs))
         values: dict[Any, Any] = dict(zip(self.cut.invars, leaves, strict=True))
         residuals = [call_forward(halves, values) for halves in self.halves]
         loss = self.cut.outvars[0]
-        gradients = {loss: jnp.ones(loss.aval.shape, loss.aval.dtype)}
+        scale = state.loss_scale
+        dtype = loss.aval.dtype
+        gradients = {loss: jnp.ones((), dtype) if scale is None else scale.scale.astype(dtype)}
         parts: list[list[Any]] = []
         for number in reversed(range(len(self.halves))):
             halves = self.halves[number]
             back: dict[Any, Any] = {}
             if halves.backward is not None:
                 back = call_backward(halves, residuals[number], gradients)
-            parts.insert(0, self._named(number, back))
+            parts.insert(0, self._named(number, back, scale))
             for var, gradient in back.items():
                 before = gradients.get(var)
                 gradients[var] = gradient if before is None else before + gradient
@@ -265,8 +267,8 @@ class Model:
             for used, each in zip((*self.uses, self.idle), (*grads, none), strict=True)
         ]
 
-    def _named(self, piece: int, back: dict[Any, Any]) -> list[Any]:
-        """The gradients of a piece's parameters, marked with their names."""
+    def _named(self, piece: int, back: dict[Any, Any], scale: ScaleState | None) -> list[Any]:
+        """The gradients of a piece's parameters; without the scale, marked with their names."""
         grads = []
         for index in self.uses[piece]:
             shared = sum(index in used for used in self.uses) > 1
@@ -274,7 +276,12 @@ class Model:
             stage = self.halves[piece].piece.stage
             name = self.names[index] + (f"@{stage}" if shared else "")
             tag = Tag("value", f"grad/{name}", payload=stage)
-            grads.append(mark(back[self.cut.invars[index]], tag))
+            grad = back[self.cut.invars[index]]
+            if scale is None:
+                grads.append(mark(grad, tag))
+            else:
+                mark(unscaled(grad, scale), tag)
+                grads.append(grad)
         return grads
 
 

@@ -130,11 +130,13 @@ class StateKeeping:
 
     # -- the update -----------------------------------------------------------------------------
 
-    def update(self, step: Step, grads: Any, state: TrainState) -> tuple[Any, Any]:
-        """The parameters after a step, and the state as it is held."""
+    def update(
+        self, step: Step, grads: Any, state: TrainState, taken: Any = None
+    ) -> tuple[Any, Any]:
+        """The parameters after a step, and the state as it is held; as before if it is not taken."""
         from tailrace.program.memory.state_update import HeldUpdate  # it uses this module
 
-        return HeldUpdate(self, step, grads, state).run()
+        return HeldUpdate(self, step, grads, state, taken).run()
 
 
 # -- deciding -----------------------------------------------------------------------------------

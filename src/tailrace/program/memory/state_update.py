@@ -32,11 +32,14 @@ class HeldUpdate:
         step: what is computed.
         grads: the gradients, reduced over replicas.
         state: parameters and state, as they are held.
+        taken: whether the step changes anything; None: it does.
     """
 
-    def __init__(self, keeping: StateKeeping, step: Step, grads: Any, state: TrainState) -> None:
+    def __init__(
+        self, keeping: StateKeeping, step: Step, grads: Any, state: TrainState, taken: Any = None
+    ) -> None:
         self.keeping, self.step = keeping, step
-        forms = (_forms(grads), keeping.forms, _forms(state.params))
+        forms = (_forms(grads), keeping.forms, _forms(state.params), _forms(taken))
         leaves, structure = jax.tree.flatten(forms)
 
         def rule(*leaves: Any) -> list[Any]:
@@ -44,7 +47,7 @@ class HeldUpdate:
             return jax.tree.leaves(apply_rule(step.optimizer, *given))
 
         self.graph = UpdateGraph(rule, leaves)
-        self.given = jax.tree.leaves((grads, state.optimizer_state, state.params))
+        self.given = jax.tree.leaves((grads, state.optimizer_state, state.params, taken))
         self.params, self.count = state.params, len(jax.tree.leaves(state.params))
         first = len(jax.tree.leaves(grads))
         self.state_numbers = range(first, first + len(keeping.shared))

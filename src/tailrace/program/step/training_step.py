@@ -5,6 +5,7 @@ see is marked with its name on the way, which costs nothing unless somebody obse
 
     input/... param/... buffer/...        as they enter
     loss, aux/...                         what the loss function yields
+    loss_scale, skipped                   how the loss is scaled, and whether the step was skipped
     grad/...                              of one microbatch
     accumulated/... reduced/...           of the step, before and after replicas are averaged
     update/... updated/... optimizer/...  what the optimizer makes of it
@@ -34,7 +35,10 @@ from tailrace.program.loops import repeat, repeat_with, whole
 from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.step import loss_scale as scaling
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.loss_scale import LossScale, ScaleState
+from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.probe import probed
@@ -54,6 +58,7 @@ class TrainState(NamedTuple):
     params: Any
     optimizer_state: Any
     model_state: Any = None
+    loss_scale: ScaleState | None = None
 
 
 class Yield(NamedTuple):
@@ -84,6 +89,8 @@ class Step:
         keeping: where the optimizer's state lies between updates, if not whole on each device.
         hold_activations: differentiates the forward pass so that what the backward pass needs of it
             is held elsewhere; None leaves that to JAX.
+        loss_scale: how the loss is scaled; the state then has a scale.
+        precision: in which dtype the loss function computes; None: in those it is given.
     """
 
     loss_fn: Callable[..., Any]
@@ -95,6 +102,8 @@ class Step:
     taps: tuple[Tap, ...] = ()
     keeping: StateKeeping | None = None
     hold_activations: HeldActivations | None = None
+    loss_scale: LossScale | None = None
+    precision: Precision | None = None
 
     def tapped(self, taps: tuple[Tap, ...]) -> Step:
         """The same step, observed otherwise."""
@@ -140,7 +149,7 @@ class Step:
         """A step of one microbatch."""
         named = self._named(state)
         grads, model_state, out = self.microbatch(named, batch)
-        self._send(out)
+        self._send(out, named)
         if self.accumulation.dtype is not None:
             zeros = self.accumulation.zeros(named.params)
             grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
@@ -157,7 +166,7 @@ class Step:
             grads, model_state, out = self.microbatch(
                 named._replace(model_state=model_state), batch
             )
-            self._send(out)
+            self._send(out, named)
             after = total + out.weight if weighted else None
             share = share_of(out.weight, after) if weighted else None
             accumulated = accumulation.add(accumulated, grads, microbatch(), share)
@@ -180,19 +189,21 @@ class Step:
         def forward(params: Any) -> tuple[Any, Any]:
             with tracing_training():
                 loss, after, aux = self.forward(params, before, batch)
-            return loss, (after, aux)
+            return loss, (loss, after, aux)
 
         if self.taps:
             forward = probed(forward, self._is_tapped, new_listing())
+        if state.loss_scale is not None:
+            forward = scaling.scaled(forward, state.loss_scale)
         if self.hold_activations is not None:
             value_and_grad = self.hold_activations.value_and_grad(forward)
         else:
             value_and_grad = jax.value_and_grad(forward, has_aux=True)
-        (loss, (after, aux)), grads = value_and_grad(state.params)
+        (_, (loss, after, aux)), grads = value_and_grad(state.params)
         if callable(unscaled := getattr(self.optimizer, "unscaled", None)):
             name_values("grad", unscaled(grads, state.params), _ALONE)
         else:
-            grads = name_values("grad", grads, _ALONE)
+            grads = self._named_grads("grad", grads, state)
         if callable(each := getattr(self.optimizer, "each", None)):
             grads = each(grads, state.params)
         loss = mark(loss, Tag("value", "loss"))
@@ -203,6 +214,8 @@ class Step:
         self, params: Any, model_state: Any, batch: Any, inputs: Any = ()
     ) -> tuple[Any, Any, Any]:
         """Call the loss function; returns (loss, next model state, aux), checked."""
+        if self.precision is not None:
+            params, batch, inputs = self.precision.narrow((params, batch, inputs))
         out = self._called(params, model_state, batch, inputs)
         name = getattr(self.loss_fn, "__name__", "the loss function")
         if self.has_model_state:
@@ -216,6 +229,9 @@ class Step:
         else:
             loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
             after = None
+        if self.precision is not None:
+            loss, aux = self.precision.widen((loss, aux))
+            after = same_dtypes(after, model_state)
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ProgramError(
@@ -232,17 +248,23 @@ class Step:
         self, state: TrainState, grads: Any, model_state: Any, weight: Any = None
     ) -> TrainState:
         """Reduce over replicas, then update: once a step."""
-        grads = name_values("accumulated", grads, _ALONE)
+        grads = self._named_grads("accumulated", grads, state)
         if weight is None:
             grads = cross_replica_mean(grads)
         else:
             share = share_of(weight, cross_replica_sum(weight))
             grads = jax.tree.map(lambda g: cross_replica_sum(g * share.astype(g.dtype)), grads)
+        taken, scale = None, state.loss_scale
+        if self.loss_scale is not None and scale is not None:
+            taken = scaling.all_finite(grads)
+            mark((~taken).astype(jnp.float32), Tag("value", "skipped"))
+            grads = scaling.unscaled(grads, scale)
+            scale = self.loss_scale.next(scale, taken)
         grads = name_values("reduced", grads, _ALONE)
         if self.keeping is not None:
-            params, after = self.keeping.update(self, grads, state)
+            params, after = self.keeping.update(self, grads, state, taken)
         else:
-            params, after = self._updated(grads, state)
+            params, after = self._updated(grads, state, taken)
             after = name_values("optimizer", after)
         model_state = jax.tree_util.tree_map_with_path(
             lambda path, x: (
@@ -252,16 +274,18 @@ class Step:
             ),
             model_state,
         )
-        return TrainState(params, after, model_state)
+        if taken is not None:
+            model_state = scaling.select(taken, model_state, state.model_state)
+        return TrainState(params, after, model_state, scale)
 
     def shares(self, name: str) -> bool:
         """Whether replicas share the leaf of the model state that is called `name`."""
         return self.share_state(name) if callable(self.share_state) else self.share_state
 
-    def _updated(self, grads: Any, state: TrainState) -> tuple[Any, Any]:
+    def _updated(self, grads: Any, state: TrainState, taken: Any) -> tuple[Any, Any]:
         """The parameters after the optimizer, and its state."""
         updates, params, after = apply_rule(
-            self.optimizer, grads, state.optimizer_state, state.params
+            self.optimizer, grads, state.optimizer_state, state.params, taken
         )
         name_values("update", updates, _ALONE)
         return name_values("updated", params, _ALONE), after
@@ -270,7 +294,18 @@ class Step:
         return any(matches(tap.select, entry) for tap in self.taps)
 
     def _named(self, state: TrainState) -> TrainState:
-        return state._replace(params=name_values("param", state.params, _ALONE))
+        scale = state.loss_scale
+        if scale is not None:
+            scale = scale._replace(scale=mark(scale.scale, Tag("value", scaling.NAME)))
+        params = name_values("param", state.params, _ALONE)
+        return state._replace(params=params, loss_scale=scale)
+
+    def _named_grads(self, kind: str, grads: Any, state: TrainState) -> Any:
+        """Gradients, which observers see without the scale."""
+        if state.loss_scale is None:
+            return name_values(kind, grads, _ALONE)
+        name_values(kind, scaling.unscaled(grads, state.loss_scale), _ALONE)
+        return grads
 
     def _weight(self, batch: Any) -> Any:
         if self.accumulation.weight is None:
@@ -283,12 +318,32 @@ class Step:
             )
         return weight
 
-    def _send(self, out: Yield) -> None:
-        self.scalars.enqueue({"loss": out.loss, "aux": _scalars(out.aux), "weight": out.weight})
+    def _send(self, out: Yield, state: TrainState) -> None:
+        own = {}
+        if self.loss_scale is not None and state.loss_scale is not None:
+            own = {} if self.loss_scale.is_fixed else {scaling.NAME: state.loss_scale.scale}
+        scalars = {**_scalars(out.aux, {"loss", *own}), **own}
+        self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def apply_rule(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
-    """What the optimizer adds to the parameters, the parameters after it, and its state."""
+def apply_rule(
+    optimizer: Any, grads: Any, state: Any, params: Any, taken: Any = None
+) -> tuple[Any, Any, Any]:
+    """What the optimizer adds to the parameters, the parameters after it, and its state.
+
+    Where `taken` is false, nothing is added and all stays as it was.
+    """
+    if taken is None:
+        return _applied(optimizer, grads, state, params)
+
+    def rule(grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+        return _applied(optimizer, grads, state, params)
+
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    return scaling.unless_skipped(rule, (grads, state, params), taken, (nothing, params, state))
+
+
+def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
     if callable(apply := getattr(optimizer, "apply", None)):
         with jax.named_scope("optimizer"):
             applied: Any = apply(grads, state, params)
@@ -308,12 +363,12 @@ def share_of(weight: Any, total: Any) -> Any:
     return weight / jnp.where(total > 0, total, 1)
 
 
-def _scalars(aux: Any) -> dict[str, Any]:
-    """The scalar values of `aux` by name; these make up the history."""
+def _scalars(aux: Any, own: set[str]) -> dict[str, Any]:
+    """The scalar values of `aux` by name; these make up the history, beside our `own`."""
     found = jax.tree_util.tree_flatten_with_path(aux)[0]
     names = [path_name(path) or "aux" for path, _ in found]
     return {
-        "aux/loss" if name == "loss" else name: value
+        f"aux/{name}" if name in own else name: value
         for name, (_, value) in zip(names, found, strict=True)
         if jnp.ndim(value) == 0
     }

@@ -150,7 +150,9 @@ class TrainingProgram:
         state = self.engine.state
         if not self._automatic:
             return state
-        return state._replace(params={n: v for n, v in state.params.items() if n != FACTOR})
+        own = dict(state.params)
+        del own[FACTOR]
+        return state._replace(params=own)
 
     def put(self, state: TrainState) -> None:
         """Go on from another state, which is copied."""
