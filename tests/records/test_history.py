@@ -12,7 +12,7 @@ import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_loss, regression
 from tailrace.records.history import History, split_emission
 from tailrace.trainer.callbacks.callback import Execution, tell
-from tailrace.trainer.progress import ProgressBar
+from tailrace.trainer.fitting.progress_bar import ProgressBar
 
 VALUES = np.arange(12, dtype=np.float32).reshape(2, 3, 2)  # [steps, microbatches, replicas]
 

@@ -9,7 +9,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply, mlp_loss, regression
 from tailrace.errors import DataExhausted, OptionError, ProgramError
-from tailrace.trainer import evaluate
+from tailrace.trainer.evaluation import evaluate
 from threads import infeed_threads
 
 ELEMENTS = regression(7)

@@ -6,7 +6,7 @@ import pytest
 
 from tailrace.errors import OptionError
 from tailrace.program.running.dispatch_lengths import LONGEST
-from tailrace.trainer.pace import TARGET_S, TRIAL, TRIALS, Pace, parse_steps
+from tailrace.trainer.fitting.pace import TARGET_S, TRIAL, TRIALS, Pace, parse_steps
 
 FAST = 1e-5  # seconds a step
 SLOW = 20 * TARGET_S

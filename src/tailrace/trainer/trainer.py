@@ -34,16 +34,16 @@ from tailrace.trainer.checkpoints.saving import saving_of
 from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
 from tailrace.trainer.checks import check_callbacks, check_eval_fn
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.evaluate import Evaluator
+from tailrace.trainer.evaluation.evaluate import Evaluator
 from tailrace.trainer.explain import Explanation, explain, flops_of_update
-from tailrace.trainer.fit import Fit
-from tailrace.trainer.fit_call import FitCall, effective_batch_size
-from tailrace.trainer.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.fit import Fit
+from tailrace.trainer.fitting.fit_call import FitCall, effective_batch_size
+from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
+from tailrace.trainer.fitting.step_counts import agreed_total_steps
+from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
 from tailrace.trainer.modules.recognition import bind
-from tailrace.trainer.pace import Pace, pace_for, parse_steps
-from tailrace.trainer.step_counts import agreed_total_steps
-from tailrace.trainer.validation import Validation
 
 
 class Trainer:

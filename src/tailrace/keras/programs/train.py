@@ -34,8 +34,8 @@ from tailrace.taps.tap import MOST_BYTES, Tap
 from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
+from tailrace.trainer.fitting.pace import TRIALS, pace_for
 from tailrace.trainer.journal import Journal
-from tailrace.trainer.pace import TRIALS, pace_for
 
 QUIET_FROM = 32
 """Metrics of so many steps and more are computed once, behind them, if nobody wants each."""

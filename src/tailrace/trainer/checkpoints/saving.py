@@ -27,11 +27,11 @@ from tailrace.trainer.checkpoints.snapshot import (
 )
 from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.monitoring import Monitor
 
 if TYPE_CHECKING:
-    from tailrace.trainer.fit import Fit
+    from tailrace.trainer.fitting.fit import Fit
 
 
 def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) -> Saving | None:

@@ -21,12 +21,12 @@ from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
 from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.fit import Fit
-from tailrace.trainer.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.fit import Fit
+from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.pace import Pace
+from tailrace.trainer.fitting.progress_bar import ProgressBar
+from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
-from tailrace.trainer.pace import Pace
-from tailrace.trainer.progress import ProgressBar
-from tailrace.trainer.validation import Validation
 
 if TYPE_CHECKING:
     from tailrace.trainer.trainer import Trainer

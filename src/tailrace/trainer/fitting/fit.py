@@ -18,13 +18,13 @@ from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.trainer.callbacks.callback import Callback, Execution, listens, tell
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
-from tailrace.trainer.fit_progress import Duration, Progress
-from tailrace.trainer.interrupts import Interrupts
+from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.interrupts import Interrupts
+from tailrace.trainer.fitting.pace import Pace
+from tailrace.trainer.fitting.progress_bar import ProgressBar
+from tailrace.trainer.fitting.step_counts import note_left_out, too_short
+from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
-from tailrace.trainer.pace import Pace
-from tailrace.trainer.progress import ProgressBar
-from tailrace.trainer.step_counts import note_left_out, too_short
-from tailrace.trainer.validation import Validation
 
 if TYPE_CHECKING:
     from tailrace.trainer.checkpoints.saving import Saving

@@ -26,7 +26,7 @@ from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import Numbers
 from tailrace.program.step.training_step import Step
-from tailrace.trainer.combining import Combined
+from tailrace.trainer.evaluation.combining import Combined
 
 _MOST_RUNNERS = 16
 """Programs kept for the next call. A new lambda for each call would fill the memory otherwise."""
