@@ -192,7 +192,7 @@ def test_two_writers(tmp_path):
     with pytest.raises(tr.errors.RunError, match="holds one run, and .* holds one already"):
         train(refused, 5)
     with pytest.raises(tr.errors.RunError, match="holds one already. Give run_dir a new directory"):
-        make_trainer(tmp_path)
+        train(make_trainer(tmp_path), 5)
 
 
 def test_a_file_and_a_foreign_group(tmp_path):
@@ -201,7 +201,7 @@ def test_a_file_and_a_foreign_group(tmp_path):
         make_trainer(tmp_path / "file")
     pytest.importorskip("zarr").open_group(tmp_path / "group", mode="w")
     with pytest.raises(tr.errors.RunError, match="holds arrays that belong to none"):
-        make_trainer(tmp_path / "group")
+        train(make_trainer(tmp_path / "group"))
     trainer = make_trainer(tmp_path / "file" / "below")
     with pytest.raises(
         tr.errors.RunError, match="cannot be written: NotADirectoryError: Not a dir"

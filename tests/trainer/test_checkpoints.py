@@ -256,6 +256,50 @@ def test_a_csv_file_goes_on(tmp_path):
     assert (tmp_path / "found.csv").read_text() == (tmp_path / "expected.csv").read_text()
 
 
+TAPS = [
+    tr.Tap("grad/*", reduce="stats"),
+    tr.Tap("loss", reduce="tensor"),
+    tr.Tap("grad/hidden/kernel", mode=tr.every(3), reduce="norm"),
+]
+
+
+@pytest.mark.parametrize("kills", [(0,), (3, 2), (5, 9)], ids=str)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_run_directory_goes_on(tmp_path, kills, replicas):
+    """No gap and no repeat, whatever was written before the kill; two fits in one directory."""
+
+    def script(directory):
+        def run(trainer, checkpoint, extra):
+            trainer.fit(endless(), steps=9, checkpoint=checkpoint, callbacks=extra)
+            trainer.fit(endless(), steps=8, checkpoint=checkpoint, callbacks=extra)
+
+        return lambda: trainer_of(observe=TAPS, run_dir=directory, replicas=replicas), run
+
+    make, run = script(tmp_path / "expected")
+    expected = make()
+    run(expected, None, [])
+    make, run = script(tmp_path / "found")
+    found = in_pieces(tmp_path / "kept", make, run, kills)
+    same(found, expected)
+    runs = [tr.open_run(tmp_path / name) for name in ("found", "expected")]
+    for name in runs[1].history.names:
+        assert_bits_equal(runs[0].history[name], runs[1].history[name])
+    assert runs[0].history.steps.tolist() == list(range(17))
+    for one, other in ((runs[0].records, runs[1].records), (found.records, expected.records)):
+        assert list(one) == list(other)
+        for name, kind in other:
+            a, b = one[name, kind], other[name, kind]
+            assert_bits_equal(np.asarray(a.values), np.asarray(b.values))
+            assert a.steps.tolist() == b.steps.tolist()
+            assert a.replicas.tolist() == b.replicas.tolist()
+
+
+def test_a_run_directory_is_not_taken_up_without_a_fit_that_is(tmp_path):
+    trainer_of(run_dir=tmp_path / "run").fit(endless(), steps=4)
+    with pytest.raises(tr.errors.RunError, match="holds one already"):
+        trainer_of(run_dir=tmp_path / "run").fit(endless(), steps=4, checkpoint=tmp_path / "kept")
+
+
 # -- what is kept -------------------------------------------------------------------------------
 
 

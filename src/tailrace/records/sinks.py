@@ -61,6 +61,14 @@ class Sink(Protocol):
         """Take one execution. Waits if the sink cannot follow; raises what went wrong before."""
         ...
 
+    def take_up(self, first_step: int, step: int) -> None:
+        """The next fit goes on from a checkpoint: what was kept of this step and later ones is cut."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until everything handed over so far is kept for good."""
+        ...
+
     def stored(self) -> dict[tuple[str, str], list[Source]]:
         """The records of the fit that runs, or of the last one, by name and kind."""
         ...

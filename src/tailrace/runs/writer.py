@@ -31,6 +31,7 @@ from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
 from tailrace.runs.tables.executions import join_executions
+from tailrace.runs.tables.reopened import reopen
 from tailrace.runs.tables.tables import (
     ExecutionTable,
     HistoryTable,
@@ -100,9 +101,11 @@ class RunWriter:
         self._thread: threading.Thread | None = None
         self._failure: RunError | None = None
         self._told = False
+        self._taken_up: tuple[int, int] | None = None
+        self._reopened: dict[Any, Hashable] = {}
         with self._sentence("cannot be looked at"):
             if os.path.lexists(self.directory):
-                self._refuse_what_is_there()
+                self._refuse_what_is_no_directory()
 
     # -- the side of the training loop ------------------------------------------------------------
 
@@ -139,6 +142,21 @@ class RunWriter:
                     self._changed.notify_all()  # otherwise the thread sleeps on until it is time
         self._tell()
 
+    def take_up(self, first_step: int, step: int) -> None:
+        """Continue the run that is in the directory, if there is one, from this step on.
+
+        Args:
+            first_step: of the fit that goes on.
+            step: rows of this step and later ones are cut off; they come again.
+        """
+        if self._root is None:
+            self._taken_up = (first_step, step)
+
+    def flush(self) -> None:
+        """Wait until everything that was handed over so far is on disk."""
+        self._flush()
+        self._tell()
+
     def stored(self) -> dict[tuple[str, str], list[Source]]:
         """The records of this fit, or of the last one, as they lie on disk."""
         from tailrace.runs.tables.stored import open_root, stored_records
@@ -158,7 +176,9 @@ class RunWriter:
             try:
                 self._place.hold()
                 self._lock.acquire()
-                if self._root is None:
+                if self._root is None and self._taken_up and self._holds_a_run():
+                    self._reopen(*self._taken_up)
+                elif self._root is None:
                     self._refuse_what_is_there()
                     self._create(info)
                 else:
@@ -167,7 +187,9 @@ class RunWriter:
                 self._let_go()
                 raise
         self._failure, self._told, self._closing = None, False, False
-        self._starts = {key: table.columns.committed for key, table in self._tables.items()}
+        if self._taken_up is None:
+            self._starts = {key: table.columns.committed for key, table in self._tables.items()}
+        self._taken_up = None
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
@@ -192,6 +214,26 @@ class RunWriter:
         self._store, self._root = store, root
         self._history, self._executions = history, executions
 
+    def _holds_a_run(self) -> bool:
+        return (self.directory / RUN_FILE).exists()
+
+    def _reopen(self, first_step: int, step: int) -> None:
+        """Open the run that is there, and cut it back to a step before anything is appended."""
+        from tailrace.runs.storage.stores import BufferedStore
+
+        self._identity = str(read_info(self.directory).get("run"))
+        store = BufferedStore(self._place)
+        root = import_zarr().open_group(store, mode="r+", zarr_format=3)
+        found = reopen(root, first_step, step)
+        root.attrs.put(_state(found.counts, writing=True))
+        store.flush(last=COUNTS)
+        self._store, self._root = store, root
+        self._history, self._executions = found.history, found.executions
+        keys: list[Hashable] = [("reopened", number) for number in range(len(found.records))]
+        self._tables = dict(zip(keys, found.records, strict=True))
+        self._starts = dict(zip(keys, found.starts, strict=True))
+        self._reopened = {t.tensors: key for key, t in self._tables.items()}
+
     def _end(self) -> None:
         with self._changed:
             self._closing = True
@@ -215,11 +257,14 @@ class RunWriter:
             self._changed.notify_all()
             while self._thread is not None and self._failure is None and self._answered < mine:
                 self._changed.wait(timeout=0.1)
+                if self._closing and not self._thread.is_alive():
+                    return  # it wrote everything before it ended
                 self._check_thread()
 
     def _check_thread(self) -> None:
         """A thread that ended without a word is waited for by nobody."""
-        if self._thread is not None and not self._thread.is_alive() and self._failure is None:
+        dead = self._thread is not None and not self._thread.is_alive() and not self._closing
+        if dead and self._failure is None:
             self._failure = RunError(
                 f"The thread that writes the run directory {str(self.directory)!r} has ended: what "
                 f"came after {self._steps_written()} steps is not written."
@@ -333,7 +378,9 @@ class RunWriter:
         assert self._history is not None
         if done.steps:
             self._history.append(done.first_step, done.scalars, done.weights)
-        for key, records in put_in_tables(done.parts).items():
+        for form, records in put_in_tables(done.parts).items():
+            tensors = (records[0].kind, tuple(record.name for record in records))
+            key = self._reopened.get(tensors, form)
             if key not in self._tables:
                 group = self._root["records"].create_group(str(len(self._tables)), overwrite=True)
                 self._tables[key] = RecordTable(group, records)
@@ -342,11 +389,14 @@ class RunWriter:
 
     # -- what goes wrong --------------------------------------------------------------------------
 
-    def _refuse_what_is_there(self) -> None:
+    def _refuse_what_is_no_directory(self) -> None:
         if not self.directory.is_dir():
             raise RunError(
                 f"run_dir is a directory. {str(self.directory)!r} is something else: give another."
             )
+
+    def _refuse_what_is_there(self) -> None:
+        self._refuse_what_is_no_directory()
         there = ""
         if (self.directory / RUN_FILE).exists():
             there = "holds one already"

@@ -38,6 +38,17 @@ class Journal:
         self.history = History(first_step, microbatches, replicas)
         self.records.clear()
 
+    def take_up(self, history: History, step: int) -> None:
+        """Go on with a fit of another process, from `step` on."""
+        self.history = history
+        if self.sink is not None:
+            self.sink.take_up(history.first_step, step)
+
+    def flush(self) -> None:
+        """Wait until the run directory has everything; a checkpoint must not be ahead of it."""
+        if self.sink is not None:
+            self.sink.flush()
+
     @contextmanager
     def open(self, info: Mapping[str, Any]) -> Iterator[None]:
         """While results come in; `info` says what runs, ready for JSON."""

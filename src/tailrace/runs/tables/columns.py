@@ -32,6 +32,16 @@ class Columns:
         self._waiting: dict[str, list[tuple[int, np.ndarray]]] = {}
         self._count = 0
 
+    @classmethod
+    def reopened(cls, group: Any, rows: str, committed: int) -> Columns:
+        """Columns that are there already, of which so many rows count."""
+        columns = cls(group, rows)
+        columns.committed = committed
+        for name, array in group.arrays():
+            if array.metadata.dimension_names[:1] == (rows,) and name not in ("tensor", "stage"):
+                columns._arrays[name] = array.with_config({"write_empty_chunks": True})
+        return columns
+
     def add_fixed(self, name: str, values: np.ndarray, dims: Sequence[str]) -> None:
         """Write an array that does not grow, such as a coordinate of another dim."""
         array = self.group.create_array(

@@ -92,6 +92,19 @@ class RecordTable:
                 name, array.dtype, shape, _dims(first, name, shape), tensors=len(records)
             )
 
+    @classmethod
+    def reopened(cls, columns: Columns) -> RecordTable:
+        """A table that is there already."""
+        table = cls.__new__(cls)
+        table.columns = columns
+        return table
+
+    @property
+    def tensors(self) -> tuple[str, tuple[str, ...]]:
+        """What is kept, and of which tensors: no two tables share that."""
+        attributes = self.columns.group.attrs
+        return attributes["kind"], tuple(attributes["names"])
+
     def append(self, records: Sequence[Record]) -> None:
         """Let the records of one execution wait to be written."""
         first = records[0]
@@ -143,6 +156,14 @@ class HistoryTable:
         self.columns = Columns(group, "step")
         self._numbers: dict[str, int] = {}
 
+    @classmethod
+    def reopened(cls, columns: Columns) -> HistoryTable:
+        """A table that is there already."""
+        table = cls.__new__(cls)
+        table.columns = columns
+        table._numbers = {name: i for i, name in enumerate(columns.group.attrs["names"])}
+        return table
+
     def append(
         self, first_step: int, scalars: Mapping[str, np.ndarray], weights: np.ndarray | None
     ) -> None:
@@ -177,6 +198,13 @@ class ExecutionTable:
         self.columns = Columns(group, "execution")
         for name, dtype in EXECUTION.items():
             self.columns.add_column(name, np.dtype(dtype), (), ())
+
+    @classmethod
+    def reopened(cls, columns: Columns) -> ExecutionTable:
+        """A table that is there already."""
+        table = cls.__new__(cls)
+        table.columns = columns
+        return table
 
     def append(self, executions: Sequence[Finished]) -> None:
         """Let executions wait to be written."""

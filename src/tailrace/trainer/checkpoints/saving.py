@@ -47,6 +47,7 @@ class TakenUp:
 
     Attributes:
         progress: how far it is.
+        step: the trainer's step there.
         history: of all its steps.
         position: where it is in its dataset.
         pace: the lengths of executions that were chosen.
@@ -56,6 +57,7 @@ class TakenUp:
     """
 
     progress: Progress
+    step: int
     history: History
     position: Mapping[str, Any]
     pace: Mapping[str, Any]
@@ -131,6 +133,7 @@ class Saving:
         self._writer.started_at(engine.step)
         return TakenUp(
             progress,
+            engine.step,
             history,
             self._own_position(fit["position"]),
             fit["pace"],
@@ -206,8 +209,13 @@ class Saving:
 
     def save(self, *, ended: bool = False, best: bool = False, wait: bool = False) -> None:
         """Save the state as it is now; nothing may be on its way."""
+        assert self._fit is not None
         self._writer.save(
-            self._engine.step, lambda: self._snapshot(ended), ended=ended, best=best and not ended
+            self._engine.step,
+            lambda: self._snapshot(ended),
+            self._fit.journal.flush,
+            ended=ended,
+            best=best and not ended,
         )
         if wait:
             self._writer.wait(last=True)

@@ -44,8 +44,21 @@ class CheckpointWriter:
             return time.monotonic() - self._last_time >= seconds
         return steps is not None and step - self._last_step >= steps
 
-    def save(self, step: int, take: Callable[[], Snapshot], **kind: bool) -> None:
-        """Write a checkpoint in the thread; waits only for the one before."""
+    def save(
+        self,
+        step: int,
+        take: Callable[[], Snapshot],
+        first: Callable[[], None] = lambda: None,
+        **kind: bool,
+    ) -> None:
+        """Write a checkpoint in the thread; waits only for the one before.
+
+        Args:
+            step: the trainer's step.
+            take: makes the snapshot, now.
+            first: called in the thread before anything is written.
+            kind: what the checkpoint is; see `CheckpointDirectory.write`.
+        """
         self.wait()
         snapshot = take()
         self._last_step, self._last_time = step, time.monotonic()
@@ -53,7 +66,12 @@ class CheckpointWriter:
             return
         if self._worker is None:
             self._worker = Worker(THREAD)
-        self._busy = self._worker.submit(self.directory.write, self.fit, step, snapshot, **kind)
+
+        def write() -> None:
+            first()
+            self.directory.write(self.fit, step, snapshot, **kind)
+
+        self._busy = self._worker.submit(write)
 
     def started_at(self, step: int) -> None:
         """Count from here: the fit begins, or goes on, at this step."""
