@@ -257,13 +257,15 @@ class RunWriter:
             self._changed.notify_all()
             while self._thread is not None and self._failure is None and self._answered < mine:
                 self._changed.wait(timeout=0.1)
-                if self._closing and not self._thread.is_alive():
+                thread = self._thread
+                if self._closing and (thread is None or not thread.is_alive()):
                     return  # it wrote everything before it ended
                 self._check_thread()
 
     def _check_thread(self) -> None:
         """A thread that ended without a word is waited for by nobody."""
-        dead = self._thread is not None and not self._thread.is_alive() and not self._closing
+        thread = self._thread
+        dead = thread is not None and not thread.is_alive() and not self._closing
         if dead and self._failure is None:
             self._failure = RunError(
                 f"The thread that writes the run directory {str(self.directory)!r} has ended: what "
