@@ -82,7 +82,8 @@ def small(repeats: int) -> None:
         print(f"  {name:26} {statistics.median(values):8.1f}   best {min(values):8.1f}")
 
 
-def gpt(layers: int, width: int, length: int, batch: int) -> None:
+def gpt_model(layers: int, width: int, length: int):
+    """Parameters and loss function of a GPT in bfloat16, its vocabulary that of GPT-2."""
     heads, vocabulary = width // 64, 50304
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
@@ -117,8 +118,18 @@ def gpt(layers: int, width: int, length: int, batch: int) -> None:
         logits = (x @ p["embed"].T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (16, batch, length + 1))
-    data = [row.astype(np.int32) for row in tokens] * 9
+    return params, loss_fn
+
+
+def gpt_tokens(batch: int, length: int) -> list[np.ndarray]:
+    """Elements of the dataset: random tokens."""
+    tokens = np.random.default_rng(0).integers(0, 50304, (16, batch, length + 1))
+    return [row.astype(np.int32) for row in tokens]
+
+
+def gpt(layers: int, width: int, length: int, batch: int) -> None:
+    params, loss_fn = gpt_model(layers, width, length)
+    data = gpt_tokens(batch, length) * 9
     optimizer = optax.adamw(1e-4)
 
     def step(state, batch):
