@@ -67,40 +67,68 @@ def schedule_concurrent() -> str:
     return compare_plans(concurrent, concurrent.serialised(), titles=titles)
 
 
-@figure("dataflow")
-def dataflow() -> str:
-    """The way of the data: dataset, infeed, device program, outfeed; and the same over time."""
-    host, device, ink, line = "#eef3f8", "#fdf3e3", "#1d2b3a", "#5b6b7b"
-    parts: list[str] = []
+HOST, DEVICE, INK, LINE = "#eef3f8", "#fdf3e3", "#1d2b3a", "#5b6b7b"
 
-    def box(x: int, y: int, w: int, h: int, *lines: str, fill: str = "#fff") -> None:
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{fill}" stroke="{line}"/>'
+
+class Sketch:
+    """Boxes, words and arrows on white, so that they can be read on a dark page too."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def ground(self, x: int, y: int, w: int, h: int, fill: str) -> None:
+        """A coloured ground behind what belongs together."""
+        self._parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8" fill="{fill}"/>')
+
+    def box(self, x: int, y: int, w: int, h: int, *lines: str, fill: str = "#fff") -> None:
+        """A box with a title and lines of small text below; what ends in .py is in code's font."""
+        self._parts.append(
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{fill}" stroke="{LINE}"/>'
         )
         top = y + h / 2 - 8 * (len(lines) - 1) + 4
         for number, text in enumerate(lines):
-            weight = ' font-weight="600"' if number == 0 else f' font-size="12" fill="{line}"'
+            style = ' font-weight="600"' if number == 0 else f' font-size="12" fill="{LINE}"'
+            if text.endswith(".py"):
+                style = f' font-size="11" font-family="monospace" fill="{LINE}"'
             at = top + 16 * number
-            parts.append(
-                f'<text x="{x + w / 2}" y="{at}" text-anchor="middle"{weight}>{text}</text>'
+            self._parts.append(
+                f'<text x="{x + w / 2}" y="{at}" text-anchor="middle"{style}>{text}</text>'
             )
 
-    def text(x: int, y: int, words: str, anchor: str = "start") -> None:
-        parts.append(
-            f'<text x="{x}" y="{y}" font-size="12" fill="{line}" text-anchor="{anchor}">{words}</text>'
+    def text(self, x: int, y: int, words: str, anchor: str = "start") -> None:
+        """Small words."""
+        self._parts.append(
+            f'<text x="{x}" y="{y}" font-size="12" fill="{LINE}" text-anchor="{anchor}">{words}</text>'
         )
 
-    def arrow(path: str) -> None:
-        parts.append(
-            f'<path d="{path}" fill="none" stroke="{ink}" stroke-width="1.5" marker-end="url(#tip)"/>'
+    def arrow(self, path: str) -> None:
+        """An arrow along SVG path commands."""
+        self._parts.append(
+            f'<path d="{path}" fill="none" stroke="{INK}" stroke-width="1.5" marker-end="url(#tip)"/>'
         )
 
+    def svg(self, width: int, height: int) -> str:
+        """The whole picture."""
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'font-family="sans-serif" font-size="14" fill="{INK}"><defs><marker id="tip" '
+            'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            f'<path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>'
+            f'<rect width="{width}" height="{height}" fill="#fff"/>{"".join(self._parts)}</svg>\n'
+        )
+
+
+@figure("dataflow")
+def dataflow() -> str:
+    """The way of the data: dataset, infeed, device program, outfeed; and the same over time."""
+    sketch = Sketch()
+    box, text, arrow = sketch.box, sketch.text, sketch.arrow
     for x, w, fill, words in (
-        (10, 330, host, "host"),
-        (350, 380, device, "device: one program, many steps"),
-        (740, 250, host, "host"),
+        (10, 330, HOST, "host"),
+        (350, 380, DEVICE, "device: one program, many steps"),
+        (740, 250, HOST, "host"),
     ):
-        parts.append(f'<rect x="{x}" y="10" width="{w}" height="250" rx="8" fill="{fill}"/>')
+        sketch.ground(x, 10, w, 250, fill)
         text(x + 12, 30, words)
     box(25, 95, 110, 60, "dataset", "any iterable")
     box(185, 95, 140, 60, "infeed", "a thread reads,", "stacks and moves")
@@ -118,9 +146,9 @@ def dataflow() -> str:
     arrow("M607 195V228H480V170H498")
     text(544, 244, "state stays on the device", "middle")
     lanes = {
-        "thread": ("read", host, 110, (100, 218, 422, 626)),
-        "device": ("execution", device, 196, (218, 422, 626)),
-        "host": ("results", host, 76, (422, 626, 830)),
+        "thread": ("read", HOST, 110, (100, 218, 422, 626)),
+        "device": ("execution", DEVICE, 196, (218, 422, 626)),
+        "host": ("results", HOST, 76, (422, 626, 830)),
     }
     for row, (who, (what, fill, width, starts)) in enumerate(lanes.items()):
         text(25, 310 + 38 * row, who)
@@ -132,13 +160,113 @@ def dataflow() -> str:
         "While execution k runs, the elements of k + 1 are read and the results of k - 1 taken in.",
     )
     text(100, 438, "At most two blocks exist at a time, however many steps are asked for.")
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 450" font-family="sans-serif" '
-        f'font-size="14" fill="{ink}"><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
-        f'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{ink}"/>'
-        '</marker></defs><rect width="1000" height="450" fill="#fff"/>'
-        f"{''.join(parts)}</svg>\n"
+    return sketch.svg(1000, 450)
+
+
+TAP = (
+    ("step", "marks named values", "training_step.py"),
+    ("trace", "one jaxpr", "tracing/trace.py"),
+    ("catalogue", "tensors by name", "taps/catalogue.py"),
+    ("wanted", "what taps select", "taps/wanted.py"),
+    ("rewrite", "adds an output", "taps/rewrite.py"),
+    ("emission", "on the device", "taps/frame.py"),
+    ("record", "on the host, by step", "records/records.py"),
+)
+PIPELINE = (
+    ("cut", "the model in pieces", "lowering/cut.py"),
+    ("halves", "forward, backward", "forward_backward.py"),
+    ("plain step", "a loop of units", "pipeline_step.py"),
+    ("plan", "which unit when", "schedule/plan.py"),
+    ("jobs", "equations by unit", "lowering/jobs.py"),
+    ("layout", "values in buffers", "device_layout.py"),
+    ("machine", "one device program", "running/emit_step.py"),
+)
+DRIVERS = (
+    ("tr.Trainer", "trainer/fitting/fit.py"),
+    ("Keras", "keras/programs/train.py"),
+    ("PyTorch", "torch/programs/train.py"),
+    ("IPU pipelines", "ipu/pipelining/training_pipeline.py"),
+)
+
+
+@figure("architecture")
+def architecture() -> str:
+    """Three ways through the house: a tap, a pipelined step, and those who drive the engine."""
+    sketch = Sketch()
+    box, text, arrow = sketch.box, sketch.text, sketch.arrow
+    chains = ("A tap becomes an output", TAP), ("A pipelined step is built", PIPELINE)
+    for row, (title, chain) in enumerate(chains):
+        top = 10 + 130 * row
+        sketch.ground(10, top, 1140, 120, HOST)
+        text(24, top + 22, title)
+        for number, words in enumerate(chain):
+            x = 24 + 161 * number
+            box(x, top + 34, 146, 70, *words, fill=DEVICE if words[0] == "emission" else "#fff")
+            if number:
+                arrow(f"M{x - 15} {top + 69}H{x - 2}")
+    sketch.ground(10, 270, 1140, 310, HOST)
+    text(24, 292, "Four loops drive one engine")
+    for number, words in enumerate(DRIVERS):
+        y = 304 + 68 * number
+        box(24, y, 256, 56, *words)
+        arrow(f"M280 {y + 28}H334")
+    box(336, 304, 220, 260)
+    lines = "use(dataset) → Feed", "dispatch(length) → Ticket", "collect(ticket) → Results", "state"
+    box(346, 314, 200, 50, "Engine", "trainer/engine.py")
+    for number, words in enumerate(lines):
+        box(346, 378 + 46 * number, 200, 36)
+        text(446, 400 + 46 * number, words, "middle")
+    box(
+        610,
+        304,
+        236,
+        76,
+        "Feed",
+        "InfeedQueue reads ahead,",
+        "HandedFeed gets blocks",
+        "feeds/feed.py",
     )
+    box(
+        610,
+        396,
+        236,
+        76,
+        "LoopRunner",
+        "or PipelineRunner: one program",
+        "loop_runner.py",
+        "pipeline_runner.py",
+    )
+    box(610, 488, 236, 76, "Journal", "history, records, run directory", "trainer/journal.py")
+    box(
+        900,
+        350,
+        236,
+        76,
+        "Executable",
+        "rewrites, compiles, dispatches",
+        "running/executable.py",
+        fill=DEVICE,
+    )
+    box(
+        900,
+        488,
+        236,
+        76,
+        "Ticket, then Results",
+        "on the device, then on the host",
+        "trainer/executions.py",
+    )
+    for path in (
+        "M556 342H608",
+        "M556 434H608",
+        "M846 342H872V374H898",
+        "M846 434H872V402H898",
+        "M1018 426V486",
+        "M900 526H848",
+    ):
+        arrow(path)
+    text(1028, 460, "emissions")
+    return sketch.svg(1160, 590)
 
 
 @figure("gradient_histogram")

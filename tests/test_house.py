@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,12 +96,21 @@ def test_imports_point_one_way(path):
             continue  # a name of the package itself, `from tailrace import x`, is checked below
         if room in ROOMS and (there in PORCHES or ROOMS.index(there) > ROOMS.index(room)):
             wrong.append(f"line {line}: {room} imports {module}")
+        if room in PORCHES and room != "compat" and there in PORCHES:
+            wrong.append(f"line {line}: {room} imports {module}, another porch")
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize("path", FILES, ids=shown)
 def test_every_room_has_its_place(path):
     assert room_of(path) in [*ROOMS, *PORCHES, "__init__"]
+
+
+def test_the_architecture_lists_the_rooms_in_order():
+    page = Path(__file__).parents[1] / "docs" / "architecture.md"
+    _, _, after = page.read_text(encoding="utf-8").partition("## The rooms, in order")
+    listed = re.findall(r"^\| `(\w+)` \|", after.partition("\n## ")[0], re.MULTILINE)
+    assert listed == [*ROOMS, *PORCHES]
 
 
 @pytest.mark.parametrize("path", FILES, ids=shown)

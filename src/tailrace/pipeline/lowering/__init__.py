@@ -1,1 +1,12 @@
-"""From stages and a plan to work for each device."""
+"""From stages and a plan to work for each device.
+
+In: the traced forward of a model with boundaries, and a plan.
+Out: `PipelineStep`, the plain step whose units are single equations; and an `Assembly`, which says
+which device does what and where values are kept.
+
+    cut, forward_backward, pipeline_step   pieces, their halves, the step made of them
+    jobs, update_partition                 equations of units, and those of the rest by device
+    device_layout, buffers                 who holds what, in buffers of one shape
+
+Rule: nothing is emitted here. `pipeline.running` emits what the assembly says.
+"""

@@ -3,9 +3,9 @@
 All of it follows from the traced step and the plan, before anything is emitted:
 
     jobs       what each unit does of one microbatch                     (jobs.py)
-    before     what comes before the loop over microbatches, by device   (spread.py)
+    before     what comes before the loop over microbatches, by device   (update_partition.py)
     after      the reductions and the update behind it, by device
-    layouts    the common buffers in which devices keep unequal values   (slots.py)
+    layouts    the common buffers in which devices keep unequal values   (buffers.py)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     before ──▶ tick tick tick ... ──▶ after
 
 Before and after the loop over microbatches every device runs its share of the equations, phase by
-phase (see `spread.py`); what happens in a tick is in `ticking.py`.
+phase (see `update_partition.py`); what happens in a tick is in `emit_ticks.py`.
 """
 
 from __future__ import annotations
