@@ -2,11 +2,11 @@
 
     python -m benchmarks.kills [--kills N] [--seed S]
 
-Runs tests/trainer/killed_script.py with a checkpoint directory and kills it (SIGKILL) at a random moment
-between its first checkpoint and its end; then starts it again, until it ends by itself. Its digest (state
-and history) must be that of a run without checkpoints that nobody disturbed. A training that has ended is
-followed by a new one, until there were N kills. "While writing" are the kills that left half a
-checkpoint behind.
+Runs tests/trainer/killed_script.py with a checkpoint directory and kills it (SIGKILL) at a random
+moment between the opening of that directory and the end; then starts it again, until it ends by
+itself. Its digest (state and history) must be that of an undisturbed run without checkpoints. A
+training that has ended is followed by a new one, until there were N kills. "While writing" counts the
+kills that left a half-written checkpoint behind.
 """
 
 import argparse
