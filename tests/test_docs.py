@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROMISE = re.compile(r"^print\(.*\)  # ((?:[-\d(\[]|True|False|float).*)$", re.MULTILINE)
+NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -51,4 +52,15 @@ def test_links_lead_somewhere(page):
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     inside = [target for target in targets if "://" not in target]
     missing = [target for target in inside if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_guarantee_has_its_test():
+    named = NAMED_TEST.findall((ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8"))
+    assert len(named) > 40
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if f"def {name}(" not in (ROOT / "tests" / path).read_text(encoding="utf-8")
+    ]
     assert not missing
