@@ -40,6 +40,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):  # of fixtures
+    try:
+        return (yield)
+    except Exception as error:
+        machine.skip_without_devices(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     try:
         return (yield)

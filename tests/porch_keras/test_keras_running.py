@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both, twins
 
+import machine
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_close
@@ -361,7 +362,8 @@ def test_a_failure_leaves_the_variables_as_they_were():
     model.compile("sgd", "mse", steps_per_execution=2)
     with pytest.raises(OSError, match="the disk is gone"):
         model.fit(failing(), steps_per_epoch=6, verbose=0, shuffle=False)
-    assert int(model.optimizer.iterations) == 5
+    # On an accelerator Keras reads one batch ahead, and has not handed over the last one.
+    assert int(model.optimizer.iterations) == (5 if machine.PLATFORM == "cpu" else 4)
     assert not np.array_equal(before[0], model.get_weights()[0])
 
 

@@ -456,14 +456,16 @@ def damaged(directory, how):
     elif how == "huge":
         (meta,) = [f for f in files if f.name == "_CHECKPOINT_METADATA"]
         said = json.loads(meta.read_text())
-        said["custom_metadata"]["arrays"] = {"state/params": [[1 << 40, 1 << 20], "float32"]}
+        said["custom_metadata"]["arrays"] = {"state/params": [[1 << 40, 1 << 20], "float32", 0]}
         meta.write_text(json.dumps(said))
     else:
         (meta,) = [f for f in files if f.name == "_CHECKPOINT_METADATA"]
         meta.write_text(how)
 
 
-@pytest.mark.parametrize("how", ["truncated", "removed", "form", "huge", "{}", "[1]", "nonsense"])
+@pytest.mark.parametrize(
+    "how", ["truncated", "flipped", "removed", "form", "huge", "{}", "[1]", "nonsense"]
+)
 def test_damage_is_a_sentence(tmp_path, how):
     trainer_of().fit(endless(), steps=4, checkpoint=tmp_path / "kept")
     damaged(tmp_path / "kept", how)

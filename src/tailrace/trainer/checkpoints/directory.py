@@ -122,6 +122,6 @@ def superseded(kept: list[Kept], keep: int) -> list[Kept]:
     """
     bests = [one for one in kept if one.best]
     ends = [one for one in kept if one.ended]
-    plain = [one for one in kept if not one.ended]
+    plain = [one for one in kept if not one.ended and not one.best]
     stays = {*kept[:1], *bests[-1:], *ends[-1:], *plain[-keep:]}
     return [one for one in kept if one not in stays]

@@ -7,12 +7,14 @@ is forced to the disk and renamed once more, so that what has its final name sur
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import logging
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,10 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
     """Write a checkpoint; `path` is there afterwards, or unchanged if anything went wrong."""
     orbax = import_orbax()
     partial = path.with_name(path.name + UNFINISHED)
-    forms = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
+    forms = {
+        name: [list(array.shape), str(array.dtype), checksum(array)]
+        for name, array in arrays.items()
+    }
     said = {"format": FORMAT, "note": json.loads(json.dumps(note)), "arrays": forms}
     # Orbax keeps no empty arrays, and no tree without any.
     kept = {name: np.asarray(array) for name, array in arrays.items() if array.size}
@@ -74,7 +79,21 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
         _force_folder(path.parent)
 
 
-def read_note(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], str]]]:
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a checkpoint says of one of its arrays."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+
+def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
     """What a checkpoint says of itself, and the forms of its arrays; no array is read."""
     orbax = import_orbax()
     with sentence(path, "cannot be read"), _quiet():
@@ -83,7 +102,8 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ..
         stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
         version = said["format"]
         forms = {
-            name: (tuple(shape), str(dtype)) for name, (shape, dtype) in said["arrays"].items()
+            name: Form(tuple(int(n) for n in shape), str(dtype), int(checksum))
+            for name, (shape, dtype, checksum) in said["arrays"].items()
         }
         note = dict(said["note"])
     if version != FORMAT:
@@ -91,7 +111,7 @@ def read_note(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ..
             f"The checkpoint {str(path)!r} has form {version!r}; this version of Tailrace reads "
             f"form {FORMAT}. Use the version that wrote it."
         )
-    expected = {name: form for name, form in forms.items() if math.prod(form[0])}
+    expected = {name: (form.shape, form.dtype) for name, form in forms.items() if form.size}
     if expected and stored != expected:
         raise CheckpointError(f"The checkpoint {str(path)!r} is damaged: its parts do not agree.")
     _check_size(path, forms)
@@ -103,17 +123,26 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     orbax = import_orbax()
     note, forms = read_note(path)
     with sentence(path, "cannot be read"), _quiet():
-        loaded = (
-            orbax.load(str(path)) if any(math.prod(shape) for shape, _ in forms.values()) else {}
-        )
+        loaded = orbax.load(str(path)) if any(form.size for form in forms.values()) else {}
         arrays = {
-            name: np.asarray(loaded[name]) if math.prod(shape) else np.zeros(shape, _dtype(dtype))
-            for name, (shape, dtype) in forms.items()
+            name: np.asarray(loaded[name])
+            if form.size
+            else np.zeros(form.shape, _dtype(form.dtype))
+            for name, form in forms.items()
         }
-    for name, (shape, dtype) in forms.items():
-        if arrays[name].shape != shape or str(arrays[name].dtype) != dtype:
-            raise CheckpointError(f"The checkpoint {str(path)!r} is damaged: array {name!r}.")
+    for name, form in forms.items():
+        found = Form(arrays[name].shape, str(arrays[name].dtype), checksum(arrays[name]))
+        if found != form:
+            raise CheckpointError(
+                f"The checkpoint {str(path)!r} is damaged: array {name!r} is not what was written. "
+                f"Take an older one: trainer.restore(path of that checkpoint)."
+            )
     return arrays, note
+
+
+def checksum(array: Any) -> int:
+    """A number that changes with any bit of an array."""
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
 
 
 def remove(path: Path) -> None:
@@ -138,8 +167,8 @@ def sentence(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def _check_size(path: Path, forms: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-    claimed = sum(math.prod(shape) * _dtype(dtype).itemsize for shape, dtype in forms.values())
+def _check_size(path: Path, forms: Mapping[str, Form]) -> None:
+    claimed = sum(form.size * _dtype(form.dtype).itemsize for form in forms.values())
     limit = os.environ.get(LIMIT, "")
     most = int(limit) if limit.isdigit() else MOST_BYTES
     if claimed > most:

@@ -87,10 +87,8 @@ class Saving:
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this process may write to the directory."""
+        check_processes()
         orbax_files.import_orbax()
-        if not distributed.writes():
-            yield
-            return
         with self._writer.directory.writing():
             try:
                 yield
@@ -259,6 +257,16 @@ class Saving:
             },
         }
         return Snapshot(arrays, note)
+
+
+def check_processes() -> None:
+    """Refuse what would wait for ever: Orbax's own barriers and a training's collectives meet."""
+    if distributed.process_count() > 1:
+        raise CheckpointError(
+            f"Checkpoints are written by a training in one process; this one has "
+            f"{distributed.process_count()}. Save trainer.params in process 0 by other means, or train "
+            f"in one process with several devices."
+        )
 
 
 def describe_accumulation(engine: Engine) -> str:

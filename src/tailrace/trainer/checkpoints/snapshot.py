@@ -32,10 +32,10 @@ class Snapshot:
 
 
 def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
-    """Copies of all leaves of the state by name, on their way to the host; kinds of random keys.
+    """Copies of all leaves of the state by name, on the device; and the kinds of random keys.
 
-    The copies are made on the device, in the time it takes to read them once; the next execution may
-    overwrite the originals while they travel.
+    They are made in the time it takes to read the state once; the next execution may overwrite the
+    originals. Whoever writes them brings them to the host, in a thread: that takes 0.7 s for 1.5 GB.
     """
     arrays, keys = {}, {}
     for name, leaf in named_leaves(engine.state).items():
@@ -43,9 +43,7 @@ def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             keys[name] = str(jax.random.key_impl(value))
             value = jax.random.key_data(value)
-        copy = jnp.copy(value)
-        copy.copy_to_host_async()
-        arrays[STATE + name] = copy
+        arrays[STATE + name] = jnp.copy(value)
     return arrays, keys
 
 

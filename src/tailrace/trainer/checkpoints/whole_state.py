@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory
+from tailrace.trainer.checkpoints.saving import check_processes
 from tailrace.trainer.checkpoints.snapshot import Snapshot, put_state, state_arrays, trainer_note
 from tailrace.trainer.engine import Engine
 
@@ -21,11 +21,10 @@ def save_state(engine: Engine, epochs: int, path: str | os.PathLike[str]) -> Non
             f"save writes a new directory, and {str(where)!r} is there already. Give another "
             f"path, or use fit(checkpoint=...), which keeps several."
         )
+    check_processes()
     arrays, keys = state_arrays(engine)
-    if distributed.writes():
-        note = trainer_note(engine, keys, epochs)
-        orbax_files.write(where, Snapshot(arrays, note).on_host(), note)
-    distributed.meet({"saved": str(where)})
+    note = trainer_note(engine, keys, epochs)
+    orbax_files.write(where, Snapshot(arrays, note).on_host(), note)
 
 
 def restore_state(engine: Engine, path: str | os.PathLike[str]) -> int:

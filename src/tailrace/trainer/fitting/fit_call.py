@@ -115,14 +115,12 @@ class FitCall:
                 if taken is not None:
                     saving.go_on(fit, taken, self.dataset)
                 saving.begin(fit, fresh=taken is None)
-            try:
-                fit.train(self.duration, self.steps_per_epoch)
-            finally:
-                if fit.interrupts.asked is not None:
-                    fit.collect()
-                    if saving is not None:
-                        saving.save(wait=True)
-            fit.interrupts.reraise()
+            fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
+            if fit.interrupts.asked is not None:
+                fit.collect()
+                if saving is not None:
+                    saving.save(wait=True)
+                fit.interrupts.reraise()
         if saving is not None:  # after callbacks: one of them may go back to the best state
             saving.save(ended=True, wait=True)
 
