@@ -105,9 +105,22 @@ def test_replicas_say_who_they_are(capfd):
 def test_outside_a_program(capfd):
     assert tr.print_tensor(np.float32([1, 2]), "x", digits=3) is not None
     assert lines(capfd) == ["x: (1.00, 2.00)"]
-    with pytest.raises(ProgramError, match="only inside a program"):
-        jax.jit(tr.print_tensor)(1.0)
     with pytest.raises(ProgramError, match="prints an array. Received: dict"):
         tr.print_tensor({"a": 1})
     with pytest.raises(OptionError, match="float_format is one of"):
         tr.print_tensor(1.0, float_format="octal")
+
+
+def test_in_a_plain_jit_it_prints_too(capfd):
+    """Outside of any program of ours, by JAX's own callback; the result is the plain one."""
+
+    def loss(w, x):
+        return (tr.print_tensor(w * x, "product") ** 2).sum()
+
+    found = jax.jit(jax.value_and_grad(loss))(jnp.float32(2), jnp.float32(3))
+    jax.effects_barrier()
+    assert sorted(lines(capfd)) == ["product: 6.000", "product_gradient: 12.00"]
+    assert [float(value) for value in found] == [36.0, 36.0]
+    jax.jit(lambda n: tr.print_tensor(n, "count"))(jnp.int32(4))
+    jax.effects_barrier()
+    assert lines(capfd) == ["count: 4"]

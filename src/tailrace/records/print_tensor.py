@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.dtypes import is_numeric
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import Tracer
-from tailrace.jaxprs.marks import Tag, current_trace, mark
+from tailrace.jaxprs.marks import Tag, current_trace, is_tracing, mark
 from tailrace.records.array_text import PrintOptions
 
 
@@ -77,7 +80,27 @@ def print_tensor(
     if not isinstance(x, Tracer):
         show(x, title)
         return x
+    if not is_tracing():  # a plain jax.jit, or a gradient outside of any program
+        return _printed(x, title, show, print_gradient)
     trace = current_trace("tr.print_tensor")
     site = trace.new_site("tr.print_tensor")
     tag = Tag("print", title, payload=show, follow_gradient=print_gradient, site=site)
     return mark(x, tag)
+
+
+def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradient: bool) -> Any:
+    """`x`, printed by JAX's own callback whenever it is computed, and its gradient likewise."""
+    jax.debug.callback(lambda value: show(value, title), x)
+    if not print_gradient or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+
+    @jax.custom_vjp
+    def same(value: Any) -> Any:
+        return value
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        jax.debug.callback(lambda value: show(value, f"{title}_gradient"), gradient)
+        return (gradient,)
+
+    same.defvjp(lambda value: (value, None), backward)
+    return same(x)
