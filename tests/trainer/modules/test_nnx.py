@@ -333,7 +333,8 @@ def test_states_that_were_split_by_hand():
     assert isinstance(trainer.params, nnx.State)
     assert isinstance(trainer.model_state, nnx.State)
     model = nnx.merge(graph, trainer.params, streams, trainer.model_state)
-    assert_bits_equal((params_of(model), statistics_of(model)), (whole.params, whole.model_state))
+    # Two programs: XLA may fuse them differently, which shows in a last bit.
+    assert_close((params_of(model), statistics_of(model)), (whole.params, whole.model_state))
     wanted = {"grad/blocks/0/linear/kernel", "buffer/blocks/1/norm/var"}
     assert wanted <= set(trainer.records.names)
 
