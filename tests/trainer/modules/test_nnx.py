@@ -329,7 +329,7 @@ def test_states_that_were_split_by_hand():
     trainer = trainer_of(params, loss, model_state=rest, observe=taps)
     history = trainer.fit(ELEMENTS, steps=3, progress=False)
     whole = trainer_of(Model(0.0))
-    assert_bits_equal(history.loss, whole.fit(ELEMENTS, steps=3, progress=False).loss)
+    assert_close(history.loss, whole.fit(ELEMENTS, steps=3, progress=False).loss)
     assert isinstance(trainer.params, nnx.State)
     assert isinstance(trainer.model_state, nnx.State)
     model = nnx.merge(graph, trainer.params, streams, trainer.model_state)
