@@ -209,8 +209,9 @@ class Engine:
     def let_go(self, dataset: Any, feed: Feed) -> None:
         """A dataset is not used any more. Of a one-shot iterator, what was read ahead is kept."""
         feed.rest()
-        one_shot = isinstance(feed, InfeedQueue) and feed is not dataset and not feed.restartable
-        self._left = (dataset, feed) if one_shot and isinstance(feed, InfeedQueue) else None
+        self._left = None
+        if isinstance(feed, InfeedQueue) and feed is not dataset and not feed.restartable:
+            self._left = (dataset, feed)
 
     @property
     def runner(self) -> LoopRunner:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from tailrace.runs.storage.held import HeldDirectory
 
@@ -74,8 +75,28 @@ def _force(root: HeldDirectory, name: str) -> None:
 
 
 def _force_folder(root: HeldDirectory, name: str) -> None:
-    try:
+    with _where_folders_can_be_forced():
         _force_handle(root.open_folder(name))
+
+
+def force_tree(folder: Path) -> None:
+    """Force all files below a folder that somebody else wrote, and their names, to the disk."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            _force_handle(os.open(os.path.join(place, name), os.O_RDONLY))
+        force_folder(Path(place))
+
+
+def force_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk."""
+    with _where_folders_can_be_forced():
+        _force_handle(os.open(folder, os.O_RDONLY))
+
+
+@contextlib.contextmanager
+def _where_folders_can_be_forced() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno not in NOT_FOR_FOLDERS:
             raise

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
+from tailrace.runs.storage.durable import force_folder, force_tree
 
 FORMAT = 1
 """The form of what is written; a later one is refused with a sentence."""
@@ -74,9 +75,9 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         orbax.save(str(partial), kept, custom_metadata=said)
-        _force(partial)
+        force_tree(partial)
         os.rename(partial, path)
-        _force_folder(path.parent)
+        force_folder(path.parent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,28 +186,6 @@ def _dtype(name: str) -> np.dtype:
         return np.dtype(jnp.dtype(name))
     except TypeError:
         raise CheckpointError(f"A checkpoint has no arrays of dtype {name!r}.") from None
-
-
-def _force(folder: Path) -> None:
-    """Force all files below a folder, and their names, to the disk."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            handle = os.open(os.path.join(place, name), os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        _force_folder(Path(place))
-
-
-def _force_folder(folder: Path) -> None:
-    if os.name == "nt":  # which opens no folders
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

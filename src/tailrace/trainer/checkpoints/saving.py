@@ -52,7 +52,6 @@ class TakenUp:
         position: where it is in its dataset.
         pace: the lengths of executions that were chosen.
         callbacks: the states of its callbacks.
-        best: the best value so far.
         finished: whether there is nothing left to do.
     """
 
@@ -62,7 +61,6 @@ class TakenUp:
     position: Mapping[str, Any]
     pace: Mapping[str, Any]
     callbacks: list[dict[str, Any]]
-    best: float | None
     finished: bool
 
 
@@ -80,7 +78,7 @@ class Saving:
         self, checkpoint: Checkpoint, number: int, engine: Engine, duration: Duration
     ) -> None:
         self._engine, self._duration = engine, duration
-        self._writer = CheckpointWriter(checkpoint, number, distributed.writes())
+        self._writer = CheckpointWriter(checkpoint, number)
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._fit: Fit | None = None
 
@@ -100,13 +98,7 @@ class Saving:
     def take_up(self) -> TakenUp | None:
         """Give the engine the state that the directory holds; None if it holds nothing of this fit."""
         kept = self._writer.directory.newest(self._writer.fit)
-        paths = [said["path"] for said in distributed.meet({"path": str(kept and kept.path.name)})]
-        if kept is None or len(set(paths)) > 1:
-            if len(set(paths)) > 1:
-                raise CheckpointError(
-                    f"All processes take up the same checkpoint, but they see different ones: "
-                    f"{', '.join(paths)}. Give them a directory that all of them share."
-                )
+        if kept is None:
             return None
         arrays, note = orbax_files.read(kept.path)
         engine, fit = self._engine, note["fit"]
@@ -116,11 +108,9 @@ class Saving:
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
         history = history_of(arrays, progress.first_step, count, replicas)
         before = Duration(**fit["duration"])
-        further = (self._duration.steps or 0) > (before.steps or 0) or (
-            self._duration.epochs or 0
-        ) > (before.epochs or 0)
+        further = _less(before, self._duration)
         finished = bool(fit["ended"] and not further) or progress.reached(self._duration)
-        if (finished and not fit["ended"]) or (finished and _less(self._duration, before)):
+        if finished and (not fit["ended"] or _less(self._duration, before)):
             note_once(
                 f"fit({self._duration}): the checkpoint directory holds a fit that went further "
                 f"({progress.steps} steps, {progress.epochs} epochs). Its end is returned.",
@@ -128,15 +118,13 @@ class Saving:
             )
         if self._monitor is not None:
             self._monitor.best = fit["best"]
-        self._writer.started_at(engine.step)
         return TakenUp(
             progress,
             engine.step,
             history,
-            self._own_position(fit["position"]),
+            fit["position"],
             fit["pace"],
             _callback_states(fit["callbacks"], arrays),
-            fit["best"],
             finished,
         )
 
@@ -160,20 +148,6 @@ class Saving:
                     f"another training: {what}: {then!r} there, {now!r} here. Use what it was saved "
                     f"with, or another directory."
                 )
-
-    def _own_position(self, position: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Where this process is in its dataset; there may be another number of processes now."""
-        processes = distributed.process_count()
-        each = position["processes"]
-        if len(each) == processes:
-            return each[distributed.process_index()]
-        total = sum(one["elements"] for one in each)
-        if any("source" in one for one in each):
-            note_once(
-                "Another number of processes than when the checkpoint was saved: datasets are read "
-                "from their start, and what was used before is skipped."
-            )
-        return {"elements": total // processes}
 
     def go_on(self, fit: Fit, taken: TakenUp, dataset: Any) -> None:
         """Bring a fit to where the one in the directory was: dataset and callbacks."""
@@ -199,11 +173,8 @@ class Saving:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a checkpoint; all processes follow the first one's clock."""
-        due = self._writer.due(self._engine.step)
-        if self._writer.checkpoint.seconds is None or self._engine.placement.in_one_process:
-            return due
-        return distributed.meet({"due": due})[0]["due"]
+        """Whether it is time for a checkpoint."""
+        return self._writer.due(self._engine.step)
 
     def save(self, *, ended: bool = False, best: bool = False, wait: bool = False) -> None:
         """Save the state as it is now; nothing may be on its way."""
@@ -241,7 +212,6 @@ class Saving:
                 else:
                     plain[name] = value
             states.append(plain)
-        position = distributed.meet({"position": fit.feed.get_state()})
         note = {
             **trainer_note(engine, keys, fit.progress.first_epoch),
             "fit": {
@@ -250,7 +220,7 @@ class Saving:
                 "ended": ended,
                 "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
                 "accumulation": describe_accumulation(engine),
-                "position": {"processes": [said["position"] for said in position]},
+                "position": fit.feed.get_state(),
                 "pace": fit.pace.chosen_state(),
                 "callbacks": states,
                 "best": None if self._monitor is None else self._monitor.best,

@@ -27,11 +27,10 @@ class CheckpointWriter:
     Args:
         checkpoint: where, and how often.
         fit: the number of the fit.
-        writes: whether this process writes; the others only take part in reading the state.
     """
 
-    def __init__(self, checkpoint: Checkpoint, fit: int, writes: bool = True) -> None:
-        self.checkpoint, self.fit, self._writes = checkpoint, fit, writes
+    def __init__(self, checkpoint: Checkpoint, fit: int) -> None:
+        self.checkpoint, self.fit = checkpoint, fit
         self.directory = CheckpointDirectory(checkpoint.directory, checkpoint.keep)
         self._worker: Worker | None = None
         self._busy: Future[Any] | None = None
@@ -62,8 +61,6 @@ class CheckpointWriter:
         self.wait()
         snapshot = take()
         self._last_step, self._last_time = step, time.monotonic()
-        if not self._writes:
-            return
         if self._worker is None:
             self._worker = Worker(THREAD)
 
