@@ -65,6 +65,36 @@ def test_the_first_bad_step_is_named_and_undone(microbatches, replicas, step):
     assert_bits_equal(trainer.state, plain.state)
 
 
+def test_going_back_repeats_keys_and_compiles_nothing(compilations):
+    def noisy(w, x):
+        return ((jnp.log(x) @ w - jax.random.normal(tr.key(), ())) ** 2).mean()
+
+    def trained(observe, **fit):
+        trainer = tr.Trainer(
+            noisy, optax.adam(0.01), jnp.ones(4), observe=observe, steps_per_execution=5
+        )
+        trainer.fit(tr.batches(examples(0.5), 8), steps=5)
+        compiled = len(compilations)
+        try:
+            trainer.fit(tr.batches(examples(), 8), **fit)
+        except NonFiniteError as error:
+            assert error.step == 17
+        assert len(compilations) == compiled
+        return trainer
+
+    guarded = trained([tr.stop_on_nonfinite()])  # in the third step of an execution
+    assert_bits_equal(guarded.state, trained([], steps=12).state)
+
+
+def test_a_bad_first_step_of_an_execution_is_undone():
+    trainer = trainer_of(steps_per_execution=4)
+    with pytest.raises(NonFiniteError, match="step 12"):
+        trainer.fit(tr.batches(examples(), 8))
+    plain = trainer_of(observe=[])
+    plain.fit(tr.batches(examples(), 8), steps=12)
+    assert_bits_equal(trainer.state, plain.state)
+
+
 def test_training_goes_on_from_there():
     trainer = trainer_of()
     with pytest.raises(NonFiniteError):

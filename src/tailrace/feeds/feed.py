@@ -41,6 +41,11 @@ class Staged:
         """How many elements for each replica the arrays on the device have room for."""
         return len(self.device[0]) if self.device else self.count
 
+    def first(self, count: int) -> Staged:
+        """The first `count` elements for each replica, without room for more."""
+        host = [leaf[: count * self.replicas] for leaf in self.host]
+        return Staged(host, tuple(leaf[:count] for leaf in self.device), count, self.replicas)
+
     def unused(self, used: int) -> Block:
         """What is left on the host after the first `used` elements (over all replicas)."""
         return [leaf[used:] for leaf in self.host]

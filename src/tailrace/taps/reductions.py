@@ -27,6 +27,12 @@ SUMS, SHORT = 8, 4096
 FACTORS = 128
 """Values in a row of the matrix that is multiplied by noughts."""
 
+LANES, SHARE = 4096, 256
+"""How many copies of a histogram are counted side by side, and how many values each copy is worth.
+
+On a GPU, values with one exponent are added to one address, one after the other. 124 million values
+on an H200: 33.7 ms in one histogram, 2.5 ms in 1024 copies, 1.5 ms in 4096."""
+
 STATS = np.dtype(
     [
         ("mean", np.float64),
@@ -95,7 +101,11 @@ def histogram(value: Any) -> Any:
     mantissa = bits & 0x7FFFFF
     index = jnp.where((exponent == 255) & (mantissa != 0), NAN_BIN, exponent)
     index = jnp.where((exponent == 0) & (mantissa == 0), ZERO_BIN, index)
-    return jnp.zeros(NUM_BINS, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+    lanes = 1 if devices.platform() == "cpu" else max(1, min(LANES, index.size // SHARE))
+    if lanes > 1:  # neighbours count in copies of their own, at neighbouring addresses
+        index = index * lanes + jnp.arange(index.size, dtype=jnp.int32) % lanes
+    counts = jnp.zeros(NUM_BINS * lanes, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+    return counts.reshape(NUM_BINS, lanes).sum(axis=1, dtype=jnp.int32)
 
 
 # -- statistics ---------------------------------------------------------------------------------

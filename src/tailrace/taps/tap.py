@@ -157,9 +157,11 @@ class StopOnNonfinite:
 def stop_on_nonfinite(select: Select = ("loss", "grad/*")) -> StopOnNonfinite:
     """Stop training at the first NaN or Inf in the selected tensors; goes into `observe=`.
 
-    The first bad step is noticed on the device. From there on the rest of the execution changes
-    nothing, so the parameters stay those before that step, and `tr.errors.NonFiniteError` says
-    which step, microbatch, tensor, operation and line it was.
+    The device checks every step, and the host reads the checks when an execution has ended. After a
+    bad step, training goes back to where that execution started and runs the steps before the bad one
+    again: the parameters are then those before that step, and `tr.errors.NonFiniteError` says which
+    step, microbatch, tensor, operation and line it was. Executions in flight keep the state that they
+    started from, one copy each.
 
     >>> stop_on_nonfinite("grad/*")
     StopOnNonfinite(select='grad/*')

@@ -24,8 +24,7 @@ class Wanted:
             which are computed for all tensors of a loop body together.
         periodic: whether it is made only in the last of every `period` steps.
         collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
-        guard: only whether it is finite is of interest; the outermost loop stops changing what it
-            carries when it is not.
+        guard: only whether it is finite is of interest.
         layers: how many dims in front are passes of the user's own scans, when it is collected.
     """
 

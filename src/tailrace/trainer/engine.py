@@ -203,7 +203,7 @@ class Engine:
             self._state = None
         elif isinstance(runner, PipelineRunner):
             runner.read(self._active[1], inputs)
-        runner.keep_elements = self.guarded
+        runner.keep_origins = self.guarded
         return feed
 
     def let_go(self, dataset: Any, feed: Feed) -> None:
@@ -349,18 +349,16 @@ class Engine:
         runner, state = self._in_use()
         numbers = Numbers(self.seed, self.step)
         emitted, ready = runner.dispatch(state, length, numbers, following, period, block)
-        return self.dispatched(length, emitted, ready, runner.taken)
+        return self.dispatched(length, emitted, ready)
 
-    def dispatched(
-        self, length: int, emitted: dict[Any, Any], ready: Any, taken: Mapping[Feed, Staged]
-    ) -> Ticket:
+    def dispatched(self, length: int, emitted: dict[Any, Any], ready: Any) -> Ticket:
         """The ticket of an execution that was dispatched in portions, from this step on."""
         scalars: dict[str, Any] = {}
         if self.scalars in emitted:
             structure = self.runner.traced.outfeeds[self.scalars].structure
             sent = jax.tree.unflatten(structure, emitted[self.scalars].value)
             scalars = {"loss": sent["loss"], **sent["aux"]}
-        ticket = Ticket(self.step, length, emitted, scalars, taken, ready)
+        ticket = Ticket(self.step, length, emitted, scalars, ready, self.runner.origin)
         self.step += length
         return ticket
 
@@ -398,12 +396,14 @@ class Engine:
         kept = bad[0]
         arrays = {name: values[:kept] for name, values in arrays.items()}
         weights = weights[:kept] if weights is not None else None
-        # What was dispatched after the bad step changed nothing: the guard stays down until here.
-        self.step, state.stopped = ticket.first_step + kept, None
+        # A guard that kept the old state at every step would read and write all of it once more.
+        assert ticket.origin is not None
+        runner.rewind(state, ticket.origin, kept)
+        self.step = ticket.first_step + kept
         failure = diagnose(
             runner,
             state,
-            ticket.elements[runner.infeeds[0]],
+            ticket.origin.elements[runner.infeeds[0]],
             bad,
             first_step=ticket.first_step,
             seed=self.seed,

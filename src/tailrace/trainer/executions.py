@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.errors import NonFiniteError
-from tailrace.feeds.feed import Feed, Staged
+from tailrace.program.running.loop_state import Origin
 from tailrace.records.records import Part
 from tailrace.taps.frame import Emission
 
@@ -23,16 +23,16 @@ class Ticket:
         steps: how many steps it has.
         emitted: what leaves the program, still on the device.
         scalars: loss and metrics by name, still on the device; empty if they were muted.
-        elements: the elements it reads, by feed, if they were kept for a diagnosis.
         ready: an array that is ready when the execution is over.
+        origin: what it started from, if that is kept for a guard.
     """
 
     first_step: int
     steps: int
     emitted: dict[Hashable, Emission]
     scalars: Mapping[str, Any]
-    elements: Mapping[Feed, Staged]
     ready: Any
+    origin: Origin | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

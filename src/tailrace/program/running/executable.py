@@ -172,6 +172,9 @@ class Executable:
             period=max(period, 1),
         )
         self._observing = period > 0
+        # A guard finds a bad step when later ones have run; what was before is computed again then.
+        guarded = any(want.guard for wants in (wanted or {}).values() for want in wants)
+        self._donated: tuple[int, ...] = () if guarded else (0,)
         self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
         self._rows: dict[Hashable, int] = {}
@@ -183,7 +186,7 @@ class Executable:
         self._writes: list[Any] = list(segment.writes)
         self.compile_s = 0.0
         self.taken: dict[Feed, Staged] = {}
-        """The elements of the last dispatch, kept on the host while `keep_elements` is set."""
+        """The elements of the last dispatch, while `keep_elements` is set."""
         self.keep_elements = False
 
     # -- compiling ------------------------------------------------------------------------------
@@ -210,10 +213,7 @@ class Executable:
             [state.values[var] for var in self._carried],
             [state.values[var] for var in self.segment.reads],
             [tuple(staged[queue]) for queue, count in self.elements.items() if count],
-            (
-                state.numbers(numbers),
-                np.bool_(False) if state.stopped is None else state.stopped,
-            ),
+            state.numbers(numbers),
         )
 
     def _jitted(self) -> Any:
@@ -230,14 +230,13 @@ class Executable:
                 function,
                 mesh=self.placement.mesh,
                 in_specs=([spec(var) for var in self._carried], same, elements, same),
-                out_specs=([spec(var) for var in self.segment.writes], sent, same, same),
+                out_specs=([spec(var) for var in self.segment.writes], sent, same),
                 check_vma=False,
             )
-        return jax.jit(function, donate_argnums=(0,))
+        return jax.jit(function, donate_argnums=self._donated)
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
-        array, stopped = numbers
-        seed, first_step, offset, count = Numbers.read(array)
+        seed, first_step, offset, count = Numbers.read(numbers)
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
         blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
@@ -246,7 +245,7 @@ class Executable:
             blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
         ambient = Ambient(jax.random.key(seed), first_step, replica)
         trip = Trip(count, first_step + offset) if self.counted else None
-        frame = Frame(ambient, blocks, observing=self._observing, stopped=stopped, trip=trip)
+        frame = Frame(ambient, blocks, observing=self._observing, trip=trip)
         if several:
             pairs = zip(self._carried, carried, strict=True)
             carried = [value[0] if var in self._each else value for var, value in pairs]
@@ -274,13 +273,11 @@ class Executable:
             emitted = self._packing.pack(emitted)
         writes = self.segment.writes
         results = [known[v][None] if several and v in self._each else known[v] for v in writes]
-        return results, emitted, *self._what_follows(numbers, frame)
+        return results, emitted, self._what_follows(numbers)
 
-    def _what_follows(self, numbers: Any, frame: Frame) -> tuple[Any, Any]:
-        """The numbers of what goes on from here, and whether it is stopped; None: as before."""
-        array, stopped = numbers
-        changed = None if frame.stopped is stopped else jnp.asarray(frame.stopped)
-        return Numbers.advanced(array, array[3] if self.counted else self.length or 0), changed
+    def _what_follows(self, numbers: Any) -> Any:
+        """The numbers of a dispatch that goes on from here."""
+        return Numbers.advanced(numbers, numbers[3] if self.counted else self.length or 0)
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
         """The loop, cut to the length of this piece, starting from where the last piece ended."""
@@ -314,7 +311,7 @@ class Executable:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(state, blocks)
             # The ticket is ready when the execution is over, and donated by nobody.
-            results, emitted, ticket, stopped = compiled(*self._arguments(state, blocks, numbers))
+            results, emitted, ticket = compiled(*self._arguments(state, blocks, numbers))
         except BaseException:
             _put_back(taken)
             raise
@@ -324,8 +321,6 @@ class Executable:
         state.values.update(zip(self._writes, results, strict=True))
         if self.segment.is_loop:
             state.foreseen = (numbers.after(passes or 0), ticket)
-        if stopped is not None:
-            state.stopped = stopped
         if not self.placement.in_one_process:
             emitted = jax.tree.map(self.placement.readable, emitted)
         if self._packing is not None:

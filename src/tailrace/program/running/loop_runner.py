@@ -17,14 +17,14 @@ import numpy as np
 
 from tailrace.errors import ProgramError
 from tailrace.feeds.background import Worker
-from tailrace.feeds.feed import Feed, Staged
+from tailrace.feeds.feed import Staged
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.dispatch_lengths import FIXED_BELOW_S
 from tailrace.program.running.executable import Executable, Placement
-from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
@@ -78,8 +78,9 @@ class LoopRunner:
         there is one for each length."""
         self.executions = 0
         self.compile_s = 0.0
-        self.keep_elements = False
-        self.taken: dict[Feed, Any] = {}
+        self.keep_origins = False
+        self.origin: Origin | None = None
+        """What the latest dispatch started from, while `keep_origins` is set."""
         self._segments = cut(self.traced.jaxpr, loops)
         (self._loop,) = (s for s in self._segments if s.is_loop)
         own = set(self._loop.writes) if each and placement.replicas > 1 else set()
@@ -212,13 +213,28 @@ class LoopRunner:
         if exact and not numbers.first_step % max(period, 1):
             executable = self._fixed.get((length, period), executable)
         numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
-        executable.keep_elements = self.keep_elements
+        executable.keep_elements = self.keep_origins
+        before = dict(state.values) if self.keep_origins else None
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(state, numbers, following, block)
         self.executions += 1
-        self.taken = executable.taken
+        self.origin = None
+        if before is not None:
+            self.origin = Origin(before, executable.taken, numbers, period)
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
+
+    def rewind(self, state: LoopState, origin: Origin, length: int) -> None:
+        """Go back to where a dispatch started, and run its first `length` passes again.
+
+        What they emit is dropped: it is what they emitted the first time.
+        """
+        state.values, state.foreseen = dict(origin.values), None
+        if length:
+            ((feed, block),) = origin.elements.items()
+            if not self._counted(length):
+                block = block.first(length * self._loop.elements[feed])
+            self.dispatch(state, length, origin.numbers, 0, origin.period, block)
 
     def fix(self, state: LoopState, length: int, period: int, seconds: float) -> None:
         """Compile the loop for this very length in a thread, if passes are so short that it pays.
