@@ -8,6 +8,7 @@ in neighbouring runs.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         trainer = tr.Trainer(loss_fn, optimizer, params, steps_per_execution=LENGTH, **options)
         return lambda: trainer.fit(elements, steps=given.steps, progress=False).loss
 
-    scopes = ["activation/*", "cotangent/*"]
+    scopes = re.compile(r"(activation|cotangent)/block_\d+(/attention|/mlp)?$")
     cases = {
         "tr.Trainer": {},
         "statistics of gradients": {"observe": [tr.Tap("grad/*")]},

@@ -19,7 +19,7 @@ from tailrace.keras.handles import settings_of
 from tailrace.keras.programs.logs import Later, Number, Series, Unheard
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.messages import note_once
-from tailrace.program.running.dispatch_lengths import MOST_BYTES
+from tailrace.program.running.dispatch_lengths import most_bytes
 from tailrace.program.running.executable import Placement
 
 IN_FLIGHT, MOST_IN_FLIGHT = 2, 64
@@ -187,7 +187,7 @@ class Executions:
         if len(self._tickets) <= IN_FLIGHT:
             return
         size = block.form.spec.nbytes * block.count
-        most = max(IN_FLIGHT, min(MOST_IN_FLIGHT, MOST_BYTES // (size + 1)))
+        most = max(IN_FLIGHT, min(MOST_IN_FLIGHT, most_bytes() // (size + 1)))
         if len(self._tickets) <= most:
             return
         done, kept = 0, most if most == IN_FLIGHT else most // 2

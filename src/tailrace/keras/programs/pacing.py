@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tailrace.keras.data.resident_arrays import Rows
-from tailrace.program.running.dispatch_lengths import MOST_BYTES, good_piece
+from tailrace.program.running.dispatch_lengths import good_piece, most_bytes
 
 LONG_S = 1.0
 """An execution that takes longer is cut, so that the progress bar moves while it runs."""
@@ -78,7 +78,7 @@ class Pacing:
             return self.execution  # as long as Keras asks for more
         if self.alone or self.execution >= TOGETHER or not self.batches:
             return min(self.execution, self._left)
-        most = min(TOGETHER, MOST_BYTES // max(1, bytes_per_batch))
+        most = min(TOGETHER, most_bytes() // max(1, bytes_per_batch))
         count = good_piece(self.batches // self.execution, max(1, most // self.execution))
         self._together = count > 1
         return min(count * self.execution, self._left)
@@ -98,7 +98,7 @@ class Pacing:
         """How many of the batches that are wanted one dispatch takes."""
         if wanted == 1:
             return 1
-        most = max(1, MOST_BYTES // max(1, bytes_per_batch))
+        most = max(1, most_bytes() // max(1, bytes_per_batch))
         if self.every_step or (self.bar is not None and self._seconds > LONG_S):
             most = min(most, max(1, self.execution // PIECES))
         if (
