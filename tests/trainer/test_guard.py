@@ -1,5 +1,7 @@
 """`tr.stop_on_nonfinite`: the first bad step is named, and nothing after it changes anything."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,14 +77,13 @@ def test_going_back_repeats_keys_and_compiles_nothing(compilations):
         )
         trainer.fit(tr.batches(examples(0.5), 8), steps=5)
         compiled = len(compilations)
-        try:
+        with contextlib.suppress(NonFiniteError):
             trainer.fit(tr.batches(examples(), 8), **fit)
-        except NonFiniteError as error:
-            assert error.step == 17
         assert len(compilations) == compiled
         return trainer
 
     guarded = trained([tr.stop_on_nonfinite()])  # in the third step of an execution
+    assert guarded.step == 17
     assert_bits_equal(guarded.state, trained([], steps=12).state)
 
 
