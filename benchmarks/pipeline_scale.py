@@ -3,10 +3,10 @@
     python -m benchmarks.pipeline_scale          # a GPT of 4 layers, width 128, for a CPU
     python -m benchmarks.pipeline_scale --gpt    # GPT-2 small (124 M), batch 8 x 1024, for a GPU
 
-Parameters are float32, the computation is bfloat16, the optimizer AdamW. Both programs compute the same:
-what the pipeline takes longer and larger is its own. The planned stash is the sum, over stages, of the
-slots of the plan times the bytes that one microbatch leaves there. Operations are counted in the compiled
-program, whatever the number of times they run.
+Parameters are float32, the computation is bfloat16, the optimizer AdamW. Both programs compute the
+same: what the pipeline takes longer and larger is its own. The planned stash is the sum, over stages,
+of the slots of the plan times the bytes that one microbatch leaves there. Operations are counted in
+the compiled program, however often they run.
 """
 
 from __future__ import annotations
