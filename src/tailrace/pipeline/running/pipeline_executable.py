@@ -154,12 +154,15 @@ class PipelineExecutable(Executable):
             counter, slices = x
             inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
             here = {**consts, a.body.invars[-1]: counter}
-            held, alike = carry
-            after = machine.step(held, alike, here, inside)
+            held, alike, stash = carry
+            after = machine.step(held, alike, here, inside, stash)
             condense(inside)
             return after, ([], inside.emitted)
 
-        start: Any = (held, alike)
+        # Filled with zeros once in an execution. A guard, which chooses between what was carried before
+        # and after a step, has no use for it.
+        stash = None if self._guarding else a.stash_layout.zeros()
+        start: Any = (held, alike, stash)
         if self._guarding:
             one_pass = guarded(one_pass, functools.partial(_is_good, machine))
             start = (start, jnp.asarray(stopped))
@@ -172,7 +175,7 @@ class PipelineExecutable(Executable):
         carry = ran.carry
         if self._guarding:
             carry, frame.stopped = carry
-        held, alike = carry
+        held, alike, _ = carry
         frame.take(ran.each, ran.looks, ran.once, period)
         for key, emission in ran.emitted.items():
             source = machine.emitting.sources.get(key)
