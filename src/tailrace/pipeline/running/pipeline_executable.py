@@ -152,18 +152,20 @@ class PipelineExecutable(Executable):
             counter, slices = x
             inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
             here = {**consts, a.body.invars[-1]: counter}
-            held, alike = carry
-            after = machine.step(held, alike, here, inside)
+            held, alike, stash = carry
+            after = machine.step(held, alike, here, inside, stash)
             condense(inside)
             return after, ([], inside.emitted)
 
+        # Filled with zeros once in an execution.
+        start = (held, alike, a.stash_layout.zeros())
         over = Passes(one_pass, False, 1, length, trip=trip)
         if self._collected:
             over = over.collecting(self._collected)
         counters = offset + jnp.arange(length, dtype=jnp.int32)
         period = self._rewriter.period
-        ran = over.run((held, alike), (counters, blocks), period, self._observing)
-        held, alike = ran.carry
+        ran = over.run(start, (counters, blocks), period, self._observing)
+        held, alike, _ = ran.carry
         frame.take(ran.each, ran.looks, ran.once, period)
         for key, emission in ran.emitted.items():
             source = machine.emitting.sources.get(key)
