@@ -98,7 +98,7 @@ class PipelineExecutable(Executable):
         function = jax.shard_map(
             self._function,
             mesh=self.placement.mesh,
-            in_specs=(carried, same, PartitionSpec(None, REPLICA), same),
+            in_specs=(carried, same, PartitionSpec(None, REPLICA), same, same),
             out_specs=(carried, PartitionSpec(REPLICA), same, same),
             check_vma=False,
         )
@@ -112,8 +112,8 @@ class PipelineExecutable(Executable):
 
         return jax.jit(call, donate_argnums=(0,))
 
-    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
-        a = self.assembly
+    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
+        a, self._rewriter.arguments = self.assembly, free
         array, stopped = numbers
         seed, first_step, offset, passes = Numbers.read(array)
         ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))

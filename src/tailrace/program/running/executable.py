@@ -17,6 +17,7 @@ from tailrace.devices import devices
 from tailrace.errors import FeedError, ReplicaError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import JaxprEqn, compiler_options
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
@@ -170,7 +171,9 @@ class Executable:
             replica_axis=devices.REPLICA if placement.replicas > 1 else None,
             replicas=placement.replicas,
             period=max(period, 1),
+            free=segment.free_numbers if placement.in_one_process else FreeNumbers(),
         )
+        self._numbers = placement.put([jnp.asarray(n) for n in self._rewriter.free.values])
         self._observing = period > 0
         self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
@@ -214,6 +217,7 @@ class Executable:
                 state.numbers(numbers),
                 np.bool_(False) if state.stopped is None else state.stopped,
             ),
+            self._numbers,
         )
 
     def _jitted(self) -> Any:
@@ -229,14 +233,15 @@ class Executable:
             function = jax.shard_map(
                 function,
                 mesh=self.placement.mesh,
-                in_specs=([spec(var) for var in self._carried], same, elements, same),
+                in_specs=([spec(var) for var in self._carried], same, elements, same, same),
                 out_specs=([spec(var) for var in self.segment.writes], sent, same, same),
                 check_vma=False,
             )
         return jax.jit(function, donate_argnums=(0,))
 
-    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
+    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
         array, stopped = numbers
+        self._rewriter.arguments = free
         seed, first_step, offset, count = Numbers.read(array)
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
