@@ -77,6 +77,7 @@ __all__ = [
     "jaxpr_as_fun",
     "keeps_apart",
     "key_generator",
+    "lines_of",
     "name_stack_of",
     "nbytes",
     "operation",
@@ -367,6 +368,25 @@ def user_frame(eqn: JaxprEqn) -> str:
         if not is_library(path) and path[:1] != "<":
             return f"{path}:{frame.line_num}"
     return ""
+
+
+def lines_of(eqn: JaxprEqn) -> tuple[tuple[str, int], ...]:
+    """File and line of each call that led to an equation, innermost first, up to our own code.
+
+    Functions of JAX come last: what they are called from says more.
+    """
+    trace = eqn.source_info.traceback
+    inside, around = [], []
+    for frame in trace.frames if trace is not None else ():
+        if frame.file_name.startswith(_OWN_FILES):
+            break
+        place = (frame.file_name, frame.line_num)
+        (inside if _is_jax(frame.file_name) else around).append(place)
+    return (*around, *inside)
+
+
+def _is_jax(path: str) -> bool:
+    return path.replace(os.sep, "/").rpartition("site-packages/")[2].startswith(("jax/", "jaxlib/"))
 
 
 def key_generator(dtype: Any) -> str:

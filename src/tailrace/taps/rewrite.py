@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,6 +28,7 @@ from tailrace.devices import devices
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
 from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While
+from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.marks import FORWARD, Tag
 from tailrace.jaxprs.operations import name_of
@@ -109,6 +110,7 @@ class Rewriter(Visitor[Any, Frame]):
         replica_axis: the mesh axis of the replicas, None where there is one replica.
         replicas: how many there are.
         period: the outermost loop observes periodic values in every `period`-th pass only.
+        free: the literals that are arguments of the program.
     """
 
     wanted: dict[Position, list[Wanted]] = dataclasses.field(default_factory=dict)
@@ -116,8 +118,11 @@ class Rewriter(Visitor[Any, Frame]):
     replica_axis: str | None = None
     replicas: int = 1
     period: int = 1
+    free: FreeNumbers = dataclasses.field(default_factory=FreeNumbers)
 
     def __post_init__(self) -> None:
+        self.arguments: Sequence[Any] = ()
+        """What stands for the free literals in the program that is being emitted."""
         self._inside = by_surrounding(self.wanted)
         self._resolver = Resolver(self.on_mark, self.replica_axis)
 
@@ -138,9 +143,14 @@ class Rewriter(Visitor[Any, Frame]):
         """The equation's names and source lines."""
         return internals.equation_context(eqn)
 
+    def constant(self, value: Any, var: Any) -> Any:
+        """A constant; of a free literal, the argument that stands for it."""
+        place = self.free.places.get(id(var))
+        return value if place is None else self.arguments[place]
+
     def enters(self, eqn: JaxprEqn, here: Position) -> bool:
-        """Whether something in the equation is wanted, or ours."""
-        return here in self._inside or concerns_us(eqn)
+        """Whether something in the equation is wanted, ours, or an argument."""
+        return here in self._inside or id(eqn) in self.free.around or concerns_us(eqn)
 
     def made(
         self,

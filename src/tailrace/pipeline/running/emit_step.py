@@ -8,6 +8,7 @@ phase (see `update_partition.py`); what happens in a tick is in `emit_ticks.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ class Machine:
 
     def __init__(self, assembly: Assembly, rewriter: Rewriter, position: Position) -> None:
         self.assembly, self.rewriter, self.position = assembly, rewriter, position
-        self.silent = Rewriter(replica_axis=rewriter.replica_axis, replicas=rewriter.replicas)
+        self.silent = dataclasses.replace(rewriter, wanted={}, on_mark=None, period=1)
+        self.silent.arguments = rewriter.arguments
         self.emitting = Emitting()
 
     def step(

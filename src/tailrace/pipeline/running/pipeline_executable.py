@@ -97,7 +97,7 @@ class PipelineExecutable(Executable):
         function = jax.shard_map(
             self._function,
             mesh=self.placement.mesh,
-            in_specs=(carried, same, PartitionSpec(None, REPLICA), same),
+            in_specs=(carried, same, PartitionSpec(None, REPLICA), same, same),
             out_specs=(carried, PartitionSpec(REPLICA), same),
             check_vma=False,
         )
@@ -111,8 +111,8 @@ class PipelineExecutable(Executable):
 
         return jax.jit(call, donate_argnums=self._donated)
 
-    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
-        a = self.assembly
+    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
+        a, self._rewriter.arguments = self.assembly, free
         seed, first_step, offset, passes = Numbers.read(numbers)
         ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
         trip = Trip(passes, first_step + offset) if self.counted else None

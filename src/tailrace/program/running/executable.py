@@ -17,6 +17,7 @@ from tailrace.devices import devices
 from tailrace.errors import FeedError, ReplicaError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import JaxprEqn, compiler_options
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
@@ -170,7 +171,9 @@ class Executable:
             replica_axis=devices.REPLICA if placement.replicas > 1 else None,
             replicas=placement.replicas,
             period=max(period, 1),
+            free=segment.free_numbers if placement.in_one_process else FreeNumbers(),
         )
+        self._numbers = placement.put([jnp.asarray(n) for n in self._rewriter.free.values])
         self._observing = period > 0
         # A guard finds a bad step when later ones have run; what was before is computed again then.
         guarded = any(want.guard for wants in (wanted or {}).values() for want in wants)
@@ -214,6 +217,7 @@ class Executable:
             [state.values[var] for var in self.segment.reads],
             [tuple(staged[queue]) for queue, count in self.elements.items() if count],
             state.numbers(numbers),
+            self._numbers,
         )
 
     def _jitted(self) -> Any:
@@ -229,13 +233,14 @@ class Executable:
             function = jax.shard_map(
                 function,
                 mesh=self.placement.mesh,
-                in_specs=([spec(var) for var in self._carried], same, elements, same),
+                in_specs=([spec(var) for var in self._carried], same, elements, same, same),
                 out_specs=([spec(var) for var in self.segment.writes], sent, same),
                 check_vma=False,
             )
         return jax.jit(function, donate_argnums=self._donated)
 
-    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any) -> Any:
+    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
+        self._rewriter.arguments = free
         seed, first_step, offset, count = Numbers.read(numbers)
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)

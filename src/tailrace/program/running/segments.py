@@ -8,10 +8,13 @@ dispatched several times, a piece of the loop each time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
+from tailrace.devices import devices
 from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.free_numbers import FreeNumbers, free_numbers
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Var, variables
 from tailrace.jaxprs.stretches import live_ins, live_outs, made_by
 from tailrace.jaxprs.walk import concerns_us, elements_read
@@ -36,6 +39,11 @@ class Segment:
     writes: tuple[Var, ...]
     is_loop: bool
     elements: dict[Any, int]
+
+    @functools.cached_property
+    def free_numbers(self) -> FreeNumbers:
+        """The numbers in it that are arguments of what is compiled: others may share that."""
+        return free_numbers(self.equations, devices.platform() == "cpu")
 
     @property
     def length(self) -> int:
