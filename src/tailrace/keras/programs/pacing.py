@@ -71,6 +71,22 @@ class Pacing:
         self._left, self._number, self._ready_at = self.batches, 0, None
         self._owed = 0
 
+    def go_on(self, done: int) -> None:
+        """So many batches of this epoch were done before: they are counted along, and not run."""
+        self._number = self._owed = done
+        if self._left is not None:
+            self._left -= done
+
+    @property
+    def number(self) -> int:
+        """How many batches of this epoch are done."""
+        return self._number
+
+    @property
+    def between(self) -> bool:
+        """Whether what has run is what Keras has counted, and the epoch goes on as far as is known."""
+        return not self._owed and self._left != 0
+
     def wanted(self, bytes_per_batch: int = 0) -> int:
         """How many batches the next execution takes, with those that run together with it."""
         self._together = False

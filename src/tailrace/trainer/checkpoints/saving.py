@@ -101,6 +101,11 @@ class Saving:
         if kept is None:
             return None
         arrays, note = orbax_files.read(kept.path)
+        if "fit" not in note:
+            raise CheckpointError(
+                f"The checkpoint {str(kept.path)!r} was saved by fit of a Keras model. Give this fit "
+                f"another directory."
+            )
         engine, fit = self._engine, note["fit"]
         progress = Progress(**fit["progress"])
         self._check(note, progress)
