@@ -21,6 +21,7 @@ from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import PipelineReport
 from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
+from tailrace.profiling.timeline.trace import as_trace
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import TrainState
@@ -269,6 +270,7 @@ class Trainer:
         progress: bool | None = None,
         timeout_s: float | None = None,
         inputs: Sequence[Any] | None = None,
+        trace: Any = None,
     ) -> History:
         """Train.
 
@@ -289,6 +291,7 @@ class Trainer:
             timeout_s: the longest wait for an element of the dataset, in seconds; a longer one is a
                 `tr.errors.DataTimeout`. None waits, and notes after 30 s what it waits for.
             inputs: other values for the `inputs` of a pipeline, from now on.
+            trace: a directory for a timeline of this fit, or a `tr.trace(...)`.
 
         Returns:
             The history of this fit, also kept as `trainer.history`.
@@ -314,7 +317,10 @@ class Trainer:
             timeout_s,
             Progress(engine.step, self._epochs),
         )
-        with call.saving.open() if call.saving is not None else nullcontext():
+        with (
+            as_trace(trace) if trace is not None else nullcontext(),
+            call.saving.open() if call.saving is not None else nullcontext(),
+        ):
             self._kept_fits += call.saving is not None
             self._train(call)
         return self.history

@@ -25,6 +25,7 @@ from tailrace.program.running.compiled_programs import compiled_program
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
+from tailrace.spans.span import Execution, span
 from tailrace.taps.counted_loop import looks_between
 from tailrace.taps.frame import Ambient, Block, Emission, Frame, Trip
 from tailrace.taps.rewrite import Rewriter
@@ -185,6 +186,8 @@ class Executable:
         self.taken: dict[Feed, Staged] = {}
         """The elements of the last dispatch, kept on the host while `keep_elements` is set."""
         self.keep_elements = False
+        self.plan: Any = None
+        """The plan of the pipeline it runs, if it does."""
 
     # -- compiling ------------------------------------------------------------------------------
 
@@ -197,9 +200,10 @@ class Executable:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
             started = time.perf_counter()
-            lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
-            options = compiler_options(self.segment.equations, devices.platform())
-            self._compiled = compiled_program(lowered, self.placement.device_ids, options)
+            with span("compilation", steps=self.length):
+                lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
+                options = compiler_options(self.segment.equations, devices.platform())
+                self._compiled = compiled_program(lowered, self.placement.device_ids, options)
             self.compile_s = time.perf_counter() - started
         return self._compiled
 
@@ -309,12 +313,18 @@ class Executable:
             What was emitted, still on the devices, and an array that is ready when all is over.
         """
         passes = numbers.count if self.counted else self.length
+        execution = Execution()
         taken = self._take_together(passes, following, given)
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(state, blocks)
+            arguments = self._arguments(state, blocks, numbers)
+            execution.dispatch(compiled)
             # The ticket is ready when the execution is over, and donated by nobody.
-            results, emitted, ticket, stopped = compiled(*self._arguments(state, blocks, numbers))
+            with span("dispatch", steps=passes):
+                results, emitted, ticket, stopped = compiled(*arguments)
+            first_step = numbers.first_step + numbers.offset
+            execution.dispatched(ticket, first_step, passes or 0, compiled, self.plan)
         except BaseException:
             _put_back(taken)
             raise
