@@ -146,24 +146,30 @@ def _mark(planes: list[Any]) -> int:
 def _of_plane(plane: Any, offset: int) -> list[Operation]:
     number = plane.name.rpartition(":")[2].split()[0]
     own = int(number) if number.isdigit() else 0
-    found = []
+    found: list[tuple[Operation, int]] = []
+    ends: dict[int, int] = {}
     for line in plane.lines:
         for event in line.events:
             name = event.name
-            if name.startswith(("ThreadpoolListener", "end: ")):
+            if name.startswith("ThreadpoolListener"):
                 continue
             stats = dict(event.stats)
-            if "hlo_op" not in stats:
-                continue
             start = int(event.start_ns) + offset
-            found.append(
-                Operation(
+            end = start + int(event.duration_ns)
+            if name.startswith("end: "):
+                ends[int(stats.get("_c", -1))] = end
+            elif "hlo_op" in stats:
+                operation = Operation(
                     int(stats.get("device_ordinal", own)),
                     line.name,
                     str(stats["hlo_op"]),
                     int(stats.get("program_id", 0)),
                     start,
-                    start + int(event.duration_ns),
+                    end,
                 )
-            )
-    return found
+                found.append((operation, int(stats.get("_p", -2))))
+    # On a CPU an operation may return before it is over; another event has the same number then.
+    return [
+        dataclasses.replace(one, end=max(one.end, ends.get(number, one.end)))
+        for one, number in found
+    ]

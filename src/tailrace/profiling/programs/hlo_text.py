@@ -60,6 +60,7 @@ class Instruction:
         op_name: the scopes and the operation that JAX had for it; "" where it has none.
         attributes: the rest of its line.
         is_root: whether its result is that of its computation.
+        number: of a parameter, which one it is.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Instruction:
     op_name: str
     attributes: str
     is_root: bool
+    number: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -159,6 +161,7 @@ def _instruction(found: re.Match[str]) -> Instruction:
         op_name[1] if op_name else "",
         attributes,
         bool(root),
+        int(inside) if opcode == "parameter" else None,
     )
 
 

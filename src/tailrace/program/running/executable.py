@@ -196,6 +196,11 @@ class Executable:
         """What XLA made; None before `compile`."""
         return self._compiled
 
+    @property
+    def carries(self) -> list[Any]:
+        """What the loop carries, in the order of the compiled program's arguments."""
+        return self._carried
+
     def compile(self, state: LoopState, staged: dict[Feed, Any]) -> Any:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
