@@ -27,6 +27,7 @@ from tailrace.records.records import Source
 from tailrace.records.sinks import Finished
 from tailrace.runs.info import RUN_FILE, read_info, write_info
 from tailrace.runs.nonfinite_reports import add_report
+from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
@@ -103,6 +104,7 @@ class RunWriter:
         self._told = False
         self._taken_up: tuple[int, int] | None = None
         self._reopened: dict[Any, Hashable] = {}
+        self._beside: dict[str, bytes] = {}
         with self._sentence("cannot be looked at"):
             if os.path.lexists(self.directory):
                 self._refuse_what_is_no_directory()
@@ -156,6 +158,20 @@ class RunWriter:
         """Wait until everything that was handed over so far is on disk."""
         self._flush()
         self._tell()
+
+    def keep(self, name: str, text: str) -> None:
+        """Keep a file beside the run; before the first fit, from its beginning on."""
+        self._beside[name] = text.encode()
+        if self._root is not None:
+            with self._sentence("cannot be written"):
+                held = self._thread is not None
+                if not held:
+                    self._place.hold()
+                try:
+                    put_files(self._place, {name: self._beside[name]})
+                finally:
+                    if not held:
+                        self._place.release()
 
     def stored(self) -> dict[tuple[str, str], list[Source]]:
         """The records of this fit, or of the last one, as they lie on disk."""
@@ -211,6 +227,8 @@ class RunWriter:
         store.flush(last=COUNTS)
         # Last: a directory without this file holds no run.
         write_info(self._place, {**info, "run": self._identity})
+        if self._beside:
+            put_files(self._place, self._beside)
         self._store, self._root = store, root
         self._history, self._executions = history, executions
 

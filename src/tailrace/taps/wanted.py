@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tailrace.spans.scopes import TAPS
 from tailrace.taps.frame import Emission, Frame
 from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
 
@@ -54,6 +55,11 @@ def condense(frame: Frame, at_end: bool = False) -> None:
 
     What is summed or kept over the loop stays whole until the end.
     """
+    with jax.named_scope(TAPS):
+        _condense(frame, at_end)
+
+
+def _condense(frame: Frame, at_end: bool) -> None:
     # Periodic ones apart: in the passes in between, the others must make the same pack.
     packs: dict[bool, list[tuple[Hashable, Emission]]] = {False: [], True: []}
     guarded: list[tuple[Hashable, Emission]] = []

@@ -39,6 +39,7 @@ from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import trace_program
 from tailrace.records.history import split_emission
 from tailrace.records.records import take_records
+from tailrace.spans.span import counter, is_traced, waiting_for
 from tailrace.taps.activation_listing import listing_activations
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import StopOnNonfinite, Tap, parse_taps
@@ -368,6 +369,13 @@ class Engine:
         If a guard stopped it, the state is that before the bad step, later tickets are void, and the
         results have the reason as `failure`.
         """
+        with waiting_for(ticket.ready, "outfeed copy"):
+            results = self._collected(ticket)
+        if is_traced() and results.steps:
+            counter("loss", results.scalars["loss"][-1].mean())
+        return results
+
+    def _collected(self, ticket: Ticket) -> Results:
         runner, state = self._in_use()
         replicas, count = self.placement.replicas, self.accumulation.microbatches
         emitted = dict(ticket.emitted)

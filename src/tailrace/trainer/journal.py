@@ -10,6 +10,7 @@ from tailrace.devices.processes import distributed
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.records.sinks import Finished, Sink
+from tailrace.runs.profiles import PROFILE
 from tailrace.runs.writer import RunWriter
 from tailrace.trainer.executions import Results
 
@@ -70,6 +71,11 @@ class Journal:
                 results.first_step, results.steps, parts, results.scalars, results.weights
             )
             self.sink.execution(done)
+
+    def add_profile(self, text: str) -> None:
+        """Keep a profile in the run directory, if there is one."""
+        if isinstance(self.sink, RunWriter):
+            self.sink.keep(PROFILE, text)
 
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
         """Take in what a validation after `step` steps found."""

@@ -22,6 +22,7 @@ from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.lowering.jobs import Job
 from tailrace.pipeline.running.in_place import Emitting, empty, once_if
 from tailrace.pipeline.running.value_lookup import Values
+from tailrace.spans.scopes import STAGES, unit_scope
 from tailrace.taps.frame import Block, Emissions
 from tailrace.taps.rewrite import Rewriter
 from tailrace.taps.wanted import RawKey, condense
@@ -94,12 +95,14 @@ class Ticking:
                     carry, made = bodies[job.who](carry, m, slot)
                     return carry, _kept(emitted, made, m)
 
-                carry, emitted = once_if(mine, once, (carry, emitted))
+                with jax.named_scope(unit_scope(*job.who)):
+                    carry, emitted = once_if(mine, once, (carry, emitted))
             if a.num_devices > 1:
-                carry["in"] = [
-                    [lax.ppermute(buffer, STAGE, channel.pairs) for buffer in out]
-                    for channel, out in zip(a.channels, carry["out"], strict=True)
-                ]
+                with jax.named_scope(STAGES):
+                    carry["in"] = [
+                        [lax.ppermute(buffer, STAGE, channel.pairs) for buffer in out]
+                        for channel, out in zip(a.channels, carry["out"], strict=True)
+                    ]
             return (carry, emitted), None
 
         rows = tuple(jnp.asarray(part) for part in table)

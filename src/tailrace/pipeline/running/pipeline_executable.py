@@ -70,7 +70,7 @@ class PipelineExecutable(Executable):
             period=period,
             muted=muted,
         )
-        self.assembly = assembly
+        self.assembly, self.plan = assembly, assembly.plan
         self._carried = [
             *(Buffer("held", i) for i in range(len(assembly.held_layout.buffers))),
             *(Buffer("all", i) for i in assembly.everywhere),

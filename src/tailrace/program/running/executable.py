@@ -26,6 +26,7 @@ from tailrace.program.running.compiled_programs import compiled_program
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
+from tailrace.spans.span import Execution, span
 from tailrace.taps.counted_loop import looks_between
 from tailrace.taps.frame import Ambient, Block, Emission, Frame, Trip
 from tailrace.taps.rewrite import Rewriter
@@ -191,6 +192,8 @@ class Executable:
         self.taken: dict[Feed, Staged] = {}
         """The elements of the last dispatch, while `keep_elements` is set."""
         self.keep_elements = False
+        self.plan: Any = None
+        """The plan of the pipeline it runs, if it does."""
 
     # -- compiling ------------------------------------------------------------------------------
 
@@ -199,13 +202,19 @@ class Executable:
         """What XLA made; None before `compile`."""
         return self._compiled
 
+    @property
+    def carries(self) -> list[Any]:
+        """What the loop carries, in the order of the compiled program's arguments."""
+        return self._carried
+
     def compile(self, state: LoopState, staged: dict[Feed, Any]) -> Any:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
             started = time.perf_counter()
-            lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
-            options = compiler_options(self.segment.equations, devices.platform())
-            self._compiled = compiled_program(lowered, self.placement.device_ids, options)
+            with span("compilation", steps=self.length):
+                lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
+                options = compiler_options(self.segment.equations, devices.platform())
+                self._compiled = compiled_program(lowered, self.placement.device_ids, options)
             self.compile_s = time.perf_counter() - started
         return self._compiled
 
@@ -311,12 +320,18 @@ class Executable:
             What was emitted, still on the devices, and an array that is ready when all is over.
         """
         passes = numbers.count if self.counted else self.length
+        execution = Execution()
         taken = self._take_together(passes, following, given)
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(state, blocks)
+            arguments = self._arguments(state, blocks, numbers)
+            execution.dispatch(compiled)
             # The ticket is ready when the execution is over, and donated by nobody.
-            results, emitted, ticket = compiled(*self._arguments(state, blocks, numbers))
+            with span("dispatch", steps=passes):
+                results, emitted, ticket = compiled(*arguments)
+            first_step = numbers.first_step + numbers.offset
+            execution.dispatched(ticket, first_step, passes or 0, compiled, self.plan)
         except BaseException:
             _put_back(taken)
             raise

@@ -276,6 +276,11 @@ class LoopRunner:
         executable.compile(state, self._block_forms(executable))
         return executable
 
+    @property
+    def compiled_carries(self) -> list[Any]:
+        """What each `carried[i]` of the compiled loop is: a variable, or a buffer of a pipeline."""
+        return next(e.carries for e in self._executables.values() if e.segment is self._loop)
+
     def _block_forms(self, executable: Executable) -> dict[Any, Any]:
         """The forms of the elements that a dispatch of an executable reads."""
         blocks: dict[Any, Any] = {}

@@ -14,6 +14,7 @@ from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.messages import note_once
 from tailrace.records.history import History
+from tailrace.spans.span import span
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
 from tailrace.trainer.checkpoints.snapshot import (
@@ -184,15 +185,16 @@ class Saving:
     def save(self, *, ended: bool = False, best: bool = False, wait: bool = False) -> None:
         """Save the state as it is now; nothing may be on its way."""
         assert self._fit is not None
-        self._writer.save(
-            self._engine.step,
-            lambda: self._snapshot(ended),
-            self._fit.journal.flush,
-            ended=ended,
-            best=best and not ended,
-        )
-        if wait:
-            self._writer.wait(last=True)
+        with span("checkpoint", step=self._engine.step):
+            self._writer.save(
+                self._engine.step,
+                lambda: self._snapshot(ended),
+                self._fit.journal.flush,
+                ended=ended,
+                best=best and not ended,
+            )
+            if wait:
+                self._writer.wait(last=True)
 
     def look(self, logs: Mapping[str, float]) -> None:
         """Save if the watched value is better than before."""
