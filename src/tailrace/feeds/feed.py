@@ -29,12 +29,14 @@ class Staged:
         device: the same on the device, possibly with room for more rows.
         count: how many there are for each replica.
         replicas: how many replicas share them.
+        first: the number of the first one in its dataset; -1 if that is unknown.
     """
 
     host: Block
     device: tuple[Any, ...]
     count: int
     replicas: int
+    first: int = -1
 
     @property
     def room(self) -> int:
@@ -51,6 +53,9 @@ class Feed(abc.ABC):
 
     replicas: int | None = None
     """The number of replicas that share the elements; None before the first use."""
+
+    reading: tuple[int, int, int] | None = None
+    """Of the block taken last: epoch, number of its first element, how many; None if unknown."""
 
     @abc.abstractmethod
     def spec(self) -> ElementSpec:

@@ -379,7 +379,7 @@ class RunWriter:
     def _take(self, done: Finished) -> None:
         assert self._history is not None
         if done.steps:
-            self._history.append(done.first_step, done.scalars, done.weights)
+            self._history.append(done.first_step, done.scalars, done.weights, done.elements)
         for form, records in put_in_tables(done.parts).items():
             tensors = (records[0].kind, tuple(record.name for record in records))
             key = self._reopened.get(tensors, form)

@@ -28,6 +28,7 @@ from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
+from tailrace.taps.bit_digests import digest
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.wanted import Wanted
@@ -176,6 +177,29 @@ class LoopRunner:
                 value = value.reshape(self.placement.replicas, -1)[replica]
             leaves.append(value)
         return leaves
+
+    def held(self, state: LoopState) -> list[Any]:
+        """The arrays that hold what the loop carries, as `digests` takes them."""
+        return [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
+
+    def digests(
+        self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
+    ) -> Any:
+        """The digest of each leaf that the loop carries, [leaves, 2]; in a program.
+
+        Args:
+            held: what `held` returned.
+            names: of the leaves.
+            sizes: how many values a leaf has of which replicas have shares, which stand behind each
+                other; None for any other.
+        """
+        found = []
+        leaves = zip(self.traced.jaxpr.outvars, held, names, sizes, strict=True)
+        for var, value, name, size in leaves:
+            if var in self._hosted:
+                value = jax.device_put(value, jax.memory.Space.Device)
+            found.append(digest(value, name, size=size))
+        return jnp.stack(found)
 
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""

@@ -1,0 +1,51 @@
+"""What a trainer can say of its past: the methods of `tr.Trainer` that look back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.journal import Journal
+from tailrace.trainer.lookback.recorded import recorded_by
+from tailrace.trainer.lookback.replay import Replay, replay
+
+
+class LookingBack:
+    """Past steps of a trainer, run again."""
+
+    engine: Engine
+    _journal: Journal
+
+    def _check_alone(self) -> None:
+        raise NotImplementedError
+
+    def replay(
+        self,
+        step: int,
+        dataset: Any,
+        *,
+        observe: Any = (),
+        checkpoint: Checkpoint | str | os.PathLike[str],
+    ) -> Replay:
+        """Run a past step again, look at it with any taps, and say whether it is what happened.
+
+        The nearest checkpoint before the step is taken, the dataset brought to its position, and the
+        steps up to this one run without taps; validation and callbacks are not. Losses and, with
+        `fingerprint=True`, the state at the ends of executions are compared with what was recorded.
+        The trainer is afterwards as before. While it runs, there are two states on the device.
+
+        Args:
+            step: the number of the step.
+            dataset: the dataset that was trained on.
+            observe: taps, as for the trainer.
+            checkpoint: the directory that `fit(checkpoint=...)` was given.
+
+        Returns:
+            The records of the step by name, with `proved` (None where nothing was recorded) and
+            `differences`.
+        """
+        self._check_alone()
+        recorded = recorded_by(self._journal)
+        return replay(self.engine, step, dataset, observe, checkpoint, recorded)
