@@ -8,6 +8,7 @@ from typing import Any
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.lookback.explain_step import StepExplanation, explain_step
 from tailrace.trainer.lookback.recorded import recorded_by
 from tailrace.trainer.lookback.replay import Replay, replay
 
@@ -49,3 +50,27 @@ class LookingBack:
         self._check_alone()
         recorded = recorded_by(self._journal)
         return replay(self.engine, step, dataset, observe, checkpoint, recorded)
+
+    def explain_step(
+        self,
+        step: int,
+        dataset: Any,
+        *,
+        checkpoint: Checkpoint | str | os.PathLike[str],
+    ) -> StepExplanation:
+        """Run a past step again, example by example: which rows, and which layer, made it so.
+
+        The loss function is called with one row at a time, so it should be a mean over rows. Nothing
+        of this costs anything while training.
+
+        Args:
+            step: the number of the step.
+            dataset: the dataset that was trained on; of `tr.batches`, rows have their numbers.
+            checkpoint: the directory that `fit(checkpoint=...)` was given.
+
+        Returns:
+            Loss, gradient norm and alignment with the step's gradient for each row, those that stand
+            out most first; and which tensor grew first.
+        """
+        self._check_alone()
+        return explain_step(self.engine, step, dataset, checkpoint, recorded_by(self._journal))

@@ -224,7 +224,8 @@ def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
             f"{str(directory.directory)!r} has none: {there}. Give the directory of "
             f"fit(checkpoint=...); a larger keep= keeps more."
         )
-    return max(before, key=lambda kept: (kept.step, kept.fit)), directory
+    # A later fit may have gone back and taken another way: its own checkpoints count.
+    return max(before, key=lambda kept: (kept.fit, kept.step)), directory
 
 
 def read_fit(kept: Kept) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

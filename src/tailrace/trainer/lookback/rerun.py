@@ -12,6 +12,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import DataExhausted, ProgramError
+from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.trainer.checkpoints.saving import bring_to
@@ -63,6 +64,7 @@ class Rerun:
         capacity = engine.runner.capacity if engine.executions else None
         self._silent.capacity, self._loud.capacity = capacity or CHUNK, 1
         self._longest = self._silent.capacity
+        self._loud.keep_elements = True
 
     @property
     def step(self) -> int:
@@ -78,14 +80,16 @@ class Rerun:
         """Run one step, with taps."""
         return self._run(1, self._loud)
 
-    def elements(self, count: int) -> list[np.ndarray]:
-        """The next elements on the host, stacked leaf by leaf; they are read again by the step."""
-        self._make_ready(count)
-        feed = self._feed
-        staged = feed.take(count, jax.devices("cpu")[0], then=0)
-        found = [np.array(leaf) for leaf in feed.elements_of(staged.host)]
-        feed.put_back(staged, 0)
-        return found
+    @property
+    def spec(self) -> ElementSpec:
+        """The form of an element."""
+        return self._feed.spec()
+
+    @property
+    def elements(self) -> list[np.ndarray]:
+        """The elements of the step that was looked at last, on the host, stacked leaf by leaf."""
+        block = self._loud.taken[self._feed].host
+        return [np.asarray(leaf) for leaf in self._feed.elements_of(block)]
 
     @contextmanager
     def closing(self) -> Iterator[Rerun]:
