@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import tailrace as tr
-from oracles import assert_close, mlp, mlp_apply
-from tailrace.errors import DataError
+from oracles import assert_bits_equal, assert_close, mlp, mlp_apply
+from tailrace.errors import DataError, OptionError
+from tailrace.runs.audit import audit
 
 ROWS, BATCH = 640, 8
 
@@ -110,3 +111,63 @@ def test_elements_without_rows(tmp_path):
     trainer.fit(data, steps=4, checkpoint=tmp_path)
     with pytest.raises(DataError, match="all arrays of an element have one leading size"):
         trainer.explain_step(2, data, checkpoint=tmp_path)
+
+
+# -- from the curve to the row, and back to training ----------------------------------------------
+
+
+def test_on_spike_stops_where_the_loss_jumps(spiked):
+    _, data, _, step, _ = spiked
+    watch, told = tr.on_spike("stop"), []
+    trainer = trainer_of()
+    trainer.fit(data, epochs=1, callbacks=[watch, tr.on_spike(lambda t, s: told.append(s.step))])
+    assert [spike.step for spike in watch.spikes] == told == [step]
+    assert trainer.step == step // 10 * 10 + 10
+    again = tr.on_spike()
+    again.set_state(watch.get_state())
+    assert again.spikes == watch.spikes
+
+
+def test_spikes_that_cannot_be():
+    with pytest.raises(OptionError, match="'note', 'stop', or calls a function"):
+        tr.on_spike("explode")
+    with pytest.raises(OptionError, match=r"score is a number above 0\. Received: score=0"):
+        tr.on_spike(score=0)
+
+
+def test_rewind_goes_back_exactly_and_goes_on_with_other_data(tmp_path):
+    data, row, step = spoilt(3)
+    folder = tmp_path / "kept"
+    trainer = trainer_of(run_dir=tmp_path / "run")
+    trainer.fit(data, epochs=1, checkpoint=folder)
+    assert trainer.rewind(step, data, checkpoint=folder, reason=f"row {row}") is True
+    before = trainer_of()
+    before.fit(data, steps=step)
+    assert trainer.step == step
+    assert_bits_equal(trainer.state, before.state)
+    clean = data.without([row])
+    for one in (trainer, before):
+        one.fit(clean, steps=30)
+    assert_bits_equal(trainer.state, before.state)
+    run = tr.open_run(tmp_path / "run")
+    assert list(run.history.steps) == list(range(step + 30))
+    assert_bits_equal(run.history.loss[step:], before.history.loss)
+    (said,) = run.interventions
+    assert (said["kind"], said["step"], said["proved"]) == ("rewind", step, True)
+    assert said["reason"] == f"row {row}"
+    assert audit(run).is_clean
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_without_rows(shuffle):
+    data = tr.batches(np.arange(20), 3, shuffle=shuffle, seed=1)
+    less = data.without([4, 7]).without(4)
+    kept = np.concatenate(list(less))
+    order = data.order(0)
+    assert list(kept) == list(order[~np.isin(order, [4, 7])])[:18]
+    assert list(less.rows(2, 3).reshape(-1)) == list(kept[6:15])
+    stacked, count = iter(less).read(6)
+    assert count == 6
+    assert_bits_equal(stacked.reshape(-1), kept)
+    with pytest.raises(DataError, match="numbers from 0 to 19"):
+        data.without([20])

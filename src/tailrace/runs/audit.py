@@ -41,6 +41,11 @@ class Row:
         """The number of the element after its last."""
         return self.first + self.count
 
+    def cut(self, step: int) -> Row:
+        """What counts of it after a training went back to a step inside it."""
+        steps = min(self.steps, step - self.first_step)
+        return dataclasses.replace(self, steps=steps, count=self.count // self.steps * steps)
+
     def __str__(self) -> str:
         return f"steps {self.first_step} to {self.first_step + self.steps - 1}"
 
@@ -56,6 +61,7 @@ class Audit:
         passes: for each pass over the data, in order: its fit, epoch, first element, end.
         findings: sentences about gaps, repeats and disorder; empty if all is well.
         compared: how many elements were compared with the dataset.
+        rewinds: where the training went back, and why.
     """
 
     executions: int = 0
@@ -64,6 +70,7 @@ class Audit:
     passes: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
     findings: list[str] = dataclasses.field(default_factory=list)
     compared: int = 0
+    rewinds: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -79,6 +86,7 @@ class Audit:
             lines.append(f"  fit of step {fit}, epoch {epoch}: elements {first} to {end - 1}")
         if len(self.passes) > 20:
             lines.append(f"  and {len(self.passes) - 20} more")
+        lines += [f"  went back {text}" for text in self.rewinds]
         if self.compared:
             lines.append(f"{self.compared:,} elements were compared with the dataset")
         lines += [f"WRONG: {text}" for text in self.findings[:50]]
@@ -98,7 +106,9 @@ def audit(run: Run, dataset: Any = None) -> Audit:
         dataset: what was trained on, to compare contents with; needs `fingerprint=True`.
     """
     rows = list(_rows(run))
+    rewinds = [one for one in run.interventions if one["kind"] == "rewind"]
     found = Audit(len(rows), sum(row.resumed for row in rows), sum(row.count for row in rows))
+    found.rewinds = [f"to step {one.get('step')}: {one.get('reason')}" for one in rewinds]
     for before, row in zip([None, *rows], rows, strict=False):
         _check_step(before, row, found)
         _check_elements(before, row, found)
@@ -127,8 +137,11 @@ def _rows(run: Run) -> Iterator[Row]:
             f"(Keras, PyTorch). Train with tr.Trainer(..., run_dir=...)."
         )
     names = ("first_step", "steps", *READING)
-    for values in zip(*(columns[name] for name in names), strict=True):
-        row = Row(*map(int, values))
+    rows = [Row(*map(int, values)) for values in zip(*(columns[n] for n in names), strict=True)]
+    back = {one.get("step") for one in run.interventions if one["kind"] == "rewind"}
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        if after is not None and after.first_step in back:
+            row = row.cut(after.first_step)
         if row.count:
             yield row
 

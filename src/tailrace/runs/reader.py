@@ -14,6 +14,7 @@ from tailrace.messages import shown
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.runs.info import read_catalogue, read_info
+from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
 from tailrace.runs.tables.stored import (
     StoredTable,
@@ -179,6 +180,11 @@ class Run:
             if not count or "elements" not in group:
                 return None
             return read_rows(self.directory, "history", group, "elements", 0, count)
+
+    @property
+    def interventions(self) -> list[dict[str, Any]]:
+        """Where somebody changed its course: `kind` ("rewind"), `step`, `reason`."""
+        return read_interventions(self.directory)
 
     @property
     def nonfinite_reports(self) -> list[dict[str, Any]]:

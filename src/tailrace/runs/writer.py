@@ -26,6 +26,7 @@ from tailrace.messages import logger
 from tailrace.records.records import Source
 from tailrace.records.sinks import Finished
 from tailrace.runs.info import RUN_FILE, read_info, write_info
+from tailrace.runs.interventions import add_intervention
 from tailrace.runs.nonfinite_reports import add_report
 from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
@@ -151,6 +152,24 @@ class RunWriter:
         """
         if self._root is None:
             self._taken_up = (first_step, step)
+
+    def rewind(self, step: int, said: Mapping[str, Any]) -> None:
+        """The training went back to a step: the next fit cuts off what came after; between fits.
+
+        Args:
+            step: rows of this step and later ones are cut off.
+            said: what is kept of it in `interventions.json`.
+        """
+        if not self._holds_a_run():
+            return
+        with self._sentence("cannot be written"):
+            self._place.hold()
+            try:
+                self._lock.acquire()
+                add_intervention(self._place, dict(said))
+            finally:
+                self._let_go()
+        self._root, self._taken_up = None, (step, step)
 
     def flush(self) -> None:
         """Wait until everything that was handed over so far is on disk."""

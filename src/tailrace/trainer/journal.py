@@ -47,6 +47,11 @@ class Journal:
         if self.sink is not None:
             self.sink.take_up(history.first_step, step)
 
+    def rewind(self, step: int, said: Mapping[str, Any]) -> None:
+        """The training went back to a step; a run directory keeps that, and is cut back."""
+        if isinstance(self.sink, RunWriter):
+            self.sink.rewind(step, said)
+
     def flush(self) -> None:
         """Wait until the run directory has everything; a checkpoint must not be ahead of it."""
         if self.sink is not None:

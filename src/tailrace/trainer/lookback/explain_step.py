@@ -10,13 +10,13 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.records.records import Record, Records
+from tailrace.records.scores import robust_scores
 from tailrace.taps.tap import Tap
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.examples import example_gradients
 from tailrace.trainer.lookback.recorded import Recorded
 from tailrace.trainer.lookback.replay import Comparison, nearest, read_fit, recorded_in
 from tailrace.trainer.lookback.rerun import Rerun
-from tailrace.trainer.lookback.scores import robust_scores
 
 ROW = np.dtype(
     [
@@ -38,9 +38,10 @@ BEFORE = 4
 """How many steps before are looked at, to say what has grown."""
 
 
-def is_layer(entry: Any) -> bool:
-    """Whether a tensor is what leaves a scope of the model, not an operation inside it."""
-    return entry.kind == "activation" and ":" not in entry.name
+def may_grow(entry: Any) -> bool:
+    """What leaves a scope of the model (not each operation inside it), and gradients."""
+    layer = entry.kind == "activation" and ":" not in entry.name
+    return layer or entry.kind == "reduced"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +99,7 @@ def explain_step(
     arrays, note = read_fit(kept)
     if step not in recorded.losses:
         recorded = recorded_in(directory, engine, step, recorded)
-    taps = [Tap("reduced/*", reduce="tensor"), Tap("reduced/*", reduce="norm")]
-    if any(is_layer(entry) for entry in _catalogue(engine, dataset)):
-        taps.append(Tap(is_layer, reduce="norm"))
+    taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
     rerun, comparison = Rerun(engine, taps, dataset, arrays, note), Comparison(recorded)
     before = []
     with rerun.closing():
@@ -121,11 +120,6 @@ def explain_step(
     loss = float(np.mean(results.scalars["loss"]))
     growth = _growth(before, _norms(records))
     return StepExplanation(step, loss, rows, growth, proved, comparison.differences)
-
-
-def _catalogue(engine: Engine, dataset: Any) -> Any:
-    first = next(iter(as_dataset(dataset).iterate(0)))
-    return engine.tensors(first)
 
 
 def _records(results: Any) -> dict[tuple[str, str], Record]:

@@ -11,6 +11,7 @@ from tailrace.trainer.journal import Journal
 from tailrace.trainer.lookback.explain_step import StepExplanation, explain_step
 from tailrace.trainer.lookback.recorded import recorded_by
 from tailrace.trainer.lookback.replay import Replay, replay
+from tailrace.trainer.lookback.rewind import rewind
 
 
 class LookingBack:
@@ -74,3 +75,34 @@ class LookingBack:
         """
         self._check_alone()
         return explain_step(self.engine, step, dataset, checkpoint, recorded_by(self._journal))
+
+    def rewind(
+        self,
+        step: int,
+        dataset: Any,
+        *,
+        checkpoint: Checkpoint | str | os.PathLike[str],
+        reason: str = "",
+    ) -> bool | None:
+        """Go back to the state before a past step; the next fit goes on from there.
+
+        The nearest checkpoint is taken and the steps up to this one run again. A run directory keeps
+        that it happened, and the next fit cuts off what came after. Other data for that fit:
+        `tr.batches(...).without(rows)`, or any other dataset.
+
+        Args:
+            step: the trainer's step afterwards.
+            dataset: the dataset that was trained on so far.
+            checkpoint: the directory that `fit(checkpoint=...)` was given.
+            reason: kept in the run directory.
+
+        Returns:
+            Whether the steps that ran again are proved to be those that happened; None if nothing was
+            recorded of them.
+        """
+        self._check_alone()
+        before = self.engine.step
+        proved = rewind(self.engine, step, dataset, checkpoint, recorded_by(self._journal))
+        said = {"kind": "rewind", "step": step, "from": before, "reason": reason}
+        self._journal.rewind(step, {**said, "proved": proved})
+        return proved

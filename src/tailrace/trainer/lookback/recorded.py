@@ -44,10 +44,12 @@ class Recorded:
 
     def _add(self, columns: Mapping[str, np.ndarray]) -> None:
         groups = [group for group in GROUPS if group in columns]
-        for row, first in enumerate(columns["first_step"] if groups else ()):
+        firsts, lengths = columns["first_step"], columns["steps"]
+        for row, first in enumerate(firsts if groups else ()):
             found = {group: int(columns[group][row]) for group in groups}
-            if any(found.values()):
-                self.executions[int(first), int(columns["steps"][row])] = found
+            went_back = row + 1 < len(firsts) and firsts[row + 1] < first + lengths[row]
+            if any(found.values()) and not went_back:
+                self.executions[int(first), int(lengths[row])] = found
 
     def ends(self, first: int, last: int) -> list[int]:
         """Where executions ended between two steps, in order."""
