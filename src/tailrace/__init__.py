@@ -51,6 +51,7 @@ _HOMES = {
     "key": "program.in_program",
     "microbatch": "program.in_program",
     "observe": "program.observe",
+    "on_spike": "trainer.callbacks.on_spike",
     "open_run": "runs.reader",
     "optimizers": "program",
     "plan": "pipeline.schedule.plan",

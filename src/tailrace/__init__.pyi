@@ -52,6 +52,7 @@ from tailrace.taps.tap import every as every
 from tailrace.taps.tap import stop_on_nonfinite as stop_on_nonfinite
 from tailrace.trainer import callbacks as callbacks
 from tailrace.trainer.callbacks.callback import Callback as Callback
+from tailrace.trainer.callbacks.on_spike import on_spike as on_spike
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint as Checkpoint
 from tailrace.trainer.trainer import Trainer as Trainer
 from tailrace.trainer.verify import verify as verify

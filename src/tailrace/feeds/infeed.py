@@ -138,6 +138,7 @@ class InfeedQueue(Feed):
             self._staged.popleft()
             staged = future.result()
             self._handed = 1
+            self.reading = (self._epoch or 0, staged.first, count * staged.replicas)
             self._taken += count * staged.replicas
             # Now, not once the block runs: on a GPU a dispatch returns when most of it is over.
             following = count if then is None else then
@@ -300,6 +301,7 @@ class InfeedQueue(Feed):
         if isinstance(sharding, jax.sharding.NamedSharding):
             mesh: Any = sharding.mesh
             replicas = local_replicas(mesh)  # each process feeds its own
+        first = reader.number
         with span("dataset read", elements=count * replicas):
             host = reader.read(count * replicas)
         try:
@@ -312,7 +314,7 @@ class InfeedQueue(Feed):
         except BaseException:
             reader.put_back(host)
             raise
-        return Staged(host, device, count, replicas)
+        return Staged(host, device, count, replicas, first)
 
     def _blocks_alive(self) -> int:
         """How many blocks take memory: in executions, handed over, and staged."""

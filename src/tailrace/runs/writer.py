@@ -26,6 +26,7 @@ from tailrace.messages import logger
 from tailrace.records.records import Source
 from tailrace.records.sinks import Finished
 from tailrace.runs.info import RUN_FILE, read_info, write_info
+from tailrace.runs.interventions import add_intervention
 from tailrace.runs.nonfinite_reports import add_report
 from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.files import FORMAT, import_zarr
@@ -153,6 +154,24 @@ class RunWriter:
         """
         if self._root is None:
             self._taken_up = (first_step, step)
+
+    def rewind(self, step: int, said: Mapping[str, Any]) -> None:
+        """The training went back to a step: the next fit cuts off what came after; between fits.
+
+        Args:
+            step: rows of this step and later ones are cut off.
+            said: what is kept of it in `interventions.json`.
+        """
+        if not self._holds_a_run():
+            return
+        with self._sentence("cannot be written"):
+            self._place.hold()
+            try:
+                self._lock.acquire()
+                add_intervention(self._place, dict(said))
+            finally:
+                self._let_go()
+        self._root, self._taken_up = None, (step, step)
 
     def flush(self) -> None:
         """Wait until everything that was handed over so far is on disk."""
@@ -397,7 +416,7 @@ class RunWriter:
     def _take(self, done: Finished) -> None:
         assert self._history is not None
         if done.steps:
-            self._history.append(done.first_step, done.scalars, done.weights)
+            self._history.append(done.first_step, done.scalars, done.weights, done.elements)
         for form, records in put_in_tables(done.parts).items():
             tensors = (records[0].kind, tuple(record.name for record in records))
             key = self._reopened.get(tensors, form)

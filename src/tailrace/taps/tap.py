@@ -154,6 +154,25 @@ class StopOnNonfinite:
         return 1
 
 
+@dataclasses.dataclass(frozen=True)
+class GradientDigest:
+    """The digest of the gradients of the last step of each execution, as the optimizer gets them."""
+
+    select: Select = "reduced/*"
+
+    period = 1
+    mode = Mode.FINAL
+    kind = "digest"
+
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
+        """What the program must send out for one gradient."""
+        return Wanted(key, output, collect="final", digest=True)
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of one digest."""
+        return 8
+
+
 def stop_on_nonfinite(select: Select = ("loss", "grad/*")) -> StopOnNonfinite:
     """Stop training at the first NaN or Inf in the selected tensors; goes into `observe=`.
 

@@ -75,7 +75,7 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
         wall = time.perf_counter() - started
     finally:
         profiler.stop()
-        runner.keep_elements, runner.taken = keeps, {}
+        runner.keep_elements, runner.origin = keeps, None
         runner.executions, runner.compile_s = executed, compiled_s
         for blocks in reversed(taken):
             for feed, staged in blocks.items():
@@ -92,9 +92,7 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
 
 def _copied(state: LoopState) -> LoopState:
     """A state of the same values that a loop may overwrite."""
-    return LoopState(
-        {key: _copy(value) for key, value in state.values.items()}, None, state.stopped
-    )
+    return LoopState({key: _copy(value) for key, value in state.values.items()})
 
 
 def _copy(value: Any) -> Any:

@@ -33,7 +33,7 @@ from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import saving_of
 from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
-from tailrace.trainer.checks import check_callbacks, check_eval_fn
+from tailrace.trainer.checks import check_callbacks, check_eval_fn, check_fingerprint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
 from tailrace.trainer.explain import Explanation, explained
@@ -44,11 +44,12 @@ from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.lookback.methods import LookingBack
 from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.profiled import profiled
 
 
-class Trainer:
+class Trainer(LookingBack):
     """Trains parameters with an optax optimizer, on the device, many steps to an execution.
 
     Args:
@@ -85,6 +86,9 @@ class Trainer:
             "dynamic", or a `tr.LossScale`. A step whose gradients are not finite is then skipped.
         precision: the dtype in which the loss function computes, "bfloat16" or "float16": it gets its
             parameters and the floats of its batch so. Parameters, gradients and optimizer stay.
+        fingerprint: keep 8 bytes for each group of tensors at the end of each execution (parameters,
+            optimizer, model state, gradients, loss, elements): in `history.fingerprints`, checkpoints
+            and the run directory. `trainer.replay` proves a step with them.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
 
@@ -118,6 +122,7 @@ class Trainer:
         observe_bytes: int = MOST_BYTES,
         loss_scale: LossScale | float | str | None = None,
         precision: Any = None,
+        fingerprint: bool = False,
         run_dir: Any = None,
         eval_fn: Callable[..., Any] | None = None,
     ) -> None:
@@ -137,6 +142,7 @@ class Trainer:
             observe=observe,
             loss_scale=loss_scale,
             precision=precision,
+            fingerprint=check_fingerprint(fingerprint),
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._observe_bytes = observe_bytes

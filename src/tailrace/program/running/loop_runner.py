@@ -17,7 +17,7 @@ import numpy as np
 
 from tailrace.errors import ProgramError
 from tailrace.feeds.background import Worker
-from tailrace.feeds.feed import Staged
+from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
@@ -28,6 +28,7 @@ from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
+from tailrace.taps.bit_digests import digest
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.wanted import Wanted
@@ -78,9 +79,9 @@ class LoopRunner:
         there is one for each length."""
         self.executions = 0
         self.compile_s = 0.0
-        self.keep_origins = False
+        self.keep_elements = False
         self.origin: Origin | None = None
-        """What the latest dispatch started from, while `keep_origins` is set."""
+        """What the latest dispatch started from, while `keep_elements` is set."""
         self._segments = cut(self.traced.jaxpr, loops)
         (self._loop,) = (s for s in self._segments if s.is_loop)
         own = set(self._loop.writes) if each and placement.replicas > 1 else set()
@@ -99,6 +100,11 @@ class LoopRunner:
         self._consts = placement.put(self.traced.consts)
         self._fixed: dict[tuple[int, int], Executable] = {}
         self._compiler: Worker | None = None
+
+    @property
+    def taken(self) -> Mapping[Feed, Staged]:
+        """The elements of the latest dispatch, while `keep_elements` is set."""
+        return {} if self.origin is None else self.origin.elements
 
     @property
     def infeeds(self) -> tuple[Any, ...]:
@@ -178,6 +184,29 @@ class LoopRunner:
             leaves.append(value)
         return leaves
 
+    def held(self, state: LoopState) -> list[Any]:
+        """The arrays that hold what the loop carries, as `digests` takes them."""
+        return [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
+
+    def digests(
+        self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
+    ) -> Any:
+        """The digest of each leaf that the loop carries, [leaves, 2]; in a program.
+
+        Args:
+            held: what `held` returned.
+            names: of the leaves.
+            sizes: how many values a leaf has of which replicas have shares, which stand behind each
+                other; None for any other.
+        """
+        found = []
+        leaves = zip(self.traced.jaxpr.outvars, held, names, sizes, strict=True)
+        for var, value, name, size in leaves:
+            if var in self._hosted:
+                value = jax.device_put(value, jax.memory.Space.Device)
+            found.append(digest(value, name, size=size))
+        return jnp.stack(found)
+
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""
         for number, value in leaves.items():
@@ -213,8 +242,8 @@ class LoopRunner:
         if exact and not numbers.first_step % max(period, 1):
             executable = self._fixed.get((length, period), executable)
         numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
-        executable.keep_elements = self.keep_origins
-        before = dict(state.values) if self.keep_origins else None
+        executable.keep_elements = self.keep_elements
+        before = dict(state.values) if self.keep_elements else None
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(state, numbers, following, block)
         self.executions += 1
@@ -233,7 +262,7 @@ class LoopRunner:
         if length:
             ((feed, block),) = origin.elements.items()
             if not self._counted(length):
-                block = block.first(length * self._loop.elements[feed])
+                block = block.cut(length * self._loop.elements[feed])
             self.dispatch(state, length, origin.numbers, 0, origin.period, block)
 
     def fix(self, state: LoopState, length: int, period: int, seconds: float) -> None:

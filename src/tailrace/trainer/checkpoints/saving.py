@@ -12,6 +12,7 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
+from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import note_once
 from tailrace.records.history import History
 from tailrace.spans.span import span
@@ -82,6 +83,11 @@ class Saving:
         self._writer = CheckpointWriter(checkpoint, number)
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._fit: Fit | None = None
+
+    @property
+    def directory(self) -> str:
+        """Where they are."""
+        return str(self._writer.directory.directory)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -157,13 +163,7 @@ class Saving:
 
     def go_on(self, fit: Fit, taken: TakenUp, dataset: Any) -> None:
         """Bring a fit to where the one in the directory was: dataset and callbacks."""
-        source = as_dataset(dataset)
-        if source.fast is None:
-            # Some datasets have another order each time they are iterated: begin as often as before.
-            for epoch in range(taken.progress.epochs if source.restartable else 0):
-                next(source.iterate(epoch), None)
-        fit.feed.start_epoch(dataset, taken.progress.epoch)
-        fit.feed.set_state(taken.position)
+        bring_to(fit.feed, dataset, taken.progress, taken.position)
         for callback, state in zip(fit.callbacks, taken.callbacks, strict=False):
             if state:
                 callback.set_state(state)
@@ -234,6 +234,19 @@ class Saving:
             },
         }
         return Snapshot(arrays, note)
+
+
+def bring_to(
+    feed: InfeedQueue, dataset: Any, progress: Progress, position: Mapping[str, Any]
+) -> None:
+    """Bring a feed to where a fit was in its dataset."""
+    source = as_dataset(dataset)
+    if source.fast is None:
+        # Some datasets have another order each time they are iterated: begin as often as before.
+        for epoch in range(progress.epochs if source.restartable else 0):
+            next(source.iterate(epoch), None)
+    feed.start_epoch(dataset, progress.epoch)
+    feed.set_state(position)
 
 
 def check_processes() -> None:
