@@ -24,6 +24,9 @@ leave less to bring to the host and to merge there."""
 SUMS, SHORT = 8, 4096
 """How many sums a CPU makes beside each other, of tensors with at least so many values."""
 
+LARGE = 1 << 18
+"""Values of a tensor that is worth a kernel of its own on an accelerator."""
+
 FACTORS = 128
 """Values in a row of the matrix that is multiplied by noughts."""
 
@@ -66,8 +69,12 @@ def all_finite(values: Sequence[Any]) -> Any:
     """
     if devices.platform() == "cpu":
         nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)
-    else:  # one kernel for all of them
-        nought = (jnp.concatenate([jnp.ravel(_wide(value)) for value in values]) * 0).sum()
+    else:  # one kernel for all that are small; joined to others, a large one would be read unaligned
+        flat = [jnp.ravel(_wide(value)) for value in values]
+        small = [value for value in flat if value.size < LARGE]
+        parts = [value for value in flat if value.size >= LARGE]
+        parts += [jnp.concatenate(small)] if small else []
+        nought = sum((part * 0).sum() for part in parts)
     return jnp.isfinite(nought)
 
 
