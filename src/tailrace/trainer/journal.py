@@ -12,6 +12,7 @@ from tailrace.records.records import Records
 from tailrace.records.sinks import Finished, Sink
 from tailrace.runs.writer import RunWriter
 from tailrace.trainer.executions import Results
+from tailrace.trainer.logged_values import LoggedValues
 
 
 class Journal:
@@ -22,16 +23,21 @@ class Journal:
             them writes.
         sink: something else that keeps it.
         leaving_out: kinds of records that are not for the directory.
+        logged: values that the history has besides.
     """
 
     def __init__(
-        self, run_dir: Any = None, sink: Sink | None = None, leaving_out: Collection[str] = ()
+        self,
+        run_dir: Any = None,
+        sink: Sink | None = None,
+        leaving_out: Collection[str] = (),
+        logged: LoggedValues | None = None,
     ) -> None:
         keeps = run_dir is not None and distributed.writes()
         self.sink: Sink | None = RunWriter(run_dir) if keeps else sink
         self.records = Records(None if self.sink is None else self.sink.stored)
         self.history = History()
-        self._leaving_out = leaving_out
+        self._leaving_out, self._logged = leaving_out, logged
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
         """Start a new history; records of before are forgotten."""
@@ -53,14 +59,18 @@ class Journal:
     def open(self, info: Mapping[str, Any]) -> Iterator[None]:
         """While results come in; `info` says what runs, ready for JSON."""
         self.records.runs.begin()
+        if self._logged is not None:
+            self._logged.restart()
         try:
             with self.sink.fitting(info) if self.sink is not None else nullcontext():
                 yield
         finally:
             self.records.runs.end()
 
-    def add(self, results: Results) -> None:
-        """Take in one execution."""
+    def add(self, results: Results) -> Results:
+        """Take in one execution that has just ended; returns it with the values that are logged."""
+        if self._logged is not None:
+            results = self._logged.complete(results)
         for part in results.parts:
             self.records.add(part)
         self.history.add(results.scalars, results.weights)
@@ -70,10 +80,13 @@ class Journal:
                 results.first_step, results.steps, parts, results.scalars, results.weights
             )
             self.sink.execution(done)
+        return results
 
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
         """Take in what a validation after `step` steps found."""
         self.history.add_validation(step, values)
+        if self._logged is not None:
+            self._logged.restart()
 
     def one(self, results: Results) -> dict[str, Any]:
         """The values of one execution, one a step: means over microbatches and replicas."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,12 +27,12 @@ from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import MOST_BYTES
+from tailrace.taps.tap import MOST_BYTES, parse_taps
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import saving_of
 from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
-from tailrace.trainer.checks import check_callbacks, check_eval_fn
+from tailrace.trainer.checks import check_callbacks, check_config, check_eval_fn
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
 from tailrace.trainer.explain import Explanation, explain, flops_of_update
@@ -43,6 +43,7 @@ from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.modules.recognition import bind
 
 
@@ -85,6 +86,10 @@ class Trainer:
             parameters and the floats of its batch so. Parameters, gradients and optimizer stay.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
+        log: values that the history has besides: "learning_rate", "grad_norm",
+            "examples_per_second", "tokens_per_second", "mfu". A dict gives what they are made with:
+            `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
+        config: a dict of your own; the run directory keeps it, and `tailrace show` prints it.
 
     Example:
         >>> import optax, numpy as np, tailrace as tr
@@ -118,8 +123,11 @@ class Trainer:
         precision: Any = None,
         run_dir: Any = None,
         eval_fn: Callable[..., Any] | None = None,
+        log: Log = (),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._bound, loss_fn = bind(loss_fn, params, model_state)
+        self.config, logged = check_config(config), parse_log(log)
         self.engine = Engine(
             loss_fn,
             optimizer,
@@ -132,13 +140,13 @@ class Trainer:
             shard_optimizer_state=shard_optimizer_state,
             offload_activations=offload_activations,
             seed=seed,
-            observe=observe,
+            observe=[*parse_taps(observe), *taps_of(logged)],
             loss_scale=loss_scale,
             precision=precision,
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._observe_bytes = observe_bytes
-        self._journal = Journal(run_dir)
+        self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine))
         self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
         self._pace: Pace | None = None
         self._fit: Fit | None = None

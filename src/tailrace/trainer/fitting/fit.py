@@ -186,8 +186,7 @@ class Fit:
     def collect(self, in_flight: int = 0) -> None:
         """Take in results until at most this many executions are on their way."""
         while len(self._pending) > in_flight:
-            results = self.engine.collect(self._pending.popleft())
-            self.journal.add(results)
+            results = self.journal.add(self.engine.collect(self._pending.popleft()))
             if results.failure is not None:
                 self._pending.clear()  # what was dispatched after the bad step changed nothing
                 self.progress.steps = self.engine.step - self.progress.first_step

@@ -129,7 +129,7 @@ class FitCall:
         """Results come in whatever ends the fit, and callbacks hear of its end."""
         engine, journal = fit.engine, fit.journal
         started, compiled, first = time.perf_counter(), engine.runner.compile_s, engine.step
-        info = describe(engine, steps_per_execution)
+        info = describe(engine, steps_per_execution, fit.trainer.config)
         try:
             with engine.delivering(), journal.open(info), fit.bar:
                 try:
