@@ -214,6 +214,11 @@ class Engine:
             self._left = (dataset, feed)
 
     @property
+    def has_program(self) -> bool:
+        """Whether the form of elements is known."""
+        return self._active is not None
+
+    @property
     def runner(self) -> LoopRunner:
         """The program in use."""
         return self._in_use()[0]
@@ -283,6 +288,7 @@ class Engine:
             runner = self.step_function.runner(
                 self.form, fresh, self.placement, self._own_of_replicas(), first
             )
+        runner.purpose = "training, another form of elements" if self._runners else "training"
         self.placement = runner.placement  # of a pipeline, known once its stages are
         self._sights[spec] = look(runner.traced, self.taps, found, runner.stage_of)
         runner.wanted = self._sights[spec].wanted

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from tailrace.devices.processes import distributed
+from tailrace.program.running.compilations import Compilation
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.records.sinks import Finished, Sink
@@ -37,6 +39,7 @@ class Journal:
         self.sink: Sink | None = RunWriter(run_dir) if keeps else sink
         self.records = Records(None if self.sink is None else self.sink.stored)
         self.history = History()
+        self.compilations: list[Compilation] = []
         self._leaving_out, self._logged = leaving_out, logged
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
@@ -87,6 +90,12 @@ class Journal:
         self.history.add_validation(step, values)
         if self._logged is not None:
             self._logged.restart()
+
+    def add_compilation(self, compilation: Compilation) -> None:
+        """Take in that a program was compiled."""
+        self.compilations.append(compilation)
+        if self.sink is not None:
+            self.sink.compilation(dataclasses.asdict(compilation))
 
     def one(self, results: Results) -> dict[str, Any]:
         """The values of one execution, one a step: means over microbatches and replicas."""

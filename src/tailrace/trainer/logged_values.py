@@ -98,8 +98,8 @@ class LoggedValues:
         self._last, self._compiled = 0.0, 0.0
         if asked.get(RATE) is True and not _has_rate(engine):
             raise OptionError(
-                "log='learning_rate' reads the rate from the optimizer's state, and this optimizer keeps "
-                "none there. Make it with optax.inject_hyperparams(optax.adam)(learning_rate=...), or "
+                "log='learning_rate' reads the rate from the optimizer's state, and this has none "
+                "there. Make it with optax.inject_hyperparams(optax.adam)(learning_rate=...), or "
                 "give the schedule: log={'learning_rate': schedule}."
             )
         if MFU in asked:
@@ -170,8 +170,8 @@ class LoggedValues:
         peak = float(given) if given is not True else peak_of(kind)
         if peak is None:
             raise OptionError(
-                f"log='mfu' needs the peak of the device, which is known of {', '.join(PEAKS)}. Received: "
-                f"{kind}. Give it in floating-point operations a second: log={{'mfu': 1e12}}."
+                f"log='mfu' needs the peak of the device, which is known of {', '.join(PEAKS)}. "
+                f"Received: {kind}. Give it in floating-point operations a second: log={{'mfu': 1e12}}."
             )
         return peak
 

@@ -21,6 +21,7 @@ from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import PipelineReport
 from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
+from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import TrainState
@@ -44,7 +45,9 @@ from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
 from tailrace.trainer.logged_values import Log, LoggedValues, parse_log, taps_of
+from tailrace.trainer.look import trainer_html, trainer_text
 from tailrace.trainer.modules.recognition import bind
+from tailrace.trainer.summary import Summary, summarise
 
 
 class Trainer:
@@ -244,6 +247,11 @@ class Trainer:
         pace = self._pace if self._steps_per_execution is None else None
         lengths = (pace.reason,) if pace is not None else ()
         return (*self.engine.memory.decisions, *lengths)
+
+    @property
+    def compilations(self) -> tuple[Compilation, ...]:
+        """What fits have compiled: purpose, cause, seconds, and whether an equal program was there."""
+        return tuple(self._journal.compilations)
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:
         """Other values for the `inputs` of a pipeline; nothing is compiled again."""
@@ -469,6 +477,22 @@ class Trainer:
             parts = {"parameters and state of stages": max(stages.held), **rest}
             explanation = dataclasses.replace(explanation, parts=parts, pipeline=stages)
         return explanation
+
+    def summary(self, example: Any = None) -> Summary:
+        """What is trained: parameters by scope, memory, floating-point operations a step.
+
+        Args:
+            example: one element of the dataset; not needed after a fit. Nothing is compiled.
+        """
+        if example is not None:
+            self.engine.use([example])
+        return summarise(self.engine)
+
+    def __repr__(self) -> str:
+        return trainer_text(self)
+
+    def _repr_html_(self) -> str:
+        return trainer_html(self)
 
     def report(self) -> PipelineReport:
         """What each stage of a pipeline costs, how long it waits, and what would help.

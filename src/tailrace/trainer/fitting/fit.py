@@ -15,6 +15,7 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
+from tailrace.program.running.compilations import Compilation
 from tailrace.trainer.callbacks.callback import Callback, Execution, listens, tell
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
@@ -196,6 +197,14 @@ class Fit:
                 execution = Execution(results.first_step, results.steps, values)
                 tell(self.callbacks, self.trainer, execution)
             self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))
+
+    def heard(self, compilation: Compilation) -> None:
+        """A program is about to be compiled, or was."""
+        begins = not compilation.ended
+        self.bar.compiling(f"{compilation.purpose}: {compilation.cause}" if begins else "")
+        if not begins:
+            logger.info(f"Compiled {compilation}.")
+            self.journal.add_compilation(compilation)
 
     # -- what happens between executions --------------------------------------------------------
 

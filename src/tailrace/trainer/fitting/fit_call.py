@@ -16,6 +16,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.program.running.compilations import hearing
 from tailrace.records.history import History
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
@@ -131,7 +132,7 @@ class FitCall:
         started, compiled, first = time.perf_counter(), engine.runner.compile_s, engine.step
         info = describe(engine, steps_per_execution, fit.trainer.config)
         try:
-            with engine.delivering(), journal.open(info), fit.bar:
+            with engine.delivering(), journal.open(info), fit.bar, hearing(fit.heard):
                 try:
                     yield
                 except BaseException as error:
