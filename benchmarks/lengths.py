@@ -85,6 +85,7 @@ def small(repeats: int) -> None:
 def gpt_model(layers: int, width: int, length: int):
     """Parameters and loss function of a GPT in bfloat16, its vocabulary that of GPT-2."""
     heads, vocabulary = width // 64, 50304
+    kernel = "cudnn" if jax.devices()[0].platform == "gpu" else None
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape):
@@ -109,12 +110,17 @@ def gpt_model(layers: int, width: int, length: int):
         p = jax.tree.map(lambda v: v.astype(jnp.bfloat16), params)
         x = p["embed"][tokens[:, :-1]] + p["position"]
         for i in range(layers):
-            h = norm(x, params["scale"][i, 0])
-            q, k, v = jnp.split((h @ p["qkv"][i]).reshape(*h.shape[:2], 3 * heads, 64), 3, axis=2)
-            a = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-            x = x + a.reshape(h.shape) @ p["out"][i]
-            h = norm(x, params["scale"][i, 1])
-            x = x + jax.nn.gelu(h @ p["up"][i]) @ p["down"][i]
+            with jax.named_scope(f"block_{i}"):
+                h = norm(x, params["scale"][i, 0])
+                qkv = (h @ p["qkv"][i]).reshape(*h.shape[:2], 3 * heads, 64)
+                with jax.named_scope("attention"):
+                    q, k, v = jnp.split(qkv, 3, axis=2)
+                    a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+                x = x + a.reshape(h.shape) @ p["out"][i]
+                h = norm(x, params["scale"][i, 1])
+                with jax.named_scope("mlp"):
+                    h = jax.nn.gelu(h @ p["up"][i]) @ p["down"][i]
+                x = x + h
         logits = (x @ p["embed"].T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 

@@ -12,6 +12,7 @@ NEEDS = {
     "porch_keras": ("keras",),
     "runs": ("zarr",),
     "page": ("zarr",),
+    "profiling": ("perfetto",),
     "test_page_server.py": ("zarr", "starlette", "uvicorn"),
     "test_page_browser.py": ("zarr", "starlette", "uvicorn", "playwright"),
     "test_front_ends_write.py": ("keras", "torch", "torchax", "zarr"),

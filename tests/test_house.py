@@ -24,6 +24,7 @@ ROOMS = [
     "errors",
     "_version",
     "messages",
+    "spans",
     "seams",
     "jaxprs",
     "data",
@@ -33,6 +34,7 @@ ROOMS = [
     "records",
     "program",
     "pipeline",
+    "profiling",
     "runs",
     "page",
     "trainer",
@@ -280,6 +282,7 @@ CONTRACT = [
     "batches",
     "compile",
     "configure",
+    "counter",
     "cross_replica_mean",
     "cross_replica_sum",
     "data",
@@ -297,6 +300,7 @@ CONTRACT = [
     "repeat",
     "step",
     "stop_on_nonfinite",
+    "trace",
     "while_loop",
 ]
 """The names of the contract that are there so far."""

@@ -6,6 +6,7 @@ Each public name is loaded when it is first used, so that the command line can p
 without JAX. Type checkers read the same names from `__init__.pyi`.
 """
 
+import os as _os
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
@@ -37,6 +38,7 @@ _HOMES = {
     "callbacks": "trainer",
     "compile": "program.compile",
     "configure": "devices.devices",
+    "counter": "spans.span",
     "cross_replica_mean": "program.in_program",
     "cross_replica_sum": "program.in_program",
     "data": "",
@@ -49,6 +51,7 @@ _HOMES = {
     "key": "program.in_program",
     "microbatch": "program.in_program",
     "observe": "program.observe",
+    "on_spike": "trainer.callbacks.on_spike",
     "open_run": "runs.reader",
     "optimizers": "program",
     "plan": "pipeline.schedule.plan",
@@ -59,6 +62,7 @@ _HOMES = {
     "stage_boundary": "pipeline.boundary",
     "step": "program.in_program",
     "stop_on_nonfinite": "taps.tap",
+    "trace": "profiling.timeline.trace",
     "training": "program.in_program",
     "verify": "trainer.verify",
     "what_if": "pipeline.schedule.what_if",
@@ -90,3 +94,5 @@ def __dir__() -> list[str]:
 
 
 _apply_environment()
+if _os.environ.get("TAILRACE_TRACE"):
+    _import_module("tailrace.profiling.timeline.trace").trace_process()

@@ -23,6 +23,7 @@ from tailrace.pipeline.pipeline import Pipeline as Pipeline
 from tailrace.pipeline.schedule.plan import plan as plan
 from tailrace.pipeline.schedule.schedules import PipelineSchedule as PipelineSchedule
 from tailrace.pipeline.schedule.what_if import what_if as what_if
+from tailrace.profiling.timeline.trace import trace as trace
 from tailrace.program import optimizers as optimizers
 from tailrace.program.compile import Program as Program
 from tailrace.program.compile import compile as compile
@@ -45,11 +46,13 @@ from tailrace.records.print_tensor import print_tensor as print_tensor
 from tailrace.records.records import Records as Records
 from tailrace.runs.diff.run_diff import diff as diff
 from tailrace.runs.reader import open_run as open_run
+from tailrace.spans.span import counter as counter
 from tailrace.taps.tap import Tap as Tap
 from tailrace.taps.tap import every as every
 from tailrace.taps.tap import stop_on_nonfinite as stop_on_nonfinite
 from tailrace.trainer import callbacks as callbacks
 from tailrace.trainer.callbacks.callback import Callback as Callback
+from tailrace.trainer.callbacks.on_spike import on_spike as on_spike
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint as Checkpoint
 from tailrace.trainer.trainer import Trainer as Trainer
 from tailrace.trainer.verify import verify as verify

@@ -22,9 +22,8 @@ def small_budget(monkeypatch):
     """A loop may stage so many bytes of elements at once."""
 
     def set_bytes(most):
-        monkeypatch.setattr(piece_within, "__defaults__", (most,))
+        monkeypatch.setattr(pieces_module, "most_bytes", lambda: most)
 
-    assert piece_within.__defaults__ == (pieces_module.MOST_BYTES,)
     return set_bytes
 
 

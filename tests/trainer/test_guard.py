@@ -1,5 +1,7 @@
 """`tr.stop_on_nonfinite`: the first bad step is named, and nothing after it changes anything."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,35 @@ def test_the_first_bad_step_is_named_and_undone(microbatches, replicas, step):
         assert f"replica {12 % replicas}" in str(caught.value)
     plain = trainer_of(observe=[], **options)
     plain.fit(tr.batches(examples(), 8), steps=step)
+    assert_bits_equal(trainer.state, plain.state)
+
+
+def test_going_back_repeats_keys_and_compiles_nothing(compilations):
+    def noisy(w, x):
+        return ((jnp.log(x) @ w - jax.random.normal(tr.key(), ())) ** 2).mean()
+
+    def trained(observe, **fit):
+        trainer = tr.Trainer(
+            noisy, optax.adam(0.01), jnp.ones(4), observe=observe, steps_per_execution=5
+        )
+        trainer.fit(tr.batches(examples(0.5), 8), steps=5)
+        compiled = len(compilations)
+        with contextlib.suppress(NonFiniteError):
+            trainer.fit(tr.batches(examples(), 8), **fit)
+        assert len(compilations) == compiled
+        return trainer
+
+    guarded = trained([tr.stop_on_nonfinite()])  # in the third step of an execution
+    assert guarded.step == 17
+    assert_bits_equal(guarded.state, trained([], steps=12).state)
+
+
+def test_a_bad_first_step_of_an_execution_is_undone():
+    trainer = trainer_of(steps_per_execution=4)
+    with pytest.raises(NonFiniteError, match="step 12"):
+        trainer.fit(tr.batches(examples(), 8))
+    plain = trainer_of(observe=[])
+    plain.fit(tr.batches(examples(), 8), steps=12)
     assert_bits_equal(trainer.state, plain.state)
 
 

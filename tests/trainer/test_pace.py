@@ -56,10 +56,17 @@ def test_elements_larger_than_the_budget_go_one_by_one():
     assert run(Pace(None, bytes_per_step=100, most_bytes=10), 4, FAST) == [1, 1, 1, 1]
 
 
-def test_slow_steps_go_one_by_one_after_one_trial():
+def test_slow_steps_go_one_by_one():
     pace = Pace(None, bytes_per_step=100)
     assert set(run(pace, 200, SLOW)) == {1}
-    assert (pace.chosen, len(pace.trials)) == (1, 1)
+    assert (pace.chosen, len(pace.trials)) == (1, TRIALS)
+
+
+def test_a_slow_first_step_decides_nothing():
+    """After a compilation it takes long whatever the model."""
+    pace = Pace(None, bytes_per_step=100)
+    assert run(pace, 1, SLOW) == [1]
+    assert run(pace, 30, TARGET_S / 5) == [1, 5, 5, 5, 5, 5, 4]
 
 
 def test_steps_of_some_time_are_as_many_as_fit():

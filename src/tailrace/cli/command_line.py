@@ -15,6 +15,7 @@ from typing import Any
 
 from tailrace._version import __version__
 from tailrace.cli.look_commands import COMMANDS as LOOK_COMMANDS
+from tailrace.cli.lookback_commands import COMMANDS as LOOKBACK_COMMANDS
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.errors import OptionError, TailraceError
@@ -262,6 +263,9 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
     # `python script.py` finds modules that lie beside it; an installed command does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if module_name.endswith(".py"):  # a file, as it was started
+        folder, module_name = os.path.split(os.path.abspath(module_name.removesuffix(".py")))
+        sys.path.insert(0, folder)
     found = _guarded(
         lambda: importlib.import_module(module_name), f"importing {module_name!r} raised"
     )
@@ -273,6 +277,11 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
             )
         found = getattr(found, name)
     return found
+
+
+def call(function: Callable[[], Any], target: str) -> Any:
+    """Call a function that `load` found; what it raises comes back as one sentence."""
+    return _guarded(function, f"{target} was called and raised")
 
 
 def _guarded(function: Callable[[], Any], what: str) -> Any:
@@ -289,5 +298,6 @@ COMMANDS: list[Callable[[Subparsers], None]] = [
     *(benchmark_data, tensors, plan, doctor, launch),
     *LOOK_COMMANDS,
     *RUN_COMMANDS,
+    *LOOKBACK_COMMANDS,
 ]
 """The subcommands, in the order in which `--help` lists them."""

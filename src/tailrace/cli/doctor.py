@@ -22,6 +22,7 @@ CORE = ("jax", "jaxlib", "numpy", "optax", "rich")
 OPTIONAL = {
     "zarr": ("records", "run directories (Trainer(run_dir=...), tr.open_run)"),
     "matplotlib": ("pictures", "tailrace histogram and heatmap"),
+    "perfetto": ("trace", "fit(trace=...), tr.trace"),
     "tensorboardX": ("tensorboard", "tailrace tensorboard"),
     "starlette": ("view", "tailrace view"),
     "uvicorn": ("view", "tailrace view"),

@@ -68,6 +68,29 @@ def _run_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compare(subparsers: Subparsers) -> None:
+    """`tailrace compare A B`: two runs side by side."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="show two runs, or two profiles, side by side, largest difference first",
+        description="Show what two runs took and reached, by scope where trainer.profile was called, "
+        "and what was set otherwise; largest difference first.",
+    )
+    for name, what in (
+        ("first", "a run directory, or a file of Profile.save"),
+        ("second", "another"),
+    ):
+        parser.add_argument(name, metavar="RUN", help=what)
+    parser.set_defaults(run=_run_compare)
+
+
+def _run_compare(arguments: argparse.Namespace) -> int:
+    from tailrace.page.comparison import compare
+
+    print(compare(arguments.first, arguments.second))
+    return 0
+
+
 def view(subparsers: Subparsers) -> None:
     """`tailrace view RUN...`: a live page."""
     parser = subparsers.add_parser(
@@ -97,5 +120,5 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="RUN", help="a run directory (Trainer(run_dir=...))")
 
 
-COMMANDS = [show, watch, report, view]
+COMMANDS = [show, watch, report, compare, view]
 """In the order in which `--help` lists them."""

@@ -73,6 +73,7 @@ class BatchIterator:
             "seed": recipe.seed,
             "repeat": recipe.repeat,
             "drop_remainder": recipe.drops,
+            **({"left_out": list(recipe.left_out)} if recipe.left_out else {}),
             "first_epoch": self.first_epoch,
         }
 
@@ -86,7 +87,7 @@ class BatchIterator:
         epoch, number = divmod(self._position, recipe.batches_per_epoch)
         start = number * recipe.batch_size
         stop = min(start + recipe.batch_size, recipe.num_examples)
-        if recipe.shuffle:
+        if not recipe.ordered:
             rows = self._order_of(epoch)[start:stop]
             taken = (np.take(leaf, rows, axis=0, mode="clip") for leaf in recipe.leaves)
         else:
@@ -117,7 +118,7 @@ class BatchIterator:
         for epoch, start, stop in spans:
             rows = slice(start * size, stop * size)
             here = slice(done, done + stop - start)
-            order = self._order_of(epoch)[rows].reshape(-1, size) if recipe.shuffle else None
+            order = self._order_of(epoch)[rows].reshape(-1, size) if not recipe.ordered else None
             for source, target in zip(recipe.leaves, stacked, strict=True):
                 if order is None:
                     np.copyto(target[here], source[rows].reshape(-1, size, *source.shape[1:]))

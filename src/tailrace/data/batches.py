@@ -47,8 +47,10 @@ class Batches:
     seed: int = 0
     repeat: bool = False
     drop_remainder: bool | None = None
+    left_out: tuple[int, ...] = ()
+    """Rows that are in no batch; see `without`."""
     num_examples: int = field(init=False)
-    """The common leading size of the arrays."""
+    """How many examples there are: the common leading size of the arrays, less what is left out."""
     leaves: tuple[np.ndarray, ...] = field(init=False, repr=False)
     """The arrays without their tree, in tree order."""
 
@@ -56,14 +58,22 @@ class Batches:
         check_count("batch_size", self.batch_size, at_least=1)
         check_count("seed", self.seed, at_least=0)
         arrays = map_with_paths(_as_array, self.arrays)
-        num_examples = _common_leading_size(leaves_with_paths(arrays))
+        num_rows = _common_leading_size(leaves_with_paths(arrays))
+        left_out = tuple(sorted({int(row) for row in self.left_out}))
+        if left_out and not 0 <= left_out[0] <= left_out[-1] < num_rows:
+            raise DataError(
+                f"Rows that are left out are numbers from 0 to {num_rows - 1}. Received: {left_out}."
+            )
+        num_examples = num_rows - len(left_out)
+        if not num_examples:
+            raise DataError("There is nothing to cut batches from: all rows are left out.")
         if self.drop_remainder is True and num_examples < self.batch_size:
             raise DataError(
                 f"A batch of {self.batch_size} cannot be cut from {num_examples} examples, and "
                 f"drop_remainder=True drops what is smaller. Choose batch_size <= {num_examples}, "
                 "or drop_remainder=False."
             )
-        if self.shuffle:
+        if self.shuffle or self.left_out:
             # np.take copies the whole of an array that is not contiguous, at every call.
             arrays = map_leaves(np.ascontiguousarray, arrays)
         # A frozen dataclass is written to once, here. The counts may have come as numpy's integers.
@@ -72,6 +82,7 @@ class Batches:
         set_field(self, "batch_size", int(self.batch_size))
         set_field(self, "seed", int(self.seed))
         set_field(self, "num_examples", num_examples)
+        set_field(self, "left_out", left_out)
         set_field(self, "leaves", tuple(leaves(arrays)))
 
     @property
@@ -82,6 +93,18 @@ class Batches:
     def keeping_rows(self) -> "Batches":
         """The same batches with a smaller last one, unless it was said that it is dropped."""
         return self if self.drop_remainder is not None else replace(self, drop_remainder=False)
+
+    def without(self, rows: Any) -> "Batches":
+        """The same batches without some rows: those behind them move up.
+
+        Args:
+            rows: numbers of rows of the arrays, such as `explain_step` names.
+
+        >>> list(batches(np.arange(5), 2).without([1]))
+        [array([0, 2]), array([3, 4])]
+        """
+        more = np.atleast_1d(np.asarray(rows)).tolist()
+        return replace(self, left_out=(*self.left_out, *more))
 
     def rows(self, first: int, count: int, epoch: int = 0) -> np.ndarray:
         """Which examples the batches number `first` to `first + count` consist of.
@@ -119,9 +142,16 @@ class Batches:
 
     def order(self, epoch: int) -> np.ndarray:
         """The examples of one epoch in the order in which they are delivered."""
-        if not self.shuffle:
-            return np.arange(self.num_examples)
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+        count = self.num_examples + len(self.left_out)
+        order = np.arange(count)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(count)
+        return order[~np.isin(order, self.left_out)] if self.left_out else order
+
+    @property
+    def ordered(self) -> bool:
+        """Whether batches are consecutive rows of the arrays, which need no indices."""
+        return not self.shuffle and not self.left_out
 
     def iterate(self, epoch: int = 0) -> BatchIterator:
         """An iterator that begins at `epoch`: over that epoch alone, or without end if repeating.

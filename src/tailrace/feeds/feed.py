@@ -29,17 +29,25 @@ class Staged:
         device: the same on the device, possibly with room for more rows.
         count: how many there are for each replica.
         replicas: how many replicas share them.
+        first: the number of the first one in its dataset; -1 if that is unknown.
     """
 
     host: Block
     device: tuple[Any, ...]
     count: int
     replicas: int
+    first: int = -1
 
     @property
     def room(self) -> int:
         """How many elements for each replica the arrays on the device have room for."""
         return len(self.device[0]) if self.device else self.count
+
+    def cut(self, count: int) -> Staged:
+        """The first `count` elements for each replica, without room for more."""
+        host = [leaf[: count * self.replicas] for leaf in self.host]
+        device = tuple(leaf[:count] for leaf in self.device)
+        return Staged(host, device, count, self.replicas, self.first)
 
     def unused(self, used: int) -> Block:
         """What is left on the host after the first `used` elements (over all replicas)."""
@@ -51,6 +59,9 @@ class Feed(abc.ABC):
 
     replicas: int | None = None
     """The number of replicas that share the elements; None before the first use."""
+
+    reading: tuple[int, int, int] | None = None
+    """Of the block taken last: epoch, number of its first element, how many; None if unknown."""
 
     @abc.abstractmethod
     def spec(self) -> ElementSpec:

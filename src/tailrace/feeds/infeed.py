@@ -35,6 +35,7 @@ from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block, Feed, Staged
 from tailrace.feeds.reader import Reader
 from tailrace.feeds.waiting import Patience
+from tailrace.spans.span import counter, is_traced, span
 
 LEAVE_S = 0.5
 """How long a queue that is put to rest waits for an element, before it leaves it behind."""
@@ -130,10 +131,14 @@ class InfeedQueue(Feed):
                 self._settle()
                 self._stage(*key)
             future = self._staged[0][1]
-            self._wait_for(future)  # an interrupt here leaves the block where it is
+            if is_traced():
+                counter("infeed depth", self._depth())
+            with span("dataset wait", elements=count):
+                self._wait_for(future)  # an interrupt here leaves the block where it is
             self._staged.popleft()
             staged = future.result()
             self._handed = 1
+            self.reading = (self._epoch or 0, staged.first, count * staged.replicas)
             self._taken += count * staged.replicas
             # Now, not once the block runs: on a GPU a dispatch returns when most of it is over.
             following = count if then is None else then
@@ -290,27 +295,34 @@ class InfeedQueue(Feed):
     ) -> Staged:
         """In the thread: wait for room, read a block, move it."""
         while self._running and self._blocks_alive() > self.prefetch:
-            _wait(self._running.popleft())
+            with span("room wait"):
+                _wait(self._running.popleft())
         replicas = self.replicas or 1
         if isinstance(sharding, jax.sharding.NamedSharding):
             mesh: Any = sharding.mesh
             replicas = local_replicas(mesh)  # each process feeds its own
-        host = reader.read(count * replicas)
+        first = reader.number
+        with span("dataset read", elements=count * replicas):
+            host = reader.read(count * replicas)
         try:
             if isinstance(sharding, jax.sharding.NamedSharding):
                 shaped = [leaf.reshape(count, replicas, *leaf.shape[1:]) for leaf in host]
             else:
                 shaped = host
-            device = reader.to_device(shaped, sharding, count if room is None else room)
+            with span("infeed copy", bytes=sum(leaf.nbytes for leaf in shaped)):
+                device = reader.to_device(shaped, sharding, count if room is None else room)
         except BaseException:
             reader.put_back(host)
             raise
-        return Staged(host, device, count, replicas)
+        return Staged(host, device, count, replicas, first)
 
     def _blocks_alive(self) -> int:
         """How many blocks take memory: in executions, handed over, and staged."""
-        staged = sum(future.done() for _, future in list(self._staged))
-        return len(self._running) + self._handed + staged
+        return len(self._running) + self._handed + self._depth()
+
+    def _depth(self) -> int:
+        """How many blocks are staged, ready to be taken."""
+        return sum(future.done() for _, future in list(self._staged))
 
     def _settle(self) -> None:
         """Bring the reader to where programs are: everything staged and not taken goes back."""

@@ -153,6 +153,14 @@ class Reader:
         self.put_back(block)
         return count
 
+    @property
+    def number(self) -> int:
+        """The number of the next element, as its source counts: an audit relies on nothing else."""
+        source = self._source
+        made = source.position if isinstance(source, BatchIterator) else self._produced
+        waiting = sum(len(block[0]) for block in self._waiting)
+        return made - waiting - (self._first is not None)
+
     def state_at(self, position: int) -> dict[str, Any]:
         """What leads to element number `position` again: a state of the source, and what to skip.
 

@@ -25,6 +25,13 @@ _SAME_VALUE = frozenset(("copy", "copy_p", "convert_element_type", "reshape", "s
 """Operations that leave a number what it is."""
 
 
+_REARRANGEMENTS = _SAME_VALUE | {
+    *("broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "rev", "slice", "split"),
+    *("stop_gradient", "transpose"),
+}
+"""Operations that compute nothing, and that XLA makes part of the operation behind them."""
+
+
 def name_of(eqn: JaxprEqn) -> str:
     """The name that JAX has for an operation."""
     return eqn.primitive.name
@@ -41,6 +48,16 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
     if is_reshape(eqn):  # the order of the elements stays
         return eqn.params.get("dimensions") is None and shapes != {()}
     return eqn.primitive.name in _ELEMENTWISE and shape != () and shapes <= {shape, ()}
+
+
+def is_arithmetic(eqn: JaxprEqn) -> bool:
+    """Whether an operation computes each number of its result from those in the same place."""
+    return eqn.primitive.name in _ELEMENTWISE - _REARRANGEMENTS
+
+
+def is_rearrangement(eqn: JaxprEqn) -> bool:
+    """Whether an operation computes nothing: casts, broadcasts, slices, other shapes, constants."""
+    return eqn.primitive.name in _REARRANGEMENTS
 
 
 def is_reshape(eqn: JaxprEqn) -> bool:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+
+from tailrace.spans.scopes import REPLICAS
 
 
 def reduced_dtype(dtype: Any, mean: bool) -> Any:
@@ -30,7 +33,8 @@ def reduced(value: Any, axis: str | None, mean: bool) -> Any:
     dtype = reduced_dtype(value.dtype, mean)
     if axis is None:
         return value.astype(dtype)
-    if not mean:
-        return lax.psum(value.astype(dtype), axis)
-    narrow = dtype.itemsize < 4
-    return lax.pmean(value.astype(jnp.float32 if narrow else dtype), axis).astype(dtype)
+    with jax.named_scope(REPLICAS):
+        if not mean:
+            return lax.psum(value.astype(dtype), axis)
+        narrow = dtype.itemsize < 4
+        return lax.pmean(value.astype(jnp.float32 if narrow else dtype), axis).astype(dtype)

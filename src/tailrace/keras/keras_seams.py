@@ -85,6 +85,11 @@ SEAMS = (
     Seam("compute_loss_and_updates' parameters", "every training step", _losses),
     Seam("the name of a seed's variable", "random layers", _seeds),
     Seam("LossScaleOptimizer's variables", "mixed precision", _scaling),
+    Seam(
+        "the list of callbacks",
+        "checkpoints",
+        lambda: _has(keras.callbacks.CallbackList(), "_flush_futures", "callbacks"),
+    ),
     Seam("the way that fit validates", "validation_data", _cached_validation),
     Seam(
         "the aggregation of variables", "replicas", lambda: _has(keras.Variable(0.0), "aggregation")

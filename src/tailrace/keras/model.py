@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import keras
 
 from tailrace.errors import OptionError, ProgramError
+from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in, form_of_fit
+from tailrace.keras.checkpoints.keeping import Keeping
+from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks
 from tailrace.keras.data.batch_counts import batches_in, check_accumulation, counted
 from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
 from tailrace.keras.keras_internals import PLAIN
@@ -28,6 +31,7 @@ from tailrace.keras.programs.train import Training
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
+from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
 
 ASSET = "tailrace.json"
 """The file, among the assets of a saved model, that says what the model is set to."""
@@ -68,6 +72,8 @@ class Adopted(Setters, Assigning):
         self.programs: dict[str, Any] = {}
         self._running: dict[str, Pacing] = {}
         self._active: Any = None
+        self.kept_fits = 0
+        """How many fits kept checkpoints so far."""
 
     # -- compile --------------------------------------------------------------------------------
 
@@ -117,19 +123,75 @@ class Adopted(Setters, Assigning):
 
     # -- fit, evaluate, predict -----------------------------------------------------------------
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Keras' `fit`: many batches to an execution, on the device."""
+    def fit(self, *args: Any, checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Keras' `fit`: many batches to an execution, on the device.
+
+        Args:
+            *args: as in Keras.
+            checkpoint: a directory, or a `tr.Checkpoint`, that keeps the state of the fit. If it holds
+                this fit already, the fit goes on from there, bit for bit as if it had never stopped.
+            **kwargs: as in Keras.
+        """
         model, plain = self.model, PLAIN["fit"]
         if not model.compiled or self._keras_runs("train"):  # Keras says what is missing
+            if checkpoint is not None and model.compiled:
+                raise OptionError(
+                    f"checkpoint= keeps the state of a program on the device. Received: a model with "
+                    f"{self._reason('train')}, which Keras' own loop runs. Leave that out, or use "
+                    f"keras.callbacks.BackupAndRestore."
+                )
             return plain(model, *args, **kwargs)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
+        keeping = self._keeping_of(checkpoint, call)
         pacing = self._pacing_of_fit(call)
         pacing.resident = self._resident_rows(call)
+        if keeping is None:
+            self._listen(pacing, call)
+            with self._while_running("train", pacing), _remainders(pacing.drops):
+                return plain(**call)
+        with keeping.open():
+            self.kept_fits += 1
+            return self._fit_kept(keeping, pacing, call)
+
+    def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
+        """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""
+        if checkpoint is not None:
+            return Keeping(as_checkpoint(checkpoint), self.kept_fits)
+        per_step = self.settings.microbatches * self.settings.replicas
+        return backups_of(call, self.kept_fits, per_step)
+
+    def _fit_kept(self, keeping: Keeping, pacing: Pacing, call: dict[str, Any]) -> Any:
+        """A fit that keeps checkpoints, from the beginning or from where one was taken."""
+        told = callbacks_in(call)
+        epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
+        call["x"] = keeping.replay(call["x"])
+        if keeping.finished:  # nothing is computed, nobody is told
+            call["callbacks"], call["verbose"], told = None, 0, []
         self._listen(pacing, call)
+        params = {name: call[name] for name in ("verbose", "epochs")}
+        params["steps"] = call["steps_per_epoch"] or pacing.batches
+        if isinstance(call["callbacks"], keras.callbacks.CallbackList):
+            params = dict(call["callbacks"].params or params)
+            call["callbacks"] = call["callbacks"].callbacks
+        kept = KeptCallbacks(
+            call["callbacks"],
+            keeping,
+            pacing,
+            told,
+            lambda: self.programs["train"],
+            epoch,
+            model=self.model,
+            **params,
+        )
+        call["callbacks"], call["initial_epoch"] = kept, epoch
         with self._while_running("train", pacing), _remainders(pacing.drops):
-            return plain(**call)
+            with keeping.interrupts:
+                history = PLAIN["fit"](**call)
+            if not keeping.finished:
+                kept.save_end()
+        return history
 
     def _listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
         """Find out who wants to hear of batches, and hear of epochs ourselves."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from tailrace.errors import SelectionError
 from tailrace.messages import shown
+from tailrace.records.fingerprints import FingerprintLog
 
 
 class Column:
@@ -56,6 +57,20 @@ class History:
         self._steps: np.ndarray | None = None
         self._validations: dict[str, list[float]] = {}
         self._validated: list[int] = []
+        self._fingerprints = FingerprintLog()
+
+    @property
+    def fingerprints(self) -> dict[str, np.ndarray]:
+        """With `tr.Trainer(fingerprint=True)`, one row an execution, by name.
+
+        `first_step` and `steps`, then 8 bytes each: `parameters`, `optimizer`, `model_state`,
+        `gradients`, `loss`, `elements`, and the `chain` of all of them so far.
+        """
+        return self._fingerprints.arrays()
+
+    def add_fingerprint(self, first_step: int, steps: int, groups: Mapping[str, int]) -> int:
+        """Append the fingerprints of an execution; returns the chain after it."""
+        return self._fingerprints.add(first_step, steps, groups)
 
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
         """Append what a validation after `step` steps found; names get `val_` in front."""
@@ -149,7 +164,9 @@ class History:
         if self._weights is not None:
             arrays["weights"] = self._weights.values()
         validations = {name: np.array(v) for name, v in self._validations.items()}
-        return {**arrays, **validations, "validated": self.validated}
+        marks = {f"fingerprints/{name}": a for name, a in self.fingerprints.items()}
+        marks = marks if len(self._fingerprints) else {}
+        return {**arrays, **validations, **marks, "validated": self.validated}
 
     @classmethod
     def from_arrays(
@@ -161,9 +178,12 @@ class History:
         m * replicas + r of a step is that of microbatch m and replica r, however they are counted.
         """
         history = cls(first_step, microbatches, replicas)
+        marks: dict[str, np.ndarray] = {}
         for name, array in arrays.items():
             kind, _, rest = name.partition("/")
-            if kind == "each":
+            if kind == "fingerprints":
+                marks[rest] = array
+            elif kind == "each":
                 shaped = array.reshape(len(array), microbatches, replicas)
                 history._columns.setdefault(rest, Column()).append(shaped)
             elif name == "weights":
@@ -173,6 +193,7 @@ class History:
                 history._validated = [int(step) for step in array]
             else:
                 history._validations[name] = [float(value) for value in array]
+        history._fingerprints = FingerprintLog.of(marks) if marks else FingerprintLog()
         return history
 
     def __len__(self) -> int:

@@ -28,6 +28,9 @@ class Finished:
         scalars: loss and metrics by name, each [steps, microbatches, replicas].
         weights: what a mean over microbatches and replicas weighs each with; None for equally.
         ended: when its results were taken in, in seconds since 1970.
+        fingerprint: 8 bytes for each group of tensors, and the chain; empty if there are none.
+        elements: the digest of each element, [steps, microbatches, replicas]; None if there are none.
+        reading: which elements it consumed: where they come from, by name; empty if unknown.
     """
 
     first_step: int
@@ -36,6 +39,9 @@ class Finished:
     scalars: Mapping[str, np.ndarray]
     weights: np.ndarray | None = None
     ended: float = dataclasses.field(default_factory=time.time)
+    fingerprint: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    elements: np.ndarray | None = None
+    reading: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

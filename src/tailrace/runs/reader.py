@@ -15,6 +15,7 @@ from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.runs.compilations import read_compilations
 from tailrace.runs.info import read_catalogue, read_info
+from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
 from tailrace.runs.tables.stored import (
     StoredTable,
@@ -25,7 +26,7 @@ from tailrace.runs.tables.stored import (
     stored_records,
     stored_tables,
 )
-from tailrace.runs.tables.tables import EXECUTION
+from tailrace.runs.tables.tables import EXECUTION, OPTIONAL
 from tailrace.taps.catalogue import Catalogue
 
 if TYPE_CHECKING:
@@ -156,7 +157,10 @@ class Run:
     def executions(self) -> dict[str, np.ndarray]:
         """`first_step`, `steps` and `ended` (seconds since 1970) of each execution.
 
-        Empty arrays for a run that was written before executions were kept.
+        Where they are known also `fit` (its first step), `epoch`, `first_element`,
+        `element_count` and `resumed`; with
+        `tr.Trainer(fingerprint=True)` a fingerprint for each group of tensors, and their `chain`. Empty
+        arrays for a run that was written before executions were kept.
         """
         with describing(self.directory, "executions"):
             count = int(self._root.attrs["committed"].get("executions", 0))
@@ -167,8 +171,22 @@ class Run:
             group = self._root["executions"]
             return {
                 name: read_rows(self.directory, "executions", group, name, 0, count)
-                for name in EXECUTION
+                for name in (*EXECUTION, *(name for name in OPTIONAL if name in group))
             }
+
+    @property
+    def elements(self) -> np.ndarray | None:
+        """The digest of each consumed element, [steps, microbatches, replicas]; None without any."""
+        with describing(self.directory, "history"):
+            count, group = self._counts["history"], self._root["history"]
+            if not count or "elements" not in group:
+                return None
+            return read_rows(self.directory, "history", group, "elements", 0, count)
+
+    @property
+    def interventions(self) -> list[dict[str, Any]]:
+        """Where somebody changed its course: `kind` ("rewind"), `step`, `reason`."""
+        return read_interventions(self.directory)
 
     @property
     def nonfinite_reports(self) -> list[dict[str, Any]]:

@@ -27,7 +27,9 @@ from tailrace.records.records import Source
 from tailrace.records.sinks import Finished
 from tailrace.runs.compilations import add_compilations
 from tailrace.runs.info import RUN_FILE, read_info, write_info
+from tailrace.runs.interventions import add_intervention
 from tailrace.runs.nonfinite_reports import add_report
+from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
@@ -104,6 +106,7 @@ class RunWriter:
         self._told = False
         self._taken_up: tuple[int, int] | None = None
         self._reopened: dict[Any, Hashable] = {}
+        self._beside: dict[str, bytes] = {}
         with self._sentence("cannot be looked at"):
             if os.path.lexists(self.directory):
                 self._refuse_what_is_no_directory()
@@ -158,10 +161,42 @@ class RunWriter:
         if self._root is None:
             self._taken_up = (first_step, step)
 
+    def rewind(self, step: int, said: Mapping[str, Any]) -> None:
+        """The training went back to a step: the next fit cuts off what came after; between fits.
+
+        Args:
+            step: rows of this step and later ones are cut off.
+            said: what is kept of it in `interventions.json`.
+        """
+        if not self._holds_a_run():
+            return
+        with self._sentence("cannot be written"):
+            self._place.hold()
+            try:
+                self._lock.acquire()
+                add_intervention(self._place, dict(said))
+            finally:
+                self._let_go()
+        self._root, self._taken_up = None, (step, step)
+
     def flush(self) -> None:
         """Wait until everything that was handed over so far is on disk."""
         self._flush()
         self._tell()
+
+    def keep(self, name: str, text: str) -> None:
+        """Keep a file beside the run; before the first fit, from its beginning on."""
+        self._beside[name] = text.encode()
+        if self._root is not None:
+            with self._sentence("cannot be written"):
+                held = self._thread is not None
+                if not held:
+                    self._place.hold()
+                try:
+                    put_files(self._place, {name: self._beside[name]})
+                finally:
+                    if not held:
+                        self._place.release()
 
     def stored(self) -> dict[tuple[str, str], list[Source]]:
         """The records of this fit, or of the last one, as they lie on disk."""
@@ -217,6 +252,8 @@ class RunWriter:
         store.flush(last=COUNTS)
         # Last: a directory without this file holds no run.
         write_info(self._place, {**info, "run": self._identity})
+        if self._beside:
+            put_files(self._place, self._beside)
         self._store, self._root = store, root
         self._history, self._executions = history, executions
 
@@ -385,7 +422,7 @@ class RunWriter:
     def _take(self, done: Finished) -> None:
         assert self._history is not None
         if done.steps:
-            self._history.append(done.first_step, done.scalars, done.weights)
+            self._history.append(done.first_step, done.scalars, done.weights, done.elements)
         for form, records in put_in_tables(done.parts).items():
             tensors = (records[0].kind, tuple(record.name for record in records))
             key = self._reopened.get(tensors, form)

@@ -91,7 +91,6 @@ class Frame:
         blocks: the elements to take from, by infeed.
         counters: the Tailrace loops around, outermost first.
         steps_before: passes of outermost loops that this execution ran before.
-        stopped: whether a guard has stopped the training, in this execution or an earlier one.
         replaying: whether a forward pass is only repeated for the backward pass.
         observing: whether periodic values are wanted in this pass.
         trip: how far the outermost loop runs, if its length is data.
@@ -103,7 +102,6 @@ class Frame:
     blocks: dict[Any, Block] = dataclasses.field(default_factory=dict)
     counters: tuple[Counter, ...] = ()
     steps_before: Any = 0
-    stopped: Any = False
     replaying: bool = False
     observing: bool = True
     trip: Trip | None = None

@@ -122,25 +122,6 @@ class Passes:
         return Ran(carry, jax.tree.map(flat, ys), jax.tree.map(flat, every), last, Emissions())
 
 
-def guarded(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A pass that keeps what it carries from the first pass on whose emissions are not good.
-
-    It carries, besides, whether that has happened.
-    """
-
-    def run(carry: Any, x: Any, observing: bool) -> Any:
-        before, stopped = carry
-        after, (ys, emitted) = one_pass(before, x, observing)
-        # The choice must not be fused with what it chooses from: XLA would round the update otherwise
-        # than it does in a program without a guard.
-        after = lax.optimization_barrier(after)
-        stopped = stopped | ~is_good(emitted)
-        kept = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), before, after)
-        return (kept, stopped), (ys, emitted)
-
-    return run
-
-
 def _append(many: Any, one: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), many, one)
 

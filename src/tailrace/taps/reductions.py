@@ -24,8 +24,17 @@ leave less to bring to the host and to merge there."""
 SUMS, SHORT = 8, 4096
 """How many sums a CPU makes beside each other, of tensors with at least so many values."""
 
+LARGE = 1 << 18
+"""Values of a tensor that is worth a kernel of its own on an accelerator."""
+
 FACTORS = 128
 """Values in a row of the matrix that is multiplied by noughts."""
+
+LANES, SHARE = 4096, 256
+"""How many copies of a histogram are counted side by side, and how many values each copy is worth.
+
+On a GPU, values with one exponent are added to one address, one after the other. 124 million values
+on an H200: 33.7 ms in one histogram, 2.5 ms in 1024 copies, 1.5 ms in 4096."""
 
 STATS = np.dtype(
     [
@@ -60,8 +69,12 @@ def all_finite(values: Sequence[Any]) -> Any:
     """
     if devices.platform() == "cpu":
         nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)
-    else:  # one kernel for all of them
-        nought = (jnp.concatenate([jnp.ravel(_wide(value)) for value in values]) * 0).sum()
+    else:  # one kernel for all that are small; joined to others, a large one would be read unaligned
+        flat = [jnp.ravel(_wide(value)) for value in values]
+        small = [value for value in flat if value.size < LARGE]
+        parts = [value for value in flat if value.size >= LARGE]
+        parts += [jnp.concatenate(small)] if small else []
+        nought = sum((part * 0).sum() for part in parts)
     return jnp.isfinite(nought)
 
 
@@ -95,7 +108,11 @@ def histogram(value: Any) -> Any:
     mantissa = bits & 0x7FFFFF
     index = jnp.where((exponent == 255) & (mantissa != 0), NAN_BIN, exponent)
     index = jnp.where((exponent == 0) & (mantissa == 0), ZERO_BIN, index)
-    return jnp.zeros(NUM_BINS, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+    lanes = 1 if devices.platform() == "cpu" else max(1, min(LANES, index.size // SHARE))
+    if lanes > 1:  # neighbours count in copies of their own, at neighbouring addresses
+        index = index * lanes + jnp.arange(index.size, dtype=jnp.int32) % lanes
+    counts = jnp.zeros(NUM_BINS * lanes, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+    return counts.reshape(NUM_BINS, lanes).sum(axis=1, dtype=jnp.int32)
 
 
 # -- statistics ---------------------------------------------------------------------------------

@@ -52,8 +52,8 @@ from tailrace.jaxprs.walk import (
 )
 from tailrace.taps.counted_loop import traced_once, zeros
 from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
-from tailrace.taps.loop_passes import Passes, both, collected, guarded
-from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
+from tailrace.taps.loop_passes import Passes, both, collected
+from tailrace.taps.wanted import RawKey, Wanted, condense
 
 OnMark = Callable[[Tag, list[Any], Frame], list[Any]]
 
@@ -196,7 +196,7 @@ class Rewriter(Visitor[Any, Frame]):
         return outputs
 
     def scan(self, scan: Scan, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """A loop, with what leaves it stacked; the outermost also observes, guards and counts."""
+        """A loop, with what leaves it stacked; the outermost also observes and counts."""
         frame, body, length = around, scan.body.jaxpr, scan.length
         consts, init, xs = scan.split(inputs)
         counts = elements_read(body.eqns)
@@ -218,32 +218,17 @@ class Rewriter(Visitor[Any, Frame]):
             return after, (ys, inside.emitted)
 
         wants = self._inside.get(here, ())
-        guarding = outermost and any(want.guard for want in wants)
         collected = {RawKey((want,)): want.collect for want in wants if want.collect != "stack"}
-        start: Any = init
-        if guarding:
-            one_pass, start = guarded(one_pass, self._is_good), (start, jnp.asarray(frame.stopped))
         trip = frame.trip if outermost else None
         over = Passes(one_pass, scan.reverse, scan.unroll, length, trip=trip)
         period = self.period if outermost else 1
         if collected and is_ours:
             over = over.collecting(collected)
-        ran = over.run(start, (xs, numbers), period, frame.observing)
-        carry = ran.carry
-        if guarding:
-            carry, frame.stopped = carry
+        ran = over.run(init, (xs, numbers), period, frame.observing)
         frame.take(ran.each, ran.looks, ran.once, period)
         if outermost:
             frame.steps_before = frame.steps_before + (length if trip is None else trip.count)
-        return [*carry, *ran.ys]
-
-    def _is_good(self, emitted: Any) -> Any:
-        """Whether no flag that a pass emitted is down, on any replica."""
-        flags = [fine(e).all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
-        good = jnp.stack(flags).all()
-        if self.replica_axis is not None:
-            good = lax.pmin(good.astype(jnp.int32), self.replica_axis) > 0
-        return good
+        return [*ran.carry, *ran.ys]
 
     def while_loop(
         self, loop: While, inputs: list[Any], around: Frame, here: Position

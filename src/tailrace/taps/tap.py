@@ -154,12 +154,33 @@ class StopOnNonfinite:
         return 1
 
 
+@dataclasses.dataclass(frozen=True)
+class GradientDigest:
+    """The digest of the gradients of the last step of each execution, as the optimizer gets them."""
+
+    select: Select = "reduced/*"
+
+    period = 1
+    mode = Mode.FINAL
+    kind = "digest"
+
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
+        """What the program must send out for one gradient."""
+        return Wanted(key, output, collect="final", digest=True)
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of one digest."""
+        return 8
+
+
 def stop_on_nonfinite(select: Select = ("loss", "grad/*")) -> StopOnNonfinite:
     """Stop training at the first NaN or Inf in the selected tensors; goes into `observe=`.
 
-    The first bad step is noticed on the device. From there on the rest of the execution changes
-    nothing, so the parameters stay those before that step, and `tr.errors.NonFiniteError` says
-    which step, microbatch, tensor, operation and line it was.
+    The device checks every step, and the host reads the checks when an execution has ended. After a
+    bad step, training goes back to where that execution started and runs the steps before the bad one
+    again: the parameters are then those before that step, and `tr.errors.NonFiniteError` says which
+    step, microbatch, tensor, operation and line it was. Executions in flight keep the state that they
+    started from, one copy each.
 
     >>> stop_on_nonfinite("grad/*")
     StopOnNonfinite(select='grad/*')

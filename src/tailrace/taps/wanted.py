@@ -8,7 +8,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from tailrace.spans.scopes import TAPS
+from tailrace.taps.bit_digests import digest
 from tailrace.taps.frame import Emission, Frame
 from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
 
@@ -24,8 +27,8 @@ class Wanted:
             which are computed for all tensors of a loop body together.
         periodic: whether it is made only in the last of every `period` steps.
         collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
-        guard: only whether it is finite is of interest; the outermost loop stops changing what it
-            carries when it is not.
+        guard: only whether it is finite is of interest.
+        digest: only the digest of its bits is of interest.
         layers: how many dims in front are passes of the user's own scans, when it is collected.
     """
 
@@ -36,10 +39,17 @@ class Wanted:
     collect: str = "stack"
     guard: bool = False
     layers: int = 0
+    digest: bool = False
 
 
 class FiniteKey(tuple):
     """The key of a flag that says whether some tensors are finite: their names."""
+
+    __slots__ = ()
+
+
+class DigestKey(tuple):
+    """The key of the digests of some tensors: their names."""
 
     __slots__ = ()
 
@@ -55,9 +65,15 @@ def condense(frame: Frame, at_end: bool = False) -> None:
 
     What is summed or kept over the loop stays whole until the end.
     """
+    with jax.named_scope(TAPS):
+        _condense(frame, at_end)
+
+
+def _condense(frame: Frame, at_end: bool) -> None:
     # Periodic ones apart: in the passes in between, the others must make the same pack.
     packs: dict[bool, list[tuple[Hashable, Emission]]] = {False: [], True: []}
     guarded: list[tuple[Hashable, Emission]] = []
+    digested: list[tuple[Any, Emission]] = []
     for raw in [key for key in frame.emitted if isinstance(key, RawKey)]:
         (want,) = raw
         if want.collect != "stack" and not at_end:
@@ -65,6 +81,8 @@ def condense(frame: Frame, at_end: bool = False) -> None:
         emission = frame.emitted.pop(raw)
         if want.guard:
             guarded.append((want.key, emission))
+        elif want.digest:
+            digested.append((want.key, emission))
         elif want.collect != "stack" and want.layers:
             _reduce_layers(want, emission, frame)
         elif want.reduce is None:
@@ -74,6 +92,9 @@ def condense(frame: Frame, at_end: bool = False) -> None:
     if guarded:
         key = FiniteKey(key for key, _ in guarded)
         frame.emit(key, all_finite([e.value for _, e in guarded]))
+    if digested:  # together: each array that leaves a device takes its time
+        key = DigestKey(name for (name, _), _ in digested)
+        frame.emit(key, jnp.stack([digest(e.value, name) for (name, _), e in digested]))
     for pack in packs.values():
         # A pack has one flag, so what has flags goes alone.
         alone = [[(k, e)] for k, e in pack if e.valid is not None]

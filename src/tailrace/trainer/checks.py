@@ -50,6 +50,13 @@ def check_replica_state(rule: Any) -> bool | Callable[[str], bool]:
     return rule == "mean"
 
 
+def check_fingerprint(fingerprint: Any) -> bool:
+    """A switch."""
+    if not isinstance(fingerprint, bool):
+        raise OptionError(f"fingerprint is True or False. Received: fingerprint={fingerprint!r}.")
+    return fingerprint
+
+
 def check_numbers(
     loss_scale: Any, precision: Any, taps: Sequence[Any], params: Any
 ) -> tuple[LossScale | None, Precision | None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,13 +40,15 @@ from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import trace_program
 from tailrace.records.history import split_emission
 from tailrace.records.records import take_records
+from tailrace.spans.span import counter, is_traced, waiting_for
 from tailrace.taps.activation_listing import listing_activations
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import StopOnNonfinite, Tap, parse_taps
+from tailrace.taps.tap import GradientDigest, StopOnNonfinite, Tap, parse_taps
 from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
 from tailrace.trainer.nonfinite_guard import diagnose, first_bad_step
+from tailrace.trainer.state_digests import StateDigests
 
 
 class Engine:
@@ -66,6 +69,7 @@ class Engine:
         observe: taps.
         loss_scale: how the loss is scaled.
         precision: in which dtype the loss function computes.
+        fingerprint: whether executions have fingerprints.
     """
 
     def __init__(
@@ -85,7 +89,24 @@ class Engine:
         observe: Any = (),
         loss_scale: Any = None,
         precision: Any = None,
+        fingerprint: bool = False,
     ) -> None:
+        self.again = partial(
+            Engine,
+            loss_fn,
+            optimizer,
+            accumulation=accumulation,
+            replicas=replicas,
+            replica_state=replica_state,
+            offload_optimizer_state=offload_optimizer_state,
+            shard_optimizer_state=shard_optimizer_state,
+            offload_activations=offload_activations,
+            seed=seed,
+            loss_scale=loss_scale,
+            precision=precision,
+            fingerprint=fingerprint,
+        )
+        """Makes another engine for the same model, of parameters, model state and taps."""
         self.pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
         accumulation, params = check_model(
             loss_fn, optimizer, params, model_state, self.pipeline, accumulation
@@ -124,6 +145,7 @@ class Engine:
         scale = scaling.init() if scaling is not None else None
         forms = jax.eval_shape(lambda: (params, model_state, scale))
         self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), *forms[1:])
+        self.digests = StateDigests(self.form, self.memory.keeping) if fingerprint else None
         self._state: TrainState | None = self._first_state(params, first, model_state, scale)
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
@@ -203,8 +225,12 @@ class Engine:
             self._state = None
         elif isinstance(runner, PipelineRunner):
             runner.read(self._active[1], inputs)
-        runner.keep_elements = self.guarded
+        runner.keep_elements = self.guarded or self.digests is not None
         return feed
+
+    def swap(self, runner: LoopRunner) -> None:
+        """Run the loop in use otherwise: `runner` is made of it by `LoopRunner.observing`."""
+        self._active = (runner, self.loop_state)
 
     def let_go(self, dataset: Any, feed: Feed) -> None:
         """A dataset is not used any more. Of a one-shot iterator, what was read ahead is kept."""
@@ -290,7 +316,8 @@ class Engine:
             )
         runner.purpose = "training, another form of elements" if self._runners else "training"
         self.placement = runner.placement  # of a pipeline, known once its stages are
-        self._sights[spec] = look(runner.traced, self.taps, found, runner.stage_of)
+        taps = self.taps if self.digests is None else [*self.taps, GradientDigest()]
+        self._sights[spec] = look(runner.traced, taps, found, runner.stage_of)
         runner.wanted = self._sights[spec].wanted
         self._runners[spec] = runner
         return runner, fresh
@@ -355,18 +382,22 @@ class Engine:
         runner, state = self._in_use()
         numbers = Numbers(self.seed, self.step)
         emitted, ready = runner.dispatch(state, length, numbers, following, period, block)
-        return self.dispatched(length, emitted, ready, runner.taken)
+        return self.dispatched(length, emitted, ready)
 
-    def dispatched(
-        self, length: int, emitted: dict[Any, Any], ready: Any, taken: Mapping[Feed, Staged]
-    ) -> Ticket:
+    def dispatched(self, length: int, emitted: dict[Any, Any], ready: Any) -> Ticket:
         """The ticket of an execution that was dispatched in portions, from this step on."""
         scalars: dict[str, Any] = {}
         if self.scalars in emitted:
             structure = self.runner.traced.outfeeds[self.scalars].structure
             sent = jax.tree.unflatten(structure, emitted[self.scalars].value)
             scalars = {"loss": sent["loss"], **sent["aux"]}
-        ticket = Ticket(self.step, length, emitted, scalars, taken, ready)
+        runner, state = self._in_use()
+        feed, digests, origin = runner.infeeds[0], None, runner.origin
+        if self.digests is not None and origin is not None:
+            digests = self.digests.take(runner, state, origin.elements.get(feed))
+            origin = origin if self.guarded else None
+        reading = feed.reading
+        ticket = Ticket(self.step, length, emitted, scalars, ready, origin, digests, reading)
         self.step += length
         return ticket
 
@@ -376,6 +407,13 @@ class Engine:
         If a guard stopped it, the state is that before the bad step, later tickets are void, and the
         results have the reason as `failure`.
         """
+        with waiting_for(ticket.ready, "outfeed copy"):
+            results = self._collected(ticket)
+        if is_traced() and results.steps:
+            counter("loss", results.scalars["loss"][-1].mean())
+        return results
+
+    def _collected(self, ticket: Ticket) -> Results:
         runner, state = self._in_use()
         replicas, count = self.placement.replicas, self.accumulation.microbatches
         emitted = dict(ticket.emitted)
@@ -399,23 +437,31 @@ class Engine:
         if scaling is not None and not scaling.is_fixed:
             note_collapse(float(arrays[SCALE][-1, 0, 0]))
         bad = first_bad_step(emitted, replicas) if self.guarded else None
-        if bad is None:
-            return Results(ticket.first_step, ticket.steps, parts, arrays, weights)
-        kept = bad[0]
-        arrays = {name: values[:kept] for name, values in arrays.items()}
-        weights = weights[:kept] if weights is not None else None
-        # What was dispatched after the bad step changed nothing: the guard stays down until here.
-        self.step, state.stopped = ticket.first_step + kept, None
-        failure = diagnose(
-            runner,
-            state,
-            ticket.elements[runner.infeeds[0]],
-            bad,
-            first_step=ticket.first_step,
-            seed=self.seed,
-            microbatches=count,
-        )
-        return Results(ticket.first_step, kept, parts, arrays, weights, failure)
+        marks, elements, kept, failure = {}, None, ticket.steps, None
+        if self.digests is not None:
+            marks, elements = self.digests.of(ticket, arrays["loss"])
+        if bad is not None:
+            kept, marks = bad[0], {}  # gradients are those of a step that does not count
+            arrays = {name: values[:kept] for name, values in arrays.items()}
+            weights = weights[:kept] if weights is not None else None
+            elements = elements[:kept] if elements is not None else None
+            # A guard that kept the old state at every step would read and write all of it once more.
+            assert ticket.origin is not None
+            runner.rewind(state, ticket.origin, kept)
+            self.step = ticket.first_step + kept
+            failure = diagnose(
+                runner,
+                state,
+                ticket.origin.elements[runner.infeeds[0]],
+                bad,
+                first_step=ticket.first_step,
+                seed=self.seed,
+                microbatches=count,
+            )
+        first, reading = ticket.first_step, ticket.reading
+        if reading is not None:
+            reading = (*reading[:2], reading[2] // ticket.steps * kept)
+        return Results(first, kept, parts, arrays, weights, failure, marks, elements, reading)
 
     # -- inside ---------------------------------------------------------------------------------
 

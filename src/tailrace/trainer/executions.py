@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.errors import NonFiniteError
-from tailrace.feeds.feed import Feed, Staged
+from tailrace.program.running.loop_state import Origin
 from tailrace.records.records import Part
 from tailrace.taps.frame import Emission
 
@@ -23,16 +23,20 @@ class Ticket:
         steps: how many steps it has.
         emitted: what leaves the program, still on the device.
         scalars: loss and metrics by name, still on the device; empty if they were muted.
-        elements: the elements it reads, by feed, if they were kept for a diagnosis.
         ready: an array that is ready when the execution is over.
+        origin: what it started from, if that is kept for a guard.
+        digests: of state and elements after it, still on the device; None if nobody wants them.
+        reading: which elements it consumes: epoch, number of the first, how many; None if unknown.
     """
 
     first_step: int
     steps: int
     emitted: dict[Hashable, Emission]
     scalars: Mapping[str, Any]
-    elements: Mapping[Feed, Staged]
     ready: Any
+    origin: Origin | None = None
+    digests: Any = None
+    reading: tuple[int, int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +50,9 @@ class Results:
         scalars: loss and metrics by name, each [steps, microbatches, replicas].
         weights: what a mean over microbatches and replicas weighs each with; None for equally.
         failure: why a guard stopped it, if one did.
+        fingerprint: 8 bytes for each group of tensors; empty if nobody wants them.
+        elements: the digest of each element, [steps, microbatches, replicas].
+        reading: which elements it consumed: epoch, number of the first, how many; None if unknown.
     """
 
     first_step: int
@@ -54,3 +61,6 @@ class Results:
     scalars: dict[str, np.ndarray]
     weights: np.ndarray | None = None
     failure: NonFiniteError | None = None
+    fingerprint: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    elements: np.ndarray | None = None
+    reading: tuple[int, int, int] | None = None

@@ -9,9 +9,12 @@ from typing import Any
 
 from tailrace.devices.processes import distributed
 from tailrace.program.running.compilations import Compilation
+from tailrace.records.fingerprints import CHAIN
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.records.sinks import Finished, Sink
+from tailrace.runs.profiles import PROFILE
+from tailrace.runs.tables.tables import READING
 from tailrace.runs.writer import RunWriter
 from tailrace.trainer.executions import Results
 from tailrace.trainer.logged_values import LoggedValues
@@ -41,6 +44,7 @@ class Journal:
         self.history = History()
         self.compilations: list[Compilation] = []
         self._leaving_out, self._logged = leaving_out, logged
+        self._resumed = False
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
         """Start a new history; records of before are forgotten."""
@@ -49,9 +53,14 @@ class Journal:
 
     def take_up(self, history: History, step: int) -> None:
         """Go on with a fit of another process, from `step` on."""
-        self.history = history
+        self.history, self._resumed = history, True
         if self.sink is not None:
             self.sink.take_up(history.first_step, step)
+
+    def rewind(self, step: int, said: Mapping[str, Any]) -> None:
+        """The training went back to a step; a run directory keeps that, and is cut back."""
+        if isinstance(self.sink, RunWriter):
+            self.sink.rewind(step, said)
 
     def flush(self) -> None:
         """Wait until the run directory has everything; a checkpoint must not be ahead of it."""
@@ -77,13 +86,37 @@ class Journal:
         for part in results.parts:
             self.records.add(part)
         self.history.add(results.scalars, results.weights)
+        first, steps, marks = results.first_step, results.steps, dict(results.fingerprint)
+        if marks:
+            marks[CHAIN] = self.history.add_fingerprint(first, steps, marks)
         if self.sink is not None:
             parts = [part for part in results.parts if part.kind not in self._leaving_out]
             done = Finished(
-                results.first_step, results.steps, parts, results.scalars, results.weights
+                first,
+                steps,
+                parts,
+                results.scalars,
+                results.weights,
+                fingerprint=marks,
+                elements=results.elements,
+                reading=self._reading(results),
             )
             self.sink.execution(done)
         return results
+
+    def add_profile(self, text: str) -> None:
+        """Keep a profile in the run directory, if there is one."""
+        if isinstance(self.sink, RunWriter):
+            self.sink.keep(PROFILE, text)
+
+    def _reading(self, results: Results) -> dict[str, int]:
+        """Which elements an execution consumed, as an audit reads it."""
+        if results.reading is None:
+            return {}
+        epoch, first, count = results.reading
+        resumed, self._resumed = int(self._resumed), False
+        fit = self.history.first_step
+        return dict(zip(READING, (fit, epoch, first, count, resumed), strict=True))
 
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
         """Take in what a validation after `step` steps found."""

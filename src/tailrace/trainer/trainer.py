@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +20,8 @@ from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import PipelineReport
 from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
+from tailrace.profiling.profile.profile import Profile
+from tailrace.profiling.timeline.trace import as_trace
 from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
@@ -33,12 +34,17 @@ from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import saving_of
 from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
-from tailrace.trainer.checks import check_callbacks, check_config, check_eval_fn
+from tailrace.trainer.checks import (
+    check_callbacks,
+    check_config,
+    check_eval_fn,
+    check_fingerprint,
+)
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
-from tailrace.trainer.explain import Explanation, explain, flops_of_update
+from tailrace.trainer.explain import Explanation, explained
 from tailrace.trainer.fitting.fit import Fit
-from tailrace.trainer.fitting.fit_call import FitCall, effective_batch_size
+from tailrace.trainer.fitting.fit_call import FitCall
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
@@ -46,11 +52,13 @@ from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
 from tailrace.trainer.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.look import trainer_html, trainer_text
+from tailrace.trainer.lookback.methods import LookingBack
 from tailrace.trainer.modules.recognition import bind
+from tailrace.trainer.profiled import profiled
 from tailrace.trainer.summary import Summary, summarise
 
 
-class Trainer:
+class Trainer(LookingBack):
     """Trains parameters with an optax optimizer, on the device, many steps to an execution.
 
     Args:
@@ -87,6 +95,9 @@ class Trainer:
             "dynamic", or a `tr.LossScale`. A step whose gradients are not finite is then skipped.
         precision: the dtype in which the loss function computes, "bfloat16" or "float16": it gets its
             parameters and the floats of its batch so. Parameters, gradients and optimizer stay.
+        fingerprint: keep 8 bytes for each group of tensors at the end of each execution (parameters,
+            optimizer, model state, gradients, loss, elements): in `history.fingerprints`, checkpoints
+            and the run directory. `trainer.replay` proves a step with them.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
         log: values that the history has besides: "learning_rate", "grad_norm",
@@ -124,6 +135,7 @@ class Trainer:
         observe_bytes: int = MOST_BYTES,
         loss_scale: LossScale | float | str | None = None,
         precision: Any = None,
+        fingerprint: bool = False,
         run_dir: Any = None,
         eval_fn: Callable[..., Any] | None = None,
         log: Log = (),
@@ -146,6 +158,7 @@ class Trainer:
             observe=[*parse_taps(observe), *taps_of(logged)],
             loss_scale=loss_scale,
             precision=precision,
+            fingerprint=check_fingerprint(fingerprint),
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._observe_bytes = observe_bytes
@@ -285,6 +298,7 @@ class Trainer:
         progress: bool | None = None,
         timeout_s: float | None = None,
         inputs: Sequence[Any] | None = None,
+        trace: Any = None,
     ) -> History:
         """Train.
 
@@ -305,6 +319,7 @@ class Trainer:
             timeout_s: the longest wait for an element of the dataset, in seconds; a longer one is a
                 `tr.errors.DataTimeout`. None waits, and notes after 30 s what it waits for.
             inputs: other values for the `inputs` of a pipeline, from now on.
+            trace: a directory for a timeline of this fit, or a `tr.trace(...)`.
 
         Returns:
             The history of this fit, also kept as `trainer.history`.
@@ -330,7 +345,10 @@ class Trainer:
             timeout_s,
             Progress(engine.step, self._epochs),
         )
-        with call.saving.open() if call.saving is not None else nullcontext():
+        with (
+            as_trace(trace) if trace is not None else nullcontext(),
+            call.saving.open() if call.saving is not None else nullcontext(),
+        ):
             self._kept_fits += call.saving is not None
             self._train(call)
         return self.history
@@ -450,33 +468,30 @@ class Trainer:
         """
         length = self._steps_per_execution or 10 if steps is None else parse_steps(steps)
         assert length is not None
-        engine = self.engine
-        feed = engine.use([example])
-        state = engine.state
-        explanation = explain(
-            engine.runner,
-            engine.loop_state,
-            length,
-            parts={
-                "parameters": state.params,
-                "optimizer state": state.optimizer_state,
-                "model state": state.model_state,
-            },
-            keeping=engine.memory.keeping,
-            decisions=engine.memory.all_decisions,
-            effective_batch_size=effective_batch_size(
-                feed.spec(), self.accumulation.microbatches * self.replicas
-            ),
-            microbatches=self.accumulation.microbatches,
-            flops_of_update=flops_of_update(engine),
+        return explained(self.engine, example, length)
+
+    def profile(self, dataset: Any, executions: int = 2) -> Profile:
+        """What each scope of the model costs in each phase of a step: time, FLOPs, bytes, memory.
+
+        Some executions run on copies of the state, with the elements that come next, and are watched
+        by JAX's profiler. Afterwards the trainer is as before: parameters, step, history, and the
+        position in a dataset that can be read once only.
+
+        Args:
+            dataset: what to train on meanwhile, as for `fit`.
+            executions: how many executions are watched; one more runs before them.
+
+        Returns:
+            A `Profile` that prints by cost, most expensive scope first. It is kept in the run
+            directory, where `tailrace report` and `tailrace compare` find it.
+        """
+        self._check_alone()
+        steps, most_bytes, before = self._steps_per_execution, self._observe_bytes, self._pace
+        found = profiled(
+            self.engine, dataset, executions, lambda e: pace_for(e, steps, most_bytes, before)
         )
-        if isinstance(engine.runner, PipelineRunner):
-            stages = pipeline_report(engine.runner.assembly, timed=False)
-            whole = ("parameters", "optimizer state", "model state")
-            rest = {name: n for name, n in explanation.parts.items() if name not in whole}
-            parts = {"parameters and state of stages": max(stages.held), **rest}
-            explanation = dataclasses.replace(explanation, parts=parts, pipeline=stages)
-        return explanation
+        self._journal.add_profile(found.to_json())
+        return found
 
     def summary(self, example: Any = None) -> Summary:
         """What is trained: parameters by scope, memory, floating-point operations a step.

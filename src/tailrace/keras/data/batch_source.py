@@ -9,6 +9,7 @@ their own.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -17,12 +18,14 @@ import jax
 import numpy as np
 
 from tailrace.data.dtypes import check_numeric
-from tailrace.errors import DataError
+from tailrace.errors import DataError, DataExhausted
 from tailrace.feeds.background import Worker
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import HandedFeed, Staged
+from tailrace.feeds.reader import SHOWN_EVERY_S
 from tailrace.feeds.transfer import put, with_room
+from tailrace.messages import logger
 
 THREAD_FROM = 8
 """Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
@@ -117,6 +120,18 @@ class Batches:
                 self._worker = Worker("tailrace-infeed-keras")
             self._ahead = self._worker.submit(self._stage, ahead, replicas, sharding, room)
         return block
+
+    def skip(self, count: int) -> None:
+        """Read batches that were used before, and let go of them."""
+        shown = time.monotonic()
+        for number in range(count):
+            if self._next() is None:
+                raise too_short(number, count)
+            if time.monotonic() - shown > SHOWN_EVERY_S:
+                shown = time.monotonic()
+                logger.warning(
+                    "Skipping batches that were used before: %s of %s.", number + 1, count
+                )
 
     def close(self) -> None:
         """End the thread; what it read ahead is let go of."""
@@ -222,6 +237,14 @@ def moved(
     else:
         device = tuple(put(leaf, sharding, rows) for leaf in block)
     return Staged(block, device, passes, replicas)
+
+
+def too_short(found: int, count: int) -> DataExhausted:
+    """What to say of data that ends before the place where a fit goes on."""
+    return DataExhausted(
+        f"The fit goes on after {count} batches of its data, which ends after {found}. Give it the "
+        f"data of the first run."
+    )
 
 
 def form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from tailrace.feeds.feed import Staged
-from tailrace.keras.data.batch_source import Block, Form, form_of
+from tailrace.keras.data.batch_source import Block, Form, form_of, too_short
 from tailrace.keras.data.resident_arrays import RowNumbers, Rows, numbers_of
 
 
@@ -62,6 +62,12 @@ class ResidentBatches:
         padded = np.pad(numbers, ((0, max(count, room) - len(taken)), (0, 0)), mode="edge")
         device = self._rows.gathered(padded, arrays, sharding)
         return Block(form, len(taken), Staged(host, tuple(device), len(taken), replicas), sharding)
+
+    def skip(self, count: int) -> None:
+        """Pass by batches that were used before."""
+        for number in range(count):
+            if next(self._epoch, None) is None:
+                raise too_short(number, count)
 
     def close(self) -> None:
         """There is no thread to end."""

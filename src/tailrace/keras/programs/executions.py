@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from tailrace.keras.handles import settings_of
 from tailrace.keras.programs.logs import Later, Number, Series, Unheard
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.messages import note_once
-from tailrace.program.running.dispatch_lengths import MOST_BYTES
+from tailrace.program.running.dispatch_lengths import most_bytes
 from tailrace.program.running.executable import Placement
 
 IN_FLIGHT, MOST_IN_FLIGHT = 2, 64
@@ -38,6 +39,25 @@ def as_batch(element: Mapping[str, Any]) -> tuple[Any, ...]:
     parts = (element.get("x"), element.get("y"), element.get("sample_weight"))
     last = max(number for number, part in enumerate(parts) if part is not None)
     return parts[: last + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """Where in its first epoch a fit goes on that was taken up from a checkpoint.
+
+    Attributes:
+        done: the batches of the epoch that are counted along, and not run.
+        skipped: the batches that were taken from the data under way.
+        begun: how often data had been begun, this time included.
+        logs: those of the last of the batches that were done.
+        after: called once they are skipped; None: nothing is.
+    """
+
+    done: int
+    skipped: int
+    begun: int
+    logs: Mapping[str, float | None]
+    after: Callable[[], None] | None
 
 
 class Executions:
@@ -65,6 +85,11 @@ class Executions:
         self._forms: dict[Any, Form] = {}
         self._batches: Batches | ResidentBatches | None = None
         self._tickets: deque[tuple[Any, int]] = deque()
+        self.begun = self.taken = 0
+        """How often data was begun in this fit, and how many batches were taken since."""
+        self.exhausted = False
+        """Whether that data has come to its end."""
+        self._resumed: Resumed | None = None
 
     @property
     def replicas(self) -> int:
@@ -117,9 +142,17 @@ class Executions:
                 pacing.tell(done, block.count, done + block.count >= wanted, told)
             done += block.count
         if not done:
+            self.exhausted = True
             raise StopIteration
         pacing.took(done)
+        self.taken += done
         return results
+
+    def resume(self, resumed: Resumed, pacing: Pacing) -> None:
+        """Go on inside an epoch, or in data that an epoch before has begun."""
+        self._resumed = resumed
+        self.begun = resumed.begun - bool(resumed.skipped)
+        pacing.go_on(resumed.done)
 
     def restore(self, state: Any) -> None:
         """Give the variables back what Keras handed over, if nothing has been computed from it."""
@@ -140,6 +173,7 @@ class Executions:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
+        self._resumed = None
         self.pacing = Pacing()  # arrays on the device are let go of
         buffers.trim()
 
@@ -157,6 +191,8 @@ class Executions:
 
     def logs(self, series: Mapping[str, Series]) -> dict[str, Any]:
         """The metrics after a dispatch, still on their way."""
+        if self._resumed is not None:  # nothing has run yet
+            return _logs_of(self._resumed)
         self.latest = dict(series)
         if not self.pacing.heard:
             return Unheard(self.names)
@@ -179,7 +215,19 @@ class Executions:
                 if rows is None
                 else ResidentBatches(iterator, self.element, self._forms, rows)
             )
+            self.begun, self.taken, self.exhausted = self.begun + 1, 0, False
+            self._skip(self._batches)
         return self._batches
+
+    def _skip(self, batches: Batches | ResidentBatches) -> None:
+        """Go to where the data was when the checkpoint was taken."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None or not resumed.skipped:
+            return
+        batches.skip(resumed.skipped)
+        self.taken = resumed.skipped
+        if resumed.after is not None:
+            resumed.after()
 
     def _wait(self, ticket: Any, block: Block) -> None:
         """Do not run ahead of the device further than its memory allows."""
@@ -187,7 +235,7 @@ class Executions:
         if len(self._tickets) <= IN_FLIGHT:
             return
         size = block.form.spec.nbytes * block.count
-        most = max(IN_FLIGHT, min(MOST_IN_FLIGHT, MOST_BYTES // (size + 1)))
+        most = max(IN_FLIGHT, min(MOST_IN_FLIGHT, most_bytes() // (size + 1)))
         if len(self._tickets) <= most:
             return
         done, kept = 0, most if most == IN_FLIGHT else most // 2
@@ -223,6 +271,12 @@ class Executions:
         return Block(
             block.form, count, Staged(host, whole.device, passes, self.replicas), block.sharding
         )
+
+
+def _logs_of(resumed: Resumed) -> dict[str, Any]:
+    """The logs of a batch that was done before, as far as they were kept."""
+    kept = {name: Later(()) if value is None else value for name, value in resumed.logs.items()}
+    return kept if any(v is not None for v in resumed.logs.values()) else Unheard(kept)
 
 
 def part(staged: Staged, first: int, count: int) -> Staged:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tailrace.keras.data.resident_arrays import Rows
-from tailrace.program.running.dispatch_lengths import MOST_BYTES, good_piece
+from tailrace.program.running.dispatch_lengths import good_piece, most_bytes
 
 LONG_S = 1.0
 """An execution that takes longer is cut, so that the progress bar moves while it runs."""
@@ -71,6 +71,22 @@ class Pacing:
         self._left, self._number, self._ready_at = self.batches, 0, None
         self._owed = 0
 
+    def go_on(self, done: int) -> None:
+        """So many batches of this epoch were done before: they are counted along, and not run."""
+        self._number = self._owed = done
+        if self._left is not None:
+            self._left -= done
+
+    @property
+    def number(self) -> int:
+        """How many batches of this epoch are done."""
+        return self._number
+
+    @property
+    def between(self) -> bool:
+        """Whether what has run is what Keras has counted, and the epoch goes on as far as is known."""
+        return not self._owed and self._left != 0
+
     def wanted(self, bytes_per_batch: int = 0) -> int:
         """How many batches the next execution takes, with those that run together with it."""
         self._together = False
@@ -78,7 +94,7 @@ class Pacing:
             return self.execution  # as long as Keras asks for more
         if self.alone or self.execution >= TOGETHER or not self.batches:
             return min(self.execution, self._left)
-        most = min(TOGETHER, MOST_BYTES // max(1, bytes_per_batch))
+        most = min(TOGETHER, most_bytes() // max(1, bytes_per_batch))
         count = good_piece(self.batches // self.execution, max(1, most // self.execution))
         self._together = count > 1
         return min(count * self.execution, self._left)
@@ -98,7 +114,7 @@ class Pacing:
         """How many of the batches that are wanted one dispatch takes."""
         if wanted == 1:
             return 1
-        most = max(1, MOST_BYTES // max(1, bytes_per_batch))
+        most = max(1, most_bytes() // max(1, bytes_per_batch))
         if self.every_step or (self.bar is not None and self._seconds > LONG_S):
             most = min(most, max(1, self.execution // PIECES))
         if (

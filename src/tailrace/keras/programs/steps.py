@@ -27,6 +27,7 @@ from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import on_device
+from tailrace.records.history import History
 
 
 class Looping(Executions):
@@ -297,6 +298,47 @@ class Stepping(Evaluating):
                 f"`apply_gradients`. Override `update_step` or `apply` of the optimizer instead, or "
                 f"`compute_loss` of the model instead of `train_step`."
             )
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    history = History()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return self._step
+
+    def settle(self) -> None:
+        """Nothing but logs comes out of the loop."""
+
+    def flush(self) -> None:
+        """There is no run directory."""
+
+    def values(self) -> list[Any]:
+        """The values of the variables now."""
+        if self._active is None:
+            return [variable.value for variable in self.layout.variables]
+        return jax.tree.leaves(self._carried())
+
+    def fill(self) -> None:
+        """Give the variables their values, also where batches were only counted along."""
+        if self._active is None and self._start is not None:
+            self.put(jax.tree.leaves(self._start[0]))
+        super().fill()
+
+    def put(self, values: list[Any], of_replicas: bool = False) -> None:
+        """Give the variables values that were kept."""
+        del of_replicas
+        for variable, value in zip(self.layout.variables, values, strict=True):
+            variable.assign(jnp.asarray(value))
+        self._active = self._start = None
+
+    def take_up(self, step: int, history: History) -> None:
+        """Go on at this step."""
+        del history
+        self._step = step
+
+    # -- the step -------------------------------------------------------------------------------
 
     def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
         """One batch."""

@@ -30,6 +30,7 @@ from tailrace.keras.programs.logs import Final, Series
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
 from tailrace.program.running.executable import Placement
 from tailrace.program.step.training_step import TrainState
+from tailrace.records.history import History
 from tailrace.taps.tap import MOST_BYTES, Tap
 from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
@@ -65,6 +66,10 @@ class Training(Executions):
         self._observing: list[OutfeedOptimizer] = []
         """Optimizers that get the gradients of each batch by observation."""
         self._delivered = 0
+        self._step = 0
+        """The step before there is an engine."""
+        self._own: dict[int, Any] = {}
+        """Values that each replica has its own of, by the number of the variable, to go on with."""
 
     # -- what Keras calls -----------------------------------------------------------------------
 
@@ -72,6 +77,7 @@ class Training(Executions):
         """One execution."""
         if state is not self._token:
             self._load([value for values in state for value in values])
+            self._dirty = self._resumed is not None  # batches are counted along: nothing runs yet
         series = self.execute(iterator)[-1]
         return self.logs(series), self._token
 
@@ -105,6 +111,58 @@ class Training(Executions):
         self._began, self._delivered = False, 0
         super().end()
 
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return self._step if self.engine is None else self.engine.step
+
+    @property
+    def history(self) -> History:
+        """Loss and metrics of the steps so far, where they are kept."""
+        return self.journal.history
+
+    def settle(self) -> None:
+        """What was dispatched has come in."""
+        if self._form is not None:
+            self._collect()
+            self._deliver()
+
+    def flush(self) -> None:
+        """Wait until the run directory has everything."""
+        self.journal.flush()
+
+    def values(self) -> list[Any]:
+        """The values of the variables now; of those that each replica has its own of, all."""
+        variables = self.layout.variables
+        if self.engine is None:
+            return [variable.value for variable in variables]
+        leaves = jax.tree.leaves(self.engine.state)
+        found: list[Any] = []
+        for number, variable in enumerate(variables):
+            handed = number < len(self._handed) and self._handed[number] is variable.value
+            inside = self._dirty or handed  # else Keras, or a callback, has given it another value
+            found.append(leaves[self._leaves[number][0]] if inside else variable.value)
+        return [self.engine.placement.readable(value) for value in found]
+
+    def put(self, values: list[Any], of_replicas: bool = False) -> None:
+        """Give the variables values that were kept; replicas get their own back if that is wanted."""
+        for number, (variable, value) in enumerate(zip(self.layout.variables, values, strict=True)):
+            own = value.ndim > len(variable.shape)
+            variable.assign(jnp.asarray(merged(variable, value) if own else value))
+            if own and of_replicas:
+                self._own[number] = value
+        self._handed, self._dirty = [], False
+
+    def take_up(self, step: int, history: History) -> None:
+        """Go on at this step, with the history and the run directory of the fit before."""
+        self._step, self._began = step, True
+        if self.engine is not None:
+            self.engine.step = step
+        self.journal.take_up(history, step)
+        self.journal.records.clear()
+
     # -- state ----------------------------------------------------------------------------------
 
     def _load(self, values: list[Any]) -> None:
@@ -113,6 +171,7 @@ class Training(Executions):
         if self.engine is None:
             self.engine = self._made(values)
             self._leaves = _leaf_numbers(self.layout, self.engine.state)
+            self.engine.step = self._step
         changed: dict[int, Any] = {}
         for number, (name, variable, value) in enumerate(
             zip(self.layout.names, self.layout.variables, values, strict=True)
@@ -122,6 +181,7 @@ class Training(Executions):
             if handed_out or (new and not own):
                 continue
             entering = for_replicas(variable, value, self.replicas) if own else value
+            entering = self._own.pop(number, entering)
             changed.update(dict.fromkeys(self._leaves[number], entering))
         if changed:
             self.engine.replace(changed)

@@ -15,6 +15,7 @@ from tailrace.page.followed import FollowedRun
 from tailrace.page.layers import LayerMap, layer_map
 from tailrace.page.report.charts import curve_svg, map_svg
 from tailrace.page.summary import Rows, number, numbers, what_ran
+from tailrace.runs.profiles import read_profile
 
 MOST_ROWS = 400
 """Rows of the table of tensors; the rest is counted."""
@@ -46,6 +47,8 @@ def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:
             yield heading, f"<figure>{map_svg(layers)}</figure>"
     if table := _tensors(followed):
         yield "Tensors, in the last quarter of the run", table
+    if (profile := read_profile(followed.directory)) is not None:
+        yield "Time by scope", f"{profile._repr_html_()}<figure>{profile.treemap()}</figure>"
     if (plan := followed.readable().plan) is not None:
         yield "Pipeline", f'<figure class="plan">{plan.draw(format="svg")}</figure>'
     for heading, rows in what_ran(followed).items():

@@ -11,6 +11,7 @@ from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import Rows, numbers, what_ran
 from tailrace.page.terminal.chart import chart
+from tailrace.runs.profiles import read_profile
 
 COLOURS = {Severity.BAD: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
@@ -37,6 +38,8 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
                 parts.append(Text("\nloss", style="bold"))
                 parts.append(Text("\n".join(chart(history.steps, history.loss, min(width, 100)))))
             parts += [Text("\nfindings", style="bold"), _findings(followed)]
+            if not brief and (profile := read_profile(followed.directory)) is not None:
+                parts += [Text("\ntime by scope", style="bold"), Text(str(profile))]
             if not brief:
                 for title, rows in what_ran(followed).items():
                     parts += [Text(f"\n{title.lower()}", style="bold"), _table(rows, width)]

@@ -5,6 +5,7 @@ Out: `PipelineStep`, the plain step whose units are single equations; and an `As
 which device does what and where values are kept.
 
     cut, forward_backward, pipeline_step   pieces, their halves, the step made of them
+    residuals, minimum_cut                 what the halves hand on, and what is computed again
     jobs, update_partition                 equations of units, and those of the rest by device
     device_layout, buffers                 who holds what, in buffers of one shape
 

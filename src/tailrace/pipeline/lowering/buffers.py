@@ -52,9 +52,21 @@ class Form:
         return jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
 
     @property
+    def as_bits(self) -> bool:
+        """Whether it is kept as integers: XLA's CPU compiler does not write 16-bit floats in place.
+
+        It would convert all slots to float32 and back for each one that is written.
+        """
+        if self.depth == 1 or self.is_key or not jnp.issubdtype(self.dtype, jnp.floating):
+            return False
+        return jnp.dtype(self.dtype).itemsize < 4
+
+    @property
     def stored(self) -> jax.ShapeDtypeStruct:
         """What is kept of one of it."""
         form = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        if self.as_bits:
+            return jax.ShapeDtypeStruct(self.shape, f"uint{8 * jnp.dtype(self.dtype).itemsize}")
         return jax.eval_shape(jax.random.key_data, form) if self.is_key else form
 
     @property
@@ -157,10 +169,8 @@ class Layout:
         """Put the value of a device under `key` into `buffers`."""
         slot = self.slots[device][key]
         form = slot.form
-        if form.is_key:
-            value = jax.random.key_data(value)
         old = buffers[slot.buffer]
-        flat = jnp.asarray(value, form.stored.dtype)
+        flat = jnp.asarray(unwrapped(value, form), form.stored.dtype)
         flat = flat if old.ndim > 1 else flat.reshape(-1)
         flat = to_host(flat) if form.hosted else flat
         if flat.shape == old.shape:
@@ -180,8 +190,17 @@ def to_device(value: Any) -> Any:
     return jax.device_put(value, jax.memory.Space.Device)
 
 
+def unwrapped(value: Any, form: Form) -> Any:
+    """What is kept of a value."""
+    if form.as_bits:
+        return lax.bitcast_convert_type(jnp.asarray(value, form.dtype), form.stored.dtype)
+    return jax.random.key_data(value) if form.is_key else value
+
+
 def wrapped(value: Any, form: Form) -> Any:
     """What was kept of a value, as the value."""
+    if form.as_bits:
+        return lax.bitcast_convert_type(value, form.dtype)
     if not form.is_key:
         return value
     return jax.random.wrap_key_data(value, impl=internals.key_generator(form.dtype))

@@ -62,12 +62,17 @@ class Cut:
         invars: the variables of the whole model's inputs.
         outvars: the variables (or literals) of its outputs.
         consts: values of variables that are constants.
+        parameters: those of the inputs that are.
+        everywhere: those that every unit finds where they are: parameters, the element, what is
+            equal for all.
     """
 
     pieces: tuple[Piece, ...]
     invars: tuple[Var, ...]
     outvars: tuple[Any, ...]
     consts: dict[Any, Any]
+    parameters: frozenset[Var]
+    everywhere: frozenset[Var]
 
     def results(self, values: dict[Any, Any]) -> list[Any]:
         """The outputs, from the values of variables."""
@@ -135,7 +140,8 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
             )
         )
         pieces.append(Piece(*region, tuple(own), inputs, outputs))
-    return Cut(tuple(pieces), tuple(jaxpr.invars), tuple(outvars), consts)
+    own = frozenset(jaxpr.invars[:parameters])
+    return Cut(tuple(pieces), tuple(jaxpr.invars), tuple(outvars), consts, own, own | anywhere)
 
 
 def _check_beside(

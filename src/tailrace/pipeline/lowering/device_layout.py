@@ -20,6 +20,7 @@ from tailrace.jaxprs.own_equations import Unit, unit_in
 from tailrace.jaxprs.walk import concerns_us
 from tailrace.pipeline.lowering.buffers import Form, Layout
 from tailrace.pipeline.lowering.jobs import Dissection, Who
+from tailrace.pipeline.lowering.stash_layout import StashLayout, Whose
 from tailrace.pipeline.lowering.update_partition import Devices, Spread, guess_homes
 from tailrace.pipeline.schedule.plan import Plan
 
@@ -159,14 +160,12 @@ class Assembly:
                 if (owner := jobs.owner(number)) is not None
             }
         )
-        stash: list[dict[Hashable, Form]] = [{} for _ in devices]
+        stash: list[dict[Whose, list[Any]]] = [{} for _ in devices]
         for who, job in jobs.jobs.items():
-            for var in job.puts:
-                depth = self.plan.slots(who[1])
-                stash[self.device(who)][who[1:], var] = Form.of(
-                    var.aval, depth, hosted=self.stash_on_host
-                )
-        self.stash_layout = Layout(stash)
+            if job.puts:
+                stash[self.device(who)][who[1:]] = job.puts
+        depths = {whose: self.plan.slots(whose[0]) for each in stash for whose in each}
+        self.stash_layout = StashLayout(stash, depths, self.stash_on_host)
         self.channels = self._channels()
 
     def _by_device(self, values: Mapping[Hashable, tuple[Devices, Form]]) -> Layout:

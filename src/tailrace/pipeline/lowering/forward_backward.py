@@ -1,8 +1,8 @@
 """The forward and the backward of each piece of a model, as two programs.
 
-The forward returns, besides what the piece makes, what its backward needs of it (the residuals). A
-residual that merely is an input of the piece, such as a parameter, is not returned: the backward
-reads it from where it is.
+The forward returns, besides what the piece makes, what its backward needs of it (the residuals), as
+far as that is not cheaper to compute again (`residuals.py`). What merely is an input of the piece, such
+as a parameter, is not returned: the backward reads it from where it is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import ClosedJaxpr, Var
 from tailrace.jaxprs.marks import unit
 from tailrace.jaxprs.operations import checkpoint_of
-from tailrace.jaxprs.stretches import computed_from, made_by, stretches, useful_for
+from tailrace.jaxprs.stretches import computed_from, made_by, opened, stretches, useful_for
 from tailrace.pipeline.lowering.cut import Cut, Piece
+from tailrace.pipeline.lowering.residuals import reading, select
 
 _CHECKPOINT = "tailrace_checkpoint"
 
@@ -104,8 +105,8 @@ def _halve(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | s
         structure[:] = [form]
         return [*outputs, *residuals]
 
-    closed = jax.make_jaxpr(forward)(*forms)
-    residuals = closed.jaxpr.outvars[len(piece.outputs) :]
+    closed = opened(jax.make_jaxpr(forward)(*forms), forms)
+    residuals: list[Any] = closed.jaxpr.outvars[len(piece.outputs) :]
 
     def backward(*operands: Any) -> list[Any]:
         pull = jax.tree.unflatten(structure[0], operands[: len(residuals)])
@@ -115,20 +116,22 @@ def _halve(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | s
     # Residuals that turn out to be dead are dropped; the gradients of `sends` stay, in their places.
     keep = [False] * len(residuals) + [True] * len(sends)
     back, needed = internals.without_dead_code(back, [True] * len(wants), keep)
-    kept: list[tuple[str, int]] = []
+    residuals = [var for var, used in zip(residuals, needed, strict=False) if used]
+    inputs = list(zip(piece.inputs, closed.jaxpr.invars, strict=True))
+    fixed = [var for outer, var in inputs if outer in cut.parameters]
+    free = [var for outer, var in inputs if outer in cut.everywhere]
+    chosen = select(closed, residuals, fixed, free)
+    back = reading(closed, back, chosen)
     outputs: list[Any] = list(closed.jaxpr.outvars[: len(piece.outputs)])
     places: dict[Any, tuple[str, int]] = {}
     for where, variables in (("output", outputs), ("input", closed.jaxpr.invars)):
         places.update((v, (where, i)) for i, v in enumerate(variables) if isinstance(v, Var))
-    for var, is_needed in zip(residuals, needed, strict=False):
-        if not is_needed:
-            continue
-        key = var if isinstance(var, Var) else object()
-        if key not in places:
-            places[key] = ("output", len(outputs))
+    for var in chosen.kept:
+        if var not in places:
+            places[var] = ("output", len(outputs))
             outputs.append(var)
-        kept.append(places[key])
-    return Halves(piece, _with_outputs(closed, outputs), back, tuple(kept), sends, wants)
+    kept = tuple(places[var] for var in chosen.kept)
+    return Halves(piece, _with_outputs(closed, outputs), back, kept, sends, wants)
 
 
 def _outputs(piece: Piece, cut: Cut, inputs: Sequence[Any]) -> list[Any]:

@@ -48,8 +48,13 @@ class Machine:
         self.emitting = Emitting()
 
     def step(
-        self, held: list[Any], everywhere: list[Any], known: dict[Any, Any], frame: Frame
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        held: list[Any],
+        everywhere: list[Any],
+        known: dict[Any, Any],
+        frame: Frame,
+        stash: list[Any] | None = None,
+    ) -> tuple[list[Any], list[Any], list[Any] | None]:
         """One step; returns what it carries, changed.
 
         Args:
@@ -57,6 +62,7 @@ class Machine:
             everywhere: what all devices carry alike.
             known: values of the loop's constants and its counter.
             frame: the surroundings; emissions land there.
+            stash: the buffers of the stash, whatever is in them; None: new ones.
         """
         a, jobs = self.assembly, self.assembly.jobs
         known = {
@@ -72,7 +78,8 @@ class Machine:
         )
         position = (*self.position, a.middle, 0)
         ticking = Ticking(a, self.rewriter, self.silent, position, self.emitting)
-        buffers, loose = ticking.run(values, start)
+        empty_stash = a.stash_layout.zeros() if stash is None else stash
+        buffers, loose, used = ticking.run(values, start, empty_stash)
         outs = a.inner.outvars[: jobs.carried]
         values.known.update((outs[number], value) for number, value in loose.items())
         owned = {outs[n]: n for n in range(jobs.carried) if jobs.owner(n) is not None}
@@ -84,7 +91,8 @@ class Machine:
             for device, each in results.items()
         }
         held = self._run(values, a.after, a.after_indices, a.held_layout, held, results)
-        return held, [values.fetch(a.carry_out[i]) for i in a.everywhere]
+        alike = [values.fetch(a.carry_out[i]) for i in a.everywhere]
+        return held, alike, None if stash is None else used
 
     def _results(self, layout: Layout, variables: Sequence[Any]) -> Results:
         return {

@@ -22,6 +22,7 @@ from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.lowering.jobs import Job
 from tailrace.pipeline.running.in_place import Emitting, empty, once_if
 from tailrace.pipeline.running.value_lookup import Values
+from tailrace.spans.scopes import STAGES, unit_scope
 from tailrace.taps.frame import Block, Emissions
 from tailrace.taps.rewrite import Rewriter
 from tailrace.taps.wanted import RawKey, condense
@@ -50,8 +51,10 @@ class Ticking:
         self.position, self.emitting = position, emitting
         self.jobs = assembly.jobs
 
-    def run(self, values: Values, start: list[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """All ticks; returns the buffers of what jobs carry, and what no job carries."""
+    def run(
+        self, values: Values, start: list[Any], stash: list[Any]
+    ) -> tuple[list[Any], dict[int, Any], list[Any]]:
+        """All ticks; returns the buffers of what jobs carry, what no job carries, and the stash."""
         a, frame = self.assembly, values.frame
         count = a.plan.microbatches
         counts = elements_read(self.jobs.body.eqns)
@@ -59,14 +62,16 @@ class Ticking:
         ahead, loose = self._ahead(values, elements)
         table = a.plan.timetable()
         active = [job for job in self.jobs.jobs.values() if not job.is_empty]
-        # Within a tick backwards come first, so that a slot may be read and written in one tick.
-        active.sort(key=lambda job: job.who[0])
+        # Within a tick backwards come first, so that a slot may be read and written in one tick;
+        # and who gets a message comes before who sends it, so that it may overwrite the one before.
+        active.sort(key=lambda job: (job.who[0], job.who[1] if job.who[0] == "B" else -job.who[1]))
         carry: Any = {
             "carried": start,
-            "stash": a.stash_layout.zeros(),
-            "in": [channel.layout.zeros() for channel in a.channels],
+            "stash": stash,
             "out": [channel.layout.zeros() for channel in a.channels],
         }
+        if a.num_devices > 1:
+            carry["in"] = [channel.layout.zeros() for channel in a.channels]
         bodies = {}
         emitted: Emissions = Emissions()
         for job in active:
@@ -76,7 +81,7 @@ class Ticking:
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
 
         def tick(state: Any, row: Any) -> Any:
-            carry, emitted = state
+            carry, emitted = dict(state[0]), state[1]
             for job in active:
                 kind, stage, _ = job.who
                 microbatches, slots = (row[0], row[2]) if kind == "F" else (row[1], row[3])
@@ -90,17 +95,20 @@ class Ticking:
                     carry, made = bodies[job.who](carry, m, slot)
                     return carry, _kept(emitted, made, m)
 
-                carry, emitted = once_if(mine, once, (carry, emitted))
-            arrived = [
-                [lax.ppermute(buffer, STAGE, channel.pairs) for buffer in out]
-                for channel, out in zip(a.channels, carry["out"], strict=True)
-            ]
-            return ({**carry, "in": arrived}, emitted), None
+                with jax.named_scope(unit_scope(*job.who)):
+                    carry, emitted = once_if(mine, once, (carry, emitted))
+            if a.num_devices > 1:
+                with jax.named_scope(STAGES):
+                    carry["in"] = [
+                        [lax.ppermute(buffer, STAGE, channel.pairs) for buffer in out]
+                        for channel, out in zip(a.channels, carry["out"], strict=True)
+                    ]
+            return (carry, emitted), None
 
         rows = tuple(jnp.asarray(part) for part in table)
         (carry, emitted), _ = lax.scan(tick, (carry, emitted), rows)
         frame.emitted.update(emitted)
-        return carry["carried"], loose
+        return carry["carried"], loose, carry["stash"]
 
     def _sketch(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
         """What a job sends out, for its shapes alone: a function of operands, and their forms.
@@ -151,12 +159,14 @@ class Ticking:
             known[body.invars[-1]] = m
             carried, stash = list(carry["carried"]), list(carry["stash"])
             out = [list(buffers) for buffers in carry["out"]]
+            # On one device a message is read from where it was written.
+            arrived = carry["in"] if a.num_devices > 1 else carry["out"]
             for number in job.carries:
                 var = jobs.carry_in[number]
                 known[var] = a.carry_layout.read(device, carried, number)
-            for var in job.takes:
-                known[var] = a.stash_layout.read(device, stash, (who[1:], var), slot)
-            for channel, buffers in zip(a.channels, carry["in"], strict=True):
+            if job.takes:
+                known.update(a.stash_layout.take(device, stash, who[1:], slot))
+            for channel, buffers in zip(a.channels, arrived, strict=True):
                 for number, (_, to) in enumerate(channel.edges):
                     if to == who:
                         for var in channel.variables[number]:
@@ -171,8 +181,8 @@ class Ticking:
             for number in job.carries:
                 value = value_of(known, jobs.carry_out[number])
                 a.carry_layout.write(device, carried, number, value)
-            for var in job.puts:
-                a.stash_layout.write(device, stash, (who[1:], var), known[var], slot)
+            if job.puts:
+                a.stash_layout.put(device, stash, who[1:], known, slot)
             for channel, buffers in zip(a.channels, out, strict=True):
                 for number, (sender, _) in enumerate(channel.edges):
                     if sender == who:

@@ -22,8 +22,8 @@ from tailrace.program.running.executable import Executable, Placement
 from tailrace.program.running.loop_state import Buffer, Numbers
 from tailrace.program.running.segments import Segment
 from tailrace.taps.frame import Ambient, Block, Emissions, Frame, Trip
-from tailrace.taps.loop_passes import Passes, guarded
-from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
+from tailrace.taps.loop_passes import Passes
+from tailrace.taps.wanted import RawKey, Wanted, condense
 
 
 class PipelinePlacement(Placement):
@@ -70,13 +70,12 @@ class PipelineExecutable(Executable):
             period=period,
             muted=muted,
         )
-        self.assembly = assembly
+        self.assembly, self.plan = assembly, assembly.plan
         self._carried = [
             *(Buffer("held", i) for i in range(len(assembly.held_layout.buffers))),
             *(Buffer("all", i) for i in assembly.everywhere),
         ]
         self._writes = list(self._carried)
-        self._guarding = any(want.guard for wants in wanted.values() for want in wants)
         self._collected = {
             RawKey((want,)): want.collect
             for wants in wanted.values()
@@ -99,26 +98,25 @@ class PipelineExecutable(Executable):
             self._function,
             mesh=self.placement.mesh,
             in_specs=(carried, same, PartitionSpec(None, REPLICA), same, same),
-            out_specs=(carried, PartitionSpec(REPLICA), same, same),
+            out_specs=(carried, PartitionSpec(REPLICA), same),
             check_vma=False,
         )
         one = self.placement.replicas == 1
 
         def call(*args: Any) -> Any:
-            results, emitted, ticket, stopped = function(*args)
+            results, emitted, ticket = function(*args)
             if one:  # as without replicas: no dim for them
                 emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
-            return results, emitted, ticket, stopped
+            return results, emitted, ticket
 
-        return jax.jit(call, donate_argnums=(0,))
+        return jax.jit(call, donate_argnums=self._donated)
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
         a, self._rewriter.arguments = self.assembly, free
-        array, stopped = numbers
-        seed, first_step, offset, passes = Numbers.read(array)
+        seed, first_step, offset, passes = Numbers.read(numbers)
         ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
         trip = Trip(passes, first_step + offset) if self.counted else None
-        frame = Frame(ambient, observing=self._observing, stopped=stopped, trip=trip)
+        frame = Frame(ambient, observing=self._observing, trip=trip)
         count = len(a.held_layout.buffers)
         held = [
             value.reshape(form.shape)
@@ -154,25 +152,20 @@ class PipelineExecutable(Executable):
             counter, slices = x
             inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
             here = {**consts, a.body.invars[-1]: counter}
-            held, alike = carry
-            after = machine.step(held, alike, here, inside)
+            held, alike, stash = carry
+            after = machine.step(held, alike, here, inside, stash)
             condense(inside)
             return after, ([], inside.emitted)
 
-        start: Any = (held, alike)
-        if self._guarding:
-            one_pass = guarded(one_pass, functools.partial(_is_good, machine))
-            start = (start, jnp.asarray(stopped))
+        # Filled with zeros once in an execution.
+        start = (held, alike, a.stash_layout.zeros())
         over = Passes(one_pass, False, 1, length, trip=trip)
         if self._collected:
             over = over.collecting(self._collected)
         counters = offset + jnp.arange(length, dtype=jnp.int32)
         period = self._rewriter.period
         ran = over.run(start, (counters, blocks), period, self._observing)
-        carry = ran.carry
-        if self._guarding:
-            carry, frame.stopped = carry
-        held, alike = carry
+        held, alike, _ = ran.carry
         frame.take(ran.each, ran.looks, ran.once, period)
         for key, emission in ran.emitted.items():
             source = machine.emitting.sources.get(key)
@@ -190,15 +183,4 @@ class PipelineExecutable(Executable):
             value[None] if number in a.each else value
             for number, value in zip(a.everywhere, alike, strict=True)
         ]
-        return [*held, *alike], emitted, *self._what_follows(numbers, frame)
-
-
-def _is_good(machine: Machine, emitted: Any) -> Any:
-    """Whether no flag that a step emitted is down, on the device that made it, in any replica."""
-    good = jnp.array(True)
-    for key, emission in emitted.items():
-        if isinstance(key, FiniteKey):
-            source = machine.emitting.sources.get(key)
-            elsewhere = source is not None and lax.axis_index(STAGE) != source
-            good = good & (fine(emission).all() | elsewhere)
-    return lax.pmin(good.astype(jnp.int32), (REPLICA, STAGE)) > 0
+        return [*held, *alike], emitted, self._what_follows(numbers)

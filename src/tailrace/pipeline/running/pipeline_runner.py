@@ -20,6 +20,7 @@ from tailrace.pipeline.lowering.buffers import Slot, wrapped
 from tailrace.pipeline.lowering.device_layout import Assembly, loop_of_units
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.buffer_writes import Patches, cut_out, patched
+from tailrace.pipeline.running.leaf_digests import leaf_digests
 from tailrace.pipeline.running.pipeline_executable import PipelineExecutable, PipelinePlacement
 from tailrace.pipeline.schedule.device_mapping import require_devices
 from tailrace.program.memory.activation_offload import check_fits
@@ -131,6 +132,22 @@ class PipelineRunner(LoopRunner):
         ]
         read = (state.values[var] for var in self.traced.jaxpr.invars[self._num_carried :])
         return [*mine, *map(np.asarray, read)]
+
+    def held(self, state: LoopState) -> list[Any]:
+        """The buffers of the devices, then what all have alike, then what the loop leaves alone."""
+        a = self.assembly
+        outside = zip(self.traced.jaxpr.outvars, self._results, strict=True)
+        return [
+            *(state.values[Buffer("held", i)] for i in range(len(a.held_layout.buffers))),
+            *(state.values[Buffer("all", number)] for number in a.everywhere),
+            *(value_of(state.values, var) for var, number in outside if number < 0),
+        ]
+
+    def digests(
+        self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
+    ) -> Any:
+        """The digest of each leaf, [leaves, 2]; each device reads what it holds."""
+        return leaf_digests(self.assembly, self.placement.mesh, self._results, held, names, sizes)
 
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""

@@ -76,8 +76,8 @@ def obstacle(device: Any, guarded: bool) -> str | None:
         return f"a {device.device_kind} has no {HOST_MEMORY} memory"
     if guarded:
         return (
-            "tr.stop_on_nonfinite compares the state before and after each step, which would move "
-            "it twice"
+            "tr.stop_on_nonfinite keeps the state from before each execution, which takes the memory "
+            "that offloading would save"
         )
     return None
 

@@ -26,6 +26,7 @@ from tailrace.program.running.compiled_programs import compiled_program
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
+from tailrace.spans.span import Execution, span
 from tailrace.taps.counted_loop import looks_between
 from tailrace.taps.frame import Ambient, Block, Emission, Frame, Trip
 from tailrace.taps.rewrite import Rewriter
@@ -175,6 +176,9 @@ class Executable:
         )
         self._numbers = placement.put([jnp.asarray(n) for n in self._rewriter.free.values])
         self._observing = period > 0
+        # A guard finds a bad step when later ones have run; what was before is computed again then.
+        guarded = any(want.guard for wants in (wanted or {}).values() for want in wants)
+        self._donated: tuple[int, ...] = () if guarded else (0,)
         self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
         self._rows: dict[Hashable, int] = {}
@@ -189,8 +193,10 @@ class Executable:
         """What it is for, and why there was none before; for people who wait for it."""
         self.compilation: Compilation | None = None
         self.taken: dict[Feed, Staged] = {}
-        """The elements of the last dispatch, kept on the host while `keep_elements` is set."""
+        """The elements of the last dispatch, while `keep_elements` is set."""
         self.keep_elements = False
+        self.plan: Any = None
+        """The plan of the pipeline it runs, if it does."""
 
     # -- compiling ------------------------------------------------------------------------------
 
@@ -199,10 +205,15 @@ class Executable:
         """What XLA made; None before `compile`."""
         return self._compiled
 
+    @property
+    def carries(self) -> list[Any]:
+        """What the loop carries, in the order of the compiled program's arguments."""
+        return self._carried
+
     def compile(self, state: LoopState, staged: dict[Feed, Any]) -> Any:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
-            with compiling(*self.reason) as done:
+            with compiling(*self.reason) as done, span("compilation", steps=self.length):
                 lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
                 options = compiler_options(self.segment.equations, devices.platform())
                 found = compiled_program(lowered, self.placement.device_ids, options)
@@ -218,10 +229,7 @@ class Executable:
             [state.values[var] for var in self._carried],
             [state.values[var] for var in self.segment.reads],
             [tuple(staged[queue]) for queue, count in self.elements.items() if count],
-            (
-                state.numbers(numbers),
-                np.bool_(False) if state.stopped is None else state.stopped,
-            ),
+            state.numbers(numbers),
             self._numbers,
         )
 
@@ -239,15 +247,14 @@ class Executable:
                 function,
                 mesh=self.placement.mesh,
                 in_specs=([spec(var) for var in self._carried], same, elements, same, same),
-                out_specs=([spec(var) for var in self.segment.writes], sent, same, same),
+                out_specs=([spec(var) for var in self.segment.writes], sent, same),
                 check_vma=False,
             )
-        return jax.jit(function, donate_argnums=(0,))
+        return jax.jit(function, donate_argnums=self._donated)
 
     def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
-        array, stopped = numbers
         self._rewriter.arguments = free
-        seed, first_step, offset, count = Numbers.read(array)
+        seed, first_step, offset, count = Numbers.read(numbers)
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
         blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
@@ -256,7 +263,7 @@ class Executable:
             blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
         ambient = Ambient(jax.random.key(seed), first_step, replica)
         trip = Trip(count, first_step + offset) if self.counted else None
-        frame = Frame(ambient, blocks, observing=self._observing, stopped=stopped, trip=trip)
+        frame = Frame(ambient, blocks, observing=self._observing, trip=trip)
         if several:
             pairs = zip(self._carried, carried, strict=True)
             carried = [value[0] if var in self._each else value for var, value in pairs]
@@ -284,13 +291,11 @@ class Executable:
             emitted = self._packing.pack(emitted)
         writes = self.segment.writes
         results = [known[v][None] if several and v in self._each else known[v] for v in writes]
-        return results, emitted, *self._what_follows(numbers, frame)
+        return results, emitted, self._what_follows(numbers)
 
-    def _what_follows(self, numbers: Any, frame: Frame) -> tuple[Any, Any]:
-        """The numbers of what goes on from here, and whether it is stopped; None: as before."""
-        array, stopped = numbers
-        changed = None if frame.stopped is stopped else jnp.asarray(frame.stopped)
-        return Numbers.advanced(array, array[3] if self.counted else self.length or 0), changed
+    def _what_follows(self, numbers: Any) -> Any:
+        """The numbers of a dispatch that goes on from here."""
+        return Numbers.advanced(numbers, numbers[3] if self.counted else self.length or 0)
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
         """The loop, cut to the length of this piece, starting from where the last piece ended."""
@@ -319,12 +324,18 @@ class Executable:
             What was emitted, still on the devices, and an array that is ready when all is over.
         """
         passes = numbers.count if self.counted else self.length
+        execution = Execution()
         taken = self._take_together(passes, following, given)
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(state, blocks)
+            arguments = self._arguments(state, blocks, numbers)
+            execution.dispatch(compiled)
             # The ticket is ready when the execution is over, and donated by nobody.
-            results, emitted, ticket, stopped = compiled(*self._arguments(state, blocks, numbers))
+            with span("dispatch", steps=passes):
+                results, emitted, ticket = compiled(*arguments)
+            first_step = numbers.first_step + numbers.offset
+            execution.dispatched(ticket, first_step, passes or 0, compiled, self.plan)
         except BaseException:
             _put_back(taken)
             raise
@@ -334,8 +345,6 @@ class Executable:
         state.values.update(zip(self._writes, results, strict=True))
         if self.segment.is_loop:
             state.foreseen = (numbers.after(passes or 0), ticket)
-        if stopped is not None:
-            state.stopped = stopped
         if not self.placement.in_one_process:
             emitted = jax.tree.map(self.placement.readable, emitted)
         if self._packing is not None:

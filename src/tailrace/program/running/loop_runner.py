@@ -25,10 +25,11 @@ from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.dispatch_lengths import FIXED_BELOW_S
 from tailrace.program.running.executable import Executable, Placement
-from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
+from tailrace.taps.bit_digests import digest
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.wanted import Wanted
@@ -82,7 +83,8 @@ class LoopRunner:
         self.executions = 0
         self.compile_s = 0.0
         self.keep_elements = False
-        self.taken: dict[Feed, Any] = {}
+        self.origin: Origin | None = None
+        """What the latest dispatch started from, while `keep_elements` is set."""
         self._segments = cut(self.traced.jaxpr, loops)
         (self._loop,) = (s for s in self._segments if s.is_loop)
         own = set(self._loop.writes) if each and placement.replicas > 1 else set()
@@ -101,6 +103,11 @@ class LoopRunner:
         self._consts = placement.put(self.traced.consts)
         self._fixed: dict[tuple[int, int], Executable] = {}
         self._compiler: Worker | None = None
+
+    @property
+    def taken(self) -> Mapping[Feed, Staged]:
+        """The elements of the latest dispatch, while `keep_elements` is set."""
+        return {} if self.origin is None else self.origin.elements
 
     @property
     def infeeds(self) -> tuple[Any, ...]:
@@ -180,6 +187,29 @@ class LoopRunner:
             leaves.append(value)
         return leaves
 
+    def held(self, state: LoopState) -> list[Any]:
+        """The arrays that hold what the loop carries, as `digests` takes them."""
+        return [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
+
+    def digests(
+        self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
+    ) -> Any:
+        """The digest of each leaf that the loop carries, [leaves, 2]; in a program.
+
+        Args:
+            held: what `held` returned.
+            names: of the leaves.
+            sizes: how many values a leaf has of which replicas have shares, which stand behind each
+                other; None for any other.
+        """
+        found = []
+        leaves = zip(self.traced.jaxpr.outvars, held, names, sizes, strict=True)
+        for var, value, name, size in leaves:
+            if var in self._hosted:
+                value = jax.device_put(value, jax.memory.Space.Device)
+            found.append(digest(value, name, size=size))
+        return jnp.stack(found)
+
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""
         for number, value in leaves.items():
@@ -216,12 +246,27 @@ class LoopRunner:
             executable = self._fixed.get((length, period), executable)
         numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
         executable.keep_elements = self.keep_elements
+        before = dict(state.values) if self.keep_elements else None
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(state, numbers, following, block)
         self.executions += 1
-        self.taken = executable.taken
+        self.origin = None
+        if before is not None:
+            self.origin = Origin(before, executable.taken, numbers, period)
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
+
+    def rewind(self, state: LoopState, origin: Origin, length: int) -> None:
+        """Go back to where a dispatch started, and run its first `length` passes again.
+
+        What they emit is dropped: it is what they emitted the first time.
+        """
+        state.values, state.foreseen = dict(origin.values), None
+        if length:
+            ((feed, block),) = origin.elements.items()
+            if not self._counted(length):
+                block = block.cut(length * self._loop.elements[feed])
+            self.dispatch(state, length, origin.numbers, 0, origin.period, block)
 
     def fix(self, state: LoopState, length: int, period: int, seconds: float) -> None:
         """Compile the loop for this very length in a thread, if passes are so short that it pays.
@@ -264,6 +309,11 @@ class LoopRunner:
         executable = self._executable(self._loop, length, period)
         executable.compile(state, self._block_forms(executable))
         return executable
+
+    @property
+    def compiled_carries(self) -> list[Any]:
+        """What each `carried[i]` of the compiled loop is: a variable, or a buffer of a pipeline."""
+        return next(e.carries for e in self._executables.values() if e.segment is self._loop)
 
     def _block_forms(self, executable: Executable) -> dict[Any, Any]:
         """The forms of the elements that a dispatch of an executable reads."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.internals import Var
 
 
@@ -57,6 +59,23 @@ class Buffer(NamedTuple):
     number: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """What a dispatch started from, so that it can be run again.
+
+    Attributes:
+        values: arrays on the devices, as in `LoopState`; that dispatch did not overwrite them.
+        elements: what it read, by feed.
+        numbers: its seed and counters.
+        period: of its taps.
+    """
+
+    values: Mapping[Var | Buffer, Any]
+    elements: Mapping[Feed, Staged]
+    numbers: Numbers
+    period: int
+
+
 @dataclasses.dataclass(eq=False)
 class LoopState:
     """What dispatches read and overwrite.
@@ -64,12 +83,10 @@ class LoopState:
     Attributes:
         values: arrays on the devices, by variable of the traced program (or buffer of a pipeline).
         foreseen: the numbers that the latest dispatch expects of the next one, and their array.
-        stopped: whether a guard has stopped the loop; None while no dispatch had a guard.
     """
 
     values: dict[Var | Buffer, Any] = dataclasses.field(default_factory=dict)
     foreseen: tuple[Numbers, Any] | None = None
-    stopped: Any = None
 
     def numbers(self, wanted: Numbers) -> Any:
         """The argument for these numbers: the array on the device if it holds them already."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.errors import OptionError
+from tailrace.spans.scopes import ACCUMULATION
 
 
 class Reduction(enum.StrEnum):
@@ -112,7 +113,8 @@ class Accumulation:
             n = number.astype(acc.dtype)
             return acc * (n / (n + 1)) + grad * (1 / (n + 1))
 
-        return jax.tree.map(one, accumulated, grads)
+        with jax.named_scope(ACCUMULATION):
+            return jax.tree.map(one, accumulated, grads)
 
 
 def _is_dtype(value: Any) -> bool:

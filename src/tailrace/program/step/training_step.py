@@ -39,6 +39,7 @@ from tailrace.program.step import loss_scale as scaling
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale, ScaleState
 from tailrace.program.step.precision import Precision, same_dtypes
+from tailrace.spans.scopes import OPTIMIZER
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.probe import probed
@@ -345,16 +346,16 @@ def apply_rule(
 
 def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
     if callable(apply := getattr(optimizer, "apply", None)):
-        with jax.named_scope("optimizer"):
+        with jax.named_scope(OPTIMIZER):
             applied: Any = apply(grads, state, params)
-        after, new_state = applied
-        updates = jax.tree.map(jnp.subtract, after, params)
+            after, new_state = applied
+            updates = jax.tree.map(jnp.subtract, after, params)
     else:
         import optax  # late: it takes a fifth as long to import as JAX itself
 
-        with jax.named_scope("optimizer"):
+        with jax.named_scope(OPTIMIZER):
             updates, new_state = optimizer.update(grads, state, params)
-        after = optax.apply_updates(params, updates)
+            after = optax.apply_updates(params, updates)
     return updates, after, jax.tree.map(_keep_dtype, state, new_state)
 
 

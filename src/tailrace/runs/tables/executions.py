@@ -52,7 +52,7 @@ def _follows(before: Finished, done: Finished) -> bool:
 
 
 def _forms(done: Finished) -> list[Any]:
-    arrays = [*done.scalars.items(), ("", done.weights)]
+    arrays = [*done.scalars.items(), ("", done.weights), ("elements", done.elements)]
     return [(name, a is None or (a.dtype, a.shape[1:])) for name, a in arrays]
 
 
@@ -79,6 +79,7 @@ def _joined(together: Sequence[Finished]) -> Finished:
         {name: np.concatenate([done.scalars[name] for done in together]) for name in first.scalars},
         None if first.weights is None else np.concatenate([d.weights for d in together]),  # pyright: ignore
         together[-1].ended,
+        elements=None if first.elements is None else np.concatenate([d.elements for d in together]),  # pyright: ignore
     )
 
 

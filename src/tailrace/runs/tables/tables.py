@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.records.fingerprints import CHAIN, GROUPS
 from tailrace.records.records import PER_MICROBATCH, Part, Record
 from tailrace.records.sinks import Finished
 from tailrace.runs.storage.files import describe_tree
@@ -19,6 +20,13 @@ COORDINATES = "step microbatch replica stage"
 
 EXECUTION = {"first_step": "int64", "steps": "int64", "ended": "float64"}
 """What is kept of an execution; `ended` in seconds since 1970."""
+
+READING = ("fit", "epoch", "first_element", "element_count", "resumed")
+"""Which elements it consumed: the first step of its fit, which pass over the dataset, the number of its
+first element in that pass, how many; and whether it is the first one of a process that went on."""
+
+OPTIONAL = {**dict.fromkeys(READING, "int64"), **dict.fromkeys((*GROUPS, CHAIN), "uint64")}
+"""What is kept besides, where it is known: what was read, and fingerprints."""
 
 TAGS = ("steps", "microbatches", "replicas")
 """What says when a value was made; the tensors of an execution mostly share these arrays."""
@@ -165,7 +173,11 @@ class HistoryTable:
         return table
 
     def append(
-        self, first_step: int, scalars: Mapping[str, np.ndarray], weights: np.ndarray | None
+        self,
+        first_step: int,
+        scalars: Mapping[str, np.ndarray],
+        weights: np.ndarray | None,
+        elements: np.ndarray | None = None,
     ) -> None:
         """Let the steps of one execution wait to be written."""
         columns, shape = self.columns, next(iter(scalars.values())).shape
@@ -177,6 +189,10 @@ class HistoryTable:
         if weights is not None and "weight" not in columns:
             columns.add_column("weight", weights.dtype, shape[1:], dims)
         rows = {"step": first_step + np.arange(shape[0])}
+        if elements is not None:
+            if "elements" not in columns:
+                columns.add_column("elements", elements.dtype, shape[1:], dims)
+            rows["elements"] = elements
         for name, values in scalars.items():
             if name not in self._numbers:
                 number = self._numbers[name] = len(self._numbers)
@@ -210,4 +226,12 @@ class ExecutionTable:
         """Let executions wait to be written."""
         rows = [(done.first_step, done.steps, done.ended) for done in executions]
         columns = zip(EXECUTION.items(), zip(*rows, strict=True), strict=False)
-        self.columns.append(len(rows), {name: np.array(v, d) for (name, d), v in columns})
+        found = {name: np.array(v, d) for (name, d), v in columns}
+        told = [{**done.reading, **done.fingerprint} for done in executions]
+        for name, dtype in OPTIONAL.items():
+            if any(name in one for one in told):
+                if name not in self.columns:
+                    self.columns.add_column(name, np.dtype(dtype), (), ())
+                missing = -1 if dtype == "int64" else 0
+                found[name] = np.array([one.get(name, missing) for one in told], dtype)
+        self.columns.append(len(rows), found)

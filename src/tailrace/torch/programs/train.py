@@ -127,7 +127,7 @@ class TrainingProgram:
         self.journal.begin(engine.step, options.microbatches, options.replicas)
         numbers = Numbers(engine.seed, engine.step)
         emitted, ready = self._portions.dispatch(engine.loop_state, numbers, blocks)
-        ticket = engine.dispatched(options.device_iterations, emitted, ready, engine.runner.taken)
+        ticket = engine.dispatched(options.device_iterations, emitted, ready)
         results = engine.collect(ticket)
         self.journal.add(results)
         if results.failure is not None:

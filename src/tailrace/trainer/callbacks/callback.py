@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tailrace.spans.span import span
+
 if TYPE_CHECKING:
     from tailrace.records.history import History
     from tailrace.trainer.trainer import Trainer
@@ -79,11 +81,17 @@ def listens(callback: Callback) -> bool:
 def tell(callbacks: Sequence[Callback], trainer: Trainer, execution: Execution) -> None:
     """Tell all callbacks about an execution, step by step where they ask for that."""
     for callback in callbacks:
-        if _overrides(callback, "on_step_end"):
-            for number in range(execution.steps):
-                values = {name: float(v[number]) for name, v in execution.values.items()}
-                callback.on_step_end(trainer, execution.first_step + number, values)
-        callback.on_execution_end(trainer, execution)
+        with calling(callback):
+            if _overrides(callback, "on_step_end"):
+                for number in range(execution.steps):
+                    values = {name: float(v[number]) for name, v in execution.values.items()}
+                    callback.on_step_end(trainer, execution.first_step + number, values)
+            callback.on_execution_end(trainer, execution)
+
+
+def calling(callback: Callback) -> Any:
+    """While a callback runs: a span in open traces."""
+    return span("callback", callback=type(callback).__name__)
 
 
 def _overrides(callback: Callback, name: str) -> bool:

@@ -12,8 +12,10 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
+from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import note_once
 from tailrace.records.history import History
+from tailrace.spans.span import span
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
 from tailrace.trainer.checkpoints.snapshot import (
@@ -82,6 +84,11 @@ class Saving:
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._fit: Fit | None = None
 
+    @property
+    def directory(self) -> str:
+        """Where they are."""
+        return str(self._writer.directory.directory)
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this process may write to the directory."""
@@ -101,6 +108,11 @@ class Saving:
         if kept is None:
             return None
         arrays, note = orbax_files.read(kept.path)
+        if "fit" not in note:
+            raise CheckpointError(
+                f"The checkpoint {str(kept.path)!r} was saved by fit of a Keras model. Give this fit "
+                f"another directory."
+            )
         engine, fit = self._engine, note["fit"]
         progress = Progress(**fit["progress"])
         self._check(note, progress)
@@ -151,13 +163,7 @@ class Saving:
 
     def go_on(self, fit: Fit, taken: TakenUp, dataset: Any) -> None:
         """Bring a fit to where the one in the directory was: dataset and callbacks."""
-        source = as_dataset(dataset)
-        if source.fast is None:
-            # Some datasets have another order each time they are iterated: begin as often as before.
-            for epoch in range(taken.progress.epochs if source.restartable else 0):
-                next(source.iterate(epoch), None)
-        fit.feed.start_epoch(dataset, taken.progress.epoch)
-        fit.feed.set_state(taken.position)
+        bring_to(fit.feed, dataset, taken.progress, taken.position)
         for callback, state in zip(fit.callbacks, taken.callbacks, strict=False):
             if state:
                 callback.set_state(state)
@@ -179,15 +185,16 @@ class Saving:
     def save(self, *, ended: bool = False, best: bool = False, wait: bool = False) -> None:
         """Save the state as it is now; nothing may be on its way."""
         assert self._fit is not None
-        self._writer.save(
-            self._engine.step,
-            lambda: self._snapshot(ended),
-            self._fit.journal.flush,
-            ended=ended,
-            best=best and not ended,
-        )
-        if wait:
-            self._writer.wait(last=True)
+        with span("checkpoint", step=self._engine.step):
+            self._writer.save(
+                self._engine.step,
+                lambda: self._snapshot(ended),
+                self._fit.journal.flush,
+                ended=ended,
+                best=best and not ended,
+            )
+            if wait:
+                self._writer.wait(last=True)
 
     def look(self, logs: Mapping[str, float]) -> None:
         """Save if the watched value is better than before."""
@@ -227,6 +234,19 @@ class Saving:
             },
         }
         return Snapshot(arrays, note)
+
+
+def bring_to(
+    feed: InfeedQueue, dataset: Any, progress: Progress, position: Mapping[str, Any]
+) -> None:
+    """Bring a feed to where a fit was in its dataset."""
+    source = as_dataset(dataset)
+    if source.fast is None:
+        # Some datasets have another order each time they are iterated: begin as often as before.
+        for epoch in range(progress.epochs if source.restartable else 0):
+            next(source.iterate(epoch), None)
+    feed.start_epoch(dataset, progress.epoch)
+    feed.set_state(position)
 
 
 def check_processes() -> None:

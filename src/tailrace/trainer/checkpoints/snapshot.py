@@ -49,6 +49,10 @@ def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
 
 def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[str, Any]) -> None:
     """Give an engine the state, step and seed of a checkpoint; refuses a form that does not fit."""
+    if "keys" not in note:
+        raise CheckpointError(
+            "The checkpoint was saved by fit of a Keras model: only that model goes on from it."
+        )
     now = named_leaves(engine.state)
     keys: Mapping[str, str] = note["keys"]
     found = {name.removeprefix(STATE): a for name, a in arrays.items() if name.startswith(STATE)}

@@ -10,6 +10,7 @@ from typing import Any
 from tailrace.errors import CheckpointError
 from tailrace.feeds.background import Worker
 from tailrace.messages import logger
+from tailrace.spans.span import span
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory
 from tailrace.trainer.checkpoints.snapshot import Snapshot
@@ -65,8 +66,9 @@ class CheckpointWriter:
             self._worker = Worker(THREAD)
 
         def write() -> None:
-            first()
-            self.directory.write(self.fit, step, snapshot, **kind)
+            with span("checkpoint write", step=step):
+                first()
+                self.directory.write(self.fit, step, snapshot, **kind)
 
         self._busy = self._worker.submit(write)
 

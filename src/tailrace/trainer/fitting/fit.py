@@ -16,7 +16,8 @@ from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.compilations import Compilation
-from tailrace.trainer.callbacks.callback import Callback, Execution, listens, tell
+from tailrace.spans.span import span
+from tailrace.trainer.callbacks.callback import Callback, Execution, calling, listens, tell
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
@@ -211,10 +212,12 @@ class Fit:
     def _validate(self) -> None:
         """Evaluate on the validation data; all values before it have arrived."""
         self.collect()
-        values = self.validation.run()
+        with span("validation", step=self.engine.step):
+            values = self.validation.run()
         self.journal.add_validation(self.engine.step, values)
         for callback in self.callbacks:
-            callback.on_validation_end(self.trainer, dict(self.validation.latest))
+            with calling(callback):
+                callback.on_validation_end(self.trainer, dict(self.validation.latest))
         if self.saving is not None:
             self.saving.look(self.validation.latest)
 
@@ -229,7 +232,8 @@ class Fit:
         if self.callbacks or self.saving is not None:
             logs = {**self._epoch_means(), **self.validation.latest}
             for callback in self.callbacks:
-                callback.on_epoch_end(self.trainer, progress.epoch, dict(logs))
+                with calling(callback):
+                    callback.on_epoch_end(self.trainer, progress.epoch, dict(logs))
             if self.saving is not None:
                 self.saving.look(logs)
 

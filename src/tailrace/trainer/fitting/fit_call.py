@@ -131,6 +131,7 @@ class FitCall:
         engine, journal = fit.engine, fit.journal
         started, compiled, first = time.perf_counter(), engine.runner.compile_s, engine.step
         info = describe(engine, steps_per_execution, fit.trainer.config)
+        info["checkpoint"] = None if self.saving is None else self.saving.directory
         try:
             with engine.delivering(), journal.open(info), fit.bar, hearing(fit.heard):
                 try:

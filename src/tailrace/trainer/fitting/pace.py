@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.errors import OptionError
-from tailrace.program.running.dispatch_lengths import LIVE_S, LONGEST, MOST_BYTES
+from tailrace.program.running.dispatch_lengths import LIVE_S, LONGEST, most_bytes
 from tailrace.taps.tap import bytes_per_step, check_bytes
 from tailrace.trainer.engine import Engine
 
@@ -45,7 +45,7 @@ class Pace:
 
     steps: int | None
     bytes_per_step: int
-    most_bytes: int = MOST_BYTES
+    most_bytes: int = dataclasses.field(default_factory=most_bytes)
     most_steps: int | None = None
     target_s: float = TARGET_S
     chosen: int | None = None
@@ -109,7 +109,7 @@ class Pace:
         self.trials.append(max(seconds / steps, 1e-7))
         if self.chosen is not None:
             return
-        if len(self.trials) < TRIALS and self._ideal() > 1:
+        if len(self.trials) < TRIALS:  # the first one alone says "one step" of any large model
             self.reason = f"{steps} steps an execution while the time of a step is measured"
             return
         self.chosen = self._ideal()

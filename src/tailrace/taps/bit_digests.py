@@ -1,0 +1,164 @@
+"""Digests of bits: a sum modulo 2^64 of a mix of name, index and bits of every value.
+
+A sum does not depend on the order of its terms. So the digest of a tensor is the same however it is
+packed, cut into shares or placed on devices, as long as each value keeps its name and its index. Any
+changed bit changes the digest, except with a probability of about 2^-64. It protects against accidents,
+not against an adversary.
+
+Integers of 64 bits do not exist on a device without `jax_enable_x64`: there a digest is two words of 32
+bits, low and high. On the host it is one integer of 64 bits, and `host_digest` computes the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_INDEX = (0x9E3779B1, 0x1B873593)
+_BITS = (0x85EBCA77, 0xCC9E2D51)
+_MIX = (0x85EBCA6B, 0xC2B2AE35)
+"""Odd constants: those of xxHash and MurmurHash3, which are known to spread bits well."""
+
+WORDS = 2
+"""How many words of 32 bits a digest has on a device."""
+
+
+@functools.cache
+def seeds(name: str) -> tuple[int, int]:
+    """Two words that stand for a name."""
+    found = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(found[:4], "little"), int.from_bytes(found[4:], "little")
+
+
+# -- on a device --------------------------------------------------------------------------------
+
+
+def digest(value: Any, name: str, first: Any = 0, size: int | None = None) -> Any:
+    """The digest of a tensor, uint32[2], in a program.
+
+    Args:
+        value: the tensor, or a flat part of it.
+        name: what it is called.
+        first: the index of the part's first value in the tensor.
+        size: of the tensor, where the part may be padded beyond its end.
+    """
+    words = bits_of(value).reshape(-1)
+    if not words.size:
+        return jnp.zeros(WORDS, jnp.uint32)
+    each = words.size // max(1, math.prod(value.shape))  # 64-bit values are two words
+    index = lax.iota(jnp.uint32, words.size) + jnp.asarray(first, jnp.uint32) * np.uint32(each)
+    low, high = _mixed(words, index, name, jnp.uint32)
+    if size is not None:
+        inside = index < np.uint32(size * each)
+        low, high = (jnp.where(inside, word, np.uint32(0)) for word in (low, high))
+    return _summed(low, high, (0,))
+
+
+def digest_rows(value: Any, name: str, dims: int) -> Any:
+    """The digest of each entry along the first `dims` dims: uint32[..., 2], in a program."""
+    lead = value.shape[:dims]
+    words = bits_of(value).reshape(*lead, -1)
+    index = lax.broadcasted_iota(jnp.uint32, words.shape, dims)
+    return _summed(*_mixed(words, index, name, jnp.uint32), (dims,))
+
+
+def total(digests: Any) -> Any:
+    """The sum of digests along the first dim, in a program."""
+    return _summed(digests[..., 0], digests[..., 1], (0,))
+
+
+def bits_of(value: Any) -> Any:
+    """The bits of each value as words of 32 bits; a value of 64 bits is two of them, low first."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        value = jnp.stack([value.real, value.imag], axis=-1)
+    if value.dtype == jnp.bool_ or value.dtype.name in ("int4", "uint4", "int2", "uint2"):
+        value = value.astype(jnp.uint8)
+    width = value.dtype.itemsize
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
+    words = lax.bitcast_convert_type(value, unsigned)
+    return words.astype(jnp.uint32)
+
+
+def _summed(low: Any, high: Any, axes: tuple[int, ...]) -> Any:
+    zero = jnp.uint32(0)
+    return jnp.stack(lax.reduce((low, high), (zero, zero), _add, axes), axis=-1)
+
+
+def _add(one: Any, other: Any) -> tuple[Any, Any]:
+    low = one[0] + other[0]
+    return low, one[1] + other[1] + (low < one[0]).astype(jnp.uint32)
+
+
+# -- on both sides ------------------------------------------------------------------------------
+
+
+def _mixed(words: Any, index: Any, name: str, word: Any) -> tuple[Any, Any]:
+    """Low and high word of the mix of each value."""
+    first, second = (word(seed) for seed in seeds(name))
+    low = _spread(words ^ (index * word(_INDEX[0]) + first), word)
+    high = _spread(words * word(_BITS[1]) + (index * word(_INDEX[1]) ^ second), word)
+    return low, high
+
+
+def _spread(h: Any, word: Any) -> Any:
+    """The finalizer of MurmurHash3: every bit depends on every other."""
+    h = h ^ (h >> word(16))
+    h = h * word(_MIX[0])
+    h = h ^ (h >> word(13))
+    h = h * word(_MIX[1])
+    return h ^ (h >> word(16))
+
+
+# -- on the host --------------------------------------------------------------------------------
+
+
+def host_digest(value: Any, name: str, first: int = 0) -> int:
+    """The digest of an array on the host: one integer of 64 bits, as a device computes it.
+
+    >>> whole = np.arange(6, dtype=np.float32)
+    >>> parts = host_digest(whole[:2], "w") + host_digest(whole[2:], "w", first=2)
+    >>> host_digest(whole, "w") == parts % 2**64
+    True
+    """
+    words = _host_words(np.asarray(value))
+    each = words.size // max(1, np.asarray(value).size)
+    index = np.arange(words.size, dtype=np.uint32) + np.uint32(first * each % 2**32)
+    with np.errstate(over="ignore"):
+        low, high = _mixed(words, index, name, np.uint32)
+    total = int(low.sum(dtype=np.uint64)) + (int(high.sum(dtype=np.uint64)) << 32)
+    return total % 2**64
+
+
+def joined(words: Any) -> np.ndarray:
+    """Digests of a device, uint32[..., 2], as integers of 64 bits."""
+    array = np.asarray(words).astype(np.uint64)
+    return array[..., 0] | (array[..., 1] << np.uint64(32))
+
+
+def mixed_with(digests: np.ndarray, index: np.ndarray, name: str) -> int:
+    """One digest of many, each at its index: an order of digests has a digest of its own."""
+    both = np.stack([digests & np.uint64(0xFFFFFFFF), digests >> np.uint64(32)], axis=-1)
+    places = 2 * index.astype(np.uint64)[..., None] + np.arange(2, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        low, high = _mixed(both.astype(np.uint32), places.astype(np.uint32), name, np.uint32)
+    total = int(low.sum(dtype=np.uint64)) + (int(high.sum(dtype=np.uint64)) << 32)
+    return total % 2**64
+
+
+def _host_words(array: np.ndarray) -> np.ndarray:
+    if np.iscomplexobj(array):
+        array = np.stack([array.real, array.imag], axis=-1)
+    if array.dtype == np.bool_ or array.dtype.name in ("int4", "uint4", "int2", "uint2"):
+        array = array.astype(np.uint8)
+    array = np.ascontiguousarray(array).reshape(-1)
+    unsigned = {1: np.uint8, 2: np.uint16}.get(array.dtype.itemsize, np.uint32)
+    return array.view(unsigned).astype(np.uint32)
