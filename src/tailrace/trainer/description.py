@@ -10,7 +10,7 @@ from typing import Any
 
 from tailrace.devices.devices import available
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.optimizer_text import optimizer_text
+from tailrace.trainer.showing.optimizer_text import optimizer_text
 
 
 def describe(

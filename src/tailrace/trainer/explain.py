@@ -15,7 +15,7 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit_call import effective_batch_size
-from tailrace.trainer.summary import size_text
+from tailrace.trainer.showing.summary import size_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,11 +51,11 @@ from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
 from tailrace.trainer.logged_values import Log, LoggedValues, parse_log, taps_of
-from tailrace.trainer.look import trainer_html, trainer_text
 from tailrace.trainer.lookback.methods import LookingBack
 from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.profiled import profiled
-from tailrace.trainer.summary import Summary, summarise
+from tailrace.trainer.showing.look import trainer_html, trainer_text
+from tailrace.trainer.showing.summary import Summary, summarise
 
 
 class Trainer(LookingBack):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.records.html_table import html_table
-from tailrace.trainer.summary import summarise
+from tailrace.trainer.showing.summary import summarise
 
 if TYPE_CHECKING:
     from tailrace.trainer.trainer import Trainer

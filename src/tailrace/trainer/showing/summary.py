@@ -13,7 +13,7 @@ from tailrace.jaxprs.marks import path_name
 from tailrace.messages import shown
 from tailrace.records.html_table import html_table
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.optimizer_text import optimizer_text
+from tailrace.trainer.showing.optimizer_text import optimizer_text
 
 MOST_ROWS = 40
 """Scopes that are listed; deeper ones are summed up where there are more."""
