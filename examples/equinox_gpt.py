@@ -1,10 +1,12 @@
 """A small GPT of Equinox that writes digits: it reads an image row by row and guesses the next row.
 
 The module is given to the trainer as it is: its arrays of floats are trained, the rest is static.
-Dropout takes its keys from `tr.key()`; `evaluate` sees the module in inference mode.
+Dropout takes its keys from `tr.key()`; validation sees the module in inference mode.
 """
 
 import argparse
+import pathlib
+import tempfile
 
 import equinox as eqx
 import jax
@@ -13,8 +15,7 @@ import optax
 
 import tailrace as tr
 
-ROWS = 28
-MASK = jnp.tril(jnp.ones((ROWS, ROWS), bool))
+ROWS, MASK = 28, jnp.tril(jnp.ones((28, 28), bool))
 
 
 class Block(eqx.Module):
@@ -76,12 +77,16 @@ def write(model, key):
 
 
 def main(steps=2000, width=64, depth=2, batch_size=32):
+    folder = pathlib.Path(tempfile.mkdtemp())
     data = tr.batches(tr.data.digits("train")[0], batch_size, shuffle=True, repeat=True)
     model = GPT(width, depth, jax.random.key(0))
     taps = [tr.Tap("grad/blocks/*/weight", mode=tr.every(10), reduce="norm")]
-    trainer = tr.Trainer(loss_fn, optax.adam(1e-3), model, observe=taps)
-    history = trainer.fit(data, steps=steps, progress=False)
-    test = trainer.evaluate(tr.batches(tr.data.digits("test")[0], 100))["loss"]
+    trainer = tr.Trainer(loss_fn, optax.adam(1e-3), model, observe=taps, run_dir=folder / "run")
+    held_out = tr.batches(tr.data.digits("test")[0], 100)
+    keep = folder / "checkpoints"
+    history = trainer.fit(data, steps=steps, validation_data=held_out, checkpoint=keep)
+    test = history["val_loss"][-1]
+    tr.open_run(folder / "run").heatmap("grad/*").save(folder / "gradients.png")
     print(f"loss {history.loss[0]:.3f} at first, {history.loss[-1]:.3f} at last, test {test:.3f}")
     print(f"{len(trainer.records)} gradients seen, among them {trainer.records.names[0]}")
     image = write(eqx.nn.inference_mode(trainer.model), jax.random.key(1))

@@ -2,10 +2,12 @@
 
 The module is trained where parameters would be: its `nnx.Param`s by the optimizer, the statistics of
 BatchNorm by the model itself, Dropout with new keys for every step. `evaluate` and `predict` see the
-module in evaluation mode.
+module in evaluation mode. Started again with the same folder, a script that was killed goes on.
 """
 
 import argparse
+import pathlib
+import tempfile
 
 import jax.numpy as jnp
 import optax
@@ -42,7 +44,18 @@ def loss_fn(model, images, labels):
     return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
 
 
-def main(epochs=5, batch_size=50):
+class Report(tr.Callback):
+    """A line an epoch."""
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        print(
+            f"epoch {epoch}: loss {logs['loss']:.3f}, test loss {logs['val_loss']:.3f}, "
+            f"test accuracy {logs['val_accuracy']:.3f}"
+        )
+
+
+def main(epochs=5, batch_size=50, folder=None):
+    folder = pathlib.Path(folder or tempfile.mkdtemp())
     train = tr.batches(tr.data.digits("train"), batch_size, shuffle=True)
     test = tr.batches(tr.data.digits("test"), batch_size)
     trainer = tr.Trainer(
@@ -50,14 +63,11 @@ def main(epochs=5, batch_size=50):
         optax.adam(2e-3),
         Convnet(nnx.Rngs(0)),
         observe=[tr.Tap("grad/*/kernel", mode=tr.every(20), reduce="norm")],
+        run_dir=folder / "run",
     )
-    for epoch in range(epochs):
-        history = trainer.fit(train, epochs=1, progress=False)
-        found = trainer.evaluate(test)
-        print(
-            f"epoch {epoch}: loss {history.loss.mean():.3f}, "
-            f"test loss {found['loss']:.3f}, test accuracy {found['accuracy']:.3f}"
-        )
+    keep = folder / "checkpoints"
+    trainer.fit(train, epochs=epochs, validation_data=test, checkpoint=keep, callbacks=[Report()])
+    tr.open_run(folder / "run").heatmap("grad/*").save(folder / "gradients.png")
     for name in trainer.records.names:
         record = trainer.records[name]
         print(f"{name}: norm {record.values[-1]:.4f} at step {record.steps[-1]}")
@@ -65,11 +75,12 @@ def main(epochs=5, batch_size=50):
     model.eval()
     images, labels = tr.data.digits("test")
     print("predicted", model(images[:10]).argmax(-1).tolist(), "of", labels[:10].tolist())
-    return found
+    return folder
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=50)
+    parser.add_argument("--folder", help="where run, checkpoints and picture go")
     main(**vars(parser.parse_args()))

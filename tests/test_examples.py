@@ -27,6 +27,8 @@ CASES = {
         ["--epochs", "2", "--elements", "20"],
         r"elements_per_second.*bottleneck",
     ),
+    "gpt.py": (["--steps", "20"], r"last fit: 20 steps.*test loss \d\.\d+ after 20 steps"),
+    "convnet.py": (["--epochs", "1"], r"last fit: 80 steps.*test accuracy 0\.[4-9]"),
     "accumulation_and_replicas.py": (
         ["--steps", "20", "--devices", "2"],
         r"by hand, 2 replicas: losses of shape \(20, 2\)",
@@ -74,3 +76,14 @@ def test_the_pair_computes_the_same(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_examples_stay_short(name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "picture"),
+    [("convnet.py", ["--epochs", "1"], "layers.png")],
+)
+def test_examples_keep_what_they_trained(name, arguments, picture, tmp_path):
+    first = run(name, *arguments, "--folder", str(tmp_path))
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "checkpoints").iterdir())
+    assert first == run(name, *arguments, "--folder", str(tmp_path))  # finished: nothing is trained

@@ -83,3 +83,14 @@ def test_all_of_pipelining():
 def test_every_keras_example_is_run_by_a_test():
     here = pathlib.Path(__file__).read_text()
     assert all(f"import {path.stem}" in here for path in EXAMPLES.glob("*.py"))
+
+
+def test_fit_digits(tmp_path, capsys):
+    import fit_digits
+
+    fit_digits.main(epochs=1, folder=tmp_path)
+    first = capsys.readouterr().out
+    assert re.search(r"test accuracy 0\.[4-9]", first)
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "checkpoints").iterdir())
+    assert len((EXAMPLES / "fit_digits.py").read_text().splitlines()) <= 100

@@ -24,6 +24,9 @@ class Keep:
     def fitting(self, info):
         return contextlib.nullcontext()
 
+    def compilation(self, row):
+        pass
+
     def execution(self, done):
         self.executions.append(done)
 

@@ -12,8 +12,11 @@ from small_runs import make_trainer, train
 import tailrace as tr
 from tailrace.records.curves import small_curve
 from tailrace.records.exponents import count_exponents, format_sentences, small_svg
+from tailrace.runs.export.figures import svg_text
 from tailrace.runs.export.pictures import ExponentHistogram, Heatmap, heatmap, histogram
+from tailrace.runs.export.ridges import ExponentRidges
 from tailrace.taps import reductions
+from tailrace.taps.reductions import INF_BIN, ZERO_BIN
 
 pytest.importorskip("matplotlib")
 
@@ -210,3 +213,55 @@ def test_a_history_shows_its_curves(run):
     text = run.history._repr_html_()
     assert text.count("<polyline") == len(list(run.history)) == 2
     assert "<svg" not in tr.History()._repr_html_()
+
+
+def test_a_row_for_each_tensor(run):
+    found = run.histograms("grad/*", slice(5, None))
+    assert [row.names for row in found.rows] == [("grad/first",), ("grad/second",)]
+    whole = run.histogram("grad/*", slice(5, None))
+    np.testing.assert_array_equal(sum(row.counts for row in found.rows), whole.counts)
+    text = found._repr_svg_()
+    for word in ("grad/first", "grad/second", "% zero", "float8_e5m2", "steps 9 to 19"):
+        assert word in text
+    assert repr(found).startswith("Gradient histograms\n  grad/first: 90 values")
+
+
+def test_rows_without_numbers_and_with_many(run):
+    counts = np.zeros(258, np.int64)
+    counts[INF_BIN], counts[ZERO_BIN] = 3, 2
+    odd = ExponentHistogram(counts, ("x" * 200,), np.arange(1))
+    rows = ExponentRidges((odd, *run.histograms().rows * 40))
+    figure = rows.figure()
+    assert "3 Inf" in svg_text(figure)
+    axes = figure.axes[0]
+    assert len(axes.get_yticklabels()) == 81  # nothing is left out
+    left = min(label.get_window_extent().x0 for label in axes.get_yticklabels())
+    assert left >= 0
+
+
+def test_counts_are_logarithmic_and_zeros_apart(run):
+    axes = run.histogram().figure().axes[0]
+    assert axes.get_yscale() == "log"
+    assert "zero" in [label.get_text() for label in axes.get_xticklabels()]
+
+
+def test_colours_of_heat_maps_can_be_shared(run):
+    found = run.heatmap("grad/*", "max")
+    low, high = found.scale
+    finite = found.values[found.values > 0]
+    assert low <= finite.min() <= finite.max() <= high
+    assert np.log10([low, high]).tolist() == np.round(np.log10([low, high])).tolist()
+    other = run.heatmap("grad/first", "max", slice(5, 10), scale=found.scale)
+    assert other.scale == found.scale
+    assert other.steps.tolist() == [5, 6, 7, 8, 9]
+    assert other.title == "max of grad, steps 5 to 9"
+    norms = [one.figure().axes[0].images[0].norm for one in (found, other)]
+    assert (norms[0].vmin, norms[0].vmax) == (norms[1].vmin, norms[1].vmax) == found.scale
+    assert run.heatmap("grad/*", "mean").scale[0] < 0
+    with pytest.raises(tr.errors.SelectionError, match="in the steps that were asked for"):
+        run.heatmap("grad/*", steps=slice(500, None))
+
+
+def test_ticks_of_a_heat_map_are_round(run):
+    labels = [t.get_text() for t in run.heatmap("grad/*", "max").figure().axes[0].get_xticklabels()]
+    assert labels == ["0", "5", "10", "15"]

@@ -160,3 +160,42 @@ def test_one_help_each(name, capsys):
         main([name, "--help"])
     assert caught.value.code == 0
     assert f"usage: tailrace {name}" in capsys.readouterr().out
+
+
+def test_several_selections_steps_and_a_scale(finished, capsys):
+    pytest.importorskip("matplotlib")
+    both = ["--select", "grad/first", "--select", "grad/second"]
+    assert main(["histogram", str(finished), *both, "--together", "-o", "a.svg"]) == 0
+    assert "140 values of 2 tensors" in capsys.readouterr().out
+    options = [*both, "--steps", "5:15", "--scale", "1e-6:1", "--field", "max", "-o", "b.svg"]
+    assert main(["heatmap", str(finished), *options]) == 0
+    assert "2 tensors, 10 columns: max" in capsys.readouterr().out
+    assert main(["heatmap", str(finished), "--scale", "1:0"]) == 2
+    assert "--scale is LOW:HIGH" in capsys.readouterr().err
+    assert main(["tensors", "my_trainers:make", "--select", "loss", "--select", "grad/*"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_plan_with_devices_and_times(capsys):
+    base = ["plan", "--stages", "3", "--microbatches", "4", "--schedule", "sequential"]
+    mapping = ["--device-mapping", "0,1,0"]
+    assert main([*base, *mapping, "--forward", "1,1,2", "--backward", "2,2,4"]) == 0
+    out = capsys.readouterr().out
+    assert "dev0" in out
+    assert "dev2" not in out
+    assert "bubble" in out.splitlines()[-1] or "bubble" in out
+    assert (
+        main(["plan", "--stages", "3", "--microbatches", "8", "--device-mapping", "0,1+2,3"]) == 0
+    )
+    assert "dev3" in capsys.readouterr().out
+    assert main([*base, "--backward", "1,1,1"]) == 2
+    assert "--backward goes with --forward" in capsys.readouterr().err
+    assert main([*base, "--device-mapping", "0,x,1"]) == 2
+    assert "--device-mapping has a number for each stage" in capsys.readouterr().err
+
+
+def test_the_doctor_lists_the_seams_of_module_libraries():
+    found = doctor.diagnose()
+    assert "JAX" in found.seams
+    for name, title in (("flax", "Flax"), ("equinox", "Equinox")):
+        assert (title in found.seams) == bool(found.packages[name])

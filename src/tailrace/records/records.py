@@ -14,13 +14,17 @@ import numpy as np
 
 from tailrace.errors import SelectionError
 from tailrace.feeds.waiting import Runs
-from tailrace.messages import note_once
+from tailrace.messages import note_once, shown
+from tailrace.records.html_table import html_table
 from tailrace.taps.frame import Emission
 from tailrace.taps.reductions import NUM_BINS, StatsKey, merge_statistics
 from tailrace.taps.tap import Chosen, Mode
 
 PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")
 """Kinds of tensors that each microbatch has its own of, also where a step has only one."""
+
+MOST_SHOWN = 20
+"""Tensors that records show of themselves."""
 
 MOST_LIVE = 10_000
 """How many live records wait for a reader of the stream."""
@@ -63,6 +67,8 @@ class Record:
         import html
 
         text = html.escape(repr(self))
+        if curve := _curve(self):
+            return f"{text}<br>{curve}"
         if self.kind != "histogram" or np.shape(self.values)[-1:] != (NUM_BINS,):
             return text
         from tailrace.records.exponents import format_sentences, small_svg
@@ -70,6 +76,20 @@ class Record:
         counts = self.values.reshape(-1, NUM_BINS).sum(axis=0)
         lines = "<br>".join(map(html.escape, format_sentences(counts)))
         return f"{text}<br>{small_svg(counts)}<br>{lines}"
+
+
+def _curve(record: Record) -> str:
+    """How a record went over the steps, as a small curve; empty where it has no one number."""
+    values = record.values
+    if record.kind == "stats":
+        values = values["std"]
+    elif record.kind not in ("norm", "tensor") or np.size(values) != len(record):
+        return ""
+    if not len(record):
+        return ""
+    from tailrace.records.curves import small_curve
+
+    return small_curve(np.asarray(values, np.float64).reshape(len(record), -1).mean(axis=1))
 
 
 class Source(Protocol):
@@ -168,12 +188,30 @@ class Records(Mapping[Any, Record]):
         return len(self._held())
 
     def __repr__(self) -> str:
+        rows = [f"  {text}" for text in self._texts()]
+        more = len(self) - len(rows)
+        rest = [f"  … and {more:,} more: records.names"] if more else []
+        return "\n".join([f"Records({len(self)} tensors)", *rows, *rest])
+
+    def _repr_html_(self) -> str:
+        import html
+
+        held = list(self._held().items())[:MOST_SHOWN]
         rows = []
-        for pair, parts in self._held().items():
+        for pair, parts in held:
+            record = self._joined(pair, parts)
+            shape = ", ".join(str(np.shape(v)[1:]) for v in jax.tree.leaves(record.values))
+            name, kind = (html.escape(shown(text)) for text in pair)
+            rows.append((name, kind, f"{len(record):,}", shape, _curve(record)))
+        table = html_table(("tensor", "kept", "records", "shape", ""), rows, escape=False)
+        more = len(self) - len(rows)
+        return f"<b>{len(self)} tensors</b>{table}" + (f"… and {more:,} more" if more else "")
+
+    def _texts(self) -> Iterator[str]:
+        for pair, parts in list(self._held().items())[:MOST_SHOWN]:
             # What lies in a file says of itself what it is, and need not be read for that.
             alone = len(parts) == 1 and not isinstance(parts[0], Part)
-            rows.append(f"  {parts[0] if alone else self._joined(pair, parts)!r}")
-        return "\n".join([f"Records({len(rows)} tensors)", *rows])
+            yield repr(parts[0] if alone else self._joined(pair, parts))
 
     def _held(self) -> Mapping[tuple[str, str], list[Any]]:
         return self._parts if self._stored is None else self._stored()

@@ -67,6 +67,10 @@ class Sink(Protocol):
         """Take one execution. Waits if the sink cannot follow; raises what went wrong before."""
         ...
 
+    def compilation(self, row: Mapping[str, Any]) -> None:
+        """Take what was compiled: purpose, cause, seconds; ready for JSON."""
+        ...
+
     def take_up(self, first_step: int, step: int) -> None:
         """The next fit goes on from a checkpoint: what was kept of this step and later ones is cut."""
         ...

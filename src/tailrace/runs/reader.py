@@ -13,6 +13,7 @@ from tailrace.errors import OptionError, RunError
 from tailrace.messages import shown
 from tailrace.records.history import History
 from tailrace.records.records import Records
+from tailrace.runs.compilations import read_compilations
 from tailrace.runs.info import read_catalogue, read_info
 from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
@@ -30,6 +31,7 @@ from tailrace.taps.catalogue import Catalogue
 
 if TYPE_CHECKING:
     from tailrace.runs.export.pictures import ExponentHistogram, Heatmap
+    from tailrace.runs.export.ridges import ExponentRidges
 
 
 def open_run(directory: Any, *, limit: int | str | None = None) -> Run:
@@ -191,6 +193,11 @@ class Run:
         """What `tr.stop_on_nonfinite` said when it stopped the run: `step`, `text`, `culprit`."""
         return read_reports(self.directory)
 
+    @property
+    def compilations(self) -> list[dict[str, Any]]:
+        """What was compiled: `purpose`, `cause`, `seconds`, `shared` and `ended` of each."""
+        return read_compilations(self.directory)
+
     def histogram(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
         """All values of the chosen tensors, counted by binary exponent; shows itself in a notebook.
 
@@ -202,16 +209,36 @@ class Run:
 
         return histogram(self, select, steps)
 
-    def heatmap(self, select: Any = "grad/*", field: str = "std") -> Heatmap:
+    def histograms(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
+        """The same for each of the chosen tensors, one row each.
+
+        Args:
+            select: which records: those with `reduce="histogram"`, or whole tensors.
+            steps: from which steps: `slice(100, 200)`, or `slice(-1, None)` for the last recorded.
+        """
+        from tailrace.runs.export.ridges import ridges
+
+        return ridges(self, select, steps)
+
+    def heatmap(
+        self,
+        select: Any = "grad/*",
+        field: str = "std",
+        steps: slice = slice(None),
+        scale: tuple[float, float] | None = None,
+    ) -> Heatmap:
         """The chosen tensors over the steps, one number each; shows itself in a notebook.
 
         Args:
             select: which records: norms, statistics or histograms.
             field: which statistic, where statistics were recorded.
+            steps: from which steps: `slice(100, 200)`, or `slice(-1, None)` for the last recorded.
+            scale: the values at the ends of the colours. None: whole powers of ten around the
+                values. `scale=other.scale` gives two pictures the same colours.
         """
         from tailrace.runs.export.pictures import heatmap
 
-        return heatmap(self, select, field)
+        return heatmap(self, select, field, steps, scale)
 
     def to_tensorboard(self, logdir: Any, select: Any = "*", every: int = 1) -> int:
         """Write TensorBoard event files: scalars, statistics, and histograms bin for bin.

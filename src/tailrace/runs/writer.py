@@ -25,6 +25,7 @@ from tailrace.errors import NonFiniteError, OptionError, RunError, TailraceError
 from tailrace.messages import logger
 from tailrace.records.records import Source
 from tailrace.records.sinks import Finished
+from tailrace.runs.compilations import add_compilations
 from tailrace.runs.info import RUN_FILE, read_info, write_info
 from tailrace.runs.interventions import add_intervention
 from tailrace.runs.nonfinite_reports import add_report
@@ -144,6 +145,11 @@ class RunWriter:
                 if self._queued_bytes > MOST_WAITING:
                     self._changed.notify_all()  # otherwise the thread sleeps on until it is time
         self._tell()
+
+    def compilation(self, row: Mapping[str, Any]) -> None:
+        """Keep what was compiled and why; a directory that cannot be written says so elsewhere."""
+        with contextlib.suppress(OSError, RunError):
+            add_compilations(self._place, [row])
 
     def take_up(self, first_step: int, step: int) -> None:
         """Continue the run that is in the directory, if there is one, from this step on.

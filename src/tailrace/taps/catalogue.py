@@ -51,6 +51,10 @@ class Entry:
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
+MOST_SHOWN = 30
+"""Tensors that a catalogue shows at a prompt."""
+
+
 class Catalogue(Sequence[Entry]):
     """The tensors of a step; prints as a table.
 
@@ -126,7 +130,16 @@ class Catalogue(Sequence[Entry]):
             for row in [head, *rows]
         )
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        more = len(self) - MOST_SHOWN
+        if more <= 0:
+            return str(self)
+        kinds: dict[str, int] = {}
+        for entry in self._entries:
+            kinds[entry.kind] = kinds.get(entry.kind, 0) + 1
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        rest = f"… and {more:,} more; print() shows all. Of each kind: {counts}"
+        return f"{Catalogue(self._entries[:MOST_SHOWN])}\n{rest}"
 
     def _repr_html_(self) -> str:
         import html
@@ -138,7 +151,10 @@ class Catalogue(Sequence[Entry]):
             for e in self._entries
         )
         head = "".join(f"<th>{h}</th>" for h in ("name", "shape", "dtype", "stage", "source"))
-        return f"<table><tr>{head}</tr>{cells}</table>"
+        table = f"<table><tr>{head}</tr>{cells}</table>"
+        if len(self) <= MOST_SHOWN:
+            return table
+        return f"<details><summary>{len(self):,} tensors</summary>{table}</details>"
 
     @staticmethod
     def _row(entry: Entry, staged: bool) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -174,3 +174,15 @@ def check_callbacks(callbacks: Any) -> list[Callback]:
                 f"Derive a class from tr.Callback, override what you need, and give an object of it."
             )
     return found
+
+
+def check_config(config: Any) -> dict[str, Any]:
+    """What `config=` was given; it is kept as JSON, whose names are text."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
+        raise OptionError(
+            f"config= is a dict of your own, with names as keys: config={{'rate': 0.1}}. "
+            f"Received: {config!r}."
+        )
+    return dict(config)

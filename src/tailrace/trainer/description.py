@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from tailrace.devices.devices import available
 from tailrace.trainer.engine import Engine
+from tailrace.trainer.showing.optimizer_text import optimizer_text
 
 
-def describe(engine: Engine, steps_per_execution: int | None) -> dict[str, Any]:
+def describe(
+    engine: Engine, steps_per_execution: int | None, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What a run directory says of the fit that writes it, ready for JSON."""
     plan, mesh, step = engine.plan, engine.placement.mesh, engine.step_function
     return {
@@ -19,7 +23,9 @@ def describe(engine: Engine, steps_per_execution: int | None) -> dict[str, Any]:
             {"platform": device.platform, "kind": device.device_kind, "id": device.id}
             for device in (available()[:1] if mesh is None else mesh.devices.flat)
         ],
+        "config": dict(config or {}),
         "options": {
+            "optimizer": optimizer_text(engine.optimizer),
             "steps_per_execution": "auto" if steps_per_execution is None else steps_per_execution,
             "microbatches": engine.accumulation.microbatches,
             "reduction": str(engine.accumulation.reduction),
@@ -36,6 +42,7 @@ def describe(engine: Engine, steps_per_execution: int | None) -> dict[str, Any]:
                 "reduce": tap.kind,
             }
             for tap in engine.taps
+            if not tap.kind.startswith("log:")
         ],
         "catalogue": json.loads(engine.sight.catalogue.to_json()),
         "plan": plan.to_json(ticks=False) if plan is not None else None,

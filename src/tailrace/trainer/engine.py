@@ -240,6 +240,11 @@ class Engine:
             self._left = (dataset, feed)
 
     @property
+    def has_program(self) -> bool:
+        """Whether the form of elements is known."""
+        return self._active is not None
+
+    @property
     def runner(self) -> LoopRunner:
         """The program in use."""
         return self._in_use()[0]
@@ -309,6 +314,7 @@ class Engine:
             runner = self.step_function.runner(
                 self.form, fresh, self.placement, self._own_of_replicas(), first
             )
+        runner.purpose = "training, another form of elements" if self._runners else "training"
         self.placement = runner.placement  # of a pipeline, known once its stages are
         taps = self.taps if self.digests is None else [*self.taps, GradientDigest()]
         self._sights[spec] = look(runner.traced, taps, found, runner.stage_of)

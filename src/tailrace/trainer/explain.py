@@ -15,6 +15,7 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit_call import effective_batch_size
+from tailrace.trainer.showing.summary import size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Explanation:
         compile_s: how long compiling took.
         decisions: sentences that say what was decided about the optimizer's state, and why.
         pipeline: what each stage costs, if there are stages.
+        cause: why it was compiled: the first program of its form, another shape or length.
     """
 
     steps_per_execution: int
@@ -41,15 +43,17 @@ class Explanation:
     compile_s: float
     decisions: tuple[str, ...] = ()
     pipeline: Any = None
+    cause: str = ""
 
     def __str__(self) -> str:
         rows = [*self.parts.items(), ("peak", self.peak_bytes)]
         width = max(len(name) for name, _ in rows)
-        lines = [f"  {name:<{width}}  {_size(size):>10}" for name, size in rows]
+        lines = [f"  {name:<{width}}  {size_text(size):>10}" for name, size in rows]
         batch = self.effective_batch_size
         return "\n".join(
             [
-                f"{self.steps_per_execution} steps an execution, compiled in {self.compile_s:.2f} s",
+                f"{self.steps_per_execution} steps an execution, compiled in {self.compile_s:.2f} s"
+                + (f": {self.cause}" if self.cause else ""),
                 f"effective batch size: {batch:,}" if batch else "effective batch size: unknown",
                 f"about {self.flops_per_step:,.0f} floating-point operations a step",
                 "memory on each device:",
@@ -99,6 +103,7 @@ def explain(
         flops,
         executable.compile_s,
         decisions,
+        cause=executable.reason[1],
     )
 
 
@@ -151,11 +156,3 @@ def flops_of(compiled: Any) -> float:
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _size(count: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count = count / 1000  # type: ignore[assignment]
-    raise AssertionError

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from tailrace.devices.processes import distributed
+from tailrace.program.running.compilations import Compilation
 from tailrace.records.fingerprints import CHAIN
 from tailrace.records.history import History
 from tailrace.records.records import Records
@@ -15,6 +17,7 @@ from tailrace.runs.profiles import PROFILE
 from tailrace.runs.tables.tables import READING
 from tailrace.runs.writer import RunWriter
 from tailrace.trainer.executions import Results
+from tailrace.trainer.logged_values import LoggedValues
 
 
 class Journal:
@@ -25,16 +28,22 @@ class Journal:
             them writes.
         sink: something else that keeps it.
         leaving_out: kinds of records that are not for the directory.
+        logged: values that the history has besides.
     """
 
     def __init__(
-        self, run_dir: Any = None, sink: Sink | None = None, leaving_out: Collection[str] = ()
+        self,
+        run_dir: Any = None,
+        sink: Sink | None = None,
+        leaving_out: Collection[str] = (),
+        logged: LoggedValues | None = None,
     ) -> None:
         keeps = run_dir is not None and distributed.writes()
         self.sink: Sink | None = RunWriter(run_dir) if keeps else sink
         self.records = Records(None if self.sink is None else self.sink.stored)
         self.history = History()
-        self._leaving_out = leaving_out
+        self.compilations: list[Compilation] = []
+        self._leaving_out, self._logged = leaving_out, logged
         self._resumed = False
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
@@ -62,14 +71,18 @@ class Journal:
     def open(self, info: Mapping[str, Any]) -> Iterator[None]:
         """While results come in; `info` says what runs, ready for JSON."""
         self.records.runs.begin()
+        if self._logged is not None:
+            self._logged.restart()
         try:
             with self.sink.fitting(info) if self.sink is not None else nullcontext():
                 yield
         finally:
             self.records.runs.end()
 
-    def add(self, results: Results) -> None:
-        """Take in one execution."""
+    def add(self, results: Results) -> Results:
+        """Take in one execution that has just ended; returns it with the values that are logged."""
+        if self._logged is not None:
+            results = self._logged.complete(results)
         for part in results.parts:
             self.records.add(part)
         self.history.add(results.scalars, results.weights)
@@ -89,6 +102,7 @@ class Journal:
                 reading=self._reading(results),
             )
             self.sink.execution(done)
+        return results
 
     def add_profile(self, text: str) -> None:
         """Keep a profile in the run directory, if there is one."""
@@ -107,6 +121,14 @@ class Journal:
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
         """Take in what a validation after `step` steps found."""
         self.history.add_validation(step, values)
+        if self._logged is not None:
+            self._logged.restart()
+
+    def add_compilation(self, compilation: Compilation) -> None:
+        """Take in that a program was compiled."""
+        self.compilations.append(compilation)
+        if self.sink is not None:
+            self.sink.compilation(dataclasses.asdict(compilation))
 
     def one(self, results: Results) -> dict[str, Any]:
         """The values of one execution, one a step: means over microbatches and replicas."""

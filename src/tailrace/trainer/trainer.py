@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,18 +22,24 @@ from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.profiling.profile.profile import Profile
 from tailrace.profiling.timeline.trace import as_trace
+from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import MOST_BYTES
+from tailrace.taps.tap import MOST_BYTES, parse_taps
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import saving_of
 from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
-from tailrace.trainer.checks import check_callbacks, check_eval_fn, check_fingerprint
+from tailrace.trainer.checks import (
+    check_callbacks,
+    check_config,
+    check_eval_fn,
+    check_fingerprint,
+)
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
 from tailrace.trainer.explain import Explanation, explained
@@ -44,9 +50,12 @@ from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.lookback.methods import LookingBack
 from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.profiled import profiled
+from tailrace.trainer.showing.look import trainer_html, trainer_text
+from tailrace.trainer.showing.summary import Summary, summarise
 
 
 class Trainer(LookingBack):
@@ -91,6 +100,10 @@ class Trainer(LookingBack):
             and the run directory. `trainer.replay` proves a step with them.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
+        log: values that the history has besides: "learning_rate", "grad_norm",
+            "examples_per_second", "tokens_per_second", "mfu". A dict gives what they are made with:
+            `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
+        config: a dict of your own; the run directory keeps it, and `tailrace show` prints it.
 
     Example:
         >>> import optax, numpy as np, tailrace as tr
@@ -125,8 +138,11 @@ class Trainer(LookingBack):
         fingerprint: bool = False,
         run_dir: Any = None,
         eval_fn: Callable[..., Any] | None = None,
+        log: Log = (),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._bound, loss_fn = bind(loss_fn, params, model_state)
+        self.config, logged = check_config(config), parse_log(log)
         self.engine = Engine(
             loss_fn,
             optimizer,
@@ -139,14 +155,14 @@ class Trainer(LookingBack):
             shard_optimizer_state=shard_optimizer_state,
             offload_activations=offload_activations,
             seed=seed,
-            observe=observe,
+            observe=[*parse_taps(observe), *taps_of(logged)],
             loss_scale=loss_scale,
             precision=precision,
             fingerprint=check_fingerprint(fingerprint),
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._observe_bytes = observe_bytes
-        self._journal = Journal(run_dir)
+        self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine))
         self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
         self._pace: Pace | None = None
         self._fit: Fit | None = None
@@ -244,6 +260,11 @@ class Trainer(LookingBack):
         pace = self._pace if self._steps_per_execution is None else None
         lengths = (pace.reason,) if pace is not None else ()
         return (*self.engine.memory.decisions, *lengths)
+
+    @property
+    def compilations(self) -> tuple[Compilation, ...]:
+        """What fits have compiled: purpose, cause, seconds, and whether an equal program was there."""
+        return tuple(self._journal.compilations)
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:
         """Other values for the `inputs` of a pipeline; nothing is compiled again."""
@@ -471,6 +492,22 @@ class Trainer(LookingBack):
         )
         self._journal.add_profile(found.to_json())
         return found
+
+    def summary(self, example: Any = None) -> Summary:
+        """What is trained: parameters by scope, memory, floating-point operations a step.
+
+        Args:
+            example: one element of the dataset; not needed after a fit. Nothing is compiled.
+        """
+        if example is not None:
+            self.engine.use([example])
+        return summarise(self.engine)
+
+    def __repr__(self) -> str:
+        return trainer_text(self)
+
+    def _repr_html_(self) -> str:
+        return trainer_html(self)
 
     def report(self) -> PipelineReport:
         """What each stage of a pipeline costs, how long it waits, and what would help.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,13 @@ import numpy as np
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
+from tailrace.records.html_table import html_table
 from tailrace.taps.tap import Tap
 from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.trainer import Trainer
+
+MOST_ROWS = 20
+"""Tensors that are printed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,32 +38,55 @@ class Difference:
 
 
 class Verification(Sequence[Difference]):
-    """All differences, the largest first; prints as a table."""
+    """All differences, the largest first; prints those that are not zero."""
 
     def __init__(self, differences: Sequence[Difference]) -> None:
         # What is not a number comes first: it is as different as can be.
-        self._rows = sorted(differences, key=lambda d: -np.nan_to_num(d.relative, nan=np.inf))
+        self._differences = sorted(
+            differences, key=lambda d: -np.nan_to_num(d.relative, nan=np.inf)
+        )
 
     @property
     def worst(self) -> float:
         """The largest relative difference of any tensor."""
-        return self._rows[0].relative
+        return self._differences[0].relative
 
     def within(self, tolerance: float = 1e-6) -> bool:
         """Whether no tensor differs by more than this, relative to its largest value."""
         return bool(self.worst <= tolerance)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
+        return self._differences[index]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._differences)
 
     def __repr__(self) -> str:
-        width = max(len("tensor"), *(len(row.name) for row in self._rows))
-        head = f"{'tensor':<{width}}  {'absolute':>10}  {'relative':>10}"
-        rows = [f"{r.name:<{width}}  {r.absolute:>10.3g}  {r.relative:>10.3g}" for r in self._rows]
-        return "\n".join([head, *rows])
+        head, *rows = self._rows()
+        width = max(len(name) for name, _, _ in [head, *rows])
+        lines = [f"{name:<{width}}  {a:>10}  {r:>10}" for name, a, r in [head, *rows]]
+        return "\n".join([*(lines if rows else []), self._sentence()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        return (html_table(head, rows) if rows else "") + html.escape(self._sentence())
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """What differs, the largest first."""
+        found = self._differing[:MOST_ROWS]
+        text = [(row.name, f"{row.absolute:.3g}", f"{row.relative:.3g}") for row in found]
+        return [("tensor", "absolute", "relative"), *text]
+
+    @property
+    def _differing(self) -> list[Difference]:
+        return [row for row in self._differences if row.absolute != 0]
+
+    def _sentence(self) -> str:
+        differing, every = len(self._differing), len(self)
+        if not differing:
+            return f"all {every} tensors are equal to the last bit"
+        more = f"; the {MOST_ROWS} largest are listed" if differing > MOST_ROWS else ""
+        return f"{differing} of {every} tensors differ, by at most {self.worst:.3g}{more}"
 
 
 def verify(

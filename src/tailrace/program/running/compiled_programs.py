@@ -22,24 +22,26 @@ _kept: OrderedDict[str, Any] = OrderedDict()
 _lock = threading.Lock()
 
 
-def compiled_program(lowered: Any, devices: tuple[int, ...], options: dict[str, str] | None) -> Any:
-    """The executable of a lowered program: one that exists already, or a new one."""
+def compiled_program(
+    lowered: Any, devices: tuple[int, ...], options: dict[str, str] | None
+) -> tuple[Any, bool]:
+    """The executable of a lowered program, and whether it existed already."""
     text = lowered.as_text()
     if "callback" in text:  # it calls Python of its own, which the text does not show
-        return lowered.compile(options)
+        return lowered.compile(options), False
     trees = f"{lowered.in_tree}{lowered.out_tree}"
     said = f"{text}{trees}{devices}{sorted((options or {}).items())}"
     key = hashlib.sha256(said.encode()).hexdigest()
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
-            return _kept[key]
+            return _kept[key], True
     program = lowered.compile(options)
     with _lock:
         _kept[key] = program
         while len(_kept) > MOST:
             _kept.popitem(last=False)
-    return program
+    return program, False
 
 
 def forget_programs() -> None:

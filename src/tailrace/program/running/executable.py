@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from tailrace.jaxprs.internals import JaxprEqn, compiler_options
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
 from tailrace.program.running.agreement import Agreement
+from tailrace.program.running.compilations import Compilation, compiling
 from tailrace.program.running.compiled_programs import compiled_program
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import FirstRows, Packing
@@ -189,6 +189,9 @@ class Executable:
         self._carried: list[Any] = [var for var, _ in segment.start] if segment.is_loop else []
         self._writes: list[Any] = list(segment.writes)
         self.compile_s = 0.0
+        self.reason = ("a program", "the first of its form")
+        """What it is for, and why there was none before; for people who wait for it."""
+        self.compilation: Compilation | None = None
         self.taken: dict[Feed, Staged] = {}
         """The elements of the last dispatch, while `keep_elements` is set."""
         self.keep_elements = False
@@ -210,12 +213,13 @@ class Executable:
     def compile(self, state: LoopState, staged: dict[Feed, Any]) -> Any:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
-            started = time.perf_counter()
-            with span("compilation", steps=self.length):
+            with compiling(*self.reason) as done, span("compilation", steps=self.length):
                 lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
                 options = compiler_options(self.segment.equations, devices.platform())
-                self._compiled = compiled_program(lowered, self.placement.device_ids, options)
-            self.compile_s = time.perf_counter() - started
+                found = compiled_program(lowered, self.placement.device_ids, options)
+                self._compiled, shared = found
+                self.compilation = done(shared)
+            self.compile_s = self.compilation.seconds
         return self._compiled
 
     def _arguments(

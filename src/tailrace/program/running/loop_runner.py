@@ -6,6 +6,7 @@ given one dataset after another, as long as their elements look alike.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -77,6 +78,8 @@ class LoopRunner:
         self.capacity: int | None = None
         """The most passes of a dispatch. One executable then serves all lengths up to it; without,
         there is one for each length."""
+        self.purpose = "a program"
+        """What it is for, in messages."""
         self.executions = 0
         self.compile_s = 0.0
         self.keep_elements = False
@@ -284,10 +287,12 @@ class LoopRunner:
             return
         forms = LoopState({var: _form_of(value) for var, value in state.values.items()})
         executable = self._new_executable(self._loop, length, False, period)
+        executable.reason = (self.purpose, f"a loop of exactly {length} steps, which is faster")
         blocks = self._block_forms(executable)
+        context = contextvars.copy_context()
 
         def compile_it() -> None:
-            executable.compile(forms, blocks)
+            context.run(executable.compile, forms, blocks)
             self._fixed[key] = executable
 
         self._compiler = Worker("tailrace-compile")
@@ -335,8 +340,23 @@ class LoopRunner:
         length = self.capacity if counted else length
         key = (segment.first, length, counted, period, self.muted)
         if key not in self._executables:
-            self._executables[key] = self._new_executable(segment, length, counted, period)
+            executable = self._new_executable(segment, length, counted, period)
+            executable.reason = (self.purpose, self._cause(segment, length, period))
+            self._executables[key] = executable
         return self._executables[key]
+
+    def _cause(self, segment: Segment, length: int | None, period: int) -> str:
+        """Why a segment is compiled: what is new about it."""
+        if not segment.is_loop:
+            return "what comes before the loop"
+        before = [one for one in self._executables.values() if one.segment is segment]
+        if not before:
+            forms = [leaf for queue in self.infeeds for leaf in queue.spec().leaves]
+            shown = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in forms)
+            return f"the first program for elements of {shown}"
+        if length not in [one.length for one in before]:
+            return f"executions of up to {length} steps"
+        return f"taps look every {period} steps" if period > 1 else "other values leave the loop"
 
     def _counted(self, length: int | None) -> bool:
         """Whether a dispatch runs in the executable whose number of passes is data."""

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tailrace.errors import MissingDependency, OptionError, RunError, SelectionError
+from tailrace.errors import OptionError, SelectionError
 from tailrace.messages import shown
 from tailrace.records.exponents import BIAS, count_exponents, format_sentences
-from tailrace.records.float_formats import FORMATS
 from tailrace.records.records import Record, Records
+from tailrace.runs.export.figures import (
+    draw_formats,
+    exponent_ticks,
+    new_figure,
+    save_figure,
+    svg_text,
+)
 from tailrace.runs.tables.selection import chosen_keys
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
-COLOURS = ("#1b6ca8", "#c0562b", "#3d8f5a", "#8b5fa8")
-"""One for each format."""
 MOST_COLUMNS = 400
 """Steps beyond that share a column of a heat map."""
 MOST_LABELS = 160
@@ -56,55 +58,30 @@ class ExponentHistogram:
 
     def figure(self) -> Any:
         """The picture, as a matplotlib figure."""
-        figure = _figure(9, 5.6)
-        axes = figure.add_axes((0.09, 0.34, 0.88, 0.59))
-        counts, finite = self.counts, self.counts[:INF_BIN]
-        there = np.flatnonzero(finite)
+        figure = new_figure(9, 5.8)
+        axes = figure.add_axes((0.09, 0.34, 0.88, 0.42))
+        strip = figure.add_axes((0.09, 0.77, 0.88, 0.15))
+        counts, finite = self.counts, self.counts[1:INF_BIN]
+        there = np.flatnonzero(finite) + 1
         low, high = (there[0] - BIAS, there[-1] - BIAS) if len(there) else (-1, 0)
         exponents = np.arange(low, high + 1)
-        axes.bar(exponents, finite[exponents + BIAS], width=1, align="edge", color="#a9b4bf")
+        axes.bar(exponents, counts[exponents + BIAS], width=1, align="edge", color="#a9b4bf")
         axes.bar(low - 3, counts[ZERO_BIN], width=1, align="edge", color="#1d2b3a")
-        top = max(int(finite.max(initial=0)), int(counts[ZERO_BIN]), 1)
         edge_low, edge_high = low - 5, max(high + 4, 20)
-        for number, form in enumerate(FORMATS):
-            colour, y = COLOURS[number], top * (1.37 - 0.095 * number)
-            ends = [np.log2(v) for v in (form.smallest, form.smallest_normal, form.largest)]
-            left, normal, right = np.clip(ends, edge_low, edge_high)
-            axes.plot([left, normal], [y, y], color=colour, lw=1.2, ls=(0, (2, 2)))
-            axes.plot([normal, right], [y, y], color=colour, lw=2.4)
-            for at, end, style in zip((left, normal, right), ends, (":", "--", "-"), strict=True):
-                if at == end:
-                    axes.axvline(at, ymax=y / (top * 1.46), color=colour, lw=0.8, ls=style)
-            middle = (max(normal, low) + right) / 2
-            axes.annotate(  # above its line, which would hide what hangs below the letters
-                form.name,
-                (middle, y),
-                (0, 2.5),
-                textcoords="offset points",
-                color=colour,
-                fontsize=8,
-                va="bottom",
-                ha="center",
-            )
+        draw_formats(strip, axes, edge_low, edge_high)
         axes.set_xlim(edge_low, edge_high)
-        axes.set_ylim(0, top * 1.46)
-        ticks = np.arange(-150, 140, 10 if edge_high - edge_low > 40 else 5)
-        zero = low - 2.5  # the labels of its neighbours would stand in its own
-        ticks = ticks[(ticks > zero + 0.06 * (edge_high - edge_low)) & (ticks < edge_high)]
-        axes.set_xticks([zero, *ticks], ["zero", *map(str, ticks)])
-        axes.set_xlabel(
-            "log2 |value|; lines: smallest (dotted), smallest normal (dashed), largest (solid)",
-            fontsize=9,
-        )
+        axes.set_yscale("log")
+        axes.set_ylim(0.7, 2 * max(int(finite.max(initial=0)), int(counts[ZERO_BIN]), 5))
+        exponent_ticks(axes, edge_low, edge_high, low - 2.5)
         axes.set_ylabel("values")
-        axes.set_title(self.title, fontsize=11)
+        strip.set_title(self.title, fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         figure.text(0.09, 0.222, "\n".join(self.sentences), fontsize=8.5, va="top", linespacing=1.6)
         return figure
 
     def save(self, path: Any) -> None:
         """Write the picture; the ending says how (.png, .svg, .pdf)."""
-        _save(self.figure(), path)
+        save_figure(self.figure(), path)
 
     def _repr_svg_(self) -> str:
         return svg_text(self.figure())
@@ -121,28 +98,38 @@ def histogram(source: Any, select: Any = "grad/*", steps: slice = slice(None)) -
         select: which records: those with `reduce="histogram"`, or whole tensors.
         steps: from which steps: `slice(100, 200)`, `slice(-1, None)` for the last recorded one.
     """
+    rows = histograms_of(source, select, steps)
+    names = tuple(name for row in rows for name in row.names)
+    counts = np.sum([row.counts for row in rows], axis=0)
+    kinds = {name.split("/")[0] for name in names}
+    title = "Gradient histogram" if kinds == {"grad"} else f"Histogram of {shown(str(select))}"
+    return ExponentHistogram(counts, names, np.concatenate([row.steps for row in rows]), title)
+
+
+def histograms_of(
+    source: Any, select: Any = "grad/*", steps: slice = slice(None)
+) -> list[ExponentHistogram]:
+    """The histogram of each chosen tensor; see `histogram`."""
     records: Records = source if isinstance(source, Records) else source.records
-    counts, names, seen = np.zeros(NUM_BINS, np.int64), [], []
-    taken: set[str] = set()
+    found: dict[str, ExponentHistogram] = {}
     keys = chosen_keys(records, select, ("histogram", "tensor"))
     for key in sorted(keys, key=lambda key: key[1] != "histogram"):
-        if key[0] in taken:
+        if key[0] in found:
             continue
-        taken.add(key[0])
         record = records[key]
         rows = np.isin(record.steps, _steps_in(record.steps, steps))
         if not rows.any():
             continue
         values = record.values[rows]
-        is_counted = record.kind == "histogram"
-        counts += values.reshape(-1, NUM_BINS).sum(0) if is_counted else count_exponents(values)
-        names.append(key[0])
-        seen.append(record.steps[rows])
-    if not names:
+        if record.kind == "histogram":
+            counts = values.reshape(-1, NUM_BINS).sum(0, dtype=np.int64)
+        else:
+            counts = count_exponents(values)
+        name = key[0]
+        found[name] = ExponentHistogram(counts, (name,), record.steps[rows], f"Histogram of {name}")
+    if not found:
         raise SelectionError(f"No records of {select!r} are in the steps that were asked for.")
-    kinds = {name.split("/")[0] for name in names}
-    title = "Gradient histogram" if kinds == {"grad"} else f"Histogram of {shown(str(select))}"
-    return ExponentHistogram(counts, tuple(names), np.concatenate(seen), title)
+    return list(found.values())
 
 
 def _steps_in(steps: np.ndarray, chosen: slice) -> np.ndarray:
@@ -162,26 +149,59 @@ class Heatmap:
         steps: the first step of each column.
         values: [tensors, columns]; NaN where nothing was recorded.
         what: what the values are.
+        last: the last step of all.
+        given: the values at the ends of the colours, if others than `scale` finds.
     """
 
     names: tuple[str, ...]
     steps: np.ndarray
     values: np.ndarray
     what: str
+    last: int = -1
+    given: tuple[float, float] | None = None
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The values at the ends of the colours: whole powers of ten, unless they were given.
+
+        Pictures with the same scale can be compared: `heatmap(other, scale=this.scale)`.
+        """
+        if self.given is not None:
+            return self.given
+        finite = self.values[np.isfinite(self.values)]
+        if (finite < 0).any():
+            end = float(np.abs(finite).max())
+            return -end, end
+        finite = finite[finite > 0]
+        if not len(finite):
+            return 0.1, 1.0
+        low, high = np.floor(np.log10(finite.min())), np.ceil(np.log10(finite.max()))
+        return float(10.0**low), float(10.0 ** max(high, low + 1))
+
+    @property
+    def title(self) -> str:
+        """What the picture is called."""
+        kinds = list(dict.fromkeys(name.split("/")[0] for name in self.names))
+        first, last = (int(self.steps[0]), self.last) if len(self.steps) else (0, 0)
+        when = f"step {first}" if last <= first else f"steps {first} to {last}"
+        return f"{self.what} of {', '.join(map(shown, kinds))}, {when}"
 
     def figure(self) -> Any:
         """The picture, as a matplotlib figure."""
         rows = len(self.names)
-        figure = _figure(9, 1.6 + 0.22 * min(rows, MOST_LABELS))
+        figure = new_figure(9, 1.6 + 0.22 * min(rows, MOST_LABELS))
         axes = figure.add_subplot()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logged = np.log10(np.where(self.values > 0, self.values, np.nan))
-        signed = bool((self.values < 0).any())
-        shown_values = self.values if signed else logged
-        masked = np.ma.masked_invalid(shown_values)
+        from matplotlib.colors import LogNorm, Normalize
+
+        low, high = self.scale
+        signed = low < 0
+        masked = np.ma.masked_invalid(
+            self.values if signed else np.where(self.values > 0, self.values, np.nan)
+        )
         axes.set_facecolor("#d9d9d9")  # where nothing was recorded
         drawn: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
-        image = axes.imshow(masked, **drawn, cmap="viridis")
+        norm = Normalize(low, high) if signed else LogNorm(low, high)
+        image = axes.imshow(masked, **drawn, cmap="RdBu_r" if signed else "viridis", norm=norm)
         said = []
         if not signed and (self.values == 0).any():  # which has no logarithm
             zeros = np.where(self.values == 0, 0.0, np.nan)
@@ -195,45 +215,73 @@ class Heatmap:
             said.append("grey: nothing, or NaN")
         each = -(-rows // MOST_LABELS)
         axes.set_yticks(range(0, rows, each), [shown(n) for n in self.names[::each]], fontsize=8)
-        places = np.unique(np.linspace(0, len(self.steps) - 1, 8).astype(int))
-        axes.set_xticks(places, [str(self.steps[p]) for p in places], fontsize=8)
+        ticks = _round_steps(self.steps)
+        axes.set_xticks(np.searchsorted(self.steps, ticks), [str(t) for t in ticks], fontsize=8)
         axes.set_xlabel(f"step ({'; '.join(said)})" if said else "step")
-        label = self.what if signed else f"log10 of the {self.what}"
-        figure.colorbar(image, ax=axes, label=label)
+        figure.colorbar(image, ax=axes, label=self.what)
+        axes.set_title(self.title, fontsize=11)
         figure.set_layout_engine("tight")
         return figure
 
     def save(self, path: Any) -> None:
         """Write the picture; the ending says how (.png, .svg, .pdf)."""
-        _save(self.figure(), path)
+        save_figure(self.figure(), path)
 
     def _repr_svg_(self) -> str:
         return svg_text(self.figure())
 
 
-def heatmap(source: Any, select: Any = "grad/*", field: str = "std") -> Heatmap:
+def _round_steps(steps: np.ndarray) -> list[int]:
+    """Some eight round numbers of steps, all of which there are columns for.
+
+    >>> _round_steps(np.arange(3, 1000))
+    [200, 400, 600, 800]
+    """
+    if not len(steps):
+        return []
+    first, last = int(steps[0]), int(steps[-1])
+    widths = [factor * 10**power for power in range(12) for factor in (1, 2, 5)]
+    width = next(w for w in widths if (last - first) / w <= 6)
+    found = list(range(-(-first // width) * width, last + 1, width))
+    return found or [first]
+
+
+def heatmap(
+    source: Any,
+    select: Any = "grad/*",
+    field: str = "std",
+    steps: slice = slice(None),
+    scale: tuple[float, float] | None = None,
+) -> Heatmap:
     """One number a tensor and step, of all chosen tensors.
 
     Args:
         source: a run, a trainer, or records.
         select: which records: norms, statistics or histograms.
         field: which statistic, where statistics were recorded.
+        steps: from which steps, as for `histogram`.
+        scale: the values at the ends of the colours; None: whole powers of ten around the values.
     """
     records: Records = source if isinstance(source, Records) else source.records
     keys = chosen_keys(records, select, ("norm", "stats", "histogram"))
     kind = min((key[1] for key in keys), key=("norm", "stats", "histogram").index)
     keys = [key for key in keys if key[1] == kind]
     series = [(key[0], *_one_number(records[key], field)) for key in keys]
-    steps = np.unique(np.concatenate([steps for _, steps, _ in series]))
-    columns = np.array_split(steps, min(MOST_COLUMNS, len(steps))) if len(steps) else []
+    there = _steps_in(np.concatenate([at for _, at, _ in series]), steps)
+    if not len(there):
+        raise SelectionError(f"No records of {select!r} are in the steps that were asked for.")
+    columns = np.array_split(there, min(MOST_COLUMNS, len(there)))
     starts = np.array([column[0] for column in columns], int)
     values = np.full((len(series), len(columns)), np.nan)
     for row, (_, at, numbers) in enumerate(series):
+        inside = np.isin(at, there)
+        at, numbers = at[inside], numbers[inside]
         where = np.searchsorted(starts, at, side="right") - 1
         for column in np.unique(where):
             values[row, column] = numbers[where == column].mean()
     what = {"norm": "norm", "stats": field, "histogram": "mean magnitude, by exponent"}[kind]
-    return Heatmap(tuple(name for name, _, _ in series), starts, values, what)
+    names = tuple(name for name, _, _ in series)
+    return Heatmap(names, starts, values, what, int(there[-1]), scale)
 
 
 def _one_number(record: Record, field: str) -> tuple[np.ndarray, np.ndarray]:
@@ -250,41 +298,3 @@ def _one_number(record: Record, field: str) -> tuple[np.ndarray, np.ndarray]:
         values = np.where(finite.sum(-1) > 0, 2.0 ** ((finite * middle).sum(-1) / total), np.nan)
     flat = values.reshape(len(record), -1).astype(np.float64)
     return record.steps, flat.mean(axis=1)  # layers of a scanned stack: their mean
-
-
-# -- matplotlib ---------------------------------------------------------------------------------
-
-
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency.for_feature("A picture", "matplotlib", "pictures") from error
-    return Figure(figsize=(width, height), dpi=110)  # no window, no state of pyplot's
-
-
-def svg_text(figure: Any) -> str:
-    """A figure as SVG, the same text each time."""
-    from matplotlib import rc_context
-
-    text = io.StringIO()
-    with rc_context({"svg.hashsalt": "tailrace", "svg.fonttype": "none"}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()
-
-
-def _save(figure: Any, path: Any) -> None:
-    path = Path(path)
-    endings = sorted(figure.canvas.get_supported_filetypes())
-    if path.suffix[1:].lower() not in endings:
-        raise OptionError(
-            f"The ending of a picture says how it is written: one of {', '.join(endings)}. "
-            f"Received: {str(path)!r}."
-        )
-    try:
-        if path.suffix.lower() == ".svg":
-            path.write_text(svg_text(figure), encoding="utf-8")
-        else:
-            figure.savefig(path)
-    except OSError as error:
-        raise RunError(f"The picture {str(path)!r} cannot be written: {error.strerror}.") from error

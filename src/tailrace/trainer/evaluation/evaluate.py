@@ -202,6 +202,9 @@ class Evaluator:
             return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
 
         runner = self._step.evaluating(compute, out, infeed, read, self._placement)
+        own = getattr(fn, "__self__", None) is self
+        name = "the loss" if own else getattr(fn, "__name__", type(fn).__name__)
+        runner.purpose = f"evaluation of {name}"
         return key, runner, out, infeed
 
 

@@ -15,6 +15,7 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
+from tailrace.program.running.compilations import Compilation
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import Callback, Execution, calling, listens, tell
 from tailrace.trainer.engine import Engine
@@ -187,8 +188,7 @@ class Fit:
     def collect(self, in_flight: int = 0) -> None:
         """Take in results until at most this many executions are on their way."""
         while len(self._pending) > in_flight:
-            results = self.engine.collect(self._pending.popleft())
-            self.journal.add(results)
+            results = self.journal.add(self.engine.collect(self._pending.popleft()))
             if results.failure is not None:
                 self._pending.clear()  # what was dispatched after the bad step changed nothing
                 self.progress.steps = self.engine.step - self.progress.first_step
@@ -198,6 +198,14 @@ class Fit:
                 execution = Execution(results.first_step, results.steps, values)
                 tell(self.callbacks, self.trainer, execution)
             self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))
+
+    def heard(self, compilation: Compilation) -> None:
+        """A program is about to be compiled, or was."""
+        begins = not compilation.ended
+        self.bar.compiling(f"{compilation.purpose}: {compilation.cause}" if begins else "")
+        if not begins:
+            logger.info(f"Compiled {compilation}.")
+            self.journal.add_compilation(compilation)
 
     # -- what happens between executions --------------------------------------------------------
 

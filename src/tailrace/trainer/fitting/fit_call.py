@@ -16,6 +16,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.program.running.compilations import hearing
 from tailrace.records.history import History
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
@@ -129,10 +130,10 @@ class FitCall:
         """Results come in whatever ends the fit, and callbacks hear of its end."""
         engine, journal = fit.engine, fit.journal
         started, compiled, first = time.perf_counter(), engine.runner.compile_s, engine.step
-        info = describe(engine, steps_per_execution)
+        info = describe(engine, steps_per_execution, fit.trainer.config)
         info["checkpoint"] = None if self.saving is None else self.saving.directory
         try:
-            with engine.delivering(), journal.open(info), fit.bar:
+            with engine.delivering(), journal.open(info), fit.bar, hearing(fit.heard):
                 try:
                     yield
                 except BaseException as error:

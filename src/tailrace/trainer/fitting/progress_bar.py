@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ProgressBar:
-    """A line in the terminal: steps, steps a second, loss, effective batch size.
+    """A line in the terminal: steps, steps a second, loss, effective batch size, what is compiled.
 
     Args:
         total: how many steps there will be; None if that is unknown.
@@ -58,6 +58,12 @@ class ProgressBar:
             speed = self._bar.tasks[self._task].speed
             rate = f"{speed:,.0f} steps/s" if speed else ""
             self._bar.update(self._task, advance=steps, rate=rate, loss=f"loss {loss:.4f}")
+
+    def compiling(self, text: str) -> None:
+        """A program is being compiled; an empty text: no more."""
+        if self._bar is not None:
+            described = f"compiling ({text})" if text else "training"
+            self._bar.update(self._task, description=described)
 
     def __exit__(
         self,
