@@ -21,6 +21,8 @@ _ELEMENTWISE = frozenset((
 # fmt: on
 """Operations whose result at an index depends on their operands at that index alone."""
 
+_COMPARISONS = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
+
 _SAME_VALUE = frozenset(("copy", "copy_p", "convert_element_type", "reshape", "squeeze"))
 """Operations that leave a number what it is."""
 
@@ -30,6 +32,9 @@ _REARRANGEMENTS = _SAME_VALUE | {
     *("stop_gradient", "transpose"),
 }
 """Operations that compute nothing, and that XLA makes part of the operation behind them."""
+
+_ARITHMETIC = _ELEMENTWISE - _REARRANGEMENTS
+_CHEAP = _ELEMENTWISE | _REARRANGEMENTS
 
 
 def name_of(eqn: JaxprEqn) -> str:
@@ -52,12 +57,17 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
 
 def is_arithmetic(eqn: JaxprEqn) -> bool:
     """Whether an operation computes each number of its result from those in the same place."""
-    return eqn.primitive.name in _ELEMENTWISE - _REARRANGEMENTS
+    return eqn.primitive.name in _ARITHMETIC
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
     """Whether an operation computes nothing: casts, broadcasts, slices, other shapes, constants."""
     return eqn.primitive.name in _REARRANGEMENTS
+
+
+def keeps_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: keep what is expensive to compute, and masks, which are small."""
+    return primitive.name in _COMPARISONS or primitive.name not in _CHEAP
 
 
 def is_reshape(eqn: JaxprEqn) -> bool:
