@@ -11,12 +11,13 @@ from tailrace.jaxprs.internals import JaxprEqn, primitives
 # fmt: off
 _ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
-    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "or", "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
-    "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max",
+    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count",
+    "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor",
 ))
 # fmt: on
 """Operations whose result at an index depends on their operands at that index alone."""
@@ -28,8 +29,8 @@ _SAME_VALUE = frozenset(("copy", "copy_p", "convert_element_type", "reshape", "s
 
 
 _REARRANGEMENTS = _SAME_VALUE | {
-    *("broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "rev", "slice", "split"),
-    *("stop_gradient", "transpose"),
+    *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "iota", "name", "pad", "rev"),
+    *("slice", "split", "stack", "stop_gradient", "tile", "transpose", "unstack"),
 }
 """Operations that compute nothing, and that XLA makes part of the operation behind them."""
 
@@ -62,7 +63,7 @@ def is_arithmetic(eqn: JaxprEqn) -> bool:
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
     """Whether an operation computes nothing: casts, broadcasts, slices, other shapes, constants."""
-    return eqn.primitive.name in _REARRANGEMENTS
+    return internals.operation(eqn) in _REARRANGEMENTS
 
 
 def keeps_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
