@@ -35,6 +35,10 @@ class DeviceError(TailraceError, RuntimeError):
     """The devices asked for are not there, or can no longer be chosen."""
 
 
+class DeviceMemoryError(DeviceError, MemoryError):
+    """A device has not enough memory for an execution; says what takes how much, and what helps."""
+
+
 class DataError(TailraceError, ValueError):
     """A dataset, or one of its elements, breaks a rule."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -11,7 +11,9 @@ from tailrace.errors import TailraceError
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
-from tailrace.trainer.engine import Engine
+
+if TYPE_CHECKING:
+    from tailrace.trainer.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Explanation:
     def __str__(self) -> str:
         rows = [*self.parts.items(), ("peak", self.peak_bytes)]
         width = max(len(name) for name, _ in rows)
-        lines = [f"  {name:<{width}}  {_size(size):>10}" for name, size in rows]
+        lines = [f"  {name:<{width}}  {size_text(size):>10}" for name, size in rows]
         batch = self.effective_batch_size
         return "\n".join(
             [
@@ -121,9 +123,14 @@ def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _size(count: int) -> str:
+def size_text(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> size_text(1_500_000)
+    '1.5 MB'
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count = count / 1000  # type: ignore[assignment]
+        count = count / 1000
     raise AssertionError

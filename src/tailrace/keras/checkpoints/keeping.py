@@ -90,6 +90,7 @@ class Keeping:
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._at_epochs, self._removed = at_epochs, removed
         self._note: dict[str, Any] | None = None
+        self._run_end: Any = None
         self._arrays: Mapping[str, np.ndarray] = {}
         self._program: Any = None
         self._first_step = 0
@@ -127,6 +128,7 @@ class Keeping:
                 f"this fit another directory."
             )
         self._note = found = note[KIND]
+        self._run_end = note["run"]
         self._check(found, form)
         if self._monitor is not None:
             self._monitor.best = found["best"]
@@ -221,7 +223,7 @@ class Keeping:
         self.put_values(program)
         count = program.per_step // program.replicas
         history = history_of(self._arrays, found["first_step"], count, program.replicas)
-        program.take_up(found["step"], history)
+        program.take_up(found["step"], history, self._run_end)
         set_random_state(found["random"])
         model.history.epoch = list(found["history"]["epoch"])
         model.history.history = {name: list(v) for name, v in found["history"]["logs"].items()}
@@ -312,7 +314,6 @@ class Keeping:
         self._writer.save(
             program.steps,
             lambda: self._snapshot(model, position, callbacks, ended),
-            program.flush,
             ended=ended,
             best=best and not ended,
         )
@@ -354,7 +355,8 @@ class Keeping:
             "history": {"epoch": list(history.epoch), "logs": _numbers(history.history)},
             "callbacks": states,
         }
-        return Snapshot({**arrays, **stored}, {"step": program.steps, KIND: found})
+        note = {"step": program.steps, KIND: found}
+        return Snapshot({**arrays, **stored}, note, program.mark())
 
 
 def _numbers(history: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -53,6 +53,7 @@ class TakenUp:
         pace: the lengths of executions that were chosen.
         callbacks: the states of its callbacks.
         finished: whether there is nothing left to do.
+        run_end: where its run directory ended.
     """
 
     progress: Progress
@@ -62,6 +63,7 @@ class TakenUp:
     pace: Mapping[str, Any]
     callbacks: list[dict[str, Any]]
     finished: bool
+    run_end: Any
 
 
 class Saving:
@@ -131,6 +133,7 @@ class Saving:
             fit["pace"],
             _callback_states(fit["callbacks"], arrays),
             finished,
+            note["run"],
         )
 
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
@@ -157,7 +160,7 @@ class Saving:
     def go_on(self, fit: Fit, taken: TakenUp, dataset: Any) -> None:
         """Bring a fit to where the one in the directory was: dataset and callbacks."""
         source = as_dataset(dataset)
-        if source.fast is None:
+        if source.fast is None and "source" not in taken.position:
             # Some datasets have another order each time they are iterated: begin as often as before.
             for epoch in range(taken.progress.epochs if source.restartable else 0):
                 next(source.iterate(epoch), None)
@@ -187,7 +190,6 @@ class Saving:
         self._writer.save(
             self._engine.step,
             lambda: self._snapshot(ended),
-            self._fit.journal.flush,
             ended=ended,
             best=best and not ended,
         )
@@ -231,7 +233,7 @@ class Saving:
                 "best": None if self._monitor is None else self._monitor.best,
             },
         }
-        return Snapshot(arrays, note)
+        return Snapshot(arrays, note, fit.journal.mark())
 
 
 def check_processes() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tailrace.errors import CheckpointError
 from tailrace.feeds.background import Worker
+from tailrace.feeds.waiting import Lasting, Patience
 from tailrace.messages import logger
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory
@@ -43,19 +44,12 @@ class CheckpointWriter:
             return time.monotonic() - self._last_time >= seconds
         return steps is not None and step - self._last_step >= steps
 
-    def save(
-        self,
-        step: int,
-        take: Callable[[], Snapshot],
-        first: Callable[[], None] = lambda: None,
-        **kind: bool,
-    ) -> None:
+    def save(self, step: int, take: Callable[[], Snapshot], **kind: bool) -> None:
         """Write a checkpoint in the thread; waits only for the one before.
 
         Args:
             step: the trainer's step.
             take: makes the snapshot, now.
-            first: called in the thread before anything is written.
             kind: what the checkpoint is; see `CheckpointDirectory.write`.
         """
         self.wait()
@@ -63,12 +57,7 @@ class CheckpointWriter:
         self._last_step, self._last_time = step, time.monotonic()
         if self._worker is None:
             self._worker = Worker(THREAD)
-
-        def write() -> None:
-            first()
-            self.directory.write(self.fit, step, snapshot, **kind)
-
-        self._busy = self._worker.submit(write)
+        self._busy = self._worker.submit(self.directory.write, self.fit, step, snapshot, **kind)
 
     def started_at(self, step: int) -> None:
         """Count from here: the fit begins, or goes on, at this step."""
@@ -79,6 +68,9 @@ class CheckpointWriter:
         busy, self._busy = self._busy, None
         if busy is None:
             return
+        Patience().wait_for(
+            busy, Lasting(f"the checkpoint of step {self._last_step} to be written")
+        )
         try:
             busy.result()
         except CheckpointError as error:

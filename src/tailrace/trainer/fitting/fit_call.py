@@ -81,7 +81,7 @@ class FitCall:
         taken = self.saving.take_up() if self.saving is not None else None
         if taken is not None:
             self.progress = taken.progress
-            journal.take_up(taken.history, taken.step)
+            journal.take_up(taken.history, taken.run_end)
         return taken
 
     def prepare(self, trainer: Trainer, engine: Engine, journal: Journal, pace: Pace) -> Fit:
