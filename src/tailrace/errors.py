@@ -2,6 +2,7 @@
 
     TailraceError
     ├── DeviceError            devices asked for and devices there do not fit
+    │   └── DeviceMemoryError  a device has not enough memory for an execution
     ├── DataError              a dataset or one of its elements breaks a rule
     │   ├── ElementError       an element differs from the first one (leaf path, shape, dtype)
     │   ├── DataExhausted      fewer elements than were asked for

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.keras.checkpoints.callback_states import with_arrays, without_arrays
 from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
@@ -22,7 +23,6 @@ from tailrace.keras.programs.executions import Resumed
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
-from tailrace.trainer.checkpoints.saving import check_processes
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
     STATE,
@@ -99,7 +99,11 @@ class Keeping:
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this process may write to the directory."""
-        check_processes()
+        if distributed.process_count() > 1:
+            raise CheckpointError(
+                f"Checkpoints of Keras models are for training in one process; this one has "
+                f"{distributed.process_count()}. tr.Trainer keeps them in several."
+            )
         orbax_files.import_orbax()
         directory = self._writer.directory
         with directory.writing():

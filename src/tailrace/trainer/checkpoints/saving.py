@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,12 @@ from tailrace.trainer.checkpoints.snapshot import (
     put_state,
     state_arrays,
     trainer_note,
+)
+from tailrace.trainer.checkpoints.together import (
+    each_does,
+    first_does,
+    gathered,
+    own_position,
 )
 from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.engine import Engine
@@ -87,9 +94,9 @@ class Saving:
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this process may write to the directory."""
-        check_processes()
         orbax_files.import_orbax()
-        with self._writer.directory.writing():
+        with ExitStack() as stack:
+            first_does(lambda: stack.enter_context(self._writer.directory.writing()))
             try:
                 yield
             finally:
@@ -99,17 +106,19 @@ class Saving:
 
     def take_up(self) -> TakenUp | None:
         """Give the engine the state that the directory holds; None if it holds nothing of this fit."""
-        kept = self._writer.directory.newest(self._writer.fit)
-        if kept is None:
+        found = first_does(self._newest)
+        if found is None:
             return None
-        arrays, note = orbax_files.read(kept.path)
+        path = Path(found)
+        arrays, note = each_does(lambda: orbax_files.read(path))
         if "fit" not in note:
             raise CheckpointError(
-                f"The checkpoint {str(kept.path)!r} was saved by fit of a Keras model. Give this fit "
+                f"The checkpoint {found!r} was saved by fit of a Keras model. Give this fit "
                 f"another directory."
             )
         engine, fit = self._engine, note["fit"]
         progress = Progress(**fit["progress"])
+        progress.elements = progress.elements * len(fit["positions"]) // distributed.process_count()
         self._check(note, progress)
         put_state(engine, arrays, note)
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
@@ -121,7 +130,7 @@ class Saving:
             note_once(
                 f"fit({self._duration}): the checkpoint directory holds a fit that went further "
                 f"({progress.steps} steps, {progress.epochs} epochs). Its end is returned.",
-                key=f"smaller fit {kept.path}",
+                key=f"smaller fit {found}",
             )
         if self._monitor is not None:
             self._monitor.best = fit["best"]
@@ -129,12 +138,16 @@ class Saving:
             progress,
             engine.step,
             history,
-            fit["position"],
+            own_position(fit["positions"]),
             fit["pace"],
             _callback_states(fit["callbacks"], arrays),
             finished,
             note["run"],
         )
+
+    def _newest(self) -> str | None:
+        kept = self._writer.directory.newest(self._writer.fit)
+        return None if kept is None else str(kept.path)
 
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
         """Refuse what was saved by another training."""
@@ -194,7 +207,7 @@ class Saving:
             best=best and not ended,
         )
         if wait:
-            self._writer.wait(last=True)
+            first_does(lambda: self._writer.wait(last=True))
 
     def look(self, logs: Mapping[str, float]) -> None:
         """Save if the watched value is better than before."""
@@ -227,23 +240,13 @@ class Saving:
                 "ended": ended,
                 "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
                 "accumulation": describe_accumulation(engine),
-                "position": fit.feed.get_state(),
+                "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
                 "callbacks": states,
                 "best": None if self._monitor is None else self._monitor.best,
             },
         }
         return Snapshot(arrays, note, fit.journal.mark())
-
-
-def check_processes() -> None:
-    """Refuse what would wait for ever: Orbax's own barriers and a training's collectives meet."""
-    if distributed.process_count() > 1:
-        raise CheckpointError(
-            f"Checkpoints are written by a training in one process; this one has "
-            f"{distributed.process_count()}. Save trainer.params in process 0 by other means, or train "
-            f"in one process with several devices."
-        )
 
 
 def describe_accumulation(engine: Engine) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.background import Worker
 from tailrace.feeds.waiting import Lasting, Patience
@@ -45,7 +46,8 @@ class CheckpointWriter:
         return steps is not None and step - self._last_step >= steps
 
     def save(self, step: int, take: Callable[[], Snapshot], **kind: bool) -> None:
-        """Write a checkpoint in the thread; waits only for the one before.
+        """Write a checkpoint in the thread; waits only for the one before. One of several processes
+        writes, and all take part in `take`.
 
         Args:
             step: the trainer's step.
@@ -55,6 +57,8 @@ class CheckpointWriter:
         self.wait()
         snapshot = take()
         self._last_step, self._last_time = step, time.monotonic()
+        if not distributed.writes():
+            return
         if self._worker is None:
             self._worker = Worker(THREAD)
         self._busy = self._worker.submit(self.directory.write, self.fit, step, snapshot, **kind)

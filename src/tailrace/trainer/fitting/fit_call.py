@@ -23,6 +23,7 @@ from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.interrupts import meaning
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.fitting.progress_bar import ProgressBar
 from tailrace.trainer.fitting.validation import Validation
@@ -116,11 +117,12 @@ class FitCall:
                     saving.go_on(fit, taken, self.dataset)
                 saving.begin(fit, fresh=taken is None)
             fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
-            if fit.interrupts.asked is not None:
+            fit.agree()
+            if fit.asked is not None:
                 fit.collect()
                 if saving is not None:
                     saving.save(wait=True)
-                fit.interrupts.reraise()
+                raise meaning(fit.asked)
         if saving is not None:  # after callbacks: one of them may go back to the best state
             saving.save(ended=True, wait=True)
 
