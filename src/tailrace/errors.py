@@ -2,6 +2,7 @@
 
     TailraceError
     ├── DeviceError            devices asked for and devices there do not fit
+    │   └── DeviceMemoryError  a device has not enough memory for an execution
     ├── DataError              a dataset or one of its elements breaks a rule
     │   ├── ElementError       an element differs from the first one (leaf path, shape, dtype)
     │   ├── DataExhausted      fewer elements than were asked for
@@ -33,6 +34,10 @@ class TailraceError(Exception):
 
 class DeviceError(TailraceError, RuntimeError):
     """The devices asked for are not there, or can no longer be chosen."""
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """A device has not enough memory for an execution; says what takes how much, and what helps."""
 
 
 class DataError(TailraceError, ValueError):

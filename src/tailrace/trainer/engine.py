@@ -47,6 +47,7 @@ from tailrace.taps.tap import GradientDigest, StopOnNonfinite, Tap, parse_taps
 from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
+from tailrace.trainer.memory_shortage import within_memory
 from tailrace.trainer.nonfinite_guard import diagnose, first_bad_step
 from tailrace.trainer.state_digests import StateDigests
 
@@ -381,7 +382,8 @@ class Engine:
         period = self.sight.period if period is None else period
         runner, state = self._in_use()
         numbers = Numbers(self.seed, self.step)
-        emitted, ready = runner.dispatch(state, length, numbers, following, period, block)
+        with within_memory(self, length):
+            emitted, ready = runner.dispatch(state, length, numbers, following, period, block)
         return self.dispatched(length, emitted, ready)
 
     def dispatched(self, length: int, emitted: dict[Any, Any], ready: Any) -> Ticket:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
+from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, WaitStopped
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
@@ -79,6 +80,23 @@ class Fit:
         self._dataset = dataset
         self._pending: deque[Ticket] = deque()
         self._in_flight = 0 if engine.live or any(map(listens, callbacks)) else 1
+        self._together = saving is not None and distributed.process_count() > 1
+        self._signal: int | None = None
+
+    @property
+    def asked(self) -> int | None:
+        """The signal that ends the fit; of several processes, the one that all have heard of."""
+        return self._signal if self._together else self.interrupts.asked
+
+    def agree(self) -> bool:
+        """Whether a checkpoint is due, for all processes alike. A signal to one is one to all."""
+        due = self.saving is not None and self.saving.due
+        if not self._together:
+            return due
+        heard = distributed.meet({"due": due, "signal": self.interrupts.asked})
+        signals = [said["signal"] for said in heard if said["signal"] is not None]
+        self._signal = signals[0] if signals else self._signal
+        return heard[0]["due"]
 
     @property
     def _leaves(self) -> bool:
@@ -99,7 +117,7 @@ class Fit:
             if progress.epochs and progress.steps == progress.epoch_start:
                 self._restart(duration)
             self._epoch(steps_per_epoch)
-            if self.interrupts.asked is None and progress.steps > progress.epoch_start:
+            if self.asked is None and progress.steps > progress.epoch_start:
                 self._end_epoch()
                 progress.epochs, progress.epoch_start = progress.epochs + 1, progress.steps
 
@@ -163,6 +181,7 @@ class Fit:
         try:
             ticket = engine.dispatch(length, following=following)
         except WaitStopped:
+            self.agree()
             self.stopping = True
             return
         self._pending.append(ticket)
@@ -179,10 +198,11 @@ class Fit:
         self.collect(self._in_flight)
         if until == length:
             self._validate()
-        if self.saving is not None and self.saving.due:
+        if self.agree():
+            assert self.saving is not None
             self.collect()
             self.saving.save()
-        if self.interrupts.asked is not None:
+        if self.asked is not None:
             self.stopping = True
 
     def collect(self, in_flight: int = 0) -> None:
@@ -223,7 +243,7 @@ class Fit:
 
     def _end_epoch(self) -> None:
         """Validate and tell callbacks, if it was not cut short by an interrupt."""
-        if self.interrupts.asked is not None:
+        if self.asked is not None:
             return
         self.collect()
         if self.validation.at_epochs:
