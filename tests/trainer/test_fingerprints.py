@@ -11,7 +11,14 @@ from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
 from tailrace.records.fingerprints import GROUPS, chained
-from tailrace.taps.bit_digests import digest, digest_rows, host_digest, joined, mixed_with
+from tailrace.taps.bit_digests import (
+    digest,
+    digest_rows,
+    host_digest,
+    host_row_digest,
+    joined,
+    mixed_with,
+)
 
 ELEMENTS = regression(48)
 
@@ -52,7 +59,7 @@ def test_device_and_numpy_agree(dtype):
     value = jnp.asarray(np.random.default_rng(0).normal(size=(5, 7)) * 3).astype(dtype)
     assert int(joined(jax.jit(lambda x: digest(x, "a/b"))(value))) == host_digest(value, "a/b")
     rows = joined(jax.jit(lambda x: digest_rows(x, "a/b", 1))(value))
-    assert [int(row) for row in rows] == [host_digest(row, "a/b") for row in value]
+    assert [int(row) for row in rows] == [host_row_digest(row, "a/b") for row in value]
 
 
 def test_every_bit_name_and_place_counts():
@@ -94,7 +101,7 @@ def test_the_groups_are_those_of_numpy(plain):
     loss = plain.history.each("loss")[6:]
     assert marks["loss"] == host_digest(loss, "loss", first=6)
     each = [
-        sum(host_digest(leaf, f"element[{i}]") for i, leaf in enumerate(one)) % 2**64
+        sum(host_row_digest(leaf, f"element[{i}]") for i, leaf in enumerate(one)) % 2**64
         for one in ELEMENTS[6:9]
     ]
     assert marks["elements"] == mixed_with(np.array(each, np.uint64), 6 + np.arange(3), "elements")
