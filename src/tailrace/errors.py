@@ -113,6 +113,18 @@ class NonFiniteError(TailraceError, ArithmeticError):
     culprit: object = None
 
 
+class CorruptionError(TailraceError, RuntimeError):
+    """The same computation gave other bits: a memory or a processor is at fault.
+
+    Attributes:
+        step: where.
+        names: the tensors, or groups of tensors, that differ.
+    """
+
+    step: int = -1
+    names: tuple[str, ...] = ()
+
+
 class VersionError(TailraceError, RuntimeError):
     """A package has changed in what Tailrace relies on; the text says which versions go together."""
 

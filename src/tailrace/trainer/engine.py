@@ -6,11 +6,13 @@
     engine.state                        parameters, optimizer state, model state
 
 `tr.Trainer`, the Keras front end, the PyTorch front end and the IPU programs each drive one by a loop
-of their own. An engine knows nothing of epochs, callbacks, histories or files.
+of their own. An engine knows nothing of epochs, callbacks, histories or files. The file is long because it
+is one thing: every method works on the state in use.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -47,6 +49,7 @@ from tailrace.trainer.checks import check_model, check_numbers, check_replica_st
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
 from tailrace.trainer.nonfinite_guard import diagnose, first_bad_step
+from tailrace.trainer.sentinel import Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 
 
@@ -69,6 +72,7 @@ class Engine:
         loss_scale: how the loss is scaled.
         precision: in which dtype the loss function computes.
         fingerprint: whether executions have fingerprints.
+        sentinel: the share of executions that are run twice and compared; None checks nothing.
     """
 
     def __init__(
@@ -89,22 +93,11 @@ class Engine:
         loss_scale: Any = None,
         precision: Any = None,
         fingerprint: bool = False,
+        sentinel: float | None = None,
     ) -> None:
-        self.again = partial(
-            Engine,
-            loss_fn,
-            optimizer,
-            accumulation=accumulation,
-            replicas=replicas,
-            replica_state=replica_state,
-            offload_optimizer_state=offload_optimizer_state,
-            shard_optimizer_state=shard_optimizer_state,
-            offload_activations=offload_activations,
-            seed=seed,
-            loss_scale=loss_scale,
-            precision=precision,
-            fingerprint=fingerprint,
-        )
+        given = locals()
+        other = ("self", "params", "model_state", "observe", "sentinel")
+        self.again = partial(Engine, **{k: v for k, v in given.items() if k not in other})
         """Makes another engine for the same model, of parameters, model state and taps."""
         self.pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
         accumulation, params = check_model(
@@ -144,7 +137,11 @@ class Engine:
         scale = scaling.init() if scaling is not None else None
         forms = jax.eval_shape(lambda: (params, model_state, scale))
         self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), *forms[1:])
-        self.digests = StateDigests(self.form, self.memory.keeping) if fingerprint else None
+        digests = StateDigests(self.form, self.memory.keeping)
+        self.digests = digests if fingerprint or sentinel is not None else None
+        self.sentinel = (
+            Sentinel(check_share(sentinel), digests, seed) if sentinel is not None else None
+        )
         self._state: TrainState | None = self._first_state(params, first, model_state, scale)
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
@@ -178,6 +175,8 @@ class Engine:
 
     def replace(self, leaves: Mapping[int, Any]) -> None:
         """Replace leaves of the state, by their number in its tree; values are copied."""
+        if self.sentinel is not None:
+            self.sentinel.expects(None)
         keeping = self.memory.keeping
         if keeping is not None:
             first = len(jax.tree.leaves(self.form.params))
@@ -374,8 +373,17 @@ class Engine:
         period = self.sight.period if period is None else period
         runner, state = self._in_use()
         numbers = Numbers(self.seed, self.step)
-        emitted, ready = runner.dispatch(state, length, numbers, following, period, block)
-        return self.dispatched(length, emitted, ready, runner.taken)
+
+        def run(state: LoopState, block: Any = block, following: int | None = following) -> Any:
+            return runner.dispatch(state, length, numbers, following, period, block)
+
+        if self.sentinel is None:
+            emitted, ready = run(state)
+            return self.dispatched(length, emitted, ready, runner.taken)
+        emitted, ready, watch = self.sentinel.dispatch(runner, state, self.step, run)
+        ticket = self.dispatched(length, emitted, ready, runner.taken)
+        self.sentinel.expects(ticket.digests[0])
+        return dataclasses.replace(ticket, watch=watch)
 
     def dispatched(
         self, length: int, emitted: dict[Any, Any], ready: Any, taken: Mapping[Feed, Staged]
@@ -383,8 +391,7 @@ class Engine:
         """The ticket of an execution that was dispatched in portions, from this step on."""
         scalars: dict[str, Any] = {}
         if self.scalars in emitted:
-            structure = self.runner.traced.outfeeds[self.scalars].structure
-            sent = jax.tree.unflatten(structure, emitted[self.scalars].value)
+            sent = self._sent(emitted)
             scalars = {"loss": sent["loss"], **sent["aux"]}
         runner, state = self._in_use()
         feed, digests = runner.infeeds[0], None
@@ -413,8 +420,8 @@ class Engine:
             replicas=replicas,
             period=self.sight.period,
         )
-        structure = runner.traced.outfeeds[self.scalars].structure
-        sent = jax.tree.unflatten(structure, emitted.pop(self.scalars).value)
+        sent = self._sent(emitted)
+        emitted.pop(self.scalars)
         runner.traced.deliver(emitted)
         values = {"loss": sent["loss"], **sent["aux"]}
         arrays = {name: split_emission(v, count, replicas) for name, v in values.items()}
@@ -428,6 +435,10 @@ class Engine:
         marks, elements, kept, failure = {}, None, ticket.steps, None
         if self.digests is not None:
             marks, elements = self.digests.of(ticket, arrays["loss"])
+        if self.sentinel is not None and bad is None:
+            again = ticket.watch.emitted
+            losses = again and split_emission(self._sent(again)["loss"], count, replicas)
+            self.sentinel.check(ticket, marks, arrays["loss"], losses)
         if bad is not None:
             kept, marks = bad[0], {}  # gradients are those of a step that does not count
             arrays = {name: values[:kept] for name, values in arrays.items()}
@@ -450,6 +461,11 @@ class Engine:
         return Results(first, kept, parts, arrays, weights, failure, marks, elements, reading)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _sent(self, emitted: Mapping[Any, Any]) -> Any:
+        """Losses, metrics and weights in what a program emitted."""
+        structure = self.runner.traced.outfeeds[self.scalars].structure
+        return jax.tree.unflatten(structure, emitted[self.scalars].value)
 
     def _in_use(self) -> tuple[LoopRunner, LoopState]:
         if self._active is None:

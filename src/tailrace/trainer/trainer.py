@@ -87,6 +87,9 @@ class Trainer(LookingBack):
         fingerprint: keep 8 bytes for each group of tensors at the end of each execution (parameters,
             optimizer, model state, gradients, loss, elements): in `history.fingerprints`, checkpoints
             and the run directory. `trainer.replay` proves a step with them.
+        sentinel: the share of executions that are run a second time and compared, such as 0.01; the
+            state is compared between all executions too. A difference (a defective memory or processor)
+            is a `tr.errors.CorruptionError`. Implies fingerprints.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
 
@@ -121,6 +124,7 @@ class Trainer(LookingBack):
         loss_scale: LossScale | float | str | None = None,
         precision: Any = None,
         fingerprint: bool = False,
+        sentinel: float | None = None,
         run_dir: Any = None,
         eval_fn: Callable[..., Any] | None = None,
     ) -> None:
@@ -141,6 +145,7 @@ class Trainer(LookingBack):
             loss_scale=loss_scale,
             precision=precision,
             fingerprint=check_fingerprint(fingerprint),
+            sentinel=sentinel,
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._observe_bytes = observe_bytes

@@ -76,7 +76,8 @@ class Fit:
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset = dataset
         self._pending: deque[Ticket] = deque()
-        self._in_flight = 0 if engine.live or any(map(listens, callbacks)) else 1
+        waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
+        self._in_flight = 0 if waits else 1
 
     @property
     def _leaves(self) -> bool:
