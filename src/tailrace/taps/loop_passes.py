@@ -122,10 +122,13 @@ class Passes:
         return Ran(carry, jax.tree.map(flat, ys), jax.tree.map(flat, every), last, Emissions())
 
 
-def guarded(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Callable[..., Any]:
+def guarded(
+    one_pass: Callable[..., Any], is_good: Callable[[Any], Any], skips: bool = False
+) -> Callable[..., Any]:
     """A pass that keeps what it carries from the first pass on whose emissions are not good.
 
-    It carries, besides, whether that has happened.
+    It carries, besides, whether that has happened. If it `skips`, it keeps what it carries in such a
+    pass only, and goes on.
     """
 
     def run(carry: Any, x: Any, observing: bool) -> Any:
@@ -134,8 +137,10 @@ def guarded(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Call
         # The choice must not be fused with what it chooses from: XLA would round the update otherwise
         # than it does in a program without a guard.
         after = lax.optimization_barrier(after)
-        stopped = stopped | ~is_good(emitted)
-        kept = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), before, after)
+        bad = ~is_good(emitted)
+        stopped = stopped if skips else stopped | bad
+        back = stopped | bad
+        kept = jax.tree.map(lambda old, new: jnp.where(back, old, new), before, after)
         return (kept, stopped), (ys, emitted)
 
     return run

@@ -212,7 +212,9 @@ class Rewriter(Visitor[Any, Frame]):
         collected = {RawKey((want,)): want.collect for want in wants if want.collect != "stack"}
         start: Any = init
         if guarding:
-            one_pass, start = guarded(one_pass, self._is_good), (start, jnp.asarray(frame.stopped))
+            skips = all(want.skips for want in wants if want.guard)
+            one_pass = guarded(one_pass, self._is_good, skips)
+            start = (start, jnp.asarray(frame.stopped))
         trip = frame.trip if outermost else None
         over = Passes(one_pass, scan.reverse, scan.unroll, length, trip=trip)
         period = self.period if outermost else 1

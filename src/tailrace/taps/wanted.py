@@ -28,6 +28,7 @@ class Wanted:
         collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
         guard: only whether it is finite is of interest; the outermost loop stops changing what it
             carries when it is not.
+        skips: a guard that only takes back the step in which it is not finite, and lets the loop go on.
         digest: only the digest of its bits is of interest.
         layers: how many dims in front are passes of the user's own scans, when it is collected.
     """
@@ -40,6 +41,7 @@ class Wanted:
     guard: bool = False
     layers: int = 0
     digest: bool = False
+    skips: bool = False
 
 
 class FiniteKey(tuple):

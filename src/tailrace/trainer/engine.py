@@ -6,8 +6,8 @@
     engine.state                        parameters, optimizer state, model state
 
 `tr.Trainer`, the Keras front end, the PyTorch front end and the IPU programs each drive one by a loop
-of their own. An engine knows nothing of epochs, callbacks, histories or files. The file is long because it
-is one thing: every method works on the state in use.
+of their own. An engine knows nothing of epochs, callbacks, histories or files. The file is long because
+it is one thing: every method works on the state in use.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.elements import ElementSpec
@@ -48,7 +49,7 @@ from tailrace.taps.tap import GradientDigest, StopOnNonfinite, Tap, parse_taps
 from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
-from tailrace.trainer.nonfinite_guard import diagnose, first_bad_step
+from tailrace.trainer.nonfinite_guard import bad_steps, diagnose, first_bad_step
 from tailrace.trainer.sentinel import Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 
@@ -253,9 +254,15 @@ class Engine:
         return self._in_use()[1]
 
     @property
+    def guard(self) -> StopOnNonfinite | None:
+        """What watches for numbers that are not finite; of several, one that stops."""
+        found = [tap for tap in self.taps if isinstance(tap, StopOnNonfinite)]
+        return min(found, key=lambda tap: tap.skips, default=None)
+
+    @property
     def guarded(self) -> bool:
         """Whether a guard watches for numbers that are not finite."""
-        return any(isinstance(tap, StopOnNonfinite) for tap in self.taps)
+        return self.guard is not None
 
     @property
     def live(self) -> bool:
@@ -431,7 +438,11 @@ class Engine:
         scaling = self.step_function.loss_scale
         if scaling is not None and not scaling.is_fixed:
             note_collapse(float(arrays[SCALE][-1, 0, 0]))
-        bad = first_bad_step(emitted, replicas) if self.guarded else None
+        skips = self.guard is not None and self.guard.skips
+        bad = first_bad_step(emitted, replicas) if self.guarded and not skips else None
+        if skips:
+            shape = arrays["loss"].shape
+            arrays["skipped"] = np.broadcast_to(bad_steps(emitted, replicas)[:, None, None], shape)
         marks, elements, kept, failure = {}, None, ticket.steps, None
         if self.digests is not None:
             marks, elements = self.digests.of(ticket, arrays["loss"])
@@ -455,6 +466,10 @@ class Engine:
                 seed=self.seed,
                 microbatches=count,
             )
+            per_step, feed = count * self.placement.local_replicas, runner.infeeds[0]
+            rows = slice(kept * per_step, (kept + 1) * per_step)
+            block = [leaf[rows] for leaf in ticket.elements[feed].host]
+            failure.elements = feed.elements_of(block)
         first, reading = ticket.first_step, ticket.reading
         if reading is not None:
             reading = (*reading[:2], reading[2] // ticket.steps * kept)

@@ -76,7 +76,8 @@ class PipelineExecutable(Executable):
             *(Buffer("all", i) for i in assembly.everywhere),
         ]
         self._writes = list(self._carried)
-        self._guarding = any(want.guard for wants in wanted.values() for want in wants)
+        guards = [want for wants in wanted.values() for want in wants if want.guard]
+        self._guarding, self._skips = bool(guards), all(want.skips for want in guards)
         self._collected = {
             RawKey((want,)): want.collect
             for wants in wanted.values()
@@ -161,7 +162,7 @@ class PipelineExecutable(Executable):
 
         start: Any = (held, alike)
         if self._guarding:
-            one_pass = guarded(one_pass, functools.partial(_is_good, machine))
+            one_pass = guarded(one_pass, functools.partial(_is_good, machine), self._skips)
             start = (start, jnp.asarray(stopped))
         over = Passes(one_pass, False, 1, length, trip=trip)
         if self._collected:

@@ -15,9 +15,10 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
+from tailrace.trainer.bundles import keep_bundle
 from tailrace.trainer.callbacks.callback import Callback, Execution, listens, tell
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.executions import Ticket
+from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.interrupts import Interrupts
 from tailrace.trainer.fitting.pace import Pace
@@ -25,6 +26,7 @@ from tailrace.trainer.fitting.progress_bar import ProgressBar
 from tailrace.trainer.fitting.step_counts import note_left_out, too_short
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.nonfinite_guard import too_many_skipped
 
 if TYPE_CHECKING:
     from tailrace.trainer.checkpoints.saving import Saving
@@ -75,6 +77,7 @@ class Fit:
         self.interrupts = Interrupts()
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset = dataset
+        self._skipped: list[int] = []
         self._pending: deque[Ticket] = deque()
         waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
         self._in_flight = 0 if waits else 1
@@ -189,7 +192,9 @@ class Fit:
         while len(self._pending) > in_flight:
             results = self.engine.collect(self._pending.popleft())
             self.journal.add(results)
+            self._count_skipped(results)
             if results.failure is not None:
+                keep_bundle(self.engine, results.failure)
                 self._pending.clear()  # what was dispatched after the bad step changed nothing
                 self.progress.steps = self.engine.step - self.progress.first_step
                 raise results.failure
@@ -198,6 +203,15 @@ class Fit:
                 execution = Execution(results.first_step, results.steps, values)
                 tell(self.callbacks, self.trainer, execution)
             self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))
+
+    def _count_skipped(self, results: Results) -> None:
+        """Stop where more steps were skipped than the guard allows."""
+        guard = self.engine.guard
+        if guard is not None and "skipped" in results.scalars and guard.skips:
+            bad = np.flatnonzero(results.scalars["skipped"].max(axis=(1, 2)))
+            self._skipped += [results.first_step + int(number) for number in bad]
+            if bad.size and len(self._skipped) > guard.limit:
+                raise too_many_skipped(self._skipped, guard.limit)
 
     # -- what happens between executions --------------------------------------------------------
 
