@@ -39,6 +39,7 @@ def main() -> None:
         "--steps", type=int, default=None, help="of the run (GPT: 200, MLP: 10,000)"
     )
     parser.add_argument("--replays", type=int, default=50)
+    parser.add_argument("--rows", type=int, default=0, help="so many corrupted rows to find")
     given = parser.parse_args()
     per = given.per_execution or (10 if given.gpt else 100)
     steps = given.steps or (200 if given.gpt else 10_000)
@@ -57,6 +58,8 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {per} steps an execution")
     print_cost(trainer_of, data, given.rounds, per)
     print_replays(trainer_of, data, steps, given.replays)
+    if given.rows:
+        print_rows(given.rows)
 
 
 def print_cost(make: Callable[..., tr.Trainer], data: Any, rounds: int, per: int) -> None:
@@ -102,6 +105,26 @@ def print_replays(make: Callable[..., tr.Trainer], data: Any, steps: int, count:
         f"{sum(map(bool, proved))} of {len(proved)} random steps of a run of {steps:,} proved equal, "
         f"median {statistics.median(seconds):.2f} s each"
     )
+
+
+def print_rows(count: int) -> None:
+    """One wrong label among 1,000 batches, again and again: whether its row is named."""
+    params, loss_fn, recipe = small_mlp()
+    images, labels = recipe.leaves
+    named = 0
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        row = int(rng.integers(len(labels)))
+        x = np.array(images)
+        x[row] = rng.normal(size=784) * 30
+        data = tr.batches((x, labels), 4, shuffle=True, seed=seed)  # 1,024 batches
+        step = int(np.argwhere(data.rows(0, len(data)) == row)[0, 0])
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = tr.Trainer(loss_fn, optax.sgd(0.01), params, steps_per_execution=64)
+            trainer.fit(data, epochs=1, checkpoint=folder)
+            found = trainer.explain_step(step, data, checkpoint=folder)
+        named += int(found.rows["row"][0]) == row
+    print(f"a corrupted row among 1,024 batches is named {named} times of {count}")
 
 
 def small_mlp() -> tuple[Any, Any, tr.data.Batches]:

@@ -96,6 +96,7 @@ class Engine:
         fingerprint: bool = False,
         sentinel: float | None = None,
     ) -> None:
+        fingerprint = fingerprint or sentinel is not None
         given = locals()
         other = ("self", "params", "model_state", "observe", "sentinel")
         self.again = partial(Engine, **{k: v for k, v in given.items() if k not in other})
@@ -122,6 +123,8 @@ class Engine:
             microbatches=self.accumulation.microbatches,
             pipelined=self.pipeline is not None,
         )
+        if fingerprint:
+            self.memory = self.memory.with_fingerprints(params)
         self.step_function = (Step if self.pipeline is None else PipelineStep)(
             loss_fn,
             optimizer,
@@ -139,7 +142,7 @@ class Engine:
         forms = jax.eval_shape(lambda: (params, model_state, scale))
         self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), *forms[1:])
         digests = StateDigests(self.form, self.memory.keeping)
-        self.digests = digests if fingerprint or sentinel is not None else None
+        self.digests = digests if fingerprint else None
         self.sentinel = (
             Sentinel(check_share(sentinel), digests, seed) if sentinel is not None else None
         )
@@ -401,11 +404,11 @@ class Engine:
             sent = self._sent(emitted)
             scalars = {"loss": sent["loss"], **sent["aux"]}
         runner, state = self._in_use()
-        feed, digests = runner.infeeds[0], None
+        feed, digests = next(iter(runner.infeeds), None), None
         if self.digests is not None:
-            digests = self.digests.take(runner, state, taken.get(feed))
+            digests = self.digests.take(runner, state, taken.get(feed) if feed else None)
             taken = taken if self.guarded else {}
-        reading = feed.reading
+        reading = None if feed is None else feed.reading
         ticket = Ticket(self.step, length, emitted, scalars, taken, ready, digests, reading)
         self.step += length
         return ticket
