@@ -13,6 +13,7 @@ from tailrace.jaxprs.marks import path_name
 from tailrace.records.fingerprints import GROUPS, chained
 from tailrace.taps.bit_digests import (
     digest,
+    digest_many,
     digest_rows,
     host_digest,
     host_row_digest,
@@ -214,3 +215,15 @@ def test_a_switch():
         OptionError, match=r"fingerprint is True or False\. Received: fingerprint=1"
     ):
         tr.Trainer(mlp_loss, optimizer(), mlp(), fingerprint=1)
+
+
+def test_many_tensors_have_the_digests_of_each():
+    rng = np.random.default_rng(4)
+    shapes = [(3,), (), (0, 4), (40, 50), (5, 3), (130, 130), (7,), (2000,), (2100,)]
+    values = [jnp.asarray(rng.normal(size=shape), np.float32) for shape in shapes]
+    values += [jnp.asarray(rng.normal(size=9), jnp.bfloat16), jnp.arange(9)]
+    names = [f"leaf/{number}" for number in range(len(values))]
+    sizes = [None] * 6 + [5, 1999, None, None, None]
+    found = joined(jax.jit(lambda v: digest_many(v, names, sizes))(values))
+    for value, name, size, one in zip(values, names, sizes, found, strict=True):
+        assert int(one) == host_digest(np.asarray(value).reshape(-1)[:size], name), name

@@ -8,9 +8,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from tailrace.taps.bit_digests import digest
+from tailrace.taps.bit_digests import digest_many
 from tailrace.taps.frame import Emission, Frame
 from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
 
@@ -90,8 +89,9 @@ def condense(frame: Frame, at_end: bool = False) -> None:
         key = FiniteKey(key for key, _ in guarded)
         frame.emit(key, all_finite([e.value for _, e in guarded]))
     if digested:  # together: each array that leaves a device takes its time
-        key = DigestKey(name for (name, _), _ in digested)
-        frame.emit(key, jnp.stack([digest(e.value, name) for (name, _), e in digested]))
+        names = [name for (name, _), _ in digested]
+        values = [emission.value for _, emission in digested]
+        frame.emit(DigestKey(names), digest_many(values, names, [None] * len(names)))
     for pack in packs.values():
         # A pack has one flag, so what has flags goes alone.
         alone = [[(k, e)] for k, e in pack if e.valid is not None]
