@@ -112,10 +112,24 @@ class NonFiniteError(TailraceError, ArithmeticError):
     Attributes:
         step: the number of the first bad step.
         culprit: what made the first bad value, with operation, scope, source and row; or None.
+        elements: those of the bad step, stacked leaf by leaf; or None.
     """
 
     step: int = -1
     culprit: object = None
+    elements: object = None
+
+
+class CorruptionError(TailraceError, RuntimeError):
+    """The same computation gave other bits: a memory or a processor is at fault.
+
+    Attributes:
+        step: where.
+        names: the tensors, or groups of tensors, that differ.
+    """
+
+    step: int = -1
+    names: tuple[str, ...] = ()
 
 
 class VersionError(TailraceError, RuntimeError):

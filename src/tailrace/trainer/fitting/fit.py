@@ -18,9 +18,10 @@ from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.compilations import Compilation
 from tailrace.spans.span import span
+from tailrace.trainer.bundles import keep_bundle
 from tailrace.trainer.callbacks.callback import Callback, Execution, calling, listens, tell
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.executions import Ticket
+from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.interrupts import Interrupts
 from tailrace.trainer.fitting.pace import Pace
@@ -28,6 +29,7 @@ from tailrace.trainer.fitting.progress_bar import ProgressBar
 from tailrace.trainer.fitting.step_counts import note_left_out, too_short
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.nonfinite_guard import too_many_skipped
 
 if TYPE_CHECKING:
     from tailrace.trainer.checkpoints.saving import Saving
@@ -78,8 +80,10 @@ class Fit:
         self.interrupts = Interrupts()
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset = dataset
+        self._skipped: list[int] = []
         self._pending: deque[Ticket] = deque()
-        self._in_flight = 0 if engine.live or any(map(listens, callbacks)) else 1
+        waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
+        self._in_flight = 0 if waits else 1
         self._together = saving is not None and distributed.process_count() > 1
         self._signal: int | None = None
 
@@ -209,7 +213,9 @@ class Fit:
         """Take in results until at most this many executions are on their way."""
         while len(self._pending) > in_flight:
             results = self.journal.add(self.engine.collect(self._pending.popleft()))
+            self._count_skipped(results)
             if results.failure is not None:
+                keep_bundle(self.engine, results.failure)
                 self._pending.clear()  # what was dispatched after the bad step changed nothing
                 self.progress.steps = self.engine.step - self.progress.first_step
                 raise results.failure
@@ -226,6 +232,15 @@ class Fit:
         if not begins:
             logger.info(f"Compiled {compilation}.")
             self.journal.add_compilation(compilation)
+
+    def _count_skipped(self, results: Results) -> None:
+        """Stop where more steps were skipped than the guard allows."""
+        guard = self.engine.guard
+        if guard is not None and "skipped" in results.scalars and guard.skips:
+            bad = np.flatnonzero(results.scalars["skipped"].max(axis=(1, 2)))
+            self._skipped += [results.first_step + int(number) for number in bad]
+            if bad.size and len(self._skipped) > guard.limit:
+                raise too_many_skipped(self._skipped, guard.limit)
 
     # -- what happens between executions --------------------------------------------------------
 

@@ -215,8 +215,8 @@ def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
         )
     if distributed.process_count() > 1:
         raise CheckpointError(
-            f"A replay runs in one process; this program has {distributed.process_count()}. Replay it in "
-            f"one process with as many devices: checkpoints do not depend on the number of processes."
+            f"A replay runs in one process; this program has {distributed.process_count()}. Use one "
+            f"process with as many devices: checkpoints do not depend on the number of processes."
         )
     directory = CheckpointDirectory(Path(given))
     found = directory.found()

@@ -110,7 +110,7 @@ class Rerun:
 
     def _make_ready(self, count: int) -> int:
         """How many of the next elements there are, at least those of a step."""
-        per_step = self._loud.elements_per_pass
+        per_step, found = self._loud.elements_per_pass, 0
         for _ in range(2):
             found = self._feed.remaining(count)
             if found >= per_step:
