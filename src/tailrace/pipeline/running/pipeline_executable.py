@@ -159,7 +159,7 @@ class PipelineExecutable(Executable):
             condense(inside)
             return after, ([], inside.emitted)
 
-        # Filled with zeros once in an execution; one that chooses between before and after has no use for it.
+        # Filled with zeros once in an execution; where a step may be skipped, at every step.
         start = (held, alike, None if self._skips else a.stash_layout.zeros())
         if self._skips:
             one_pass = skipping(one_pass, functools.partial(_is_good, machine))
