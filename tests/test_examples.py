@@ -86,4 +86,5 @@ def test_examples_keep_what_they_trained(name, arguments, picture, tmp_path):
     first = run(name, *arguments, "--folder", str(tmp_path))
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "checkpoints").iterdir())
-    assert first == run(name, *arguments, "--folder", str(tmp_path))  # finished: nothing is trained
+    again = run(name, *arguments, "--folder", str(tmp_path))  # finished: nothing is trained
+    assert first.splitlines()[1:] == again.splitlines()[1:]

@@ -116,7 +116,10 @@ def test_notebooks(run):
     record = run.records["grad/first", "histogram"]
     assert "<svg" in record._repr_html_()
     assert "float16: " in record._repr_html_()
-    assert "svg" not in run.records["grad/first", "stats"]._repr_html_()
+    course = run.records["grad/first", "stats"]._repr_html_()  # a curve, and no histogram
+    assert "polyline" in course
+    assert "float16: " not in course
+    assert "<table>" in run.records._repr_html_()
     assert small_svg(np.zeros(258, int)).startswith("<svg")
     assert "<table>" in run.catalogue._repr_html_()
     assert "<table>" in run.history._repr_html_()
@@ -165,13 +168,15 @@ def test_many_tensors_have_few_labels():
 
 
 @pytest.mark.parametrize("least", [-3, -20, -29, -30, -31, -120])
-def test_labels_do_not_touch(least):
+@pytest.mark.parametrize("rows", [False, True])
+def test_labels_do_not_touch(least, rows):
     """Names of formats neither touch their own line nor each other; nor do the numbers below."""
     counts = np.zeros(258, int)
     counts[127 + least : 127 + 2] = 5
-    figure = ExponentHistogram(counts, ("grad/a",), np.arange(3)).figure()
+    one = ExponentHistogram(counts, ("grad/a",), np.arange(3))
+    figure = (ExponentRidges((one, one)) if rows else one).figure()
     figure.canvas.draw()
-    (axes,) = figure.axes
+    axes, strip = figure.axes
     low, high = axes.get_xlim()
     ticks = [
         label.get_window_extent()
@@ -180,10 +185,10 @@ def test_labels_do_not_touch(least):
     ]
     for left, right in itertools.pairwise(ticks):
         assert left.x1 < right.x0
-    boxes = [text.get_window_extent() for text in axes.texts]
+    boxes = [text.get_window_extent() for text in strip.texts]
     assert len(boxes) == 4
-    for box, text in zip(boxes, axes.texts, strict=True):
-        _, line = axes.transData.transform(text.xy)
+    for box, text in zip(boxes, strip.texts, strict=True):
+        _, line = strip.transData.transform(text.xy)
         assert box.y0 > line
     for upper, lower in itertools.pairwise(boxes):
         assert upper.y0 > lower.y1

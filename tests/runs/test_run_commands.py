@@ -185,7 +185,7 @@ def test_a_plan_with_devices_and_times(capsys):
     assert "dev2" not in out
     assert "bubble" in out.splitlines()[-1] or "bubble" in out
     assert (
-        main(["plan", "--stages", "3", "--microbatches", "8", "--device-mapping", "0,1+2,3"]) == 0
+        main(["plan", "--stages", "3", "--microbatches", "6", "--device-mapping", "0,1+2,3"]) == 0
     )
     assert "dev3" in capsys.readouterr().out
     assert main([*base, "--backward", "1,1,1"]) == 2
