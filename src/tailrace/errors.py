@@ -20,6 +20,7 @@
     ├── RunError               a run directory cannot be written or read
     ├── CheckpointError        a checkpoint cannot be written or read, or does not fit
     ├── NonFiniteError         a NaN or Inf where `stop_on_nonfinite` watches
+    ├── CorruptionError        the same computation gave other bits, where `sentinel=` watches
     ├── VersionError           a package is of a version that Tailrace does not know
     └── MissingDependency      an optional package is not installed
 

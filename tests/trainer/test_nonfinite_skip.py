@@ -56,6 +56,16 @@ def test_bad_steps_change_nothing_and_count_as_steps(skipped):
     assert np.isnan(skipped.history.loss[list(BAD)]).all()
 
 
+def test_a_replay_skips_them_too(tmp_path):
+    trainer = trainer_of(fingerprint=True)
+    trainer.fit(elements(), steps=16, checkpoint=tmp_path)
+    for step in (9, 13):
+        found = trainer.replay(step, elements(), checkpoint=tmp_path)
+        assert found.proved is True, str(found)
+    named = trainer.explain_step(9, elements(), checkpoint=tmp_path)
+    assert np.isinf(named.rows["score"]).all()
+
+
 def test_replicas_skip_together(skipped):
     trainer = trainer_of(replicas=2)
     trainer.fit(elements(), steps=8)
