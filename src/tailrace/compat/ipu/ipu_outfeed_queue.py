@@ -48,6 +48,19 @@ class Enqueued(Operation):
         return self.values[key]
 
 
+class Undelivered(list[Any]):
+    """What `dequeue` returns before a program has run: nothing, and what a session then runs."""
+
+    def __init__(self, queue: IPUOutfeedQueue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def again(self) -> Any:
+        """Dequeue now."""
+        found = self._queue.dequeue()
+        return [] if isinstance(found, Undelivered) else found
+
+
 class IPUOutfeedQueue:
     """A queue that takes values out of a running program.
 
@@ -129,7 +142,7 @@ class IPUOutfeedQueue:
         del wait_for_completion
         self._watched()
         if self._form is _NEVER:
-            return []
+            return Undelivered(self)
         try:
             leaves = self._queue.dequeue()
         except FeedError as error:

@@ -37,7 +37,7 @@ def gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
 
     Args:
         loss: a float scalar, or an array whose sum is meant.
-        variables: variables of Keras or `Variable`s.
+        variables: variables of Keras or `Variable`s; or values of the program.
     """
     inside("a gradient")
     loss = jnp.asarray(loss)
@@ -47,10 +47,14 @@ def gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
 
     context = active()
     zeros = [zero for each in context.zeros.values() for zero in each] if context else []
-    found = _gradients_p.bind(loss, *(jnp.asarray(value_of(v)) for v in variables), *zeros)
+    found = _gradients_p.bind(loss, *map(_value, variables), *zeros)
     if context:
         context.filled(found[len(variables) :])
     return found[: len(variables)]
+
+
+def _value(source: Any) -> Any:
+    return jnp.asarray(value_of(source) if is_variable(source) else source)
 
 
 def watched_zero(value: Any) -> Any:
