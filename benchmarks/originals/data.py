@@ -25,7 +25,7 @@ Arrays = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 def digits() -> Arrays:
     """Images [n, 28, 28] of uint8, and what they show."""
     images, labels = tr.data.digits()
-    order = np.arange(TRAIN + TEST)
+    order = np.arange(TRAIN + TEST) % len(images)
     images, labels = images[order], labels[order].astype(np.uint8)
     return (images[:TRAIN], labels[:TRAIN]), (images[TRAIN:], labels[TRAIN:])
 

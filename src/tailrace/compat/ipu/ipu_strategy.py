@@ -19,6 +19,7 @@ from tailrace.compat.ipu.scopes import ipu_scope, ordinal_of
 from tailrace.compat.ipu.strategy.batch_rules import check_enough, per_replica
 from tailrace.compat.ipu.strategy.calls import Calls, is_array
 from tailrace.compat.ipu.strategy.dataset_iteration import datasets_are_infeeds
+from tailrace.compat.ipu.strategy.in_keras import InKeras, keras_optimizer_in
 from tailrace.compat.originals.missing import missing_from
 from tailrace.keras.adopt import take_over
 from tailrace.keras.data.batch_counts import Counts
@@ -155,10 +156,16 @@ class _Settings(Settings):
         """What is saved with the model; of replicas, one: the devices say when it is loaded."""
         return {"replicas": 1, "options": self.options.saved()}
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Refuse an optimizer of programs, and one with a method that nobody would call."""
+    def own_optimizer(self, optimizer: Any) -> Any:
+        """An optimizer of programs around one of Keras as one of Keras; others are refused.
+
+        So is one with a method that nobody would call.
+        """
         kind = type(optimizer)
         if isinstance(optimizer, Optimizer):
+            inside = keras_optimizer_in(optimizer)
+            if inside is not None:
+                return InKeras(optimizer, inside)
             raise IPUValueError(
                 f"ipu.optimizers are for programs of ipu_compiler.compile and strategy.run. Received "
                 f"for a Keras model: {kind.__name__}. Use ipu.keras.optimizers; to scale the loss, "
@@ -170,6 +177,7 @@ class _Settings(Settings):
                 f"gradients itself and gives them to apply_gradients. Received: {kind.__name__}. "
                 f"Override apply_gradients, apply or update_step."
             )
+        return optimizer
 
     def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
         """Refuse to run what was asked to be run step by step, and steps of another Keras."""

@@ -71,8 +71,9 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(input_tensor: Any, axis: Any = None, keepdims: bool = False, **older: Any) -> Any:
         axis = older.get("reduction_indices", axis)
         keepdims = older.get("keep_dims", keepdims)
-        if axis is not None and _axes(axis) == ():
-            return tensor(input_tensor)
+        if axis is not None and _axes(axis) == ():  # each element by itself
+            one = ops.expand_dims(tensor(input_tensor), -1)
+            return function(one, axis=-1, keepdims=False)
         return function(tensor(input_tensor), axis=_axes(axis), keepdims=bool(keepdims))
 
     return computed
