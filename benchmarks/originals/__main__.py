@@ -48,7 +48,9 @@ class Outcome:
     reported: dict[str, Any]
 
 
-def outcome(root: pathlib.Path, program: Program, limit: float, logs: pathlib.Path | None) -> Outcome:
+def outcome(
+    root: pathlib.Path, program: Program, limit: float, logs: pathlib.Path | None
+) -> Outcome:
     """Run a program in a copy of its folder."""
     with tempfile.TemporaryDirectory() as scratch:
         home = pathlib.Path(scratch, "program")

@@ -2,8 +2,9 @@
 
     python -m benchmarks.originals.blocks README.md --beside examples/tutorials/.../inspecting_tensors
 
-Imports are changed by the one table. All blocks of a document are one program, as its reader types them; a
-block that fails is counted, and the next one runs. `--beside` has modules that the document imports.
+Imports are changed by the one table. All blocks of a document are one program, as its reader types
+them; a block that fails is counted, and the next one runs. `--beside` has modules that the document
+imports.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def digits() -> Arrays:
 
 
 def photographs() -> Arrays:
-    """The digits as images [n, 32, 32, 3], with labels [n, 1]; few, because programs run many epochs."""
+    """The digits as images [n, 32, 32, 3], labels [n, 1]; few, because programs run many epochs."""
     parts = [(images[:256], labels[:256]) for images, labels in digits()]
     grown = [np.pad(images, ((0, 0), (2, 2), (2, 2))) for images, _ in parts]
     colours = [np.repeat(images[..., None], 3, axis=-1) for images in grown]
@@ -75,7 +75,7 @@ def _torchvision() -> None:
         import torch  # noqa: F401
     except ImportError:
         return
-    # A torchvision for another build of torch lacks compiled operators, which these programs do not use.
+    # A torchvision for another build of torch lacks compiled operators, which nothing here uses.
     sys.modules.setdefault(
         "torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations")
     )

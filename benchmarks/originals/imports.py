@@ -79,7 +79,9 @@ def _statement(node: ast.Import | ast.ImportFrom) -> str | None:
         return None
     # `from tensorflow.python import ipu` names the module in two parts.
     parts = [_from(node.module, alias) for alias in node.names]
-    if all(part == f"from {node.module} import {_named(alias)}" for part, alias in _pairs(parts, node)):
+    if all(
+        part == f"from {node.module} import {_named(alias)}" for part, alias in _pairs(parts, node)
+    ):
         return None
     return "; ".join(parts)
 

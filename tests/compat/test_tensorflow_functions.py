@@ -163,7 +163,9 @@ def test_a_branch_that_leaves_two_kinds_is_refused():
             y = tf.constant(0.5)
         return y
 
-    with pytest.raises(tr.TailraceError, match=r"A branch over a value of the device must leave its names \(y\)"):
+    with pytest.raises(
+        tr.TailraceError, match=r"A branch over a value of the device must leave its names \(y\)"
+    ):
         f(X)
 
 
@@ -175,7 +177,9 @@ def test_a_loop_that_changes_a_dtype_is_refused():
             y = tf.cast(y, tf.float32) + x[0]
         return y
 
-    with pytest.raises(tr.TailraceError, match=r"A loop over a value of the device must leave its names"):
+    with pytest.raises(
+        tr.TailraceError, match=r"A loop over a value of the device must leave its names"
+    ):
         f(X)
 
 
@@ -221,7 +225,9 @@ def test_a_function_is_compiled_once_for_a_form_and_returns_what_it_returns():
     model = Model()
     for value in ([1.0], [2.0]):
         out = model.double(np.array(value))
-    assert out["a"][1] is None and float(out["a"][0][0]) == 4.0 and out["a"][0].dtype == tf.float32
+    assert out["a"][1] is None
+    assert float(out["a"][0][0]) == 4.0
+    assert out["a"][0].dtype == tf.float32
     assert len(traced) <= 2  # looked through, and traced
 
 
@@ -301,7 +307,10 @@ def test_what_a_target_does_not_depend_on():
 
     (first, none), zero = program(tf)
     (_, expected), _ = program(real)
-    assert expected is None and none is None and float(first) == 2.0 and float(zero) == 0.0
+    assert expected is None
+    assert none is None
+    assert float(first) == 2.0
+    assert float(zero) == 0.0
 
 
 def test_a_tape_gives_one_set_of_gradients():
@@ -339,7 +348,9 @@ def test_what_is_computed_while_a_tape_does_not_record():
 def test_a_model_of_keras_under_a_tape_trains_as_keras_does():
     keras.utils.set_random_seed(0)
     x, y = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("float32")
-    model = keras.Sequential([keras.layers.Dense(4, "relu"), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.layers.Dense(4, "relu"), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+    )
     optimizer = keras.optimizers.SGD(0.1)
     with tf.GradientTape() as tape:  # the first call builds the model
         loss = tf.reduce_mean((model(x, training=True) - y) ** 2)

@@ -86,11 +86,18 @@ def test_functions_of_two_tensors(name):
         return
     compare(f"math.{name}", [floats(2, 3), floats(3)])
     if name not in ("atan2", "divide_no_nan"):
-        compare(f"math.{name}", [np.array([-7, 4], np.int32), np.array([2, 3], np.int32)], None, name not in ("divide", "truediv"))
+        compare(
+            f"math.{name}",
+            [np.array([-7, 4], np.int32), np.array([2, 3], np.int32)],
+            None,
+            name not in ("divide", "truediv"),
+        )
 
 
 @pytest.mark.parametrize("name", sorted(REDUCTIONS))
-@pytest.mark.parametrize("options", [{}, {"axis": 1}, {"axis": [0, 1], "keepdims": True}, {"axis": []}])
+@pytest.mark.parametrize(
+    "options", [{}, {"axis": 1}, {"axis": [0, 1], "keepdims": True}, {"axis": []}]
+)
 def test_reductions(name, options):
     x = np.array([[True, False], [True, True]]) if name in BOOLEAN else floats(3, 4)
     compare(f"math.{name}", [x], options)
@@ -117,7 +124,9 @@ INTS = np.array([3, 1, 2, 1], np.int32)
 
 CASES = {
     "math.squared_difference": [(A, B)],
-    "math.multiply_no_nan": [(np.array([np.nan, 2.0], np.float32), np.array([0.0, 3.0], np.float32))],
+    "math.multiply_no_nan": [
+        (np.array([np.nan, 2.0], np.float32), np.array([0.0, 3.0], np.float32))
+    ],
     "math.xlogy": [(np.array([0.0, 2.0], np.float32), np.array([0.0, 3.0], np.float32))],
     "math.xdivy": [(np.array([0.0, 2.0], np.float32), np.array([0.0, 3.0], np.float32))],
     "math.add_n": [([A, B, A],)],
@@ -145,7 +154,10 @@ CASES = {
     "math.in_top_k": [(LABELS, LOGITS, 2)],
     "math.bincount": [(INTS,)],
     **{f"math.segment_{n}": [(A, np.array([0, 0, 1]))] for n in ("max", "min", "prod", "sum")},
-    **{f"math.unsorted_segment_{n}": [(A, np.array([1, 0, 1]), 2)] for n in ("max", "min", "prod", "sum")},
+    **{
+        f"math.unsorted_segment_{n}": [(A, np.array([1, 0, 1]), 2)]
+        for n in ("max", "min", "prod", "sum")
+    },
     "constant": [([1, 2],), (1.5, "float16"), (2.0, None, [2, 3]), ([1, 2, 3, 4], "int32", [2, 2])],
     "convert_to_tensor": [(A,), ([1, 2], "float32")],
     "zeros": [([2, 3],), (3, "int32")],
@@ -155,7 +167,12 @@ CASES = {
     "ones_like": [(A,), (A, "int32")],
     "eye": [(3,), (2, 3), (2, None, [4])],
     "linspace": [(0.0, 1.0, 5)],
-    "one_hot": [(INTS, 4), (INTS, 4, 5.0, -1.0), (INTS, 4, None, None, 0), (INTS, 4, None, None, None, "int32")],
+    "one_hot": [
+        (INTS, 4),
+        (INTS, 4, 5.0, -1.0),
+        (INTS, 4, None, None, 0),
+        (INTS, 4, None, None, None, "int32"),
+    ],
     "sequence_mask": [(INTS,), (INTS, 5, "float32")],
     "meshgrid": [(A[1], A[0])],
     "cast": [(A * 10, "int32"), (INTS, "float16"), (np.array([True]), "float32")],
@@ -173,7 +190,11 @@ CASES = {
     "split": [(A, 3), (A, [1, 2], 1), (A, [1, -1])],
     "tile": [(A, [2, 1])],
     "repeat": [(A, 2, 1), (INTS, 2)],
-    "pad": [(A, [[1, 0], [0, 2]]), (A, [[1, 1], [1, 1]], "REFLECT"), (A, [[1, 1], [0, 0]], "CONSTANT", 7.0)],
+    "pad": [
+        (A, [[1, 0], [0, 2]]),
+        (A, [[1, 1], [1, 1]], "REFLECT"),
+        (A, [[1, 1], [0, 0]], "CONSTANT", 7.0),
+    ],
     "broadcast_to": [(A[0], [2, 3])],
     "reverse": [(A, [0]), (A, [0, 1])],
     "roll": [(A, 1, 0)],
@@ -184,7 +205,10 @@ CASES = {
     "boolean_mask": [(A, np.array([True, False, True]))],
     "unique": [(INTS,)],
     "scatter_nd": [([[1], [3]], INTS[:2], [5])],
-    **{f"tensor_scatter_nd_{n}": [(INTS, [[1], [3]], INTS[:2])] for n in ("update", "add", "sub", "max", "min")},
+    **{
+        f"tensor_scatter_nd_{n}": [(INTS, [[1], [3]], INTS[:2])]
+        for n in ("update", "add", "sub", "max", "min")
+    },
     **{f"experimental.numpy.{n}": [([A, B],)] for n in ("dstack", "hstack", "vstack")},
     "experimental.numpy.dsplit": [(IMAGE[0], 3)],
     "experimental.numpy.hsplit": [(A, 3)],
@@ -221,7 +245,10 @@ CASES = {
     "nn.l2_loss": [(A,)],
     "nn.l2_normalize": [(A,), (A, 1)],
     "nn.moments": [(IMAGE, [0, 1, 2]), (A, [0], None, True)],
-    "nn.batch_normalization": [(A, A[0], A[1], A[2], B[0], 1e-3), (A, A[0], A[1], None, None, 1e-3)],
+    "nn.batch_normalization": [
+        (A, A[0], A[1], A[2], B[0], 1e-3),
+        (A, A[0], A[1], None, None, 1e-3),
+    ],
     "nn.bias_add": [(A, A[0])],
     "nn.embedding_lookup": [(A, [2, 0])],
     "nn.conv1d": [(IMAGE[0], KERNEL[0], 1, "SAME"), (IMAGE[0], KERNEL[0], 2, "VALID")],
@@ -273,7 +300,9 @@ def test_every_operation_is_compared():
 
 
 def test_every_operation_is_a_name_of_tensorflow():
-    assert not [path for path in OPERATIONS if not host.has(path) and not host.has(f"compat.v1.{path}")]
+    assert not [
+        path for path in OPERATIONS if not host.has(path) and not host.has(f"compat.v1.{path}")
+    ]
 
 
 def test_random_numbers_have_the_shape_and_the_moments():
@@ -281,11 +310,13 @@ def test_random_numbers_have_the_shape_and_the_moments():
     x = tf.random.normal([1000], 2.0, 0.5)
     tf.random.set_seed(7)
     assert np.array_equal(x, tf.random.normal([1000], 2.0, 0.5))
-    assert abs(float(tf.reduce_mean(x)) - 2) < 0.1 and x.dtype == tf.float32
+    assert abs(float(tf.reduce_mean(x)) - 2) < 0.1
+    assert x.dtype == tf.float32
     assert not np.array_equal(x, tf.random.normal([1000], 2.0, 0.5))
     assert set(np.asarray(tf.random.uniform([50], 0, 3, tf.int32))) <= {0, 1, 2}
     drawn = tf.random.uniform([100], -1.0, 1.0)
-    assert float(tf.reduce_min(drawn)) < -0.5 and float(tf.reduce_max(drawn)) > 0.5
+    assert float(tf.reduce_min(drawn)) < -0.5
+    assert float(tf.reduce_max(drawn)) > 0.5
     assert float(tf.reduce_max(tf.abs(tf.random.truncated_normal([500])))) <= 2
     assert sorted(np.asarray(tf.random.shuffle(tf.range(5)))) == [0, 1, 2, 3, 4]
     assert tf.random.categorical(tf.zeros([2, 3]), 4).shape == (2, 4)

@@ -108,7 +108,9 @@ class IPUOutfeedQueue:
 
     def enqueue(self, tensors: Any) -> Enqueued:
         """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached."""
-        if not is_tracing() and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tensors)):
+        if not is_tracing() and any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tensors)
+        ):
             return Enqueued(tensors)  # Keras asks a layer for the shape of its outputs
         scope, trace = current(), current_trace("IPUOutfeedQueue.enqueue")
         if id(trace) in self._traces:

@@ -1,7 +1,7 @@
 """`popdist`: which of several processes this is, and how many replicas they have.
 
-Processes are joined by `tailrace launch` or `tr.distributed.initialize`. In a process by itself there is
-one instance; its replicas are those that POPDIST_NUM_LOCAL_REPLICAS asks for, or one.
+Processes are joined by `tailrace launch` or `tr.distributed.initialize`. In a process by itself there
+is one instance; its replicas are those that POPDIST_NUM_LOCAL_REPLICAS asks for, or one.
 """
 
 from __future__ import annotations
@@ -70,4 +70,3 @@ def getNumIpusPerReplica() -> int:
 __getattr__, __dir__ = missing_from(
     __name__, {name: f"{__name__}.{name}" for name in ("tensorflow", "poptorch")}
 )
-

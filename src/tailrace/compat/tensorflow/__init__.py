@@ -152,7 +152,7 @@ _LATE = {
 }
 
 
-__all__ = [  # noqa: PLE0604  (the rest is looked up)
+__all__ = [  # the rest is looked up
     "DType",
     "GradientTape",
     "Module",

@@ -87,10 +87,23 @@ def _limits(dtype: Any) -> Any:
     return jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
 
 
-NAMES = (
-    "bfloat16 bool complex64 complex128 float16 float32 float64 int8 int16 int32 int64 uint8 uint16 "
-    "uint32 uint64"
-).split()
+NAMES = [
+    "bfloat16",
+    "bool",
+    "complex64",
+    "complex128",
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+]
 DTYPES = {name: DType(name) for name in NAMES}
 OTHER_NAMES = {"half": "float16", "double": "float64"}
 

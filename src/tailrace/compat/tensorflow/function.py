@@ -19,8 +19,8 @@ from tailrace.errors import ProgramError
 class Function:
     """What `tf.function` returns.
 
-    Inside of a program (given to `strategy.run`, called by another) it is a part of that program. Called
-    on the host it is a program of its own, compiled for each form of its arguments. While a tape
+    Inside of a program (given to `strategy.run`, called by another) it is a part of that program.
+    Called on the host it is a program of its own, compiled for each form of its arguments. While a tape
     records it runs operation by operation.
 
     Attributes:

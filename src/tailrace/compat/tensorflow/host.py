@@ -1,7 +1,7 @@
 """The real TensorFlow, where it is installed: for what is done on the host.
 
-Datasets, files, images, summaries and text are TensorFlow's own, passed through by name. Where it is not
-installed they are refused by name.
+Datasets, files, images, summaries and text are TensorFlow's own, passed through by name. Where it is
+not installed they are refused by name.
 """
 
 from __future__ import annotations
@@ -16,15 +16,55 @@ from tailrace.compat.ipu.strategy.dataset_iteration import hook_datasets
 from tailrace.errors import MissingDependency
 
 MODULES = frozenset(
-    "audio autodiff config data debugging errors experimental feature_column image io lite lookup "
-    "mlir profiler queue quantization ragged raw_ops saved_model signal sparse strings summary "
-    "sysconfig test tpu types version xla".split()
+    [
+        "audio",
+        "autodiff",
+        "config",
+        "data",
+        "debugging",
+        "errors",
+        "experimental",
+        "feature_column",
+        "image",
+        "io",
+        "lite",
+        "lookup",
+        "mlir",
+        "profiler",
+        "queue",
+        "quantization",
+        "ragged",
+        "raw_ops",
+        "saved_model",
+        "signal",
+        "sparse",
+        "strings",
+        "summary",
+        "sysconfig",
+        "test",
+        "tpu",
+        "types",
+        "version",
+        "xla",
+    ]
 )
 """Modules that are TensorFlow's own, but for names in them that are operations here."""
 
 NAMES = frozenset(
-    "IndexedSlices RaggedTensor RaggedTensorSpec SparseTensor SparseTensorSpec TensorArray "
-    "as_string numpy_function py_function load_library load_op_library timestamp".split()
+    [
+        "IndexedSlices",
+        "RaggedTensor",
+        "RaggedTensorSpec",
+        "SparseTensor",
+        "SparseTensorSpec",
+        "TensorArray",
+        "as_string",
+        "numpy_function",
+        "py_function",
+        "load_library",
+        "load_op_library",
+        "timestamp",
+    ]
 )
 """Names at the top that are TensorFlow's own."""
 

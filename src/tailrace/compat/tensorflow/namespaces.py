@@ -1,4 +1,4 @@
-"""Modules of TensorFlow's names: what is here, what TensorFlow does on the host, and what is neither."""
+"""Modules of TensorFlow's names: what is here, what is TensorFlow's on the host, what is neither."""
 
 from __future__ import annotations
 
@@ -97,7 +97,11 @@ def unknown(path: str, name: str, known: list[str]) -> Exception:
         hint = f" Did you mean {', '.join(f'tf.{path}.{n}' if path else f'tf.{n}' for n in near)}?"
     else:
         hint = ""
-    what = "is not available in programs of the device" if host.has(full) else "is no name of TensorFlow"
+    what = (
+        "is not available in programs of the device"
+        if host.has(full)
+        else "is no name of TensorFlow"
+    )
     text = (
         f"module {PACKAGE!r} has no attribute {full!r}: tf.{full} {what}.{hint} "
         f"keras.ops and jax.numpy have more operations."

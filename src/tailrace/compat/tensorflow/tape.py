@@ -135,7 +135,9 @@ class GradientTape:
         zero = str(getattr(unconnected_gradients, "value", unconnected_gradients)).lower() == "zero"
         if zero:
             arrays = [self._array_of(source) for source in found]
-            grads = [jnp.zeros_like(a) if g is None else g for g, a in zip(grads, arrays, strict=True)]
+            grads = [
+                jnp.zeros_like(a) if g is None else g for g, a in zip(grads, arrays, strict=True)
+            ]
         rest = iter(grads)
         return mapped(lambda _: next(rest), sources)
 

@@ -1,4 +1,4 @@
-"""`tf.Variable`: a variable of Keras with TensorFlow's arguments, so that layers and optimizers take it."""
+"""`tf.Variable`: a variable of Keras, which layers and optimizers take, with TensorFlow's arguments."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 
-from tailrace.errors import ProgramError
 from tailrace.keras.keras_seams import check_graphs
 from tailrace.keras.pipelines.masks import with_mask
 

@@ -2,6 +2,4 @@
 
 from tailrace.compat.originals.missing import missing_from
 
-__getattr__, __dir__ = missing_from(
-    __name__, {"popdist_strategy": f"{__name__}.popdist_strategy"}
-)
+__getattr__, __dir__ = missing_from(__name__, {"popdist_strategy": f"{__name__}.popdist_strategy"})

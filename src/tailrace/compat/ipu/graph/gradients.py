@@ -179,9 +179,7 @@ def _give(question: JaxprEqn, free: list[Any], grads: Any, known: dict[Any, Any]
         known[out] = grads[free.index(var)] if isinstance(var, Var) else jnp.zeros_like(var.val)
 
 
-def _run_again(
-    equations: list[JaxprEqn], known: dict[Any, Any], history: list[JaxprEqn]
-) -> None:
+def _run_again(equations: list[JaxprEqn], known: dict[Any, Any], history: list[JaxprEqn]) -> None:
     """Run equations that have run before: nothing is sent again, and questions are asked again."""
     for eqn in equations:
         if is_mark(eqn):

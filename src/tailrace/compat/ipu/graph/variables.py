@@ -16,7 +16,6 @@ from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import current, prepared
 from tailrace.errors import ProgramError
 
-
 reads: list[Callable[[Any, Any], Any]] = []
 """Called with a variable and its array when one is read outside of programs."""
 

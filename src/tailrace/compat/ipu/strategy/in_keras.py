@@ -1,7 +1,8 @@
 """Optimizers of programs in `fit`: one that is written around an optimizer of Keras.
 
-In the original such an optimizer computes gradients itself, by `compute_gradients`, and changes variables
-by `apply_gradients`. Here `fit` has computed them; `compute_gradients` is asked what it makes of them.
+In the original such an optimizer computes gradients itself, by `compute_gradients`, and changes
+variables by `apply_gradients`. Here `fit` has computed them; `compute_gradients` is asked what it makes
+of them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tailrace.errors import ProgramError
 from tailrace.keras.optimizers.wrappers import Wrapper
 from tailrace.keras.programs.variables import names_of
 
-_names: contextvars.ContextVar[dict[int, str]] = contextvars.ContextVar(
-    "ipu_variable_names", default={}
+_names: contextvars.ContextVar[dict[int, str] | None] = contextvars.ContextVar(
+    "ipu_variable_names", default=None
 )
 
 
@@ -119,4 +120,6 @@ def _hook_keras() -> None:
     keras.optimizers.Optimizer.get_gradients = get_gradients  # type: ignore[attr-defined]
     owner: Any = next(kind for kind in keras.Variable.__mro__ if "name" in vars(kind))
     plain = vars(owner)["name"].fget
-    owner.name = property(lambda variable: _names.get().get(id(variable)) or plain(variable))
+    owner.name = property(
+        lambda variable: (_names.get() or {}).get(id(variable)) or plain(variable)
+    )

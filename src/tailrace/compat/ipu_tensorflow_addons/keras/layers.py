@@ -58,11 +58,15 @@ class LSTM(keras.layers.LSTM):
         super().__init__(units, *args, **_without_chip("LSTM", kwargs))
         self.time_major = time_major
 
-    def call(self, sequences: Any, initial_state: Any = None, mask: Any = None, training: bool = False) -> Any:
+    def call(
+        self, sequences: Any, initial_state: Any = None, mask: Any = None, training: bool = False
+    ) -> Any:
         """The outputs, and the state if asked for."""
         plain = super().call
         return _in_order(
-            self, sequences, lambda rows: plain(rows, initial_state=initial_state, mask=mask, training=training)
+            self,
+            sequences,
+            lambda rows: plain(rows, initial_state=initial_state, mask=mask, training=training),
         )
 
 
@@ -76,11 +80,15 @@ class GRU(keras.layers.GRU):
         super().__init__(units, *args, **_without_chip("GRU", kwargs))
         self.time_major = time_major
 
-    def call(self, sequences: Any, initial_state: Any = None, mask: Any = None, training: bool = False) -> Any:
+    def call(
+        self, sequences: Any, initial_state: Any = None, mask: Any = None, training: bool = False
+    ) -> Any:
         """The outputs, and the state if asked for."""
         plain = super().call
         return _in_order(
-            self, sequences, lambda rows: plain(rows, initial_state=initial_state, mask=mask, training=training)
+            self,
+            sequences,
+            lambda rows: plain(rows, initial_state=initial_state, mask=mask, training=training),
         )
 
 
@@ -119,7 +127,12 @@ class Dropout(keras.layers.Dropout):
     """
 
     def __init__(
-        self, rate: float = 0.5, noise_shape: Any = None, seed: Any = None, ref: bool = False, **kwargs: Any
+        self,
+        rate: float = 0.5,
+        noise_shape: Any = None,
+        seed: Any = None,
+        ref: bool = False,
+        **kwargs: Any,
     ) -> None:
         if ref:
             raise OptionError(
@@ -208,9 +221,7 @@ class RecomputationCheckpoint(keras.layers.Layer):
     def compute_output_spec(self, inputs: Any, **kwargs: Any) -> Any:
         """The form of the inputs."""
         del kwargs
-        return keras.tree.map_structure(
-            lambda one: keras.KerasTensor(one.shape, one.dtype), inputs
-        )
+        return keras.tree.map_structure(lambda one: keras.KerasTensor(one.shape, one.dtype), inputs)
 
 
 class SerialDense(keras.layers.Dense):

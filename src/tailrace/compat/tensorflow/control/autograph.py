@@ -1,8 +1,8 @@
 """The one file that knows `diastatic-malt`, AutoGraph without TensorFlow.
 
-It rewrites the source of a function: each `for`, `while`, `if`, `and`, `or`, `not` and each call becomes
-a call of an operator that is given to it. Ours look at the values: those of Python are handled as Python
-does, those of the device become loops and branches of the program.
+It rewrites the source of a function: each `for`, `while`, `if`, `and`, `or`, `not` and each call
+becomes a call of an operator that is given to it. Ours look at the values: those of Python are handled
+as Python does, those of the device become loops and branches of the program.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     try:
         return malt.transform(function)
-    except Exception as error:  # what it cannot read (no source, a lambda on a line of many) it says in any way
+    except (
+        Exception
+    ) as error:  # what it cannot read (no source, a lambda on a line of many) it says in any way
         note_once(
             f"The loops and branches of {_name(function)} stay Python's, because its source cannot be "
             f"rewritten: {error}",

@@ -46,7 +46,9 @@ def either(
     given = [scope.read(variable) for variable in carried]
     ways = [_Way(one, scope, carried, given) for one in (body, orelse)]
     # A name with a value in one branch only has none behind it, as in the original.
-    both = [a is not MISSING and b is not MISSING for a, b in zip(ways[0].out, ways[1].out, strict=True)]
+    both = [
+        a is not MISSING and b is not MISSING for a, b in zip(ways[0].out, ways[1].out, strict=True)
+    ]
     first, second = (
         split([v if some else MISSING for v, some in zip(way.out, both, strict=True)])
         for way in ways

@@ -129,7 +129,9 @@ class _Loop:
         values = self._before.joined(arrays)
         for number, value in enumerate(values):
             if value is MISSING and number in self._forms:
-                values[number] = jax.tree.map(_zeros, self._forms[number])  # of a trace that is dropped
+                values[number] = jax.tree.map(
+                    _zeros, self._forms[number]
+                )  # of a trace that is dropped
         self._symbols.put(values, self._undefined)
 
 

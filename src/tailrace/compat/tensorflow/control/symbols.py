@@ -47,9 +47,7 @@ class Symbols:
 
     def put(self, values: Sequence[Any], undefined: Sequence[Any]) -> None:
         """Write values; where one is MISSING, what stood for none before."""
-        self.write(
-            tuple(u if v is MISSING else v for v, u in zip(values, undefined, strict=True))
-        )
+        self.write(tuple(u if v is MISSING else v for v, u in zip(values, undefined, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ its classes are what programs derive from and compare with.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -57,6 +56,7 @@ def accept() -> None:
     """Let Keras take the arguments it has dropped; once."""
     hook(keras.layers.InputLayer, "__init__", _input)
     hook(keras.optimizers.Optimizer, "__init__", _optimizer)
+    hook(keras.optimizers.Optimizer, "apply_gradients", _apply)
     hook(keras.layers.Embedding, "__init__", _embedding)
     hook(keras.layers.Layer, "add_weight", _weight)
 
@@ -83,11 +83,19 @@ def _optimizer(plain: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     if "decay" in kwargs:
         decay = kwargs.pop("decay")
         if decay:
-            _note("decay=", "a schedule: keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)")
+            _note(
+                "decay=", "a schedule: keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)"
+            )
             rate = args[0] if args else kwargs.get("learning_rate")
             falling = keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)
             args, kwargs = args[1:], {**kwargs, "learning_rate": falling}
     plain(optimizer, *args, **kwargs)
+
+
+def _apply(plain: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs:
+        _note("apply_gradients(grads_and_vars, name, ...)", "apply_gradients(grads_and_vars)")
+    return plain(optimizer, grads_and_vars)
 
 
 def _embedding(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -108,5 +116,3 @@ def _weight(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _note(older: str, newer: str) -> None:
     note_once(f"{older} is an argument of older versions of Keras. Keras 3 has {newer}.")
-
-

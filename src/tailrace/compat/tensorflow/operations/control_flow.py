@@ -38,7 +38,9 @@ def cond(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> 
     if not is_device_value(pred):
         return true_fn() if pred else false_fn()
     if current() is None:
-        raise ProgramError("tf.cond over a value of the device belongs into a program or a tf.function.")
+        raise ProgramError(
+            "tf.cond over a value of the device belongs into a program or a tf.function."
+        )
     return either(pred, lambda: [true_fn()], lambda: [false_fn()])[0]
 
 
@@ -83,11 +85,15 @@ def vectorized_map(fn: Callable[[Any], Any], elems: Any, *_: Any, **__: Any) -> 
 
 
 @operation("scan")
-def scan(fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_: Any, **__: Any) -> Any:
+def scan(
+    fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_: Any, **__: Any
+) -> Any:
     """What a function of what it returned before and of each row returns."""
     elems = jax.tree.map(jnp.asarray, elems)
     if initializer is not None:
-        return jax.lax.scan(lambda a, x: (fn(a, x),) * 2, jax.tree.map(jnp.asarray, initializer), elems)[1]
+        return jax.lax.scan(
+            lambda a, x: (fn(a, x),) * 2, jax.tree.map(jnp.asarray, initializer), elems
+        )[1]
     first = jax.tree.map(lambda each: each[0], elems)
     rest = jax.tree.map(lambda each: each[1:], elems)
     after = jax.lax.scan(lambda a, x: (fn(a, x),) * 2, first, rest)[1]
@@ -95,7 +101,9 @@ def scan(fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_:
 
 
 @operation("foldl")
-def foldl(fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_: Any, **__: Any) -> Any:
+def foldl(
+    fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_: Any, **__: Any
+) -> Any:
     """What a function of what it returned before and of each row returns in the end."""
     return jax.tree.map(lambda each: each[-1], scan(fn, elems, initializer))
 

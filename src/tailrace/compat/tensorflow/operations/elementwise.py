@@ -88,9 +88,47 @@ BINARY: dict[str, Any] = {
 """Functions of two tensors, by their name in `tf.math`."""
 
 AT_TOP = frozenset(
-    "abs acos acosh add asin asinh atan atan2 atanh cos cosh divide equal exp floor greater "
-    "greater_equal less less_equal logical_and logical_not logical_or maximum minimum multiply "
-    "negative not_equal pow round sigmoid sign sin sinh sqrt square subtract tan tanh truediv".split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cos",
+        "cosh",
+        "divide",
+        "equal",
+        "exp",
+        "floor",
+        "greater",
+        "greater_equal",
+        "less",
+        "less_equal",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negative",
+        "not_equal",
+        "pow",
+        "round",
+        "sigmoid",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "subtract",
+        "tan",
+        "tanh",
+        "truediv",
+    ]
 )
 """Those that TensorFlow has at the top as well."""
 

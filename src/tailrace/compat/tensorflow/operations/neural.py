@@ -92,7 +92,9 @@ def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any) -> Any:
     """The cross entropy of classes, for each row."""
     logs = ops.log_softmax(tensor(logits), -1)
     labels = ops.cast(tensor(labels), "int32")
-    return ops.negative(ops.squeeze(ops.take_along_axis(logs, ops.expand_dims(labels, -1), axis=-1), -1))
+    return ops.negative(
+        ops.squeeze(ops.take_along_axis(logs, ops.expand_dims(labels, -1), axis=-1), -1)
+    )
 
 
 @operation("nn.l2_loss")
@@ -132,7 +134,9 @@ def batch_normalization(
 
 
 @operation("nn.dropout")
-def dropout(x: Any, rate: Any = None, noise_shape: Any = None, seed: Any = None, **older: Any) -> Any:
+def dropout(
+    x: Any, rate: Any = None, noise_shape: Any = None, seed: Any = None, **older: Any
+) -> Any:
     """Elements set to 0 by chance, the others scaled up."""
     import keras
 
@@ -153,7 +157,9 @@ def embedding_lookup(params: Any, ids: Any, max_norm: Any = None, **partition: A
     """Rows of a table."""
     del partition
     if max_norm is not None:
-        raise OptionError("tf.nn.embedding_lookup is available without max_norm: clip the rows after it.")
+        raise OptionError(
+            "tf.nn.embedding_lookup is available without max_norm: clip the rows after it."
+        )
     return ops.take(params, ids, axis=0)
 
 
@@ -209,7 +215,12 @@ for _dims in (1, 2, 3):
 
 @operation("nn.depthwise_conv2d")
 def depthwise_conv2d(
-    input: Any, filter: Any, strides: Any, padding: Any, data_format: Any = None, dilations: Any = None
+    input: Any,
+    filter: Any,
+    strides: Any,
+    padding: Any,
+    data_format: Any = None,
+    dilations: Any = None,
 ) -> Any:
     """A convolution of each channel by itself."""
     dilation = 1 if dilations is None else _middle(dilations, 2, data_format)

@@ -33,7 +33,9 @@ def set_seed(seed: int) -> None:
 
 
 @operation("random.normal")
-def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = "float32", seed: Any = None) -> Any:
+def normal(
+    shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = "float32", seed: Any = None
+) -> Any:
     """Numbers of a normal distribution."""
     drawn = keras.random.normal(shape_of(shape), dtype=str(narrowed(dtype)), seed=next_seed(seed))
     return drawn * jnp.asarray(stddev, drawn.dtype) + jnp.asarray(mean, drawn.dtype)
@@ -51,7 +53,9 @@ def truncated_normal(
 
 
 @operation("random.uniform")
-def uniform(shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = "float32", seed: Any = None) -> Any:
+def uniform(
+    shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = "float32", seed: Any = None
+) -> Any:
     """Numbers between two, the lower one included."""
     kind = narrowed(dtype)
     if jnp.issubdtype(kind, jnp.integer):

@@ -100,7 +100,9 @@ def argmin(input: Any, axis: Any = None, output_type: Any = "int64", **older: An
 
 
 @operation("math.count_nonzero")
-def count_nonzero(input: Any, axis: Any = None, keepdims: bool = False, dtype: Any = "int64") -> Any:
+def count_nonzero(
+    input: Any, axis: Any = None, keepdims: bool = False, dtype: Any = "int64"
+) -> Any:
     """How many elements are not 0."""
     some = ops.cast(ops.not_equal(tensor(input), 0), "int32")
     return ops.cast(ops.sum(some, axis=_axes(axis), keepdims=keepdims), narrowed(dtype))
@@ -112,7 +114,9 @@ def zero_fraction(value: Any) -> Any:
     return ops.mean(ops.cast(ops.equal(tensor(value), 0), "float32"))
 
 
-def _cumulated(function: Any, start: float, x: Any, axis: int, exclusive: bool, reverse: bool) -> Any:
+def _cumulated(
+    function: Any, start: float, x: Any, axis: int, exclusive: bool, reverse: bool
+) -> Any:
     x = tensor(x)
     x = ops.flip(x, axis=axis) if reverse else x
     found = _same(x, function(x, axis=axis))

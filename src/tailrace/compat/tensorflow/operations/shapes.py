@@ -77,10 +77,16 @@ def ones_like(input: Any, dtype: Any = None) -> Any:
 
 
 @operation("eye")
-def eye(num_rows: int, num_columns: int | None = None, batch_shape: Any = None, dtype: Any = "float32") -> Any:
+def eye(
+    num_rows: int, num_columns: int | None = None, batch_shape: Any = None, dtype: Any = "float32"
+) -> Any:
     """Ones on the diagonal."""
     found = jnp.eye(num_rows, num_columns, dtype=narrowed(dtype))
-    return found if batch_shape is None else jnp.broadcast_to(found, (*shape_of(batch_shape), *found.shape))
+    return (
+        found
+        if batch_shape is None
+        else jnp.broadcast_to(found, (*shape_of(batch_shape), *found.shape))
+    )
 
 
 @operation("linspace")
@@ -267,7 +273,11 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
 
 @operation("gather")
 def gather(
-    params: Any, indices: Any, validate_indices: Any = None, axis: int | None = None, batch_dims: int = 0
+    params: Any,
+    indices: Any,
+    validate_indices: Any = None,
+    axis: int | None = None,
+    batch_dims: int = 0,
 ) -> Any:
     """The parts at these places along an axis."""
     del validate_indices
@@ -332,7 +342,9 @@ def _scattered(name: str) -> None:
     def scattered(tensor: Any, indices: Any, updates: Any) -> Any:
         places = tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
         at = jnp.asarray(tensor).at[places]
-        return getattr(at, {"update": "set", "sub": "subtract"}.get(name, name))(jnp.asarray(updates))
+        return getattr(at, {"update": "set", "sub": "subtract"}.get(name, name))(
+            jnp.asarray(updates)
+        )
 
 
 for _name in ("update", "add", "sub", "max", "min"):

@@ -1,7 +1,7 @@
 """`tensorflow.python`: the modules inside of TensorFlow that programs of the originals import from.
 
-`tensorflow.python.ipu` is `tailrace.compat.ipu`; `tensorflow.python.keras` is `tensorflow.keras`; modules of
-operations (`tensorflow.python.ops.math_ops`) have what is at the top.
+`tensorflow.python.ipu` is `tailrace.compat.ipu`; `tensorflow.python.keras` is `tensorflow.keras`;
+modules of operations (`tensorflow.python.ops.math_ops`) have what is at the top.
 """
 
 from __future__ import annotations
@@ -32,10 +32,23 @@ class _Operations(_Namespace):
             raise _unknown("", name, []) from None
 
 
-_FILES = (
-    "array_ops control_flow_ops gen_array_ops gen_math_ops gen_nn_ops init_ops linalg_ops math_ops "
-    "nn nn_impl nn_ops random_ops state_ops variable_scope variables"
-).split()
+_FILES = [
+    "array_ops",
+    "control_flow_ops",
+    "gen_array_ops",
+    "gen_math_ops",
+    "gen_nn_ops",
+    "init_ops",
+    "linalg_ops",
+    "math_ops",
+    "nn",
+    "nn_impl",
+    "nn_ops",
+    "random_ops",
+    "state_ops",
+    "variable_scope",
+    "variables",
+]
 ops = _Namespace("python.ops", {name: _Operations(f"python.ops.{name}") for name in _FILES})
 framework = _Namespace(
     "python.framework",

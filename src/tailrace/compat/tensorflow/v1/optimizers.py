@@ -5,12 +5,14 @@ Their rules are those of TensorFlow 1, written as optax transformations where th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.ipu.graph.update import OptaxOptimizer
 from tailrace.compat.ipu.graph.update import Optimizer as PlainOptimizer
 
@@ -29,10 +31,26 @@ class Optimizer(PlainOptimizer):
 
 
 class _Rule(OptaxOptimizer, Optimizer):
-    """An optimizer whose rule is a transformation."""
+    """An optimizer whose rule is a transformation, made with the rate that a program has at the time.
 
-    def __init__(self, transformation: Any, name: str) -> None:
-        OptaxOptimizer.__init__(self, transformation, name)
+    Args:
+        make: makes the transformation of a rate.
+        rate: a number, a value of the program, or a variable, which is read at each update.
+        name: its name.
+    """
+
+    def __init__(self, make: Callable[[Any], Any], rate: Any, name: str) -> None:
+        self._make, self._rate = make, rate
+        OptaxOptimizer.__init__(self, None, name)
+
+    @property
+    def transformation(self) -> Any:  # type: ignore[override]
+        """The rule with the rate of now."""
+        return self._make(value_of(self._rate) if is_variable(self._rate) else self._rate)
+
+    @transformation.setter
+    def transformation(self, value: Any) -> None:
+        del value  # made when it is asked for
 
 
 class GradientDescentOptimizer(_Rule):
@@ -42,7 +60,7 @@ class GradientDescentOptimizer(_Rule):
         self, learning_rate: Any, use_locking: bool = False, name: str = "GradientDescent"
     ) -> None:
         del use_locking
-        super().__init__(optax.sgd(learning_rate), name)
+        super().__init__(optax.sgd, learning_rate, name)
 
 
 class MomentumOptimizer(_Rule):
@@ -57,7 +75,7 @@ class MomentumOptimizer(_Rule):
         use_nesterov: bool = False,
     ) -> None:
         del use_locking
-        super().__init__(optax.sgd(learning_rate, momentum, use_nesterov), name)
+        super().__init__(lambda rate: optax.sgd(rate, momentum, use_nesterov), learning_rate, name)
 
 
 class RMSPropOptimizer(_Rule):
@@ -74,10 +92,10 @@ class RMSPropOptimizer(_Rule):
         name: str = "RMSProp",
     ) -> None:
         del use_locking
-        rule = optax.rmsprop(
-            learning_rate, decay, epsilon, 1.0, centered=centered, momentum=momentum or None
+        options = {"centered": centered, "momentum": momentum or None}
+        super().__init__(
+            lambda rate: optax.rmsprop(rate, decay, epsilon, 1.0, **options), learning_rate, name
         )
-        super().__init__(rule, name)
 
 
 class AdagradOptimizer(_Rule):
@@ -91,7 +109,8 @@ class AdagradOptimizer(_Rule):
         name: str = "Adagrad",
     ) -> None:
         del use_locking
-        super().__init__(optax.adagrad(learning_rate, initial_accumulator_value, eps=0.0), name)
+        start = initial_accumulator_value
+        super().__init__(lambda rate: optax.adagrad(rate, start, eps=0.0), learning_rate, name)
 
 
 class AdamOptimizer(_Rule):
@@ -107,7 +126,7 @@ class AdamOptimizer(_Rule):
         name: str = "Adam",
     ) -> None:
         del use_locking
-        super().__init__(_adam(learning_rate, beta1, beta2, epsilon), name)
+        super().__init__(lambda rate: _adam(rate, beta1, beta2, epsilon), learning_rate, name)
 
 
 def _adam(rate: Any, beta1: Any, beta2: Any, epsilon: Any) -> Any:

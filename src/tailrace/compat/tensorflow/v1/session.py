@@ -75,7 +75,9 @@ class Session:
     def close(self) -> None:
         """Without effect."""
 
-    def run(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
+    def run(
+        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+    ) -> Any:
         """The values of what is fetched: one thing, or a nest of them.
 
         Args:
