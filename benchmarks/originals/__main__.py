@@ -62,9 +62,10 @@ def outcome(
             if path == home / program.path.name:
                 lines = after.lines
         if program.before is not None:
-            _run(home, [program.before], limit)
+            _run(home, [program.before], limit, program.images)
         began = time.perf_counter()
-        code, text = _run(home, [program.path.name, *program.arguments], limit)
+        command = [program.path.name, *program.arguments]
+        code, text = _run(home, command, limit, program.images)
         seconds = time.perf_counter() - began
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def outcome(
     )
 
 
-def _run(home: pathlib.Path, command: list[str], limit: float) -> tuple[int, str]:
+def _run(home: pathlib.Path, command: list[str], limit: float, images: str) -> tuple[int, str]:
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -87,6 +88,7 @@ def _run(home: pathlib.Path, command: list[str], limit: float) -> tuple[int, str
         "MPLBACKEND": "agg",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOME": str(home.parent),
+        "ORIGINALS_IMAGES": images,
     }
     try:
         done = subprocess.run(

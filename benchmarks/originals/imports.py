@@ -22,6 +22,7 @@ TABLE = {
     "ipu_tensorflow_addons": "tailrace.compat.ipu_tensorflow_addons",
     "poptorch": "tailrace.compat.poptorch",
     "popdist": "tailrace.compat.popdist",
+    "popart": "tailrace.compat.popart",
 }
 """What a module becomes, the longest name first; its submodules follow it."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pathlib
 import runpy
 import sys
@@ -22,9 +23,11 @@ _reported: dict[str, Any] = {}
 def main() -> None:
     """Run the program that the command line names."""
     import tailrace.compat  # noqa: F401  (the devices are asked for before anything uses JAX)
-    from benchmarks.originals.data import supply
+    from benchmarks.originals import data
 
-    supply()
+    if images := os.environ.get("ORIGINALS_IMAGES"):
+        data.TRAIN, data.TEST = map(int, images.split())
+    data.supply()
     _watch_keras()
     program = sys.argv[1]
     sys.argv = sys.argv[1:]

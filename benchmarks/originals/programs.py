@@ -22,6 +22,9 @@ ARGUMENTS = {
 }
 """Arguments that the programs themselves take, so that a run is short, by the end of their path."""
 
+IMAGES = {"tensorboard/demo.py": "20480 4096", "tensorboard/demo_code_only.py": "20480 4096"}
+"""How many images of digits a program needs to train and to test, if more than others."""
+
 FIRST = {"popdist_inference.py": "popdist_training.py"}
 """A program that must have run in the same folder before."""
 
@@ -45,6 +48,12 @@ class Program:
             return []
         ends = [end for end in ARGUMENTS if self.path.as_posix().endswith(f"/{end}")]
         return ARGUMENTS[ends[0]] if ends else []
+
+    @property
+    def images(self) -> str:
+        """How many images it needs; an empty text for the usual number."""
+        ends = [end for end in IMAGES if self.path.as_posix().endswith(f"/{end}")]
+        return IMAGES[ends[0]] if ends else ""
 
     @property
     def before(self) -> str | None:

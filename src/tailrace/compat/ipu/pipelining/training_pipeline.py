@@ -131,16 +131,11 @@ class Training:
             before.update(list(scope.seen))
             scope.seen.clear()
 
-        out = through_stages(self.options, inputs, element, at_stage)
+        self._forwarded.clear()
+        out = through_stages(self.options, inputs, element, at_stage, self._forwarded)
         at_stage()
         self._shared = {key for key, count in before.items() if count > 1}
         scope.seen.update(scope.found.variables)
-        self._forwarded = {
-            place: number
-            for place, value in enumerate(out if isinstance(out, list) else [out])
-            for number, given in enumerate(inputs)
-            if value is given  # no stage has changed it
-        }
         self._output = self._optimizer_output(out)
         sent = sent_of(self.options, out, self._output.loss)
         if sent is not None and not self.options.outfeed_loss:
