@@ -122,7 +122,7 @@ def row(found: Outcome) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("directory", type=pathlib.Path)
     parser.add_argument("words", nargs="*", help="run programs whose path has one of these")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each program")

@@ -39,7 +39,7 @@ def main() -> None:
     from benchmarks.originals import data
     from benchmarks.originals.imports import changed
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("document", type=pathlib.Path)
     parser.add_argument("--beside", type=pathlib.Path, help="modules that it imports")
     options = parser.parse_args()

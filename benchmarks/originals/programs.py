@@ -22,7 +22,11 @@ ARGUMENTS = {
 }
 """Arguments that the programs themselves take, so that a run is short, by the end of their path."""
 
-IMAGES = {"tensorboard/demo.py": "20480 4096", "tensorboard/demo_code_only.py": "20480 4096"}
+IMAGES = {
+    "tensorboard/demo.py": "20480 4096",
+    "tensorboard/demo_code_only.py": "20480 4096",
+    "pipelining/mnist_pipeline.py": "4096 16384",
+}
 """How many images of digits a program needs to train and to test, if more than others."""
 
 FIRST = {"popdist_inference.py": "popdist_training.py"}

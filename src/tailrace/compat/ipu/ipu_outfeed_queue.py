@@ -16,13 +16,14 @@ from tailrace.compat.ipu.errors import (
     IPURuntimeError,
     IPUValueError,
 )
-from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.operations import Operation, Undelivered
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import check_dtype, check_ordinal
 from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import current_trace, is_tracing
 
 
@@ -46,19 +47,6 @@ class Enqueued(Operation):
 
     def __getitem__(self, key: Any) -> Any:
         return self.values[key]
-
-
-class Undelivered(list[Any]):
-    """What `dequeue` returns before a program has run: nothing, and what a session then runs."""
-
-    def __init__(self, queue: IPUOutfeedQueue) -> None:
-        super().__init__()
-        self._queue = queue
-
-    def again(self) -> Any:
-        """Dequeue now."""
-        found = self._queue.dequeue()
-        return [] if isinstance(found, Undelivered) else found
 
 
 class IPUOutfeedQueue:
@@ -108,9 +96,7 @@ class IPUOutfeedQueue:
 
     def enqueue(self, tensors: Any) -> Enqueued:
         """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached."""
-        if not is_tracing() and any(
-            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tensors)
-        ):
+        if not is_tracing() and any(isinstance(x, Tracer) for x in jax.tree.leaves(tensors)):
             return Enqueued(tensors)  # Keras asks a layer for the shape of its outputs
         scope, trace = current(), current_trace("IPUOutfeedQueue.enqueue")
         if id(trace) in self._traces:

@@ -33,6 +33,7 @@ from tailrace.compat.tensorflow.operations import shapes as _shapes  # noqa: F40
 from tailrace.compat.tensorflow.structures import TensorShape, TensorSpec
 from tailrace.compat.tensorflow.tape import GradientTape
 from tailrace.compat.tensorflow.variables import Module, Variable
+from tailrace.jaxprs.internals import Tracer as _Tracer
 
 _namespaces.find_modules()
 
@@ -71,7 +72,7 @@ def executing_eagerly() -> bool:
 def get_static_value(tensor: Any, partial: bool = False) -> Any:
     """The value of a tensor, or None if it is known only when the program runs."""
     del partial
-    return None if isinstance(tensor, jax.core.Tracer) else np.asarray(tensor)
+    return None if isinstance(tensor, _Tracer) else np.asarray(tensor)
 
 
 _NEST = {

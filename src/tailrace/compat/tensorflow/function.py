@@ -30,6 +30,7 @@ class Function:
     def __init__(
         self, function: Callable[..., Any], input_signature: Any = None, autograph: bool = True
     ) -> None:
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
         functools.update_wrapper(self, function)
         self.python_function = function
         self.input_signature = input_signature

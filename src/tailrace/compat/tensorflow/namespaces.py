@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ class Namespace(types.ModuleType):
         on_host: bool = False,
     ) -> None:
         super().__init__(f"{PACKAGE}.{path}")
-        self.__path__: list[str] = []  # so that modules in it can be imported
+        self.__path__ = []  # so that modules in it can be imported
         self._path, self._names, self._late = path, dict(names or {}), dict(late or {})
         self._on_host = on_host
 
@@ -133,7 +134,8 @@ class _Modules:
         found = getattr(importlib.import_module(around), name, None)
         if not isinstance(found, types.ModuleType):
             return None
-        return importlib.machinery.ModuleSpec(fullname, _Loader(found), is_package=True)
+        loader: Any = _Loader(found)
+        return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)
 
 
 class _Loader:

@@ -42,7 +42,7 @@ class Variable(keras.Variable):
                 f"traced more than once. tf.Variable(name={name!r}) is made inside. Make it before, or "
                 f"use tf.compat.v1.get_variable(name, ...), which finds it again."
             )
-        value = initial_value() if callable(initial_value) else initial_value
+        value: Any = initial_value() if callable(initial_value) else initial_value
         value = np.asarray(value) if not hasattr(value, "dtype") else value
         kind = narrowed(value.dtype if dtype is None else dtype)
         super().__init__(

@@ -28,7 +28,12 @@ _names: contextvars.ContextVar[dict[int, str] | None] = contextvars.ContextVar(
 
 
 def keras_optimizer_in(optimizer: Any, seen: frozenset[int] = frozenset()) -> Any:
-    """The optimizer of Keras that an optimizer of programs holds, itself or in another; or None."""
+    """The optimizer of Keras that an optimizer which a program wrote holds, or one in it; or None.
+
+    The originals' own wrappers are for programs alone: Keras has wrappers of its own for each.
+    """
+    if type(optimizer).__module__.startswith("tailrace."):
+        return None
     for value in vars(optimizer).values():
         if isinstance(value, keras.optimizers.Optimizer):
             return value

@@ -49,7 +49,7 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     if malt is None or not _is_user_code(function):
         return function
     try:
-        return malt.transform(function)
+        return malt.rewritten(function)
     except (
         Exception
     ) as error:  # what it cannot read (no source, a lambda on a line of many) it says in any way
@@ -105,17 +105,14 @@ def _malt() -> Any:
                     setattr(ours, name, operator)
             return self._extra_locals
 
-        def transform(self, function: Any, user_context: Any = None) -> Any:
-            if user_context is not None:  # called by the package itself, for what is inside
-                return super().transform(function, user_context)
-            options = converter.ConversionOptions(
-                recursive=True, user_requested=True, optional_features=()
+        def rewritten(self, function: Any) -> Any:
+            options: Any = converter.ConversionOptions(
+                recursive=True, user_requested=True, optional_features=None
             )
             context = converter.ProgramContext(options=options)
             method = inspect.ismethod(function)
-            plain = function.__func__ if method else function
-            found, _, _ = super().transform(plain, context)
-            return types.MethodType(found, function.__self__) if method else found
+            found: Any = self.transform(function.__func__ if method else function, context)
+            return types.MethodType(found[0], function.__self__) if method else found[0]
 
     return Rewriter()
 

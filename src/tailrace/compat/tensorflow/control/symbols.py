@@ -13,6 +13,7 @@ import numpy as np
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.errors import ProgramError
+from tailrace.jaxprs.internals import Tracer
 
 
 class Missing:
@@ -133,7 +134,7 @@ def _form(found: Split) -> str:
 
 def is_device_value(value: Any) -> bool:
     """Whether a value is known only when the program runs."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def boolean(value: Any) -> Any:

@@ -74,7 +74,7 @@ def shuffle(value: Any, seed: Any = None) -> Any:
 @operation("random.categorical")
 def categorical(logits: Any, num_samples: int, dtype: Any = "int64", seed: Any = None) -> Any:
     """Classes drawn for each row."""
-    drawn = keras.random.categorical(jnp.asarray(logits), num_samples, seed=next_seed(seed))
+    drawn: Any = keras.random.categorical(jnp.asarray(logits), num_samples, seed=next_seed(seed))
     return drawn.astype(narrowed(dtype))
 
 

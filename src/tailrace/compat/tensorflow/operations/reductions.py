@@ -31,8 +31,8 @@ def _mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     found = ops.mean(x, axis=axis, keepdims=keepdims)
     if not jnp.issubdtype(_dtype(x), jnp.integer):
         return _same(x, found)
-    total = ops.sum(x, axis=axis, keepdims=keepdims)
-    count = ops.size(x) // ops.size(total)
+    total: Any = ops.sum(x, axis=axis, keepdims=keepdims)
+    count = x.size // total.size
     return ops.cast(ops.trunc(ops.true_divide(total, count)), _dtype(x))
 
 

@@ -205,7 +205,8 @@ def stack(values: Any, axis: int = 0) -> Any:
 @operation("unstack")
 def unstack(value: Any, num: int | None = None, axis: int = 0) -> Any:
     """The parts along an axis, as a list."""
-    return list(ops.unstack(tensor(value), num, axis))
+    parts: Any = ops.unstack(tensor(value), num, axis)
+    return list(parts)
 
 
 @operation("split")
@@ -213,11 +214,13 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = 
     """A tensor cut along an axis, into equal parts or parts of these lengths."""
     del num
     if isinstance(num_or_size_splits, int | np.integer):
-        return list(ops.split(tensor(value), int(num_or_size_splits), axis=axis))
+        parts: Any = ops.split(tensor(value), int(num_or_size_splits), axis=axis)
+        return list(parts)
     sizes = list(shape_of(num_or_size_splits))
     if -1 in sizes:
         sizes[sizes.index(-1)] = tensor(value).shape[axis] - sum(sizes) - 1
-    return list(ops.split(tensor(value), list(np.cumsum(sizes)[:-1]), axis=axis))
+    parts = ops.split(tensor(value), list(np.cumsum(sizes)[:-1]), axis=axis)
+    return list(parts)
 
 
 @operation("tile")

@@ -134,15 +134,16 @@ def _adam(rate: Any, beta1: Any, beta2: Any, epsilon: Any) -> Any:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jnp.zeros((), jnp.int32), zeros, zeros
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
+        grads = updates
         count, first, second = state
         count = count + 1
         first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, first, grads)
         second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, second, grads)
         time = count.astype(jnp.float32)
         scale = rate * jnp.sqrt(1 - beta2**time) / (1 - beta1**time)
-        updates = jax.tree.map(lambda m, v: -scale * m / (jnp.sqrt(v) + epsilon), first, second)
-        return updates, (count, first, second)
+        after = jax.tree.map(lambda m, v: -scale * m / (jnp.sqrt(v) + epsilon), first, second)
+        return after, (count, first, second)
 
     return optax.GradientTransformation(init, update)

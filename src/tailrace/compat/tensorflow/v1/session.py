@@ -10,10 +10,9 @@ import jax
 import numpy as np
 
 from tailrace.compat.ipu.errors import IPURuntimeError
-from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.operations import Operation, Undelivered
 from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
-from tailrace.compat.ipu.ipu_outfeed_queue import Undelivered
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.structures import TensorShape
 from tailrace.compat.tensorflow.v1 import deferred
