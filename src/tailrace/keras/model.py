@@ -92,7 +92,10 @@ class Adopted(Setters, Assigning):
             **kwargs: as in Keras.
         """
         model, settings = self.model, self.settings
-        settings.check_optimizer(args[0] if args else kwargs.get("optimizer"))
+        if args:
+            args = (settings.own_optimizer(args[0]), *args[1:])
+        elif "optimizer" in kwargs:
+            kwargs["optimizer"] = settings.own_optimizer(kwargs["optimizer"])
         PLAIN["compile"](model, *args, **kwargs)
         settings.check_compiled(model.run_eagerly, model.jit_compile)
         settings.observe, settings.run_dir = observe, run_dir

@@ -24,7 +24,7 @@ from tailrace.keras.data.batch_source import Block, Form
 from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import Updates
 from tailrace.keras.optimizers.wrappers import overrides, wrappers_of
-from tailrace.keras.outfeed_layers import OutfeedOptimizer
+from tailrace.keras.outfeed_layers import OutfeedOptimizer, check_wrappers
 from tailrace.keras.programs.executions import Executions, as_batch, part
 from tailrace.keras.programs.logs import Final, Series
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
@@ -196,6 +196,7 @@ class Training(Executions):
             params[SCALE] = kept[layout.optimizer.names[layout.scale]]
         taps = [settings.observe] if isinstance(settings.observe, str) else [*settings.observe]
         if settings.is_pipelined:
+            check_wrappers(self.model.optimizer)  # once more: some know only now what they will do
             wrappers = wrappers_of(self.model.optimizer)
             sending = [one for one in wrappers if isinstance(one, OutfeedOptimizer)]
             self._observing = [one for one in sending if one.sees_each]
