@@ -124,7 +124,7 @@ class LoggedValues:
         schedule: Any = self._asked.get(RATE)
         if callable(schedule):
             steps = range(results.first_step, results.first_step + shape[0])
-            values[RATE] = np.array([float(schedule(step)) for step in steps])
+            values[RATE] = np.array([float(np.asarray(schedule(step))) for step in steps])
         rates = self._rates(results.steps / seconds)
         values.update({name: np.full(shape[0], rate) for name, rate in rates.items()})
         columns = {

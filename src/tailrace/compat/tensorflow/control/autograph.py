@@ -106,8 +106,9 @@ def _malt() -> Any:
             return self._extra_locals
 
         def rewritten(self, function: Any) -> Any:
+            features: Any = None  # the library's own default, which it does not type
             options: Any = converter.ConversionOptions(
-                recursive=True, user_requested=True, optional_features=None
+                recursive=True, user_requested=True, optional_features=features
             )
             context = converter.ProgramContext(options=options)
             method = inspect.ismethod(function)
