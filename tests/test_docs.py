@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ runs: every `python` block and every cell, one namespace to a page."""
+"""The code in README.md and docs/ runs: every `python` block and cell, one namespace to a page."""
 
 import doctest
 import pathlib
