@@ -26,7 +26,7 @@ def execution_traces(window_s: float = 0.06) -> str:
     sys.path.insert(0, str(HERE.parent / "examples"))
     import execution_traces as example
 
-    fed, plain = example.main(steps=600, steps_per_execution=50)
+    fed, plain = example.main(steps=2000, steps_per_execution=100)
     parts = []
     for number, (name, (runs, _, _)) in enumerate(
         {"with feeds": fed, "without feeds": plain}.items()
@@ -34,7 +34,7 @@ def execution_traces(window_s: float = 0.06) -> str:
         top = 30 + number * (ROW + GAP)
         begin = runs[len(runs) // 2].start
         shown = [r for r in runs if r.end > begin and r.start < begin + window_s * 1e9]
-        steps = 600 // len(runs)
+        steps = 2000 // len(runs)
         label = f"{len(shown)} runs of {steps} step{'s' * (steps > 1)}"
         parts.append(
             f'<text x="{LEFT - 10}" y="{top + 28}" text-anchor="end">{escape(name)}</text>'
