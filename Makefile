@@ -11,7 +11,8 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
 .PHONY: demo test test-quick test-exhaustive test-versions lint format bench docs clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/mnist_demo.py
+	$(BIN)/python examples/mnist_demo.py --run-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
+	@echo "(the command tailrace is in $(BIN))"
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not exhaustive"

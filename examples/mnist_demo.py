@@ -43,9 +43,10 @@ def accuracy(params, images, labels):
     return {"accuracy": (logits(params, images).argmax(axis=1) == labels).mean()}
 
 
-def with_feeds(data, steps, optimizer):
+def with_feeds(data, steps, optimizer, run_dir=None):
     """Seconds, executions, losses and the trainer; what is compiled is compiled before."""
-    trainer = tr.Trainer(loss_fn, optimizer, init_params(), steps_per_execution=min(250, steps))
+    options = {"steps_per_execution": min(250, steps), "run_dir": run_dir}
+    trainer = tr.Trainer(loss_fn, optimizer, init_params(), **options)
     trainer.explain(next(iter(data)))
     started = time.perf_counter()
     history = trainer.fit(data, steps=steps)
@@ -72,22 +73,25 @@ def without_feeds(data, steps, optimizer):
     return time.perf_counter() - started, steps, losses
 
 
-def main(steps=10_000):
+def main(steps=10_000, run_dir=None):
     optimizer = optax.sgd(0.01)
     train = tr.batches(digits("train"), BATCH, shuffle=True, repeat=True)
     test = tr.batches(digits("test"), 100)
     print(f"{steps:,} steps of {BATCH} digits, classifier 784-128-10")
-    fed_s, fed_executions, fed_losses, trainer = with_feeds(train, steps, optimizer)
+    fed_s, fed_executions, fed_losses, trainer = with_feeds(train, steps, optimizer, run_dir)
     alone_s, alone_executions, alone_losses = without_feeds(train, steps, optimizer)
     print(f"with feeds      {fed_s:6.2f} s  {fed_executions:6,} executions")
     print(f"without feeds   {alone_s:6.2f} s  {alone_executions:6,} executions")
     print(f"losses equal to the last bit: {np.array_equal(fed_losses, alone_losses)}")
     found = trainer.evaluate(test, accuracy)["accuracy"]
     print(f"loss {fed_losses[-100:].mean():.4f}, accuracy on 1,000 held-out digits {found:.1%}")
+    if run_dir is not None:
+        print(f"Look at the run: tailrace view {run_dir}")
     return {"with_feeds": fed_executions, "without_feeds": alone_executions, "accuracy": found}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--run-dir", help="a new directory that keeps the run, to look at it")
     main(**vars(parser.parse_args()))

@@ -29,6 +29,10 @@ CASES = {
     ),
     "gpt.py": (["--steps", "20"], r"last fit: 20 steps.*test loss \d\.\d+ after 20 steps"),
     "convnet.py": (["--epochs", "1"], r"last fit: 80 steps.*test accuracy 0\.[4-9]"),
+    "execution_traces.py": (
+        ["--steps", "40", "--steps-per-execution", "20"],
+        r"with feeds +: +2 runs of 20 steps.*without feeds: +40 runs of 1 steps",
+    ),
     "accumulation_and_replicas.py": (
         ["--steps", "20", "--devices", "2"],
         r"by hand, 2 replicas: losses of shape \(20, 2\)",
@@ -62,6 +66,12 @@ def test_example_runs(name):
     arguments, expected = CASES[name]
     printed = run(name, *arguments)
     assert re.search(expected, printed, re.DOTALL), printed
+
+
+def test_the_demo_says_how_to_look_at_what_it_made(tmp_path):
+    printed = run("mnist_demo.py", "--steps", "20", "--run-dir", str(tmp_path / "run"))
+    assert printed.splitlines()[-1] == f"Look at the run: tailrace view {tmp_path / 'run'}"
+    assert (tmp_path / "run" / "run.json").exists()
 
 
 def test_the_pair_computes_the_same(monkeypatch):

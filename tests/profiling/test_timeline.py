@@ -1,5 +1,8 @@
 """`tr.trace`, `fit(trace=...)`, `tr.counter`: what a timeline has, read back from its file."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -248,6 +251,25 @@ def test_a_counter_is_a_number(tmp_path):
 
 
 def test_without_perfetto(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "perfetto.trace_builder.proto_builder", None)
+    monkeypatch.setitem(sys.modules, "perfetto.trace_builder.proto_builder", None)
     with pytest.raises(tr.TailraceError, match=r"pip install 'tailrace\[trace\]'"):
         tr.trace(tmp_path).__enter__()
+
+
+def test_the_environment_traces_a_whole_process(tmp_path):
+    program = (
+        "import numpy as np, optax, tailrace as tr\n"
+        "x = np.ones((8, 4), np.float32)\n"
+        "t = tr.Trainer(lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1), x[0])\n"
+        "t.fit(tr.batches(x, 4, repeat=True), steps=3, progress=False)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TAILRACE_TRACE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.iterdir()
+    assert Timeline(path).named("compilation")

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ class Operation:
         device: the number of the device.
         line: the thread or stream it ran in.
         name: of the instruction, in the text of the compiled program.
+        module: the name of the program.
         program: the number that the platform has for the program.
         run: the number that it has for this run of it; 0 where it has none.
         start: when it began.
@@ -32,10 +34,39 @@ class Operation:
     device: int
     line: str
     name: str
+    module: str
     program: int
     run: int
     start: int
     end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramRun:
+    """One run of a program on one device. Times are nanoseconds of `time.perf_counter_ns`.
+
+    Attributes:
+        device: the number of the device.
+        module: the name of the program.
+        start: when its first operation began.
+        end: when its last one was over.
+    """
+
+    device: int
+    module: str
+    start: int
+    end: int
+
+
+def program_runs(operations: Iterable[Operation]) -> list[ProgramRun]:
+    """The runs of programs that operations belong to, in order."""
+    found: dict[tuple[int, int, int], ProgramRun] = {}
+    for one in operations:
+        key = (one.device, one.program, one.run)
+        now = found.get(key) or ProgramRun(one.device, one.module, one.start, one.end)
+        start, end = min(now.start, one.start), max(now.end, one.end)
+        found[key] = ProgramRun(one.device, one.module, start, end)
+    return sorted(found.values(), key=lambda run: (run.start, run.device))
 
 
 class DeviceProfiler:
@@ -65,8 +96,7 @@ class DeviceProfiler:
         """A program is dispatched next."""
         if self._left == 0:
             return
-        if self._directory is None and not self.problem:
-            self._start()
+        self.start()
         if self._directory is not None and all(program is not one for one in self.programs):
             self.programs.append(program)
 
@@ -97,7 +127,10 @@ class DeviceProfiler:
             shutil.rmtree(directory, ignore_errors=True)
         self.seconds += time.perf_counter() - started
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Watch from now on, if it does not already."""
+        if self._directory is not None or self.problem:
+            return
         import jax
 
         started = time.perf_counter()
@@ -165,6 +198,7 @@ def _of_plane(plane: Any, offset: int) -> list[Operation]:
                     int(stats.get("device_ordinal", own)),
                     line.name,
                     str(stats["hlo_op"]),
+                    str(stats.get("hlo_module", "")),
                     int(stats.get("program_id", 0)),
                     int(stats.get("run_id", 0)),
                     start,

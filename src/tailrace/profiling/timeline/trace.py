@@ -10,7 +10,11 @@ from typing import Any
 
 from tailrace.errors import OptionError
 from tailrace.messages import logger
-from tailrace.profiling.programs.device_operations import DeviceProfiler
+from tailrace.profiling.programs.device_operations import (
+    DeviceProfiler,
+    ProgramRun,
+    program_runs,
+)
 from tailrace.profiling.timeline.perfetto_file import check_perfetto
 from tailrace.profiling.timeline.writing import Cost, write
 from tailrace.spans.recorder import Recorder
@@ -27,12 +31,14 @@ class Trace:
     Attributes:
         path: the file, once it is written; None before, and if nothing happened.
         cost: what recording and writing took.
+        runs: the runs of programs on devices, as far as operations were watched.
     """
 
     def __init__(self, directory: Any, executions: range | None, operations: int | None) -> None:
         self.directory = Path(directory)
         self.path: Path | None = None
         self.cost: Cost | None = None
+        self.runs: tuple[ProgramRun, ...] = ()
         self._executions, self._operations = executions, operations
         self._recorder: Recorder | None = None
 
@@ -44,13 +50,17 @@ class Trace:
         profiler = None if self._operations == 0 else DeviceProfiler(self._operations)
         self._recorder = Recorder(self._executions, profiler)
         self._recorder.open()
+        if profiler is not None and self._operations is None and self._executions is None:
+            profiler.start()  # whatever runs, also what Tailrace does not dispatch
         return self
 
     def __exit__(self, *_: object) -> None:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         recorder.close()
-        if not (recorder.slices or recorder.counts or recorder.ran):
+        operations = recorder.profiler.operations if recorder.profiler is not None else ()
+        self.runs = tuple(program_runs(operations))
+        if not (recorder.slices or recorder.counts or recorder.ran or self.runs):
             return
         path, stream = _new_file(self.directory)
         with stream:
@@ -78,7 +88,7 @@ def trace(
         directory: where a new file `trace-<number>.pftrace` is written.
         executions: only what happens in these, counted from 0 within the block: `range(3, 6)`.
         operations: of how many executions the operations on the devices are shown, which costs most;
-            0 for none, None for all.
+            0 for none, None for all, and for programs of JAX that Tailrace does not run.
 
     Example:
         >>> import optax, numpy as np, tailrace as tr, tempfile

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
-from tailrace.profiling.programs.device_operations import Operation
+from tailrace.profiling.programs.device_operations import Operation, program_runs
 from tailrace.profiling.programs.named_operations import CONTAINERS, NamedProgram, programs_of
 from tailrace.profiling.programs.tick_times import TimedUnit, measured, planned
 from tailrace.profiling.timeline.perfetto_file import PerfettoFile
@@ -64,6 +64,9 @@ def write(stream: IO[bytes], recorder: Recorder, span_s: float) -> Cost:
     for ran in recorder.ran:
         if ran.plan is not None and ran.steps:
             _add_ticks(tracks, ran, runs)
+    for run in program_runs(operations):
+        bars = tracks.setdefault(("programs", f"device {run.device}"), [])
+        bars.append(Bar(run.module or "program", run.start, run.end))
     for one in operations:
         bar = _operation(one, programs)
         tracks.setdefault(("operations", f"device {one.device}", one.line), []).append(bar)

@@ -25,8 +25,8 @@ from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.interrupts import meaning
+from tailrace.trainer.fitting.notebook_view import progress_view
 from tailrace.trainer.fitting.pace import Pace
-from tailrace.trainer.fitting.progress_bar import ProgressBar
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
 
@@ -91,7 +91,7 @@ class FitCall:
         feed = engine.runner.infeeds[0]
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
         batch = effective_batch_size(feed.spec(), count * replicas)
-        bar = ProgressBar(self.total, batch, self.shown, done=self.progress.steps)
+        bar = progress_view(self.total, batch, self.shown, done=self.progress.steps)
         return Fit(
             trainer,
             engine,
