@@ -1,4 +1,4 @@
-"""`popart`, the layer below PopTorch: programs import it, and what they ask of it is refused by name."""
+"""`popart`, the layer below PopTorch: what programs ask of it is refused by name."""
 
 from __future__ import annotations
 
