@@ -119,7 +119,7 @@ def test_optimizers_of_programs_are_not_those_of_models(line):
 
 
 @pytest.mark.parametrize("name", ["train_step", "test_step", "predict_step"])
-def test_steps_of_the_other_keras_are_refused(name):
+def test_steps_of_the_other_keras_are_noted(name, caplog):
     class Model(keras.Model):
         def call(self, x):
             return x
@@ -130,8 +130,8 @@ def test_steps_of_the_other_keras_are_refused(name):
     setattr(Model, name, step)
     with ipu.ipu_strategy.IPUStrategy().scope():
         model = Model()
-    with pytest.raises(ValueError, match=rf"Model.{name}\(self, data\) is a step of TensorFlow's"):
-        model.compile("sgd", "mse")
+    model.compile("sgd", "mse")
+    assert f"Model.{name}(self, data) is a step of TensorFlow's Keras" in caplog.text
 
 
 def test_more_stages_than_devices_may_be_saved_and_mapped(line, tmp_path):

@@ -1,5 +1,6 @@
 """Names of TensorFlow, Keras and the originals' packages: here, passed on, or refused."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import tailrace as tr
+from oracles import assert_close
 
 keras = pytest.importorskip("keras")
 
@@ -206,3 +208,37 @@ def test_where_jax_has_started_the_advice_works():
     assert "Import tailrace first" in again.stderr
     assert run(f"{asked}import tailrace\n{code}").returncode == 0
     assert run(f"import tailrace.compat\n{code}").returncode == 0
+
+
+def test_a_step_of_tensorflow_s_keras_trains_as_keras_does():
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+    y = x @ np.float32([[1.0], [2.0], [-1.0]])
+
+    class Written(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = tf.keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compiled_loss(y, self(x, training=True))
+            grads = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    def trained(make, scope):
+        with scope:
+            keras.utils.set_random_seed(3)
+            model = make()
+            model.compile(tf.keras.optimizers.SGD(0.1, momentum=0.9), "mse", steps_per_execution=4)
+            model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+        return [np.asarray(v) for v in model.trainable_variables]
+
+    strategy = ipu.ipu_strategy.IPUStrategy()
+    ours = trained(Written, strategy.scope())
+    plain = trained(lambda: keras.Sequential([keras.layers.Dense(1)]), contextlib.nullcontext())
+    assert_close(ours, plain)

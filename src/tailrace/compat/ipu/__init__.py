@@ -55,6 +55,7 @@ _OPTIMIZERS = (
 __getattr__, __dir__ = missing_from(
     __name__,
     {
+        "distributed": f"{__name__}.distributed",
         "ipu_strategy": f"{__name__}.ipu_strategy",  # these two need Keras
         "keras": f"{__name__}.keras",
         "layers": f"{__name__}.keras.layers",

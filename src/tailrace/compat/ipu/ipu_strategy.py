@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from tailrace.compat.ipu.strategy.batch_rules import check_enough, per_replica
 from tailrace.compat.ipu.strategy.calls import Calls, is_array
 from tailrace.compat.ipu.strategy.dataset_iteration import datasets_are_infeeds
 from tailrace.compat.ipu.strategy.in_keras import InKeras, keras_optimizer_in
+from tailrace.compat.ipu.strategy.older_steps import adapt
 from tailrace.compat.originals.missing import missing_from
 from tailrace.keras.adopt import take_over
 from tailrace.keras.data.batch_counts import Counts
@@ -180,15 +180,8 @@ class _Settings(Settings):
         return optimizer
 
     def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
-        """Refuse to run what was asked to be run step by step, and steps of another Keras."""
-        for name in ("train_step", "test_step", "predict_step"):
-            if _takes_data_alone(getattr(type(self.model), name)):
-                raise IPUValueError(
-                    f"{type(self.model).__name__}.{name}(self, data) is a step of TensorFlow's Keras, "
-                    f"which changes variables. In Keras 3 on JAX it is {name}(self, state, data) and "
-                    f"returns (logs, state). Leave it out and override compute_loss, or write the step "
-                    f"as a function for strategy.run."
-                )
+        """Refuse to run what was asked to be run step by step; take steps of another Keras."""
+        adapt(self.model)
         if run_eagerly:
             raise IPUValueError(
                 "Keras models cannot run eagerly when using an IPUStrategy: an execution is one "
@@ -220,16 +213,6 @@ class _Settings(Settings):
             return 1
         used = self.options.pipelining_device_mapping
         return config.shards_of(max(_numbers(stages) if used is None else used, default=0))
-
-
-def _takes_data_alone(step: Any) -> bool:
-    """Whether a step of a model has one argument, as in TensorFlow's Keras."""
-    parameters = list(inspect.signature(step).parameters.values())[1:]
-    kinds = {parameter.kind for parameter in parameters}
-    return len(parameters) == 1 and kinds <= {
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    }
 
 
 def _numbers(stages: Any) -> list[int]:

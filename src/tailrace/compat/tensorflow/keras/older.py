@@ -59,6 +59,7 @@ def accept() -> None:
     hook(keras.optimizers.Optimizer, "apply_gradients", _apply)
     hook(keras.layers.Embedding, "__init__", _embedding)
     hook(keras.layers.Layer, "add_weight", _weight)
+    keras.Model.compiled_loss = property(_compiled_loss)  # type: ignore[attr-defined]
 
 
 def _input(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,6 +113,18 @@ def _weight(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {**dict(zip(("shape", "dtype", "initializer"), rest, strict=False)), **kwargs}
         args, kwargs = (), {**kwargs, "name": name}
     return plain(layer, *args, **kwargs)
+
+
+def _compiled_loss(model: Any) -> Any:
+    """What `compile` was given as loss, with what layers add."""
+
+    def loss(
+        y_true: Any, y_pred: Any, sample_weight: Any = None, regularization_losses: Any = None
+    ) -> Any:
+        del regularization_losses  # compute_loss adds them
+        return model.compute_loss(y=y_true, y_pred=y_pred, sample_weight=sample_weight)
+
+    return loss
 
 
 def _note(older: str, newer: str) -> None:
