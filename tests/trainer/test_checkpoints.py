@@ -12,6 +12,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_apply, regression
 from tailrace.errors import CheckpointError, DataExhausted, OptionError
+from tailrace.trainer.checkpoints import device_copies
 
 X, Y = (np.concatenate(leaf) for leaf in zip(*regression(24), strict=True))
 HELD_OUT = regression(3, seed=3)
@@ -143,6 +144,25 @@ def test_several_fits_in_one_script(tmp_path):
     assert_bits_equal(script(again, tr.Checkpoint(directory), []), middle)
     same(again, expected)
     assert again.executions == 0, "what is finished is not computed again"
+
+
+@pytest.mark.parametrize("kills", [("between",), (1, "between", 5), (6,)], ids=str)
+def test_fits_that_share_an_iterator(tmp_path, kills):
+    """What a finished fit has read is not there for the next one, wherever the script was killed."""
+
+    def script(trainer, kept, kill):
+        stream, extra = generator(), [Kill(kill)] if isinstance(kill, int) else []
+        trainer.fit(stream, steps=8, checkpoint=kept, callbacks=extra)
+        if kill == "between":
+            raise Killed
+        trainer.fit(stream, steps=12, checkpoint=kept, callbacks=extra)
+        return trainer
+
+    expected = script(trainer_of(), None, None)
+    for kill in kills:
+        with pytest.raises(Killed):
+            script(trainer_of(), tr.Checkpoint(tmp_path, every=3), kill)
+    same(script(trainer_of(), tr.Checkpoint(tmp_path, every=3), None), expected)
 
 
 STAGES = {"hidden": 2, "out": 1}
@@ -435,6 +455,31 @@ def test_save_and_restore(tmp_path):
         trainer.save(tmp_path / "saved")
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):
         trainer.restore(tmp_path / "nothing")
+
+
+def test_copies_are_those_of_the_moment_and_whole(monkeypatch):
+    """Large arrays travel in pieces; what overwrites the original afterwards is not seen."""
+    monkeypatch.setattr(device_copies, "PIECE", 40)
+    mesh = jax.make_mesh((2,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("r"))
+    alike = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    values = {
+        "large": jnp.arange(35, dtype=jnp.float32).reshape(5, 7),
+        "narrow": jnp.arange(100, dtype=jnp.bfloat16),
+        "small": jnp.float32(3),
+        "empty": jnp.zeros((0, 3)),
+        "elsewhere": jax.device_put(np.arange(50), jax.devices()[1]),
+        "spread": jax.device_put(np.arange(64).reshape(8, 8), spread),
+        "alike": jax.device_put(np.arange(64).reshape(8, 8), alike),
+    }
+    expected = {name: np.array(value) for name, value in values.items()}
+    copies = device_copies.copied(values)
+    assert len(copies["large"].pieces) == 4
+    for value in values.values():
+        value.delete()
+    found = {name: copy.on_host() for name, copy in copies.items()}
+    assert list(found) == list(expected)
+    assert_bits_equal(found, expected)
 
 
 def test_restore_takes_the_newest_of_a_directory(tmp_path):

@@ -174,14 +174,14 @@ class Reader:
         return {"source": encode_state(state), "source_at": produced}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Make element number `state["elements"]` the next one; nothing may have been taken yet."""
+        """Make element number `state["elements"]` the next one; none behind it may have been taken."""
         position = int(state["elements"])
         if isinstance(self._source, BatchIterator):
             self._source.seek(position)
             self._waiting.clear()
             self.delivered = self._produced = position
             return
-        done = 0
+        done = self.delivered
         if "source" in state and can_go_back(self._source):
             self.spec()
             self._waiting.clear()

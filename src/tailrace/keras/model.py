@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.checkpoints.fit_forms import backups_of
+from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
 from tailrace.keras.data.batch_counts import (
@@ -164,10 +164,16 @@ class Adopted(Setters, Assigning):
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
         """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""
-        if checkpoint is not None:
-            return Keeping(as_checkpoint(checkpoint), self.kept_fits)
-        per_step = self.settings.microbatches * self.settings.replicas
-        return backups_of(call, self.kept_fits, per_step)
+        if checkpoint is None:
+            per_step = self.settings.microbatches * self.settings.replicas
+            return backups_of(call, self.kept_fits, per_step)
+        kept = Keeping(as_checkpoint(checkpoint), self.kept_fits)
+        if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_in(call)):
+            raise OptionError(
+                "checkpoint= and keras.callbacks.BackupAndRestore both take up a fit. Received: both. "
+                "Leave one of them out."
+            )
+        return kept
 
     def listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
         """Find out who wants to hear of batches, and hear of epochs ourselves."""

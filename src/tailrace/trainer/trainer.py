@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -374,6 +374,7 @@ class Trainer(LookingBack):
         taken = call.take_up(journal)
         try:
             if taken is not None and taken.finished:
+                self._pass_by(call.dataset, taken.position)
                 return
             feed = engine.use(call.dataset)
             assert isinstance(feed, InfeedQueue)
@@ -396,6 +397,16 @@ class Trainer(LookingBack):
             self._epochs = call.progress.first_epoch + call.epochs_begun
             if feed is not None:
                 engine.let_go(call.dataset, feed)
+
+    def _pass_by(self, dataset: Any, position: Mapping[str, Any]) -> None:
+        """What a finished fit has read of a one-shot iterator is not there for the fits behind it."""
+        if isinstance(dataset, InfeedQueue) or as_dataset(dataset).restartable:
+            return
+        with suppress(DataError):  # it has become shorter: whoever needs more says so
+            feed = self.engine.use(dataset)
+            assert isinstance(feed, InfeedQueue)
+            feed.set_state(position)
+            self.engine.let_go(dataset, feed)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save parameters, optimizer and model state, step, seed and the count of epochs.

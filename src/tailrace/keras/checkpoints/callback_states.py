@@ -56,12 +56,16 @@ def plain_state(callback: Any) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs between two states.
+    """What differs between two states. The length of a file is always told: it may have rows of before.
 
     >>> changes({"wait": 0, "patience": 3}, {"wait": 1, "patience": 3})
     {'wait': 1}
     """
-    return {name: v for name, v in now.items() if name not in before or not _same(v, before[name])}
+    return {
+        name: value
+        for name, value in now.items()
+        if name == LENGTH or name not in before or not _same(value, before[name])
+    }
 
 
 def set_plain_state(callback: Any, state: Mapping[str, Any]) -> None:

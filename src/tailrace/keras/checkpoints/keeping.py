@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tailrace.devices.processes import distributed
@@ -23,6 +22,7 @@ from tailrace.keras.programs.executions import Resumed
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.device_copies import copied
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
     STATE,
@@ -329,9 +329,8 @@ class Keeping:
     ) -> Snapshot:
         program, form = self._program, self._form
         assert form is not None
-        arrays: dict[str, Any] = {
-            f"{STATE}{number}": jnp.copy(value) for number, value in enumerate(program.values())
-        }
+        values = {f"{STATE}{number}": value for number, value in enumerate(program.values())}
+        arrays: dict[str, Any] = dict(copied(values))
         arrays |= history_arrays(program.history)
         stored: dict[str, np.ndarray] = {}
         states = [
