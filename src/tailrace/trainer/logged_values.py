@@ -45,7 +45,8 @@ def parse_log(log: Any) -> dict[str, Any]:
     """What `log=` was given, by name: True, or what the value is made with."""
     if isinstance(log, str):
         log = [log]
-    asked = dict(log) if isinstance(log, Mapping) else dict.fromkeys(log or (), True)
+    asked: dict[str, Any] = {}
+    asked.update(log if isinstance(log, Mapping) else dict.fromkeys(log or (), True))
     for name, given in asked.items():
         if name not in NAMES:
             raise OptionError(
@@ -119,7 +120,8 @@ class LoggedValues:
         own = {part.kind for part in results.parts if part.kind.startswith("log:")}
         values = self._of_taps([part for part in results.parts if part.kind in own])
         shape = results.scalars["loss"].shape
-        if callable(schedule := self._asked.get(RATE)):
+        schedule: Any = self._asked.get(RATE)
+        if callable(schedule):
             steps = range(results.first_step, results.first_step + shape[0])
             values[RATE] = np.array([float(schedule(step)) for step in steps])
         rates = self._rates(results.steps / seconds)

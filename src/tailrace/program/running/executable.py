@@ -189,7 +189,7 @@ class Executable:
         self._carried: list[Any] = [var for var, _ in segment.start] if segment.is_loop else []
         self._writes: list[Any] = list(segment.writes)
         self.compile_s = 0.0
-        self.reason = ("a program", "the first of its form")
+        self.reason: tuple[str, str] = ("a program", "the first of its form")
         """What it is for, and why there was none before; for people who wait for it."""
         self.compilation: Compilation | None = None
         self.taken: dict[Feed, Staged] = {}
