@@ -12,8 +12,11 @@ the compiled program, however often they run.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
+import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +26,7 @@ import optax
 
 import tailrace as tr
 from benchmarks.report import Contender, machine_record, markdown_table, measure
+from tailrace.pipeline.running.report import report
 
 STAGES, COUNT = 4, 8  # stages, and microbatches of a step
 OPERATIONS = ("dynamic-update-slice", "dynamic-slice", "copy", "while", "fusion")
@@ -115,10 +119,16 @@ def make_trainers(size: Size, schedules: list[str]) -> dict[str, tr.Trainer]:
     return found
 
 
-def program_of(trainer: tr.Trainer) -> str:
-    """The compiled program; users see its sizes in `trainer.explain` only."""
+def compiled_program(trainer: tr.Trainer) -> Any:
+    """What XLA made of a fit; `trainer.explain` has its sizes, but compiles once more."""
     executables = trainer.engine.runner._executables.values()
-    return next(e.compiled.as_text() for e in executables if e.compiled is not None)
+    return next(e.compiled for e in executables if e.compiled is not None)
+
+
+def stages_of(trainer: tr.Trainer) -> Sequence[Any]:
+    """What each stage costs; none without a pipeline."""
+    assembly = getattr(trainer.engine.runner, "assembly", None)
+    return () if assembly is None else report(assembly, timed=False).stages
 
 
 def counts(text: str) -> list[str]:
@@ -141,18 +151,23 @@ def main() -> None:
     size = GPT2 if flags.gpt else SMALL
     data = make_tokens(size)
     trainers = make_trainers(size, flags.schedules.split(","))
-    explained = {n: t.explain(data[0], steps=size.steps) for n, t in trainers.items()}
     losses = {n: t.fit(data, steps=size.steps, progress=False).loss for n, t in trainers.items()}
-    contenders = [
-        Contender(n, lambda t=t: t.fit(data, steps=size.steps, progress=False))
-        for n, t in trainers.items()
-    ]
+    processor = dict.fromkeys(trainers, 0.0)  # of this process: others do not disturb it
+
+    def run(name: str) -> None:
+        started = time.process_time()
+        trainers[name].fit(data, steps=size.steps, progress=False)
+        processor[name] += time.process_time() - started
+
+    contenders = [Contender(name, functools.partial(run, name)) for name in trainers]
     measure(contenders, flags.repeats)
     rows, base = [], contenders[0]
     for contender in contenders:
-        explanation = explained[contender.name]
-        stages = explanation.pipeline.stages if explanation.pipeline else ()
-        text = program_of(trainers[contender.name])
+        trainer = trainers[contender.name]
+        program, stages = compiled_program(trainer), stages_of(trainer)
+        memory, text = program.memory_analysis(), program.as_text()
+        peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
         if flags.dump:
             with open(f"{flags.dump}.{contender.name}.txt", "w") as file:
                 file.write(text)
@@ -161,14 +176,16 @@ def main() -> None:
                 contender.name,
                 f"{contender.median / size.steps * 1e3:,.1f}",
                 f"{contender.ratio_to(base):.3f}",
-                f"{explanation.peak_bytes / 1e6:,.1f}",
-                f"{explanation.parts['temporaries'] / 1e6:,.1f}",
+                f"{processor[contender.name] / processor[base.name]:.3f}",
+                f"{peak / 1e6:,.1f}",
+                f"{memory.temp_size_in_bytes / 1e6:,.1f}",
                 f"{sum(stage.stash for stage in stages) / 1e6:,.1f}",
                 f"{sum(stage.stash // stage.slots for stage in stages) / 1e6:,.1f}",
                 *counts(text),
             ]
         )
-    heads = ("", "ms a step", "ratio", "peak MB", "temporaries", "planned stash", "a microbatch")
+    heads = ("", "ms a step", "ratio", "of processor time", "peak MB", "temporaries")
+    heads = (*heads, "planned stash", "a microbatch")
     print(machine_record())
     print(markdown_table((*heads, *OPERATIONS, "copied MB"), rows))
     for name, loss in losses.items():

@@ -126,7 +126,8 @@ def report(
     layouts = [a.held_layout, a.carry_layout, a.stash_layout]
     devices = range(a.num_devices)
     common = sum(layout.nbytes for layout in layouts)
-    messages = 2 * sum(channel.layout.nbytes for channel in a.channels)
+    # What leaves and what arrives; on one device these are the same.
+    messages = min(a.num_devices, 2) * sum(channel.layout.nbytes for channel in a.channels)
     found = PipelineReport(
         stages,
         tuple(a.held_layout.used(d) for d in devices),
