@@ -38,6 +38,11 @@ format: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.feeds
 
+# The site, in build/site; needs no network. Warnings are errors.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "Open build/site/index.html"
+
 $(BIN)/python:
 	python=$${PYTHON:-$$(scripts/find_python.sh)} && $$python -m venv $(VENV)
 
@@ -47,6 +52,10 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e '.[docs]'
 	touch $@
 
 $(VENV)/.bench: pyproject.toml | $(BIN)/python

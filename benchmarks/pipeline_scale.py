@@ -132,7 +132,7 @@ def counts(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpt", action="store_true", help="GPT-2 small, for a GPU")
     parser.add_argument("--schedules", default="grouped", help="comma-separated (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds (%(default)s)")

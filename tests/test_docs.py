@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ runs: every block marked `python`, one namespace to a page."""
+"""The code in README.md and docs/ runs: every `python` block and cell, one namespace to a page."""
 
 import doctest
 import pathlib
@@ -11,7 +11,7 @@ from tailrace.devices import devices
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(?:python|\{code-cell\} python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROMISE = re.compile(r"^print\(.*\)  # ((?:[-\d(\[]|True|False|float).*)$", re.MULTILINE)
 NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")

@@ -2,6 +2,7 @@
 
     TailraceError
     ├── DeviceError            devices asked for and devices there do not fit
+    │   └── DeviceMemoryError  a device has not enough memory for an execution
     ├── DataError              a dataset or one of its elements breaks a rule
     │   ├── ElementError       an element differs from the first one (leaf path, shape, dtype)
     │   ├── DataExhausted      fewer elements than were asked for
@@ -19,6 +20,7 @@
     ├── RunError               a run directory cannot be written or read
     ├── CheckpointError        a checkpoint cannot be written or read, or does not fit
     ├── NonFiniteError         a NaN or Inf where `stop_on_nonfinite` watches
+    ├── CorruptionError        the same computation gave other bits, where `sentinel=` watches
     ├── VersionError           a package is of a version that Tailrace does not know
     └── MissingDependency      an optional package is not installed
 
@@ -33,6 +35,10 @@ class TailraceError(Exception):
 
 class DeviceError(TailraceError, RuntimeError):
     """The devices asked for are not there, or can no longer be chosen."""
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """A device has not enough memory for an execution; says what takes how much, and what helps."""
 
 
 class DataError(TailraceError, ValueError):
@@ -107,10 +113,24 @@ class NonFiniteError(TailraceError, ArithmeticError):
     Attributes:
         step: the number of the first bad step.
         culprit: what made the first bad value, with operation, scope, source and row; or None.
+        elements: those of the bad step, stacked leaf by leaf; or None.
     """
 
     step: int = -1
     culprit: object = None
+    elements: object = None
+
+
+class CorruptionError(TailraceError, RuntimeError):
+    """The same computation gave other bits: a memory or a processor is at fault.
+
+    Attributes:
+        step: where.
+        names: the tensors, or groups of tensors, that differ.
+    """
+
+    step: int = -1
+    names: tuple[str, ...] = ()
 
 
 class VersionError(TailraceError, RuntimeError):

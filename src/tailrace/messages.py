@@ -31,3 +31,16 @@ def shown(text: str) -> str:
     grad/w evil\\x1b[2J\\nname
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def size_text(count: float) -> str:
+    """Bytes for people.
+
+    >>> size_text(512), size_text(1_500_000)
+    ('512 B', '1.5 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    raise AssertionError

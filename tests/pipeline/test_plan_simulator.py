@@ -73,6 +73,15 @@ def test_unequal_stages_in_step():
     assert plan(2, 3, "sequential").simulate([1, 5], [2, 6]).total == 3 * 14
 
 
+def test_a_tick_ends_when_its_slowest_device_is_done():
+    """Devices meet once a tick: one may have the slow backward, and another the slow forward."""
+    made = plan(2, 4)
+    # Device 0 has F0 = 1 and B0 = 6, device 1 has F1 = 5 and B1 = 2.
+    assert made.simulate([1, 5], [6, 2]).total == 1 + 5 + 7 + 7 + 7 + 6 + 6
+    for mode in ("masked", "ungated"):
+        assert made.simulate([1, 5], [6, 2], mode=mode).total >= made.simulate([1, 5], [6, 2]).total
+
+
 def test_backward_is_twice_the_forward():
     made = plan(3, 6)
     assert made.simulate([1, 2, 3]) == made.simulate([1, 2, 3], [2, 4, 6])
@@ -80,10 +89,9 @@ def test_backward_is_twice_the_forward():
 
 def test_transfers():
     made = plan(2, 4)
-    # Five forward phases, of which the last has nothing to send; five backward ones, of which the
-    # last has nothing to send either.
-    assert made.simulate(1.0, 1.0, transfer=0.25).total == 10 + 8 * 0.25
-    assert made.simulate(1.0, 1.0, transfer=[0.25]).total == 12
+    # Values travel once a tick, in both directions at once; in the last of seven nothing does.
+    assert made.simulate(1.0, 1.0, transfer=0.25).total == 10 + 6 * 0.25
+    assert made.simulate(1.0, 1.0, transfer=[0.25]).total == 11.5
     # On one device nothing travels.
     assert plan(2, 4, device_mapping=[0, 0]).simulate(1.0, 1.0, transfer=9.0).bubble == 0.0
     alone = plan(2, 3, "sequential")

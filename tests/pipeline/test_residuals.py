@@ -206,3 +206,72 @@ def test_no_set_that_separates_is_lighter(data):
 def test_of_equal_cuts_the_one_nearest_to_what_is_wanted():
     chain = [("a", "b"), ("b", "c")]
     assert minimum_cut(dict.fromkeys("abc", 2), chain, ["a"], ["c"]) == {"c"}
+
+
+# -- loops over layers --------------------------------------------------------------------------------
+
+LAYERS = 3
+STACKED = {
+    "up": weight(LAYERS, WIDTH, BIG) / 4,
+    "down": weight(LAYERS, BIG, WIDTH, seed=1) / 64,
+}
+
+
+def looped(one):
+    def stage(p, x, y):
+        return jax.lax.scan(lambda h, p: (one(p, h), None), x, p)[0], y
+
+    return stage
+
+
+def narrow_layer(p, x):
+    h = x.astype(jnp.bfloat16) @ p["up"].astype(jnp.bfloat16)
+    return x + (jax.nn.gelu(h) @ p["down"].astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def test_a_loop_keeps_its_products_and_neither_weights_nor_what_a_gelu_makes():
+    kept = kept_by(looped(narrow_layer), STACKED)
+    product = f"bfloat16[{LAYERS}, {BATCH}, {BIG}]"
+    assert product in kept
+    # And what goes from layer to layer, in either dtype.
+    rest = [form for form in kept if form != product]
+    assert all(form.endswith(f"[{LAYERS}, {BATCH}, {WIDTH}]") for form in rest)
+    assert len(rest) <= 2
+    assembly = assembly_of(looped(narrow_layer), STACKED)
+    assert operations(assembly, ("B", 0, 0))["dot_general"] == 4
+
+
+def test_a_loop_keeps_masks_and_not_what_they_are_drawn_from():
+    def dropped(p, x, y):
+        def one(h, each):
+            p, number = each
+            key = jax.random.fold_in(tr.key(), number)
+            masked = jnp.where(jax.random.bernoulli(key, 0.9, (BATCH, BIG)), h @ p["up"], 0.0)
+            return h + masked @ p["down"], None
+
+        return jax.lax.scan(one, x, (p, jnp.arange(LAYERS)))[0], y
+
+    kept = kept_by(dropped, STACKED)
+    assert f"bool[{LAYERS}, {BATCH}, {BIG}]" in kept
+    assert not any(form.startswith("uint32") for form in kept)
+
+
+def test_a_checkpoint_in_a_loop_is_respected():
+    def again(p, x):
+        return jax.checkpoint(lambda p, x: x + jnp.tanh(x @ p["up"]) @ p["down"])(p, x)
+
+    kept = kept_by(looped(again), STACKED)
+    assert all(form.endswith(f"[{LAYERS}, {BATCH}, {WIDTH}]") for form in kept)
+
+
+def test_a_loop_equals_the_plain_step():
+    def one(p, x):
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    def plain(params, x, y):
+        return last(params[1], *looped(one)(params[0], x, y))
+
+    params, data = [STACKED, weight(WIDTH, 1)], elements(8, WIDTH, BATCH)
+    found = trained(pipeline_of(looped(one)), optax.sgd(0.1), params, data, 2)
+    expected = trained(plain, optax.sgd(0.1), params, data, 2, accumulation=4)
+    assert_same_training(found, expected)

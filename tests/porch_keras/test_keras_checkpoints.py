@@ -1,5 +1,10 @@
 """`fit(checkpoint=)` of Keras models: a fit that was stopped anywhere ends as if it had never been."""
 
+import os
+import signal
+import threading
+import time
+
 import numpy as np
 import optax
 import pytest
@@ -237,6 +242,59 @@ def test_backup_and_restore_is_exact(tmp_path, freq):
     first = 6 if freq == "epoch" else 2  # executions of two batches in an epoch of twelve
     assert len(heard.heard) > first
     assert not directory.exists(), "as Keras does: nothing is left once the fit has ended"
+
+
+class Signal(Kill):
+    """Sends this process a signal at some execution."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_saves_and_leaves(tmp_path):
+    def script(checkpoint, extra):
+        model = model_of()
+        model.fit(**arrays(epochs=2), callbacks=extra, verbose=0, checkpoint=checkpoint)
+        return model
+
+    expected = script(None, [])
+    kept = tr.Checkpoint(tmp_path / "kept", every=1000)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        script(kept, [Signal(2)])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (tmp_path / "kept" / "fit-0" / "step-4").is_dir()
+    same(script(kept, []), expected)
+
+
+def test_a_signal_while_the_data_blocks(tmp_path):
+    let_go = threading.Event()
+
+    def blocking(after):
+        for number, batch in enumerate(generated()["x"]):
+            if number == after:
+                os.kill(os.getpid(), signal.SIGTERM)
+                let_go.wait(timeout=30)
+            yield batch
+
+    def script(data):
+        model = model_of()
+        kept = tr.Checkpoint(tmp_path / "kept", every=1000)
+        call = {"epochs": 2, "steps_per_epoch": 8, "shuffle": False, "verbose": 0}
+        model.fit(data, **call, checkpoint=kept)
+        return model
+
+    started = time.monotonic()
+    with pytest.raises(SystemExit, match="143"):
+        script(blocking(6))
+    assert time.monotonic() - started < 25, "nobody waits for data that does not come"
+    let_go.set()
+    found = script(generated()["x"])
+    expected = model_of()
+    expected.fit(generated()["x"], epochs=2, steps_per_epoch=8, shuffle=False, verbose=0)
+    same(found, expected)
 
 
 def test_the_best_and_the_end_stay(tmp_path):

@@ -11,6 +11,7 @@ from torch import nn
 import tailrace as tr
 import tailrace.torch as tt
 from oracles import assert_bits_equal
+from tailrace.messages import forget_notes
 
 
 class Noisy(nn.Module):
@@ -103,3 +104,52 @@ def test_the_optimizer_s_state_dict_is_up_to_date():
     state = model.optimizer.state_dict()["state"]
     assert state[0]["step"] == 3
     assert state[0]["exp_avg"].abs().sum() > 0
+
+
+def test_a_state_dict_says_what_it_lacks(tmp_path, caplog):
+    """With dropout, training does not go on as if it had not stopped: `save` and `load` do that."""
+    model, _ = noisy()
+    batch = line(16)
+    model(*batch)
+    kept, state = model.state_dict(), model.optimizer.state_dict()
+    model.save(tmp_path / "m.npz")
+    forget_notes()
+    other, _ = noisy()
+    other.load_state_dict(kept)
+    assert "no step count and no seed: dropout ('body.2') draws other masks" in caplog.text
+    caplog.clear()
+    forget_notes()
+    again, _ = seeded(Noisy)
+    adam = torch.optim.Adam(again.parameters(), lr=0.01)
+    adam.load_state_dict(state)
+    tt.training_model(again, adam)
+    assert "draws other masks" in caplog.text
+    caplog.clear()
+    forget_notes()
+    noisy()[0].load(tmp_path / "m.npz")
+    plain, _, _ = training()
+    plain(*digits(4))
+    plain.load_state_dict(plain.state_dict())
+    assert "masks" not in caplog.text, "nothing is lacking, or nothing is random"
+
+
+def test_replicas_and_accumulation_go_on_from_a_file(tmp_path):
+    def make():
+        module, _ = seeded(Noisy)
+        adam = tt.optim.AdamW(module.parameters(), lr=0.01, loss_scaling=8.0)
+        options = {"device_iterations": 2, "accumulation": 2, "replicas": 2}
+        return tt.training_model(module, adam, seed=5, **options), module
+
+    batches = [line(64, seed=n) for n in range(3)]
+    model, module = make()
+    model(*batches[0])
+    model.save(tmp_path / "m.npz")
+    found, again = make()
+    found.load(tmp_path / "m.npz")
+    for batch in batches[1:]:
+        model(*batch)
+        found(*batch)
+    for name, value in module.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    ours, theirs = found.optimizer.state_dict()["state"], model.optimizer.state_dict()["state"]
+    assert all(torch.equal(ours[n]["exp_avg"], theirs[n]["exp_avg"]) for n in theirs)

@@ -294,6 +294,31 @@ def test_the_run_directory_goes_on(tmp_path, kills, replicas):
             assert a.replicas.tolist() == b.replicas.tolist()
 
 
+@pytest.mark.parametrize("kills", [(2,), (4, 3)], ids=str)
+def test_the_run_directory_of_a_trainer_that_went_back(tmp_path, kills):
+    """Steps are made again after `restore`: their numbers do not tell rows apart."""
+
+    def run(trainer, checkpoint, extra):
+        start = tmp_path / f"start{len(list(tmp_path.glob('start*')))}"
+        trainer.save(start)
+        trainer.fit(endless(), steps=6, checkpoint=checkpoint, callbacks=extra)
+        trainer.restore(start)
+        trainer.fit(endless(), steps=8, checkpoint=checkpoint, callbacks=extra)
+
+    expected = trainer_of(observe=TAPS, run_dir=tmp_path / "expected")
+    run(expected, None, [])
+    make = lambda: trainer_of(observe=TAPS, run_dir=tmp_path / "found")  # noqa: E731
+    found = in_pieces(tmp_path / "kept", make, run, kills)
+    same(found, expected)
+    runs = [tr.open_run(tmp_path / name) for name in ("found", "expected")]
+    assert runs[0].history.steps.tolist() == [*range(6), *range(8)]
+    assert_bits_equal(runs[0].history.loss, runs[1].history.loss)
+    for name, kind in runs[1].records:
+        a, b = runs[0].records[name, kind], runs[1].records[name, kind]
+        assert a.steps.tolist() == b.steps.tolist()
+        assert_bits_equal(np.asarray(a.values), np.asarray(b.values))
+
+
 def test_a_run_directory_is_not_taken_up_without_a_fit_that_is(tmp_path):
     trainer_of(run_dir=tmp_path / "run").fit(endless(), steps=4)
     with pytest.raises(tr.errors.RunError, match="holds one already"):

@@ -11,7 +11,15 @@ from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
 from tailrace.records.fingerprints import GROUPS, chained
-from tailrace.taps.bit_digests import digest, digest_rows, host_digest, joined, mixed_with
+from tailrace.taps.bit_digests import (
+    digest,
+    digest_many,
+    digest_rows,
+    host_digest,
+    host_row_digest,
+    joined,
+    mixed_with,
+)
 
 ELEMENTS = regression(48)
 
@@ -52,7 +60,7 @@ def test_device_and_numpy_agree(dtype):
     value = jnp.asarray(np.random.default_rng(0).normal(size=(5, 7)) * 3).astype(dtype)
     assert int(joined(jax.jit(lambda x: digest(x, "a/b"))(value))) == host_digest(value, "a/b")
     rows = joined(jax.jit(lambda x: digest_rows(x, "a/b", 1))(value))
-    assert [int(row) for row in rows] == [host_digest(row, "a/b") for row in value]
+    assert [int(row) for row in rows] == [host_row_digest(row, "a/b") for row in value]
 
 
 def test_every_bit_name_and_place_counts():
@@ -94,7 +102,7 @@ def test_the_groups_are_those_of_numpy(plain):
     loss = plain.history.each("loss")[6:]
     assert marks["loss"] == host_digest(loss, "loss", first=6)
     each = [
-        sum(host_digest(leaf, f"element[{i}]") for i, leaf in enumerate(one)) % 2**64
+        sum(host_row_digest(leaf, f"element[{i}]") for i, leaf in enumerate(one)) % 2**64
         for one in ELEMENTS[6:9]
     ]
     assert marks["elements"] == mixed_with(np.array(each, np.uint64), 6 + np.arange(3), "elements")
@@ -207,3 +215,15 @@ def test_a_switch():
         OptionError, match=r"fingerprint is True or False\. Received: fingerprint=1"
     ):
         tr.Trainer(mlp_loss, optimizer(), mlp(), fingerprint=1)
+
+
+def test_many_tensors_have_the_digests_of_each():
+    rng = np.random.default_rng(4)
+    shapes = [(3,), (), (0, 4), (40, 50), (5, 3), (130, 130), (7,), (2000,), (2100,)]
+    values = [jnp.asarray(rng.normal(size=shape), np.float32) for shape in shapes]
+    values += [jnp.asarray(rng.normal(size=9), jnp.bfloat16), jnp.arange(9)]
+    names = [f"leaf/{number}" for number in range(len(values))]
+    sizes = [None] * 6 + [5, 1999, None, None, None]
+    found = joined(jax.jit(lambda v: digest_many(v, names, sizes))(values))
+    for value, name, size, one in zip(values, names, sizes, found, strict=True):
+        assert int(one) == host_digest(np.asarray(value).reshape(-1)[:size], name), name

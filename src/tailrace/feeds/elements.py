@@ -168,3 +168,9 @@ def _describe(element: Any) -> str:
     if isinstance(element, tuple | list):
         return f"{len(element)} positional argument{'s' * (len(element) != 1)}"
     return "one array"
+
+
+def effective_batch_size(spec: ElementSpec, elements: int) -> int | None:
+    """Examples in a step of so many elements; None where elements have no common leading dim."""
+    sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+    return min(sizes) * elements if len(sizes) == 1 else None

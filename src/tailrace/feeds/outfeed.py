@@ -49,8 +49,8 @@ class OutfeedQueue:
             is kept; "drop_oldest" forgets the oldest executions, and says so once.
 
     `enqueue` is called in a program, everything else on the host. With one replica and T the shape
-    of a leaf, `dequeue()` gives [k, *T] in mode "all" and T in mode "last"; with R replicas,
-    [k, R, *T] and [R, *T].
+    of a leaf, `dequeue()` gives `[k, *T]` in mode "all" and `T` in mode "last"; with R replicas,
+    `[k, R, *T]` and `[R, *T]`.
 
     Attributes:
         dropped: how many executions were dropped because nobody dequeued.

@@ -35,6 +35,22 @@ class Awaited(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Lasting:
+    """Something that is awaited from now on."""
+
+    what: str
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    def awaited(self) -> str:
+        """What is awaited, in words."""
+        return self.what
+
+    def waited_s(self) -> float:
+        """For how long it has been awaited."""
+        return time.monotonic() - self.since
+
+
+@dataclasses.dataclass(frozen=True)
 class Patience:
     """How long data is waited for, and what else ends a wait.
 

@@ -25,7 +25,7 @@ from tailrace.seams import Package
 PACKAGE = Package("JAX", "jax", jax.__version__, newest="0.12.0.1")
 
 try:
-    from jax.core import ShapedArray, Tracer
+    from jax.core import ShapedArray, Trace, Tracer
     from jax.extend import source_info_util
     from jax.extend.core import (
         ClosedJaxpr,
@@ -37,6 +37,8 @@ try:
         get_opaque_trace_state,
         jaxpr_as_fun,
         primitives,
+        set_current_trace,
+        take_current_trace,
     )
     from jax.interpreters import ad, batching, mlir
     from jax.interpreters import partial_eval as pe
@@ -56,6 +58,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "ShapedArray",
+    "Trace",
     "Var",
     "Tracer",
     "ad",
@@ -88,6 +91,8 @@ __all__ = [
     "scan_sizes",
     "scope_names",
     "scopes_of",
+    "set_current_trace",
+    "take_current_trace",
     "trace_level",
     "user_frame",
     "value_of",

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.marks import COTANGENT, Tag, mark, mark_p
+from tailrace.jaxprs.recording import Recording
 from tailrace.seams import Seam
 
 _checked = False
@@ -217,6 +218,13 @@ def _client() -> bool:
     return True
 
 
+def _recorded() -> bool:
+    x = jnp.float32(3.0)
+    with Recording() as recording:
+        y = _ruled_forward(x) * _ruled_backward(x)
+    return float(recording.gradients([y], [x])[0]) == 24.0
+
+
 SEAMS = (
     Seam("the parts of a traced program", "everything", _programs),
     Seam("the names of operations", "catalogue, optimizer state in pieces", _names),
@@ -234,6 +242,7 @@ SEAMS = (
     Seam("the use of dead-code rules", "taps and enqueues that nothing else uses", _dead_code),
     Seam("the use of batching rules", "taps under jax.vmap", _batches),
     Seam("the way to emit an equation again", "every compiled program", _binding),
+    Seam("the trace that operations go to", "tapes outside of programs", _recorded, late=True),
     Seam("the level of tracing", "tr.key and feeds in nested functions", _levels),
     Seam("the type of random keys", "run directories, checkpoints", _keys),
     Seam("the effect of jax.debug", "enqueues in loops", lambda: internals._debug_effect()),

@@ -11,25 +11,31 @@ from tailrace.jaxprs.internals import JaxprEqn, primitives
 # fmt: off
 _ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
-    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "or", "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
-    "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max",
+    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count",
+    "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor",
 ))
 # fmt: on
 """Operations whose result at an index depends on their operands at that index alone."""
+
+_COMPARISONS = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
 
 _SAME_VALUE = frozenset(("copy", "copy_p", "convert_element_type", "reshape", "squeeze"))
 """Operations that leave a number what it is."""
 
 
 _REARRANGEMENTS = _SAME_VALUE | {
-    *("broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "rev", "slice", "split"),
-    *("stop_gradient", "transpose"),
+    *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "iota", "name", "pad", "rev"),
+    *("slice", "split", "stack", "stop_gradient", "tile", "transpose", "unstack"),
 }
 """Operations that compute nothing, and that XLA makes part of the operation behind them."""
+
+_ARITHMETIC = _ELEMENTWISE - _REARRANGEMENTS
+_CHEAP = _ELEMENTWISE | _REARRANGEMENTS
 
 
 def name_of(eqn: JaxprEqn) -> str:
@@ -52,12 +58,17 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
 
 def is_arithmetic(eqn: JaxprEqn) -> bool:
     """Whether an operation computes each number of its result from those in the same place."""
-    return eqn.primitive.name in _ELEMENTWISE - _REARRANGEMENTS
+    return eqn.primitive.name in _ARITHMETIC
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
     """Whether an operation computes nothing: casts, broadcasts, slices, other shapes, constants."""
-    return eqn.primitive.name in _REARRANGEMENTS
+    return internals.operation(eqn) in _REARRANGEMENTS
+
+
+def keeps_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: keep what is expensive to compute, and masks, which are small."""
+    return primitive.name in _COMPARISONS or primitive.name not in _CHEAP
 
 
 def is_reshape(eqn: JaxprEqn) -> bool:

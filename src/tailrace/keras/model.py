@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import json
 import pathlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,15 @@ import jax.numpy as jnp
 import keras
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in, form_of_fit
+from tailrace.keras.checkpoints.fit_forms import backups_of
 from tailrace.keras.checkpoints.keeping import Keeping
-from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks
-from tailrace.keras.data.batch_counts import batches_in, check_accumulation, counted
+from tailrace.keras.checkpoints.kept_fit import fit_kept
+from tailrace.keras.data.batch_counts import (
+    batches_in,
+    check_accumulation,
+    counted,
+    remainders,
+)
 from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.wrappers import overrides
@@ -88,7 +92,10 @@ class Adopted(Setters, Assigning):
             **kwargs: as in Keras.
         """
         model, settings = self.model, self.settings
-        settings.check_optimizer(args[0] if args else kwargs.get("optimizer"))
+        if args:
+            args = (settings.own_optimizer(args[0]), *args[1:])
+        elif "optimizer" in kwargs:
+            kwargs["optimizer"] = settings.own_optimizer(kwargs["optimizer"])
         PLAIN["compile"](model, *args, **kwargs)
         settings.check_compiled(model.run_eagerly, model.jit_compile)
         settings.observe, settings.run_dir = observe, run_dir
@@ -148,12 +155,12 @@ class Adopted(Setters, Assigning):
         pacing = self._pacing_of_fit(call)
         pacing.resident = self._resident_rows(call)
         if keeping is None:
-            self._listen(pacing, call)
-            with self._while_running("train", pacing), _remainders(pacing.drops):
+            self.listen(pacing, call)
+            with self.while_running("train", pacing), remainders(pacing.drops):
                 return plain(**call)
         with keeping.open():
             self.kept_fits += 1
-            return self._fit_kept(keeping, pacing, call)
+            return fit_kept(self, keeping, pacing, call)
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
         """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""
@@ -162,38 +169,7 @@ class Adopted(Setters, Assigning):
         per_step = self.settings.microbatches * self.settings.replicas
         return backups_of(call, self.kept_fits, per_step)
 
-    def _fit_kept(self, keeping: Keeping, pacing: Pacing, call: dict[str, Any]) -> Any:
-        """A fit that keeps checkpoints, from the beginning or from where one was taken."""
-        told = callbacks_in(call)
-        epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
-        call["x"] = keeping.replay(call["x"])
-        if keeping.finished:  # nothing is computed, nobody is told
-            call["callbacks"], call["verbose"], told = None, 0, []
-        self._listen(pacing, call)
-        params = {name: call[name] for name in ("verbose", "epochs")}
-        params["steps"] = call["steps_per_epoch"] or pacing.batches
-        if isinstance(call["callbacks"], keras.callbacks.CallbackList):
-            params = dict(call["callbacks"].params or params)
-            call["callbacks"] = call["callbacks"].callbacks
-        kept = KeptCallbacks(
-            call["callbacks"],
-            keeping,
-            pacing,
-            told,
-            lambda: self.programs["train"],
-            epoch,
-            model=self.model,
-            **params,
-        )
-        call["callbacks"], call["initial_epoch"] = kept, epoch
-        with self._while_running("train", pacing), _remainders(pacing.drops):
-            with keeping.interrupts:
-                history = PLAIN["fit"](**call)
-            if not keeping.finished:
-                kept.save_end()
-        return history
-
-    def _listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
+    def listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
         """Find out who wants to hear of batches, and hear of epochs ourselves."""
         callbacks = call["callbacks"]
         if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -235,7 +211,7 @@ class Adopted(Setters, Assigning):
         pacing = self._pacing_of_test(bound.arguments, validating)
         self._listen_to_steps("test", pacing, bound.arguments)
         several = self.settings.replicas > 1
-        with self._while_running("test", pacing, same_execution=validating), _remainders(several):
+        with self.while_running("test", pacing, same_execution=validating), remainders(several):
             return plain(model, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +222,7 @@ class Adopted(Setters, Assigning):
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = self._pacing_of_test(bound.arguments, False)
         self._listen_to_steps("predict", pacing, bound.arguments)
-        with self._while_running("predict", pacing), _remainders(self.settings.replicas > 1):
+        with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
             return plain(model, *args, **kwargs)
 
     # -- what Keras' trainer asks for -----------------------------------------------------------
@@ -371,7 +347,7 @@ class Adopted(Setters, Assigning):
                 program.end()
 
     @contextlib.contextmanager
-    def _while_running(
+    def while_running(
         self, mode: str, pacing: Pacing, same_execution: bool = False
     ) -> Iterator[None]:
         """While Keras' trainer runs: it counts executions in batches over all replicas."""
@@ -475,15 +451,6 @@ def logs_of_its_own(model: Any) -> bool:
     """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
     names = ("compute_metrics", "get_metrics_result")
     return any(overrides(model, name, keras.Model) for name in names)
-
-
-@contextlib.contextmanager
-def _remainders(dropped: bool) -> Iterator[None]:
-    """Keras takes batches that replicas cannot share, and that are left out, for a lack of data."""
-    with warnings.catch_warnings():
-        if dropped:
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-        yield
 
 
 def _listens(callback: Any) -> bool:

@@ -68,7 +68,7 @@ class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
         super().__init__(str(getattr(mode, "value", mode)).lower(), filters)
 
     def deliver(self, found: OrderedDict[str, Any], replicas: int) -> None:
-        """Take over values that a program did not send but let be observed, [k, (R,) *T] each."""
+        """Take over values that a program did not send but let be observed, `[k, (R,) *T]` each."""
         leaves, structure = jax.tree.flatten(found)
         if replicas > 1:
             leaves = [np.moveaxis(leaf, 1, 0) for leaf in leaves]

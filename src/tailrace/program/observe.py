@@ -52,7 +52,7 @@ def observe(
 
     Args:
         function: any JAX function, such as a training step.
-        taps: `tr.Tap`s, or selections whose statistics are wanted. A call counts as one step.
+        taps: taps (`tr.Tap`), or selections whose statistics are wanted. A call counts as one step.
         seed: where the keys of `tr.key()` come from.
         observe_bytes: the most that the records of one call may take; more is refused before it
             runs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -71,12 +71,17 @@ class Sink(Protocol):
         """Take what was compiled: purpose, cause, seconds; ready for JSON."""
         ...
 
-    def take_up(self, first_step: int, step: int) -> None:
-        """The next fit goes on from a checkpoint: what was kept of this step and later ones is cut."""
-        ...
-
     def flush(self) -> None:
         """Wait until everything handed over so far is kept for good."""
+        ...
+
+    def mark(self) -> Callable[[], Any]:
+        """Mark what was handed over so far. The call that is returned waits until all of it is kept for
+        good, and tells where it ends, ready for JSON."""
+        ...
+
+    def take_up(self, end: Any) -> None:
+        """The next fit goes on from a checkpoint: what was kept behind this mark is cut."""
         ...
 
     def stored(self) -> dict[tuple[str, str], list[Source]]:

@@ -18,7 +18,7 @@ from tailrace.errors import RunError
 from tailrace.feeds.reader import Reader
 from tailrace.runs.reader import Run
 from tailrace.runs.tables.tables import READING
-from tailrace.taps.bit_digests import host_digest
+from tailrace.taps.bit_digests import host_row_digest
 
 AT_ONCE = 64
 """How many elements of a dataset are read at a time to be compared."""
@@ -34,7 +34,7 @@ class Row:
     epoch: int
     first: int
     count: int
-    resumed: bool
+    resumed: int
 
     @property
     def end(self) -> int:
@@ -258,5 +258,7 @@ def _digests(dataset: Any, epoch: int, count: int) -> list[int]:
         block = reader.elements_of(reader.read(min(AT_ONCE, count - len(found))))
         for leaves in zip(*block, strict=True):
             parts = zip(leaves, paths, strict=True)
-            found.append(sum(host_digest(leaf, f"element{path}") for leaf, path in parts) % 2**64)
+            found.append(
+                sum(host_row_digest(leaf, f"element{path}") for leaf, path in parts) % 2**64
+            )
     return found

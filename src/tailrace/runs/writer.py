@@ -11,6 +11,7 @@ goes on while the thread tries again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import threading
@@ -34,7 +35,7 @@ from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
 from tailrace.runs.tables.executions import join_executions
-from tailrace.runs.tables.reopened import reopen
+from tailrace.runs.tables.reopened import reopen, rows_before
 from tailrace.runs.tables.tables import (
     ExecutionTable,
     HistoryTable,
@@ -96,7 +97,7 @@ class RunWriter:
         self._tables: dict[Hashable, RecordTable] = {}
         self._starts: dict[Hashable, int] = {}
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Finished, int]] = deque()
+        self._queue: deque[tuple[Finished | _Mark, int]] = deque()
         self._queued_bytes = 0
         self._closing = False
         self._blocked = False  # the training waits for room
@@ -104,7 +105,7 @@ class RunWriter:
         self._thread: threading.Thread | None = None
         self._failure: RunError | None = None
         self._told = False
-        self._taken_up: tuple[int, int] | None = None
+        self._taken_up: Mapping[str, Any] | None = None
         self._reopened: dict[Any, Hashable] = {}
         self._beside: dict[str, bytes] = {}
         with self._sentence("cannot be looked at"):
@@ -151,15 +152,34 @@ class RunWriter:
         with contextlib.suppress(OSError, RunError):
             add_compilations(self._place, [row])
 
-    def take_up(self, first_step: int, step: int) -> None:
-        """Continue the run that is in the directory, if there is one, from this step on.
+    def mark(self) -> Callable[[], dict[str, Any] | None]:
+        """Mark what was handed over so far.
+
+        Returns:
+            Waits until all of it is on disk; how many rows each table has then, for `take_up`.
+        """
+        mark = _Mark()
+        with self._changed:
+            if self._thread is None:
+                mark.rows = self._rows(between_fits=True)
+            else:
+                self._queue.append((mark, 0))
+
+        def rows() -> dict[str, Any] | None:
+            self.flush()
+            return mark.rows
+
+        return rows
+
+    def take_up(self, end: Mapping[str, Any] | None) -> None:
+        """Continue the run that is in the directory, if there is one.
 
         Args:
-            first_step: of the fit that goes on.
-            step: rows of this step and later ones are cut off; they come again.
+            end: what a mark has told; rows behind it are cut off, because they come again. None: the
+                fit had no run.
         """
-        if self._root is None:
-            self._taken_up = (first_step, step)
+        if self._root is None and end is not None:
+            self._taken_up = end
 
     def rewind(self, step: int, said: Mapping[str, Any]) -> None:
         """The training went back to a step: the next fit cuts off what came after; between fits.
@@ -177,7 +197,7 @@ class RunWriter:
                 add_intervention(self._place, dict(said))
             finally:
                 self._let_go()
-        self._root, self._taken_up = None, (step, step)
+        self._root, self._taken_up = None, {"step": step}
 
     def flush(self) -> None:
         """Wait until everything that was handed over so far is on disk."""
@@ -218,7 +238,7 @@ class RunWriter:
                 self._place.hold()
                 self._lock.acquire()
                 if self._root is None and self._taken_up and self._holds_a_run():
-                    self._reopen(*self._taken_up)
+                    self._reopen(self._taken_up)
                 elif self._root is None:
                     self._refuse_what_is_there()
                     self._create(info)
@@ -260,14 +280,14 @@ class RunWriter:
     def _holds_a_run(self) -> bool:
         return (self.directory / RUN_FILE).exists()
 
-    def _reopen(self, first_step: int, step: int) -> None:
-        """Open the run that is there, and cut it back to a step before anything is appended."""
+    def _reopen(self, end: Mapping[str, Any]) -> None:
+        """Open the run that is there, and cut it back before anything is appended."""
         from tailrace.runs.storage.stores import BufferedStore
 
         self._identity = str(read_info(self.directory).get("run"))
         store = BufferedStore(self._place)
         root = import_zarr().open_group(store, mode="r+", zarr_format=3)
-        found = reopen(root, first_step, step)
+        found = reopen(root, rows_before(root, end["step"]) if "step" in end else end)
         root.attrs.put(_state(found.counts, writing=True))
         store.flush(last=COUNTS)
         self._store, self._root = store, root
@@ -363,20 +383,35 @@ class RunWriter:
         waiting = self._blocked or self._queued_bytes > MOST_WAITING
         return self._closing or self._asked > self._answered or waiting
 
-    def _write(self, taken: list[Finished], *, writing: bool) -> float:
+    def _write(self, taken: list[Finished | _Mark], *, writing: bool) -> float:
         """Write executions, then, in one file, that they count; returns when to do so again, in s.
 
         Args:
-            taken: the executions.
+            taken: the executions, and marks between them.
             writing: whether there may be more.
         """
-        assert self._history is not None
         assert self._executions is not None
-        assert self._store is not None
-        self._executions.append(taken)
-        for done in join_executions(taken):
-            self._take(done)
+        waiting: list[Finished] = []
+        for done in [*taken, _Mark()]:
+            if isinstance(done, Finished):
+                waiting.append(done)
+                continue
+            self._executions.append(waiting)
+            for joined in join_executions(waiting):
+                self._take(joined)
+            waiting, done.rows = [], self._rows()
         return self._persist(lambda: self._commit(writing=writing))
+
+    def _rows(self, between_fits: bool = False) -> dict[str, Any]:
+        """How many rows the tables have, and how many of records belong to fits before."""
+        history, executions = self._history, self._executions
+        records = [table.columns.rows for table in self._tables.values()]
+        return {
+            "history": 0 if history is None else history.columns.rows,
+            "executions": 0 if executions is None else executions.columns.rows,
+            "records": records,
+            "starts": records if between_fits else list(self._starts.values()),
+        }
 
     def _persist(self, commit: Callable[[], float]) -> float:
         """Commit, and while the disk is full try again; the training goes on meanwhile."""
@@ -467,6 +502,13 @@ class RunWriter:
                 f"The run directory {str(self.directory)!r} {what}: {type(error).__name__}: "
                 f"{text.rstrip('.')}.{kept}"
             ) from error
+
+
+@dataclasses.dataclass
+class _Mark:
+    """A place between executions that are handed over, and what the tables had there."""
+
+    rows: dict[str, Any] | None = None
 
 
 def _state(counts: dict[str, Any], *, writing: bool) -> dict[str, Any]:

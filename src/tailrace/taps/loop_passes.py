@@ -122,6 +122,21 @@ class Passes:
         return Ran(carry, jax.tree.map(flat, ys), jax.tree.map(flat, every), last, Emissions())
 
 
+def skipping(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A pass that changes nothing of what it carries if what it emits is not good."""
+
+    def run(before: Any, x: Any, observing: bool) -> Any:
+        after, (ys, emitted) = one_pass(before, x, observing)
+        # The choice must not be fused with what it chooses from: XLA would round the update otherwise
+        # than it does in a program without a guard.
+        after = lax.optimization_barrier(after)
+        good = is_good(emitted)
+        kept = jax.tree.map(lambda old, new: jnp.where(good, new, old), before, after)
+        return kept, (ys, emitted)
+
+    return run
+
+
 def _append(many: Any, one: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), many, one)
 

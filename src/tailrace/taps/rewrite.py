@@ -52,8 +52,8 @@ from tailrace.jaxprs.walk import (
 )
 from tailrace.taps.counted_loop import traced_once, zeros
 from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
-from tailrace.taps.loop_passes import Passes, both, collected
-from tailrace.taps.wanted import RawKey, Wanted, condense
+from tailrace.taps.loop_passes import Passes, both, collected, skipping
+from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
 OnMark = Callable[[Tag, list[Any], Frame], list[Any]]
 
@@ -219,6 +219,9 @@ class Rewriter(Visitor[Any, Frame]):
 
         wants = self._inside.get(here, ())
         collected = {RawKey((want,)): want.collect for want in wants if want.collect != "stack"}
+        guards = [want for want in wants if want.guard] if outermost else []
+        if guards and all(want.skips for want in guards):
+            one_pass = skipping(one_pass, self._is_good)
         trip = frame.trip if outermost else None
         over = Passes(one_pass, scan.reverse, scan.unroll, length, trip=trip)
         period = self.period if outermost else 1
@@ -229,6 +232,14 @@ class Rewriter(Visitor[Any, Frame]):
         if outermost:
             frame.steps_before = frame.steps_before + (length if trip is None else trip.count)
         return [*ran.carry, *ran.ys]
+
+    def _is_good(self, emitted: Any) -> Any:
+        """Whether no flag that a pass emitted is down, on any replica."""
+        flags = [fine(e).all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
+        good = jnp.stack(flags).all()
+        if self.replica_axis is not None:
+            good = lax.pmin(good.astype(jnp.int32), self.replica_axis) > 0
+        return good
 
     def while_loop(
         self, loop: While, inputs: list[Any], around: Frame, here: Position

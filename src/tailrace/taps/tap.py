@@ -137,6 +137,9 @@ class StopOnNonfinite:
     """A guard: training stops at the first NaN or Inf; made by `tr.stop_on_nonfinite`."""
 
     select: Select
+    on_nonfinite: str = "stop"
+    limit: int = 10
+    bundle: Any = None
 
     period = 1
     mode = Mode.ALL
@@ -144,10 +147,21 @@ class StopOnNonfinite:
 
     def __post_init__(self) -> None:
         check_selection(self.select)
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise OptionError(
+                f"on_nonfinite is 'stop' or 'skip'. Received: on_nonfinite={self.on_nonfinite!r}."
+            )
+        if isinstance(self.limit, bool) or not isinstance(self.limit, int) or self.limit < 0:
+            raise OptionError(f"limit is a number of steps. Received: limit={self.limit!r}.")
+
+    @property
+    def skips(self) -> bool:
+        """Whether bad steps are taken back, and training goes on."""
+        return self.on_nonfinite == "skip"
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
         """What the program must watch."""
-        return Wanted(key, output, guard=True)
+        return Wanted(key, output, guard=True, skips=self.skips)
 
     def nbytes(self, entry: Entry) -> int:
         """Bytes of one flag."""
@@ -173,19 +187,40 @@ class GradientDigest:
         return 8
 
 
-def stop_on_nonfinite(select: Select = ("loss", "grad/*")) -> StopOnNonfinite:
+def stop_on_nonfinite(
+    select: Select = ("loss", "grad/*"),
+    on_nonfinite: str = "stop",
+    limit: int = 10,
+    bundle: Any = None,
+) -> StopOnNonfinite:
     """Stop training at the first NaN or Inf in the selected tensors; goes into `observe=`.
+
+    Args:
+        select: which tensors.
+        on_nonfinite: "stop", or "skip": a bad step changes no state, `history["skipped"]` says which
+            they were, and training goes on.
+        limit: how many steps of a fit may be skipped before it stops.
+        bundle: a new directory into which the bad step is written when training stops: the state before
+            it, its elements, seed and step; `trainer.replay_bundle` runs it on another machine.
 
     The device checks every step, and the host reads the checks when an execution has ended. After a
     bad step, training goes back to where that execution started and runs the steps before the bad one
     again: the parameters are then those before that step, and `tr.errors.NonFiniteError` says which
     step, microbatch, tensor, operation and line it was. Executions in flight keep the state that they
-    started from, one copy each.
+    started from, one copy each. A guard that skips chooses between old and new state at every step.
 
-    >>> stop_on_nonfinite("grad/*")
-    StopOnNonfinite(select='grad/*')
+    >>> stop_on_nonfinite("grad/*").select
+    'grad/*'
     """
-    return StopOnNonfinite(list(select) if isinstance(select, tuple) else select)
+    select = list(select) if isinstance(select, tuple) else select
+    return StopOnNonfinite(select, on_nonfinite, limit, bundle)
+
+
+def guarding(observe: Any, on_nonfinite: str | None) -> Any:
+    """What `observe=` was given, with the guard that `on_nonfinite=` stands for."""
+    if on_nonfinite is None:
+        return observe
+    return [*parse_taps(observe), stop_on_nonfinite(on_nonfinite=on_nonfinite)]
 
 
 @dataclasses.dataclass(frozen=True)

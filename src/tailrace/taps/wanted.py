@@ -8,10 +8,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tailrace.spans.scopes import TAPS
-from tailrace.taps.bit_digests import digest
+from tailrace.taps.bit_digests import digest_many
 from tailrace.taps.frame import Emission, Frame
 from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
 
@@ -28,6 +27,7 @@ class Wanted:
         periodic: whether it is made only in the last of every `period` steps.
         collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
         guard: only whether it is finite is of interest.
+        skips: a guard that takes back the step in which it is not finite, and lets the loop go on.
         digest: only the digest of its bits is of interest.
         layers: how many dims in front are passes of the user's own scans, when it is collected.
     """
@@ -40,6 +40,7 @@ class Wanted:
     guard: bool = False
     layers: int = 0
     digest: bool = False
+    skips: bool = False
 
 
 class FiniteKey(tuple):
@@ -93,8 +94,9 @@ def _condense(frame: Frame, at_end: bool) -> None:
         key = FiniteKey(key for key, _ in guarded)
         frame.emit(key, all_finite([e.value for _, e in guarded]))
     if digested:  # together: each array that leaves a device takes its time
-        key = DigestKey(name for (name, _), _ in digested)
-        frame.emit(key, jnp.stack([digest(e.value, name) for (name, _), e in digested]))
+        names = [name for (name, _), _ in digested]
+        values = [emission.value for _, emission in digested]
+        frame.emit(DigestKey(names), digest_many(values, names, [None] * len(names)))
     for pack in packs.values():
         # A pack has one flag, so what has flags goes alone.
         alone = [[(k, e)] for k, e in pack if e.valid is not None]

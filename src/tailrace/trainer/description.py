@@ -32,6 +32,7 @@ def describe(
             "replicas": engine.placement.replicas,
             "seed": engine.seed,
             "precision": str(precision.dtype) if (precision := step.precision) else None,
+            "sentinel": None if engine.sentinel is None else engine.sentinel.share,
             "fingerprint": engine.digests is not None,
             "loss_scale": dataclasses.asdict(scale) if (scale := step.loss_scale) else None,
         },

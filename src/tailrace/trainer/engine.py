@@ -6,11 +6,13 @@
     engine.state                        parameters, optimizer state, model state
 
 `tr.Trainer`, the Keras front end, the PyTorch front end and the IPU programs each drive one by a loop
-of their own. An engine knows nothing of epochs, callbacks, histories or files.
+of their own. An engine knows nothing of epochs, callbacks, histories or files. The file is long because
+it is one thing: every method works on the state in use.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.elements import ElementSpec
@@ -47,7 +50,9 @@ from tailrace.taps.tap import GradientDigest, StopOnNonfinite, Tap, parse_taps
 from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
-from tailrace.trainer.nonfinite_guard import diagnose, first_bad_step
+from tailrace.trainer.memory_shortage import within_memory
+from tailrace.trainer.nonfinite_guard import bad_steps, diagnose, first_bad_step
+from tailrace.trainer.sentinel import Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 
 
@@ -70,6 +75,7 @@ class Engine:
         loss_scale: how the loss is scaled.
         precision: in which dtype the loss function computes.
         fingerprint: whether executions have fingerprints.
+        sentinel: the share of executions that are run twice and compared; None checks nothing.
     """
 
     def __init__(
@@ -90,22 +96,12 @@ class Engine:
         loss_scale: Any = None,
         precision: Any = None,
         fingerprint: bool = False,
+        sentinel: float | None = None,
     ) -> None:
-        self.again = partial(
-            Engine,
-            loss_fn,
-            optimizer,
-            accumulation=accumulation,
-            replicas=replicas,
-            replica_state=replica_state,
-            offload_optimizer_state=offload_optimizer_state,
-            shard_optimizer_state=shard_optimizer_state,
-            offload_activations=offload_activations,
-            seed=seed,
-            loss_scale=loss_scale,
-            precision=precision,
-            fingerprint=fingerprint,
-        )
+        fingerprint = fingerprint or sentinel is not None
+        given = locals()
+        other = ("self", "params", "model_state", "observe", "sentinel")
+        self.again = partial(Engine, **{k: v for k, v in given.items() if k not in other})
         """Makes another engine for the same model, of parameters, model state and taps."""
         self.pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
         accumulation, params = check_model(
@@ -129,6 +125,8 @@ class Engine:
             microbatches=self.accumulation.microbatches,
             pipelined=self.pipeline is not None,
         )
+        if fingerprint:
+            self.memory = self.memory.with_fingerprints(params)
         self.step_function = (Step if self.pipeline is None else PipelineStep)(
             loss_fn,
             optimizer,
@@ -145,7 +143,11 @@ class Engine:
         scale = scaling.init() if scaling is not None else None
         forms = jax.eval_shape(lambda: (params, model_state, scale))
         self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), *forms[1:])
-        self.digests = StateDigests(self.form, self.memory.keeping) if fingerprint else None
+        digests = StateDigests(self.form, self.memory.keeping)
+        self.digests = digests if fingerprint else None
+        self.sentinel = (
+            Sentinel(check_share(sentinel), digests, seed) if sentinel is not None else None
+        )
         self._state: TrainState | None = self._first_state(params, first, model_state, scale)
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
@@ -179,6 +181,8 @@ class Engine:
 
     def replace(self, leaves: Mapping[int, Any]) -> None:
         """Replace leaves of the state, by their number in its tree; values are copied."""
+        if self.sentinel is not None:
+            self.sentinel.expects(None)
         keeping = self.memory.keeping
         if keeping is not None:
             first = len(jax.tree.leaves(self.form.params))
@@ -260,9 +264,15 @@ class Engine:
         return self._in_use()[1]
 
     @property
+    def guard(self) -> StopOnNonfinite | None:
+        """What watches for numbers that are not finite; of several, one that stops."""
+        found = [tap for tap in self.taps if isinstance(tap, StopOnNonfinite)]
+        return min(found, key=lambda tap: tap.skips, default=None)
+
+    @property
     def guarded(self) -> bool:
         """Whether a guard watches for numbers that are not finite."""
-        return any(isinstance(tap, StopOnNonfinite) for tap in self.taps)
+        return self.guard is not None
 
     @property
     def live(self) -> bool:
@@ -381,22 +391,30 @@ class Engine:
         period = self.sight.period if period is None else period
         runner, state = self._in_use()
         numbers = Numbers(self.seed, self.step)
-        emitted, ready = runner.dispatch(state, length, numbers, following, period, block)
-        return self.dispatched(length, emitted, ready)
+
+        def run(state: LoopState, block: Any = block, following: int | None = following) -> Any:
+            return runner.dispatch(state, length, numbers, following, period, block)
+
+        with within_memory(self, length):
+            if self.sentinel is None:
+                return self.dispatched(length, *run(state))
+            emitted, ready, watch = self.sentinel.dispatch(runner, state, self.step, run)
+        ticket = self.dispatched(length, emitted, ready)
+        self.sentinel.expects(ticket.digests[0])
+        return dataclasses.replace(ticket, watch=watch)
 
     def dispatched(self, length: int, emitted: dict[Any, Any], ready: Any) -> Ticket:
         """The ticket of an execution that was dispatched in portions, from this step on."""
         scalars: dict[str, Any] = {}
         if self.scalars in emitted:
-            structure = self.runner.traced.outfeeds[self.scalars].structure
-            sent = jax.tree.unflatten(structure, emitted[self.scalars].value)
+            sent = self._sent(emitted)
             scalars = {"loss": sent["loss"], **sent["aux"]}
         runner, state = self._in_use()
-        feed, digests, origin = runner.infeeds[0], None, runner.origin
-        if self.digests is not None and origin is not None:
-            digests = self.digests.take(runner, state, origin.elements.get(feed))
+        feed, digests, origin = next(iter(runner.infeeds), None), None, runner.origin
+        if self.digests is not None:
+            digests = self.digests.take(runner, state, runner.taken.get(feed) if feed else None)
             origin = origin if self.guarded else None
-        reading = feed.reading
+        reading = None if feed is None else feed.reading
         ticket = Ticket(self.step, length, emitted, scalars, ready, origin, digests, reading)
         self.step += length
         return ticket
@@ -425,8 +443,8 @@ class Engine:
             replicas=replicas,
             period=self.sight.period,
         )
-        structure = runner.traced.outfeeds[self.scalars].structure
-        sent = jax.tree.unflatten(structure, emitted.pop(self.scalars).value)
+        sent = self._sent(emitted)
+        emitted.pop(self.scalars)
         runner.traced.deliver(emitted)
         values = {"loss": sent["loss"], **sent["aux"]}
         arrays = {name: split_emission(v, count, replicas) for name, v in values.items()}
@@ -436,10 +454,18 @@ class Engine:
         scaling = self.step_function.loss_scale
         if scaling is not None and not scaling.is_fixed:
             note_collapse(float(arrays[SCALE][-1, 0, 0]))
-        bad = first_bad_step(emitted, replicas) if self.guarded else None
+        skips = self.guard is not None and self.guard.skips
+        bad = first_bad_step(emitted, replicas) if self.guarded and not skips else None
+        if skips:
+            shape = arrays["loss"].shape
+            arrays["skipped"] = np.broadcast_to(bad_steps(emitted, replicas)[:, None, None], shape)
         marks, elements, kept, failure = {}, None, ticket.steps, None
         if self.digests is not None:
             marks, elements = self.digests.of(ticket, arrays["loss"])
+        if self.sentinel is not None and bad is None:
+            again = ticket.watch.emitted
+            losses = again and split_emission(self._sent(again)["loss"], count, replicas)
+            self.sentinel.check(ticket, marks, arrays["loss"], losses)
         if bad is not None:
             kept, marks = bad[0], {}  # gradients are those of a step that does not count
             arrays = {name: values[:kept] for name, values in arrays.items()}
@@ -458,12 +484,21 @@ class Engine:
                 seed=self.seed,
                 microbatches=count,
             )
+            per_step, feed = count * self.placement.local_replicas, runner.infeeds[0]
+            rows = slice(kept * per_step, (kept + 1) * per_step)
+            block = [leaf[rows] for leaf in ticket.origin.elements[feed].host]
+            failure.elements = feed.elements_of(block)
         first, reading = ticket.first_step, ticket.reading
         if reading is not None:
             reading = (*reading[:2], reading[2] // ticket.steps * kept)
         return Results(first, kept, parts, arrays, weights, failure, marks, elements, reading)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _sent(self, emitted: Mapping[Any, Any]) -> Any:
+        """Losses, metrics and weights in what a program emitted."""
+        structure = self.runner.traced.outfeeds[self.scalars].structure
+        return jax.tree.unflatten(structure, emitted[self.scalars].value)
 
     def _in_use(self) -> tuple[LoopRunner, LoopState]:
         if self._active is None:

@@ -27,6 +27,7 @@ class Ticket:
         origin: what it started from, if that is kept for a guard.
         digests: of state and elements after it, still on the device; None if nobody wants them.
         reading: which elements it consumes: epoch, number of the first, how many; None if unknown.
+        watch: what a sentinel compares when it is collected.
     """
 
     first_step: int
@@ -37,6 +38,7 @@ class Ticket:
     origin: Origin | None = None
     digests: Any = None
     reading: tuple[int, int, int] | None = None
+    watch: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from tailrace.errors import TailraceError
+from tailrace.feeds.elements import effective_batch_size
+from tailrace.messages import size_text
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
-from tailrace.trainer.engine import Engine
-from tailrace.trainer.fitting.fit_call import effective_batch_size
-from tailrace.trainer.showing.summary import size_text
+
+if TYPE_CHECKING:
+    from tailrace.trainer.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)

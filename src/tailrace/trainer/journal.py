@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -51,11 +51,11 @@ class Journal:
         self.history = History(first_step, microbatches, replicas)
         self.records.clear()
 
-    def take_up(self, history: History, step: int) -> None:
-        """Go on with a fit of another process, from `step` on."""
+    def take_up(self, history: History, end: Any) -> None:
+        """Go on with a fit of another process, whose run ended at a mark."""
         self.history, self._resumed = history, True
         if self.sink is not None:
-            self.sink.take_up(history.first_step, step)
+            self.sink.take_up(end)
 
     def rewind(self, step: int, said: Mapping[str, Any]) -> None:
         """The training went back to a step; a run directory keeps that, and is cut back."""
@@ -63,9 +63,14 @@ class Journal:
             self.sink.rewind(step, said)
 
     def flush(self) -> None:
-        """Wait until the run directory has everything; a checkpoint must not be ahead of it."""
+        """Wait until the run directory has everything."""
         if self.sink is not None:
             self.sink.flush()
+
+    def mark(self) -> Callable[[], Any]:
+        """Mark what has come in so far. The call that is returned waits until the run directory has all
+        of it: a checkpoint must not be ahead of its run."""
+        return (lambda: None) if self.sink is None else self.sink.mark()
 
     @contextmanager
     def open(self, info: Mapping[str, Any]) -> Iterator[None]:

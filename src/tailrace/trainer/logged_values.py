@@ -45,8 +45,9 @@ def parse_log(log: Any) -> dict[str, Any]:
     """What `log=` was given, by name: True, or what the value is made with."""
     if isinstance(log, str):
         log = [log]
-    asked: dict[str, Any] = {}
-    asked.update(log if isinstance(log, Mapping) else dict.fromkeys(log or (), True))
+    asked: dict[str, Any] = (
+        dict(log) if isinstance(log, Mapping) else {str(name): True for name in log or ()}
+    )
     for name, given in asked.items():
         if name not in NAMES:
             raise OptionError(
@@ -123,7 +124,7 @@ class LoggedValues:
         schedule: Any = self._asked.get(RATE)
         if callable(schedule):
             steps = range(results.first_step, results.first_step + shape[0])
-            values[RATE] = np.array([float(schedule(step)) for step in steps])
+            values[RATE] = np.array([float(np.asarray(schedule(step))) for step in steps])
         rates = self._rates(results.steps / seconds)
         values.update({name: np.full(shape[0], rate) for name, rate in rates.items()})
         columns = {

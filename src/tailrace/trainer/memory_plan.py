@@ -37,6 +37,15 @@ class MemoryPlan:
         """The shapes of the optimizer's state as it is held."""
         return forms if self.keeping is None else self.keeping.held_forms
 
+    def with_fingerprints(self, params: Any) -> MemoryPlan:
+        """The same, and what fingerprints need."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        sentence = (
+            f"Fingerprints: gradients of at most {size / 1e6:,.1f} MB a device are kept until "
+            f"the execution has ended."
+        )
+        return dataclasses.replace(self, decisions=(*self.decisions, sentence))
+
     @property
     def all_decisions(self) -> tuple[str, ...]:
         """With what was found out while the step was traced."""

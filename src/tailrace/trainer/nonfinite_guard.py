@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,30 @@ def first_bad_step(
                 names = [name for name, _ in key]  # pyright: ignore[reportGeneralTypeIssues]
                 found.append((step, int(np.argmax(down[:, step])), names))
     return min(found, key=lambda item: item[0]) if found else None
+
+
+def bad_steps(emitted: Mapping[Hashable, Emission], replicas: int) -> np.ndarray:
+    """Which steps of an execution had a flag down on some replica: 1 or 0 each, float32."""
+    found: Any = 0
+    for key, emission in emitted.items():
+        if isinstance(key, FiniteKey):
+            flags = np.asarray(fine(jax.tree.map(np.asarray, emission)))
+            flags = flags if replicas > 1 else flags[None]
+            down = np.logical_not(flags.reshape(replicas, flags.shape[1], -1).all(axis=2))
+            found = found | down.any(axis=0)
+    return np.asarray(found, np.float32)
+
+
+def too_many_skipped(steps: Sequence[int], limit: int) -> NonFiniteError:
+    """What to say when a fit skipped more steps than it may."""
+    shown = ", ".join(map(str, steps[-5:]))
+    error = NonFiniteError(
+        f"{len(steps)} steps of this fit were skipped because a watched tensor was not finite, more "
+        f"than limit={limit}; the latest: {shown}. None of them changed the state. Look at their data "
+        f"with trainer.explain_step, lower the learning rate, or raise the limit."
+    )
+    error.step = steps[-1]
+    return error
 
 
 def diagnose(

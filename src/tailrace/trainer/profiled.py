@@ -87,6 +87,7 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
         wall_s=wall,
         device=engine.placement.device,
         owner=_owner_of(engine, state),
+        plan=engine.plan if engine.pipeline is not None else None,
     )
 
 

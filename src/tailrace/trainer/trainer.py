@@ -29,7 +29,7 @@ from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.records.records import Records
 from tailrace.taps.catalogue import Catalogue
-from tailrace.taps.tap import MOST_BYTES, parse_taps
+from tailrace.taps.tap import MOST_BYTES, guarding, parse_taps
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.saving import saving_of
@@ -98,6 +98,11 @@ class Trainer(LookingBack):
         fingerprint: keep 8 bytes for each group of tensors at the end of each execution (parameters,
             optimizer, model state, gradients, loss, elements): in `history.fingerprints`, checkpoints
             and the run directory. `trainer.replay` proves a step with them.
+        on_nonfinite: "stop" or "skip": what happens to a step whose loss or gradients are not finite;
+            short for a `tr.stop_on_nonfinite` with its limit in `observe`.
+        sentinel: the share of executions that are run a second time and compared, such as 0.01; the
+            state is compared between all executions too. A difference (a defective memory or processor)
+            is a `tr.errors.CorruptionError`. Implies fingerprints.
         run_dir: a new directory that keeps what ran, history and records while training goes on;
             `tr.open_run` reads it. `trainer.records` are then read from there.
         log: values that the history has besides: "learning_rate", "grad_norm",
@@ -136,6 +141,8 @@ class Trainer(LookingBack):
         loss_scale: LossScale | float | str | None = None,
         precision: Any = None,
         fingerprint: bool = False,
+        sentinel: float | None = None,
+        on_nonfinite: str | None = None,
         run_dir: Any = None,
         eval_fn: Callable[..., Any] | None = None,
         log: Log = (),
@@ -155,10 +162,11 @@ class Trainer(LookingBack):
             shard_optimizer_state=shard_optimizer_state,
             offload_activations=offload_activations,
             seed=seed,
-            observe=[*parse_taps(observe), *taps_of(logged)],
+            observe=[*parse_taps(guarding(observe, on_nonfinite)), *taps_of(logged)],
             loss_scale=loss_scale,
             precision=precision,
             fingerprint=check_fingerprint(fingerprint),
+            sentinel=sentinel,
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
         self._observe_bytes = observe_bytes

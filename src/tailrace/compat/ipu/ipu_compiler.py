@@ -63,10 +63,19 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
 
 
 class CompiledOp:
-    """A device program; made by `compile`, run by calling it."""
+    """A device program; made by `compile`, run by calling it.
 
-    def __init__(self, computation: Callable[..., Any], inputs: list[Any]) -> None:
-        self.computation, self.inputs = computation, inputs
+    Args:
+        computation: what it computes.
+        inputs: what it is called with if nothing else is given.
+        plain: whether it is an ordinary function: it runs on the first device alone, and returns what
+            `computation` returns, in its own form.
+    """
+
+    def __init__(
+        self, computation: Callable[..., Any], inputs: list[Any], plain: bool = False
+    ) -> None:
+        self.computation, self.inputs, self._plain = computation, inputs, plain
         self._ordinal = current_ordinal()
         self._versions: dict[Hashable, Callable[..., Any]] = {}
         self._numbers_known = False
@@ -76,6 +85,7 @@ class CompiledOp:
         """Run it; returns what the function returns."""
         given = list(inputs) if inputs else self.inputs
         group = config.group(self._ordinal)
+        group = group[:1] if self._plain else group
         before = devices.chosen()
         devices.use(group)
         try:
@@ -133,14 +143,15 @@ class CompiledOp:
         kept: list[Any] = []
 
         def looked_through(*changing: Any) -> Any:
-            kept[:] = [Result(computation(*changing))]
+            kept[:] = [Result(computation(*changing), self._plain)]
             return kept[0].tensors
 
         found = discover(looked_through, forms, self._keep)
         alone = not found.loops and not found.written
         if found.trains or (found.pipelines and alone):
             return self._pipelined(found, computation)
-        return _Version(found, computation, config.replicas(found.shards, self._ordinal))
+        replicas = 1 if self._plain else config.replicas(found.shards, self._ordinal)
+        return _Version(found, computation, replicas, self._plain)
 
     def _pipelined(self, found: Found, computation: Callable[..., Any]) -> Callable[..., Any]:
         if found.pipelines > 1:
@@ -161,8 +172,10 @@ class CompiledOp:
 class _Version:
     """A program for inputs of one form."""
 
-    def __init__(self, found: Found, computation: Callable[..., Any], replicas: int) -> None:
-        self._found, self._computation = found, computation
+    def __init__(
+        self, found: Found, computation: Callable[..., Any], replicas: int, plain: bool
+    ) -> None:
+        self._found, self._computation, self._plain = found, computation, plain
         self._result: Result | None = None
         self._variables = list(found.variables.values())
         self._program: Program = compile_program(
@@ -181,6 +194,8 @@ class _Version:
         for variable, value in zip(self._found.carried(), changed, strict=True):
             write_host(variable, value)
         assert self._result is not None
+        if self._plain:
+            return self._result.as_returned(list(tensors))
         return self._result.with_values(list(tensors))
 
     def _function(self, values: Any, inputs: Any) -> Any:
@@ -192,7 +207,7 @@ class _Version:
             self._found.keep.begin()
             self._found.limits.clear()
             with scope_of(scope):
-                self._result = Result(self._computation(*inputs))
+                self._result = Result(self._computation(*inputs), self._plain)
                 changed = [scope.read(variable) for variable in self._found.carried()]
             reached = [flag for flag, _ in self._found.limits]
             return changed, self._result.tensors, reached
@@ -206,8 +221,8 @@ class _Version:
 class Result:
     """What a computation returned: its tensors, and how to give them back."""
 
-    def __init__(self, out: Any) -> None:
-        self._out = list(out) if isinstance(out, list | tuple) else out
+    def __init__(self, out: Any, plain: bool = False) -> None:
+        self._out, self._plain = out, plain
         self.tensors: list[Any] = []
         self._walk(out)
 
@@ -222,7 +237,7 @@ class Result:
             return ended
         if out is None or isinstance(out, Operation):
             return True
-        if ended:
+        if ended and not self._plain:
             raise IPUValueError(
                 "A computation returns zero or more Tensor values followed by zero or more "
                 "Operations."
@@ -247,6 +262,21 @@ class Result:
             return None
         found = again(self._out)
         return found if isinstance(found, list | dict) else [found]
+
+    def as_returned(self, values: list[Any]) -> Any:
+        """What the computation returned, with these tensors; None for operations."""
+        rest = iter(values)
+
+        def again(out: Any) -> Any:
+            if isinstance(out, dict):
+                return {key: again(value) for key, value in out.items()}
+            if isinstance(out, tuple) and hasattr(out, "_fields"):
+                return type(out)(*(again(value) for value in out))
+            if isinstance(out, list | tuple):
+                return type(out)(again(value) for value in out)
+            return None if _is_done(out) else next(rest)
+
+        return again(self._out)
 
 
 _FOREIGN = (

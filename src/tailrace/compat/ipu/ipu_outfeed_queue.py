@@ -16,14 +16,15 @@ from tailrace.compat.ipu.errors import (
     IPURuntimeError,
     IPUValueError,
 )
-from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.operations import Operation, Undelivered
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import check_dtype, check_ordinal
 from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.jaxprs.marks import current_trace
+from tailrace.jaxprs.internals import Tracer
+from tailrace.jaxprs.marks import current_trace, is_tracing
 
 
 class IPUOutfeedMode(enum.Enum):
@@ -85,7 +86,7 @@ class IPUOutfeedQueue:
         self.device_ordinal = check_ordinal(device_ordinal)
         self.buffer_depth, self.optimise_latency = buffer_depth, bool(optimise_latency)
         self.id = next(_numbers)
-        self.enqueued = False
+        self._enqueued = False
         self._queue = OutfeedQueue("all" if outfeed_mode is IPUOutfeedMode.ALL else "last")
         self._form: Any = _NEVER
         self._traces: set[int] = set()
@@ -95,6 +96,8 @@ class IPUOutfeedQueue:
 
     def enqueue(self, tensors: Any) -> Enqueued:
         """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached."""
+        if not is_tracing() and any(isinstance(x, Tracer) for x in jax.tree.leaves(tensors)):
+            return Enqueued(tensors)  # Keras asks a layer for the shape of its outputs
         scope, trace = current(), current_trace("IPUOutfeedQueue.enqueue")
         if id(trace) in self._traces:
             raise IPUValueError("An outfeed can only be enqueued once.")
@@ -111,11 +114,18 @@ class IPUOutfeedQueue:
                     f"Detected an input tensor to an outfeed queue with a dimension of size 0: "
                     f"shape {leaf.shape} on index {index}."
                 )
-        self.enqueued = True
+        self._enqueued = True
         if scope is None or not scope.looking:
             self._form, self._thread = form, threading.get_ident()
             leaves = list(self._queue.enqueue(tuple(leaves)))
         return Enqueued(_put_together(form, iter(leaves)))
+
+    @property
+    def enqueued(self) -> bool:
+        """Whether something was enqueued: in a program that is being traced, in this trace of it."""
+        if is_tracing():
+            return id(current_trace("enqueued")) in self._traces
+        return self._enqueued
 
     # -- on the host ----------------------------------------------------------------------------
 
@@ -129,7 +139,7 @@ class IPUOutfeedQueue:
         del wait_for_completion
         self._watched()
         if self._form is _NEVER:
-            return []
+            return Undelivered(self)
         try:
             leaves = self._queue.dequeue()
         except FeedError as error:
@@ -160,7 +170,7 @@ class IPUOutfeedQueue:
     def deleter(self) -> Operation:
         """Forget what waits, and the form of the elements."""
         self._queue = OutfeedQueue(self._queue.mode, self._queue.live)
-        self._form, self.enqueued = _NEVER, False
+        self._form, self._enqueued = _NEVER, False
         return Operation("outfeed deleter")
 
     def _watched(self) -> None:
@@ -181,7 +191,7 @@ class IPUOutfeedQueue:
         """Take over elements that were put together on the host: leaves with them as first dim."""
         leaves: list[Any] = []
         self._form = _taken_apart(tensors, leaves)
-        self.enqueued = True
+        self._enqueued = True
         self._queue.deliver(jax.tree.structure(tuple(leaves)), leaves, None, 1, 1)
 
 

@@ -13,12 +13,13 @@ import numpy as np
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
 from tailrace.compat.ipu.graph.update import Optimizer
-from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.ipu.ipu_infeed_queue import IPUOwnedIterator
 from tailrace.compat.ipu.ops.cross_replica_ops import cross_replica_mean, cross_replica_sum
 from tailrace.compat.ipu.scopes import ipu_scope, ordinal_of
 from tailrace.compat.ipu.strategy.batch_rules import check_enough, per_replica
+from tailrace.compat.ipu.strategy.calls import Calls, is_array
 from tailrace.compat.ipu.strategy.dataset_iteration import datasets_are_infeeds
+from tailrace.compat.ipu.strategy.in_keras import InKeras, keras_optimizer_in
 from tailrace.compat.originals.missing import missing_from
 from tailrace.keras.adopt import take_over
 from tailrace.keras.data.batch_counts import Counts
@@ -50,7 +51,7 @@ class IPUStrategyV1(Strategy):
         self._device, self._cpu = ipu_device, cpu_device
         self._ordinal = ordinal_of(ipu_device)
         self._iterators, self._extensions = enable_dataset_iterators, enable_keras_extensions
-        self._programs: dict[Any, tuple[CompiledOp, Any]] = {}
+        self._calls = Calls(around=_averaging_gradients)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[IPUStrategyV1]:
@@ -94,27 +95,12 @@ class IPUStrategyV1(Strategy):
         del options
         if not callable(fn):
             raise IPUValueError(f"strategy.run takes a function. Received: {type(fn).__name__}.")
-        kwargs = kwargs or {}
-        fn = _own_function(fn)
-        given = [_own_array(value) for value in (*args, *kwargs.values())]
-        arrays = [value for value in given if _is_array(value)]
-        for value in arrays:
-            if np.dtype(value.dtype) == np.float64:
+        fn, kwargs = _own_function(fn), kwargs or {}
+        for value in (*args, *kwargs.values()):
+            if is_array(value) and np.dtype(value.dtype) == np.float64:
                 raise IPUTypeError("Unsupported data type for input: float64. Cast it to float32.")
-        key = (fn, *(None if _is_array(v) else _identity(v) for v in given), *kwargs)
-        if key not in self._programs:
-
-            def computation(*changing: Any) -> Any:
-                rest = iter(changing)
-                values = [next(rest) if _is_array(value) else value for value in given]
-                named = dict(zip(kwargs, values[len(args) :], strict=True))
-                with _averaging_gradients():
-                    return fn(*values[: len(args)], **named)
-
-            with ipu_scope(self._device):
-                # `given` is kept, so that no other object takes the identity of one of them.
-                self._programs[key] = (CompiledOp(computation, arrays), given)
-        out = self._programs[key][0](*arrays)
+        with ipu_scope(self._device):
+            out = self._calls(fn, args, kwargs)
         return out[0] if isinstance(out, list) and len(out) == 1 else out
 
     def experimental_run_v2(self, *_: Any, **__: Any) -> Any:
@@ -170,10 +156,16 @@ class _Settings(Settings):
         """What is saved with the model; of replicas, one: the devices say when it is loaded."""
         return {"replicas": 1, "options": self.options.saved()}
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Refuse an optimizer of programs, and one with a method that nobody would call."""
+    def own_optimizer(self, optimizer: Any) -> Any:
+        """An optimizer of programs around one of Keras as one of Keras; others are refused.
+
+        So is one with a method that nobody would call.
+        """
         kind = type(optimizer)
         if isinstance(optimizer, Optimizer):
+            inside = keras_optimizer_in(optimizer)
+            if inside is not None:
+                return InKeras(optimizer, inside)
             raise IPUValueError(
                 f"ipu.optimizers are for programs of ipu_compiler.compile and strategy.run. Received "
                 f"for a Keras model: {kind.__name__}. Use ipu.keras.optimizers; to scale the loss, "
@@ -185,6 +177,7 @@ class _Settings(Settings):
                 f"gradients itself and gives them to apply_gradients. Received: {kind.__name__}. "
                 f"Override apply_gradients, apply or update_step."
             )
+        return optimizer
 
     def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
         """Refuse to run what was asked to be run step by step, and steps of another Keras."""
@@ -271,25 +264,8 @@ def _hook_optimizers() -> None:
 def _own_function(fn: Any) -> Any:
     """The function inside of a `tf.function`: what compiles it is the strategy."""
     inner = getattr(fn, "python_function", None)
-    return inner if callable(inner) and _is_foreign(fn, "tensorflow") else fn
-
-
-def _own_array(value: Any) -> Any:
-    """An array of another library as one of numpy; anything else as it is."""
-    is_array = hasattr(value, "__array__") and not hasattr(value, "assign")
-    return np.asarray(value) if is_array and _is_foreign(value, "tensorflow", "torch") else value
-
-
-def _is_foreign(value: Any, *libraries: str) -> bool:
-    return type(value).__module__.split(".")[0] in libraries
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic) or type(value).__module__.startswith("jax")
-
-
-def _identity(value: Any) -> Any:
-    return value if isinstance(value, int | float | str | bool | None) else id(value)
+    is_foreign = type(fn).__module__.split(".")[0] == "tensorflow"
+    return inner if callable(inner) and is_foreign else fn
 
 
 __getattr__, __dir__ = missing_from(__name__)

@@ -56,7 +56,7 @@ def missing_from(
     def __getattr__(name: str) -> Any:
         if name in places:
             return _load(places[name])
-        raise _error(module, name, list(places), _is_import(sys._getframe(1)))
+        raise _error(module, name, list(places), is_import(sys._getframe(1)))
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[module]), *places})
@@ -72,7 +72,7 @@ def _load(place: str) -> Any:
     return found
 
 
-def _is_import(frame: Any) -> bool:
+def is_import(frame: Any) -> bool:
     """Whether a frame is at a `from ... import name`."""
     return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
 

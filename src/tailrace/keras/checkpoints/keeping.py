@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.keras.checkpoints.callback_states import with_arrays, without_arrays
 from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
@@ -22,7 +23,6 @@ from tailrace.keras.programs.executions import Resumed
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
-from tailrace.trainer.checkpoints.saving import check_processes
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
     STATE,
@@ -90,6 +90,7 @@ class Keeping:
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
         self._at_epochs, self._removed = at_epochs, removed
         self._note: dict[str, Any] | None = None
+        self._run_end: Any = None
         self._arrays: Mapping[str, np.ndarray] = {}
         self._program: Any = None
         self._first_step = 0
@@ -98,7 +99,11 @@ class Keeping:
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this process may write to the directory."""
-        check_processes()
+        if distributed.process_count() > 1:
+            raise CheckpointError(
+                f"Checkpoints of Keras models are for training in one process; this one has "
+                f"{distributed.process_count()}. tr.Trainer keeps them in several."
+            )
         orbax_files.import_orbax()
         directory = self._writer.directory
         with directory.writing():
@@ -127,6 +132,7 @@ class Keeping:
                 f"this fit another directory."
             )
         self._note = found = note[KIND]
+        self._run_end = note["run"]
         self._check(found, form)
         if self._monitor is not None:
             self._monitor.best = found["best"]
@@ -221,7 +227,7 @@ class Keeping:
         self.put_values(program)
         count = program.per_step // program.replicas
         history = history_of(self._arrays, found["first_step"], count, program.replicas)
-        program.take_up(found["step"], history)
+        program.take_up(found["step"], history, self._run_end)
         set_random_state(found["random"])
         model.history.epoch = list(found["history"]["epoch"])
         model.history.history = {name: list(v) for name, v in found["history"]["logs"].items()}
@@ -312,7 +318,6 @@ class Keeping:
         self._writer.save(
             program.steps,
             lambda: self._snapshot(model, position, callbacks, ended),
-            program.flush,
             ended=ended,
             best=best and not ended,
         )
@@ -354,7 +359,8 @@ class Keeping:
             "history": {"epoch": list(history.epoch), "logs": _numbers(history.history)},
             "callbacks": states,
         }
-        return Snapshot({**arrays, **stored}, {"step": program.steps, KIND: found})
+        note = {"step": program.steps, KIND: found}
+        return Snapshot({**arrays, **stored}, note, program.mark())
 
 
 def _numbers(history: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -95,10 +95,10 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         if batch < self._done:
             return
         super().on_train_batch_end(batch, logs)
+        self._logs = logs or {}
         keeping, pacing = self._keeping, self._pacing
         if pacing.between and (keeping.due or keeping.interrupts.asked is not None):
             self._flush_futures()
-            self._logs = dict(logs or {})
             self._save(self._epoch, pacing.number, wait=keeping.interrupts.asked is not None)
             keeping.interrupts.reraise()
 
@@ -115,6 +115,11 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         if best or asked or keeping.due_after_epoch:
             self._save(epoch + 1, 0, best=best, wait=asked)
         keeping.interrupts.reraise()
+
+    def save_between(self) -> None:
+        """Keep where the fit is, if that is between two executions."""
+        if self._pacing.between and not self._program().inside:
+            self._save(self._epoch, self._pacing.number, wait=True)
 
     def save_end(self) -> None:
         """Keep the end of the fit."""
@@ -133,7 +138,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         position = {
             "epoch": epoch,
             "done": done,
-            "logs": {name: _number(value) for name, value in self._logs.items()},
+            "logs": {name: _number(value) for name, value in dict(self._logs).items()},
             "random_then": self._random_then,
         }
         self._keeping.save(self.model, position, states, **kind)

@@ -6,8 +6,11 @@ execution; `steps`, `steps_per_epoch` and the length of a dataset count the batc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -115,3 +118,12 @@ def check_accumulation(counts: Counts, count: int, replicas: int, pipelined: boo
             f"Received: {counts.batches // replicas} batches. Give a multiple of {count}, for example "
             f"with steps_per_epoch=."
         )
+
+
+@contextlib.contextmanager
+def remainders(dropped: bool) -> Iterator[None]:
+    """Keras takes batches that replicas cannot share, and that are left out, for a lack of data."""
+    with warnings.catch_warnings():
+        if dropped:
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+        yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -19,12 +19,13 @@ import numpy as np
 
 from tailrace.data.dtypes import check_numeric
 from tailrace.errors import DataError, DataExhausted
-from tailrace.feeds.background import Worker
+from tailrace.feeds.background import STOP_S, Worker
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import HandedFeed, Staged
 from tailrace.feeds.reader import SHOWN_EVERY_S
 from tailrace.feeds.transfer import put, with_room
+from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 
 THREAD_FROM = 8
@@ -65,6 +66,7 @@ class Batches:
         iterator: yields batches, as Keras' trainer hands them to its functions.
         shape: makes the element that programs see from a batch.
         forms: the forms seen so far, by structure, shapes and dtypes; kept by the caller.
+        patience: how waits for a batch end. If something can stop them, a thread reads every batch.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class Batches:
         iterator: Iterator[Any],
         shape: Callable[[Any], Any],
         forms: dict[Any, Form],
+        patience: Patience | None = None,
     ) -> None:
         self.iterator = iterator
+        self._patience = patience or Patience()
+        self._read, self._since = 0, 0.0
         self._next_batch = on_host(iterator)
         self._shape, self._forms = shape, forms
         self._ended = False
@@ -105,27 +110,43 @@ class Batches:
             ahead: how many to read meanwhile, for the next call.
             room: how many batches the block has room for on the device, if for more.
         """
-        waiting, self._ahead = self._ahead, None
-        block = (
-            waiting.result()
-            if waiting is not None
-            else self._stage(count, replicas, sharding, room)
-        )
+        if self._ahead is None and self._patience.stopped is not None:
+            self._ahead = self._submit(self._stage, count, replicas, sharding, room)
+        if self._ahead is None:
+            block = self._stage(count, replicas, sharding, room)
+        else:
+            self._patience.wait_for(self._ahead, self)
+            waiting, self._ahead = self._ahead, None
+            block = waiting.result()
         if block is not None and block.count > count:  # read for an execution of another length
             self._rest = (block.form, [leaf[count:] for leaf in block.staged.host])
             part = [leaf[:count] for leaf in block.staged.host]
             block = self._moved(block.form, count, part, replicas, sharding, room)
         if ahead and block is not None and count >= THREAD_FROM:
-            if self._worker is None:
-                self._worker = Worker("tailrace-infeed-keras")
-            self._ahead = self._worker.submit(self._stage, ahead, replicas, sharding, room)
+            self._ahead = self._submit(self._stage, ahead, replicas, sharding, room)
         return block
+
+    def awaited(self) -> str:
+        """What is awaited, in words."""
+        return f"batch {self._read} of the data ({type(self.iterator).__name__})"
+
+    def waited_s(self) -> float:
+        """For how long a batch has been awaited; 0 while none is read."""
+        since = self._since
+        return time.monotonic() - since if since else 0.0
+
+    def _submit(self, read: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._worker is None:
+            self._worker = Worker("tailrace-infeed-keras")
+        return self._worker.submit(read, *args)
 
     def skip(self, count: int) -> None:
         """Read batches that were used before, and let go of them."""
         shown = time.monotonic()
         for number in range(count):
-            if self._next() is None:
+            future = self._submit(self._next)
+            self._patience.wait_for(future, self)
+            if future.result() is None:
                 raise too_short(number, count)
             if time.monotonic() - shown > SHOWN_EVERY_S:
                 shown = time.monotonic()
@@ -136,10 +157,9 @@ class Batches:
     def close(self) -> None:
         """End the thread; what it read ahead is let go of."""
         waiting, self._ahead = self._ahead, None
-        if waiting is not None and not waiting.cancel():
-            waiting.exception()
+        late = waiting is not None and not waiting.cancel() and not wait([waiting], STOP_S).done
         if self._worker is not None:
-            self._worker.stop()
+            self._worker.stop(0.0 if late else STOP_S)  # data that blocks is left behind
             self._worker = None
 
     # -- inside ---------------------------------------------------------------------------------
@@ -210,11 +230,15 @@ class Batches:
             return held
         if self._ended:
             return None
+        self._since = time.monotonic()
         try:
             batch = self._next_batch()
         except StopIteration:
             self._ended = True
             return None
+        finally:
+            self._since = 0.0
+        self._read += 1
         if type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch):
             leaves, structure = list(batch), len(batch)  # most batches: cheaper to see than a tree
         else:

@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 
-from tailrace.errors import ProgramError
 from tailrace.keras.keras_seams import check_graphs
 from tailrace.keras.pipelines.masks import with_mask
 
@@ -172,14 +171,24 @@ def _graph(model: Any, path: str, around: tuple[Any, ...]) -> Flow:
 
 
 def _described(model: Any) -> dict[str, Any]:
+    """How the calls of a Functional model are connected, which is part of its description."""
+    silent = [layer for layer in model.layers if not _describes_itself(layer)]
+    for layer in silent:
+        # A layer need not be described for this. Past Keras' `__setattr__`, which tracks attributes.
+        layer.__dict__["get_config"] = dict
     try:
         return model.get_config()
-    except NotImplementedError as error:
-        raise ProgramError(
-            f"To cut a Functional model into stages its graph must be known, and a layer of "
-            f"{model.name!r} cannot be described: {' '.join(str(error).split())[:200]} ... Give it "
-            f"a `get_config`."
-        ) from error
+    finally:
+        for layer in silent:
+            del layer.__dict__["get_config"]
+
+
+def _describes_itself(layer: Any) -> bool:
+    try:
+        layer.get_config()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _in_order(

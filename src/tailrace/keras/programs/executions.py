@@ -89,6 +89,8 @@ class Executions:
         """How often data was begun in this fit, and how many batches were taken since."""
         self.exhausted = False
         """Whether that data has come to its end."""
+        self.inside = False
+        """Whether a part of an execution has run, and the rest has not."""
         self._resumed: Resumed | None = None
 
     @property
@@ -117,7 +119,7 @@ class Executions:
         size = batches.bytes_per_batch()
         wanted = pacing.wanted(size)
         results: list[Any] = []
-        done = 0
+        done, self.inside = 0, False
         while done < wanted:
             piece = min(pacing.piece(size, wanted), wanted - done)
             ahead = pacing.reads_on(done + piece, piece)
@@ -133,6 +135,7 @@ class Executions:
                 if block is None:
                     break
             ticket, result = self.dispatch(block)
+            self.inside = True
             results.append(result)
             self._latest_count = block.count
             self._wait(ticket, block)
@@ -146,6 +149,7 @@ class Executions:
             raise StopIteration
         pacing.took(done)
         self.taken += done
+        self.inside = False
         return results
 
     def resume(self, resumed: Resumed, pacing: Pacing) -> None:
@@ -211,7 +215,7 @@ class Executions:
                 self._batches.close()
             rows = self.pacing.resident
             self._batches = (
-                Batches(iterator, self.element, self._forms)
+                Batches(iterator, self.element, self._forms, self.pacing.patience)
                 if rows is None
                 else ResidentBatches(iterator, self.element, self._forms, rows)
             )

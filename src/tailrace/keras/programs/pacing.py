@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tailrace.feeds.waiting import Patience
 from tailrace.keras.data.resident_arrays import Rows
 from tailrace.program.running.dispatch_lengths import good_piece, most_bytes
 
@@ -40,6 +41,7 @@ class Pacing:
         resident: the arrays, of which batches are rows, that are kept on the device.
         drops: whether batches at the end of an epoch are left out.
         heard: whether any callback listens to the logs of batches.
+        patience: how waits for data end.
         alone: whether callbacks look at the model between executions. Where none does, short ones
             run together: nobody can tell.
     """
@@ -56,6 +58,7 @@ class Pacing:
     drops: bool = False
     heard: bool = True
     alone: bool = True
+    patience: Patience = dataclasses.field(default_factory=Patience)
     _together: bool = False
     _left: int | None = None
     _owed: int = 0

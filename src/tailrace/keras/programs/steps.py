@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -311,8 +311,9 @@ class Stepping(Evaluating):
     def settle(self) -> None:
         """Nothing but logs comes out of the loop."""
 
-    def flush(self) -> None:
+    def mark(self) -> Callable[[], Any]:
         """There is no run directory."""
+        return lambda: None
 
     def values(self) -> list[Any]:
         """The values of the variables now."""
@@ -333,9 +334,9 @@ class Stepping(Evaluating):
             variable.assign(jnp.asarray(value))
         self._active = self._start = None
 
-    def take_up(self, step: int, history: History) -> None:
+    def take_up(self, step: int, history: History, run_end: Any) -> None:
         """Go on at this step."""
-        del history
+        del history, run_end
         self._step = step
 
     # -- the step -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from tailrace.keras.data.batch_source import Block, Form
 from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import Updates
 from tailrace.keras.optimizers.wrappers import overrides, wrappers_of
-from tailrace.keras.outfeed_layers import OutfeedOptimizer
+from tailrace.keras.outfeed_layers import OutfeedOptimizer, check_wrappers
 from tailrace.keras.programs.executions import Executions, as_batch, part
 from tailrace.keras.programs.logs import Final, Series
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
@@ -129,9 +129,9 @@ class Training(Executions):
             self._collect()
             self._deliver()
 
-    def flush(self) -> None:
-        """Wait until the run directory has everything."""
-        self.journal.flush()
+    def mark(self) -> Callable[[], Any]:
+        """Mark what the run directory has so far."""
+        return self.journal.mark()
 
     def values(self) -> list[Any]:
         """The values of the variables now; of those that each replica has its own of, all."""
@@ -155,12 +155,12 @@ class Training(Executions):
                 self._own[number] = value
         self._handed, self._dirty = [], False
 
-    def take_up(self, step: int, history: History) -> None:
+    def take_up(self, step: int, history: History, run_end: Any) -> None:
         """Go on at this step, with the history and the run directory of the fit before."""
         self._step, self._began = step, True
         if self.engine is not None:
             self.engine.step = step
-        self.journal.take_up(history, step)
+        self.journal.take_up(history, run_end)
         self.journal.records.clear()
 
     # -- state ----------------------------------------------------------------------------------
@@ -196,6 +196,7 @@ class Training(Executions):
             params[SCALE] = kept[layout.optimizer.names[layout.scale]]
         taps = [settings.observe] if isinstance(settings.observe, str) else [*settings.observe]
         if settings.is_pipelined:
+            check_wrappers(self.model.optimizer)  # once more: some know only now what they will do
             wrappers = wrappers_of(self.model.optimizer)
             sending = [one for one in wrappers if isinstance(one, OutfeedOptimizer)]
             self._observing = [one for one in sending if one.sees_each]

@@ -133,8 +133,9 @@ class Settings:
         """What is saved with the model."""
         return {"replicas": self.replicas, "options": self.options.saved()}
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Refuse an optimizer that `compile` is given, if it cannot be."""
+    def own_optimizer(self, optimizer: Any) -> Any:
+        """What Keras is given for an optimizer that `compile` is given; or it is refused."""
+        return optimizer
 
     def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
         """Refuse what `compile` was given, if it cannot be."""

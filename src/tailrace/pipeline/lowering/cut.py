@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import stretches
 from tailrace.jaxprs.control import jit_of, programs_in
-from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, variables
+from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, bind_again, variables
 from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.own_equations import ambient_in, has_role, is_mark, tag_in
-from tailrace.jaxprs.stretches import live_ins, run
+from tailrace.jaxprs.stretches import Emit, live_ins, run
 from tailrace.pipeline.boundary import BESIDE, ROLE
 
 
@@ -46,10 +46,12 @@ class Piece:
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
 
-    def run(self, inputs: Sequence[Any], consts: dict[Any, Any]) -> dict[Any, Any]:
+    def run(
+        self, inputs: Sequence[Any], consts: dict[Any, Any], emit: Emit = bind_again
+    ) -> dict[Any, Any]:
         """Emit the piece on values for its inputs; all variables it makes, by variable."""
         known = {**consts, **dict(zip(self.inputs, inputs, strict=True))}
-        run(self.equations, known)
+        run(self.equations, known, emit)
         return known
 
 

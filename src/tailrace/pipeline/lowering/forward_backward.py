@@ -8,6 +8,7 @@ as a parameter, is not returned: the backward reads it from where it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import ClosedJaxpr, Var
+from tailrace.jaxprs.internals import ClosedJaxpr, Var, nbytes
 from tailrace.jaxprs.marks import unit
 from tailrace.jaxprs.operations import checkpoint_of
 from tailrace.jaxprs.stretches import computed_from, made_by, opened, stretches, useful_for
 from tailrace.pipeline.lowering.cut import Cut, Piece
+from tailrace.pipeline.lowering.loop_residuals import emit_lean, has_loop
 from tailrace.pipeline.lowering.residuals import reading, select
 
 _CHECKPOINT = "tailrace_checkpoint"
@@ -64,6 +66,14 @@ class Halves:
     sends: tuple[Var, ...]
     wants: tuple[Var, ...]
 
+    def stashed(self, cut: Cut) -> int:
+        """The bytes that a microbatch leaves for the backward."""
+        made = {i for where, i in self.kept if where == "output"}
+        given = {self.piece.inputs[i] for where, i in self.kept if where == "input"}
+        variables = [self.forward.jaxpr.outvars[i] for i in made]
+        variables += [var for var in given if var not in cut.everywhere]
+        return sum(nbytes(var.aval) for var in variables)
+
 
 def halve(cut: Cut, parameters: int, loss: Any, recompute: bool | str) -> tuple[Halves, ...]:
     """The halves of every piece of a model whose first inputs are parameters."""
@@ -86,10 +96,29 @@ def only_forward(cut: Cut) -> tuple[Halves, ...]:
 def _halve(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | str) -> Halves:
     wants = tuple(v for v in piece.inputs if v in differentiable)
     sends = tuple(v for v in piece.outputs if v in differentiable)
-    forms = [_form(v) for v in piece.inputs]
     if not wants or not sends:
+        forms = [_form(v) for v in piece.inputs]
         closed = jax.make_jaxpr(lambda *ins: _outputs(piece, cut, ins))(*forms)
         return Halves(piece, closed, None, (), (), ())
+    run = _recomputing(piece, recompute)
+    halves = _differentiated(piece, cut, wants, sends, run)
+    if recompute is not False or not any(map(has_loop, piece.equations)):
+        return halves
+    lean = functools.partial(piece.run, emit=emit_lean)
+    # In loops nothing is weighed: where keeping what is expensive takes more, they stay as they are.
+    others = _differentiated(piece, cut, wants, sends, lean)
+    return min(halves, others, key=lambda each: each.stashed(cut))
+
+
+def _differentiated(
+    piece: Piece,
+    cut: Cut,
+    wants: tuple[Var, ...],
+    sends: tuple[Var, ...],
+    compute: Callable[..., dict[Any, Any]],
+) -> Halves:
+    """A piece that `compute` runs, and what is kept of it."""
+    forms = [_form(v) for v in piece.inputs]
     structure: list[Any] = []
 
     def forward(*inputs: Any) -> list[Any]:
@@ -97,7 +126,7 @@ def _halve(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | s
 
         def run(*differentiated: Any) -> Any:
             values = {**given, **dict(zip(wants, differentiated, strict=True))}
-            made = _recomputing(piece, recompute)([values[v] for v in piece.inputs], cut.consts)
+            made = compute([values[v] for v in piece.inputs], cut.consts)
             return [made[v] for v in sends], [made[v] for v in piece.outputs]
 
         _, pull, outputs = jax.vjp(run, *(given[v] for v in wants), has_aux=True)
@@ -116,11 +145,11 @@ def _halve(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | s
     # Residuals that turn out to be dead are dropped; the gradients of `sends` stay, in their places.
     keep = [False] * len(residuals) + [True] * len(sends)
     back, needed = internals.without_dead_code(back, [True] * len(wants), keep)
-    residuals = [var for var, used in zip(residuals, needed, strict=False) if used]
+    needed = [var for var, used in zip(residuals, needed, strict=False) if used]
     inputs = list(zip(piece.inputs, closed.jaxpr.invars, strict=True))
     fixed = [var for outer, var in inputs if outer in cut.parameters]
     free = [var for outer, var in inputs if outer in cut.everywhere]
-    chosen = select(closed, residuals, fixed, free)
+    chosen = select(closed, needed, fixed, free)
     back = reading(closed, back, chosen)
     outputs: list[Any] = list(closed.jaxpr.outvars[: len(piece.outputs)])
     places: dict[Any, tuple[str, int]] = {}

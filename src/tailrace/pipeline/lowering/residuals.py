@@ -122,8 +122,7 @@ def reading(forward: ClosedJaxpr, backward: ClosedJaxpr, chosen: Selection) -> C
         return results_of(inside, backward.jaxpr.outvars)
 
     gradients = backward.jaxpr.invars[len(chosen.residuals) :]
-    forms = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*chosen.kept, *gradients)]
-    return jax.make_jaxpr(call)(*forms)
+    return jax.make_jaxpr(call)(*map(_form, [*chosen.kept, *gradients]))
 
 
 def _without_marks(equations: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
@@ -162,3 +161,7 @@ def _made_of(equations: Sequence[JaxprEqn], start: Collection[Any]) -> set[Any]:
         if quiet and all(var in known for var in variables(eqn.invars)):
             known.update(eqn.outvars)
     return known
+
+
+def _form(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

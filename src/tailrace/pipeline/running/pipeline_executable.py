@@ -22,8 +22,8 @@ from tailrace.program.running.executable import Executable, Placement
 from tailrace.program.running.loop_state import Buffer, Numbers
 from tailrace.program.running.segments import Segment
 from tailrace.taps.frame import Ambient, Block, Emissions, Frame, Trip
-from tailrace.taps.loop_passes import Passes
-from tailrace.taps.wanted import RawKey, Wanted, condense
+from tailrace.taps.loop_passes import Passes, skipping
+from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
 
 
 class PipelinePlacement(Placement):
@@ -76,6 +76,8 @@ class PipelineExecutable(Executable):
             *(Buffer("all", i) for i in assembly.everywhere),
         ]
         self._writes = list(self._carried)
+        guards = [want for wants in wanted.values() for want in wants if want.guard]
+        self._skips = bool(guards) and all(want.skips for want in guards)
         self._collected = {
             RawKey((want,)): want.collect
             for wants in wanted.values()
@@ -157,8 +159,10 @@ class PipelineExecutable(Executable):
             condense(inside)
             return after, ([], inside.emitted)
 
-        # Filled with zeros once in an execution.
-        start = (held, alike, a.stash_layout.zeros())
+        # Filled with zeros once in an execution; where a step may be skipped, at every step.
+        start = (held, alike, None if self._skips else a.stash_layout.zeros())
+        if self._skips:
+            one_pass = skipping(one_pass, functools.partial(_is_good, machine))
         over = Passes(one_pass, False, 1, length, trip=trip)
         if self._collected:
             over = over.collecting(self._collected)
@@ -184,3 +188,14 @@ class PipelineExecutable(Executable):
             for number, value in zip(a.everywhere, alike, strict=True)
         ]
         return [*held, *alike], emitted, self._what_follows(numbers)
+
+
+def _is_good(machine: Machine, emitted: Any) -> Any:
+    """Whether no flag that a step emitted is down, on the device that made it, in any replica."""
+    good = jnp.array(True)
+    for key, emission in emitted.items():
+        if isinstance(key, FiniteKey):
+            source = machine.emitting.sources.get(key)
+            elsewhere = source is not None and lax.axis_index(STAGE) != source
+            good = good & (fine(emission).all() | elsewhere)
+    return lax.pmin(good.astype(jnp.int32), (REPLICA, STAGE)) > 0

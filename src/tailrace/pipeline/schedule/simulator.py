@@ -1,13 +1,11 @@
 """How long an execution takes, predicted from stage times.
 
-The engine keeps devices in step: a tick ends when the slowest device is done. In a Grouped tick
-come all backwards, then all forwards (two phases); in an Interleaved or Sequential tick every
-device does what it has. Four ways to run a plan:
+The engine keeps devices in step: a tick ends when the slowest device has done what it has in it, one
+after the other, and then values travel. Four ways to run a plan:
 
-    gated      a phase in which no device has work is skipped; in the others an idle device waits
-               for the slowest one that works. This is what the engine does.
-    masked     the same, but an idle device computes on garbage: a phase that runs costs its
-               slowest stage, working or not.
+    gated      a device without work waits for the slowest one. This is what the engine does.
+    masked     an idle device computes on garbage. In a Grouped tick come all backwards, then all
+               forwards: each of these phases costs its slowest stage, working or not.
     ungated    every tick costs what a full one does.
     free       no common clock: each device runs the plan's units in the plan's order, each as
                soon as its input is there. An Interleaved plan run freely is 1F1B.
@@ -126,7 +124,7 @@ def simulate(
             concurrent stage may have a list with a time for each member.
         backward: likewise; twice the forward if not given. Not for inference.
         transfer: how long a value travels between the devices of neighbouring stages; a number,
-            or a list with one for each of the S-1 boundaries. In step, a phase in which something
+            or a list with one for each of the S-1 boundaries. In step, a tick in which something
             travels takes that much longer; running freely, it only delays the receiver.
         update: the time of the weight update of a stage; a number for all, or a list.
         mode: "gated", "masked", "ungated" or "free".
@@ -200,8 +198,6 @@ class _Price:
             return join(self.full.values())
         if self.mode is SimulationMode.MASKED:
             return join(self.full[kind] for kind in kinds)
-        if self.two_phases:
-            return sum(self._phase(units[back == kind]) for kind in kinds)
         return self._phase(units)
 
     def _phase(self, units: np.ndarray) -> float:

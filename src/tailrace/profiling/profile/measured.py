@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tailrace.errors import ProgramError
+from tailrace.pipeline.schedule.plan import Plan
+from tailrace.profiling.profile.pipeline_times import pipeline_times
 from tailrace.profiling.profile.profile import Profile, Row, ordered
 from tailrace.profiling.profile.roofline import roofline
 from tailrace.profiling.programs.device_operations import DeviceProfiler, Operation
@@ -13,6 +15,7 @@ from tailrace.profiling.programs.hlo_costs import bytes_moved, flops
 from tailrace.profiling.programs.hlo_text import Instruction
 from tailrace.profiling.programs.liveness import alive_at_peak
 from tailrace.profiling.programs.named_operations import CONTAINERS, NamedProgram, programs_of
+from tailrace.profiling.programs.tick_times import measured
 
 _WIDE = {"bf16": "bfloat16", "f16": "float16"}
 
@@ -25,6 +28,7 @@ def profile_of(
     wall_s: float,
     device: Any,
     owner: Callable[[Instruction], str],
+    plan: Plan | None = None,
 ) -> Profile:
     """The profile of what a profiler saw.
 
@@ -35,6 +39,7 @@ def profile_of(
         wall_s: how long they took.
         device: one of the devices they ran on.
         owner: whose an argument of the program is, for the memory.
+        plan: of the pipeline, if it is one.
     """
     operations = profiler.operations
     programs = programs_of(operations, profiler.programs)
@@ -60,7 +65,11 @@ def profile_of(
     rows = [each.row(phase, scope, limits) for (phase, scope), each in sums.items()]
     if unnamed:
         rows.append(Row("", "(no place)", unnamed, 0.0, 0.0, None, 0, {}))
-    main = max(programs.values(), key=lambda p: len(p.module.instructions))
+    main_number, main = max(programs.items(), key=lambda item: len(item[1].module.instructions))
+    ticks = None
+    if plan is not None:
+        ran = [one for one in mine if one.program == main_number]
+        ticks = measured(plan, ran, main, steps)
     return Profile(
         rows=ordered(rows),
         steps=steps,
@@ -71,6 +80,7 @@ def profile_of(
         peak_flops=limits.flops,
         peak_bytes=limits.bytes,
         memory=alive_at_peak(main, owner),
+        pipeline=None if ticks is None else pipeline_times(ticks, steps // executions, wall_s),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.errors import RunError
+from tailrace.profiling.profile.pipeline_times import PipelineTimes
 from tailrace.profiling.profile.texts import as_html, as_text, as_tree
 from tailrace.profiling.profile.treemap import treemap_svg
 
@@ -60,6 +61,7 @@ class Profile:
         peak_flops: floating-point operations a second that the device reaches.
         peak_bytes: bytes a second that it moves.
         memory: bytes at the peak of memory, by owner, largest first.
+        pipeline: what the cells of a pipeline's grid took, if it is one and they could be seen.
     """
 
     rows: tuple[Row, ...]
@@ -71,6 +73,7 @@ class Profile:
     peak_flops: float
     peak_bytes: float
     memory: dict[str, int]
+    pipeline: PipelineTimes | None = None
 
     @property
     def seconds(self) -> float:
@@ -113,7 +116,9 @@ class Profile:
             if found.pop("format") != FORMAT:
                 raise KeyError("format")
             rows = tuple(Row(**row) for row in found.pop("rows"))
-            return Profile(rows=rows, **found)
+            pipeline = found.pop("pipeline")
+            times = PipelineTimes.from_dict(pipeline) if pipeline is not None else None
+            return Profile(rows=rows, pipeline=times, **found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
                 f"A profile is what trainer.profile(...).save(file) writes. Received something "

@@ -28,6 +28,8 @@ def as_text(profile: Profile) -> str:
         rest = sum(row.seconds for row in profile.rows[_SHOWN:])
         share = rest / max(profile.seconds, 1e-30)
         lines.append(f"... and {len(profile.rows) - _SHOWN} more with {share:.1%} of the time")
+    if profile.pipeline is not None:
+        lines += ["", str(profile.pipeline)]
     if profile.memory:
         lines += ["", "memory at its peak: " + _memory(profile)]
     return "\n".join(lines)
@@ -44,6 +46,8 @@ def as_html(profile: Profile) -> str:
         texts = "".join(f'<td style="text-align:right">{cell}</td>' for cell in cells[2:])
         body.append(f'<tr><td>{cells[0]}</td><td style="{bar}">{cells[1]}</td>{texts}</tr>')
     memory = f"<p>memory at its peak: {escape(_memory(profile))}</p>" if profile.memory else ""
+    if profile.pipeline is not None:
+        memory += f"<pre>{escape(str(profile.pipeline))}\n\n{escape(profile.pipeline.grid())}</pre>"
     return (
         f"<p>{escape(_first_line(profile))}</p><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(body)}</tbody></table>{memory}"

@@ -24,6 +24,7 @@ class Operation:
         line: the thread or stream it ran in.
         name: of the instruction, in the text of the compiled program.
         program: the number that the platform has for the program.
+        run: the number that it has for this run of it; 0 where it has none.
         start: when it began.
         end: when it was over.
     """
@@ -32,6 +33,7 @@ class Operation:
     line: str
     name: str
     program: int
+    run: int
     start: int
     end: int
 
@@ -164,6 +166,7 @@ def _of_plane(plane: Any, offset: int) -> list[Operation]:
                     line.name,
                     str(stats["hlo_op"]),
                     int(stats.get("program_id", 0)),
+                    int(stats.get("run_id", 0)),
                     start,
                     end,
                 )

@@ -28,6 +28,7 @@ class NamedProgram:
     """
 
     def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
         self.module: Module = parse(program_text(compiled))
         self._users: dict[str, list[Instruction]] = {}
         for part in self.module.computations.values():

@@ -7,13 +7,14 @@ n-th time that a device runs that instruction is tick n of the plan, whatever th
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.pipeline.schedule.units import Unit
 from tailrace.profiling.programs.device_operations import Operation
-from tailrace.profiling.programs.named_operations import NamedProgram
+from tailrace.profiling.programs.named_operations import CONTAINERS, NamedProgram
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class TimedUnit:
         unit: device, kind, stage and microbatch.
         start: when it began.
         end: when it was over.
+        busy: for how long operations of it ran in between.
     """
 
     step: int
@@ -33,6 +35,7 @@ class TimedUnit:
     unit: Unit
     start: int
     end: int
+    busy: int
 
 
 def planned(plan: Plan, start: int, end: int, steps: int) -> Iterator[TimedUnit]:
@@ -47,75 +50,110 @@ def planned(plan: Plan, start: int, end: int, steps: int) -> Iterator[TimedUnit]
                 for place, unit in enumerate(mine):
                     share = length / len(mine)
                     first, last = begin + place * share, begin + (place + 1) * share
-                    yield TimedUnit(step, number, unit, round(first), round(last))
+                    yield TimedUnit(step, number, unit, round(first), round(last), round(share))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredTicks:
+    """The ticks of some steps as they ran, on the devices of one replica.
+
+    Attributes:
+        plan: of the pipeline.
+        steps: how many.
+        units: every unit, in the order of their start.
+    """
+
+    plan: Plan
+    steps: int
+    units: list[TimedUnit]
 
 
 def measured(
     plan: Plan, operations: Iterable[Operation], program: NamedProgram, steps: int
-) -> list[TimedUnit] | None:
-    """The units of one execution as they ran; None where the profiler did not see them all.
+) -> MeasuredTicks | None:
+    """The ticks of some steps as they ran; None where the profiler did not see them all.
 
     Args:
         plan: of the pipeline.
-        operations: of that execution alone.
+        operations: of those steps alone.
         program: what ran.
-        steps: how many steps it had.
+        steps: how many steps.
     """
-    runs = _runs(operations, program)
-    if not runs:
-        return None
     ticks = plan.ticks
-    expected = steps * len(ticks)
-    ordinals = sorted({device for device, _ in runs})
-    if any(len(times) != expected for times in runs.values()):
+    loops, inside = _loops_and_operations(operations, program)
+    if not loops or any(len(times) != steps * len(ticks) for times in loops.values()):
         return None
     # Devices of a plan are numbered from 0; replicas of a pipeline have more of them.
-    per_replica = len(plan.devices)
-    number = {ordinal: plan.devices[i % per_replica] for i, ordinal in enumerate(ordinals)}
-    first_replica = set(ordinals[:per_replica])
-    found = []
-    for (ordinal, (kind, stage)), times in runs.items():
-        if ordinal not in first_replica:
+    ordinals = sorted({device for device, _ in loops})[: len(plan.devices)]
+    if len(ordinals) < len(plan.devices):
+        return None
+    number = dict(zip(ordinals, plan.devices, strict=True))
+    found: dict[tuple[int, int, Unit], TimedUnit] = {}
+    for (ordinal, who), times in loops.items():
+        if ordinal not in number:
             continue
-        for index, (start, end) in enumerate(times):
+        ran = _by_loop(times, inside.get((ordinal, who), []))
+        for index, loop in enumerate(times):
             step, tick = divmod(index, len(ticks))
             for unit in ticks[tick]:
-                if unit[:3] == (number[ordinal], kind, stage):
-                    found.append(TimedUnit(step, tick, unit, start, end))
-    return sorted(found, key=lambda one: one.start)
+                if unit[:3] == (number[ordinal], who[0], who[1]):
+                    one = TimedUnit(
+                        step, tick, unit, *(ran.get(index) or (*loop, loop[1] - loop[0]))
+                    )
+                    before = found.get((step, tick, unit))
+                    found[step, tick, unit] = one if before is None else _together(before, one)
+    return MeasuredTicks(plan, steps, sorted(found.values(), key=lambda one: one.start))
 
 
-def _runs(
+def _together(one: TimedUnit, other: TimedUnit) -> TimedUnit:
+    """Members of one stage on one device, as one."""
+    return dataclasses.replace(
+        one,
+        start=min(one.start, other.start),
+        end=max(one.end, other.end),
+        busy=one.busy + other.busy,
+    )
+
+
+Who = tuple[str, int, int]
+Times = list[tuple[int, int]]
+
+
+def _loops_and_operations(
     operations: Iterable[Operation], program: NamedProgram
-) -> Mapping[tuple[int, tuple[str, int]], Sequence[tuple[int, int]]]:
-    """For each device and unit, when its loop ran; members of one stage on one device as one."""
+) -> tuple[dict[tuple[int, Who], Times], dict[tuple[int, Who], Times]]:
+    """For each device and unit: when its loop ran, and when the operations inside did."""
     instructions = program.module.instructions
-    loops: dict[str, tuple[str, int, int]] = {}
-    found: dict[tuple[int, tuple[str, int, int]], list[tuple[int, int]]] = {}
+    loops: dict[tuple[int, Who], Times] = {}
+    inside: dict[tuple[int, Who], Times] = {}
     for one in operations:
-        if one.name not in loops:
-            place = program.place(one.name)
-            is_loop = instructions[one.name].opcode == "while"
-            if not is_loop or place is None or place.unit is None or not _is_unit(place):
-                loops[one.name] = ("", 0, 0)
-            else:
-                loops[one.name] = place.unit
-        who = loops[one.name]
-        if who[0]:
-            found.setdefault((one.device, who), []).append((one.start, one.end))
-    joined: dict[tuple[int, tuple[str, int]], list[tuple[int, int]]] = {}
-    for (device, (kind, stage, _)), times in found.items():
+        place = program.place(one.name)
+        if place is None or place.unit is None:
+            continue
+        opcode = instructions[one.name].opcode
+        if opcode == "while" and not place.scope and place.operation == "while":
+            loops.setdefault((one.device, place.unit), []).append((one.start, one.end))
+        elif opcode not in CONTAINERS:
+            inside.setdefault((one.device, place.unit), []).append((one.start, one.end))
+    for times in (*loops.values(), *inside.values()):
         times.sort()
-        before = joined.get((device, (kind, stage)))
-        # Of several members on one device, that which computes takes the time.
-        joined[device, (kind, stage)] = (
-            times
-            if before is None or len(before) != len(times)
-            else [max(a, b, key=lambda t: t[1] - t[0]) for a, b in zip(before, times, strict=True)]
-        )
-    return joined
+    return loops, inside
 
 
-def _is_unit(place: object) -> bool:
-    """Whether an instruction is the loop of a unit itself, not a loop inside of it."""
-    return getattr(place, "scope", None) == "" and getattr(place, "operation", None) == "while"
+def _by_loop(loops: Times, operations: Times) -> dict[int, tuple[int, int, int]]:
+    """Start, end and busy time of the operations of each loop, by its number.
+
+    A loop may be entered before its operations find a thread; what they take is what it costs.
+    """
+    found: dict[int, tuple[int, int, int]] = {}
+    starts = [start for start, _ in loops]
+    for start, end in operations:
+        index = bisect.bisect_right(starts, start) - 1
+        if index < 0 or start > loops[index][1]:
+            continue
+        if index not in found:
+            found[index] = (start, end, end - start)
+            continue
+        first, last, busy = found[index]
+        found[index] = (first, max(last, end), busy + max(0, end - max(start, last)))
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -59,9 +60,10 @@ def write(stream: IO[bytes], recorder: Recorder, span_s: float) -> Cost:
         bars = tracks.setdefault(("thread", f"{name}", str(one.track)), [])
         bars.append(Bar(one.name, one.start, one.end, one.about))
     tracks[("track", "executions")] = [_execution(ran) for ran in recorder.ran]
+    runs = _runs(operations, programs)
     for ran in recorder.ran:
         if ran.plan is not None and ran.steps:
-            _add_ticks(tracks, ran, operations, programs)
+            _add_ticks(tracks, ran, runs)
     for one in operations:
         bar = _operation(one, programs)
         tracks.setdefault(("operations", f"device {one.device}", one.line), []).append(bar)
@@ -115,23 +117,38 @@ def _operation(one: Operation, programs: Mapping[int, NamedProgram]) -> Bar:
     return Bar(shown, one.start, one.end, {"instruction": one.name})
 
 
+def _runs(
+    operations: list[Operation], programs: Mapping[int, NamedProgram]
+) -> dict[int, tuple[NamedProgram, deque[list[Operation]]]]:
+    """The operations of each run of each program, in order, by the compiled program's identity."""
+    found: dict[tuple[int, int], list[Operation]] = {}
+    for one in operations:
+        if one.program in programs:
+            found.setdefault((one.program, one.run), []).append(one)
+    runs: dict[int, tuple[NamedProgram, deque[list[Operation]]]] = {}
+    for (number, _), mine in sorted(found.items(), key=lambda item: item[1][0].start):
+        program = programs[number]
+        runs.setdefault(id(program.compiled), (program, deque()))[1].append(mine)
+    return runs
+
+
 def _add_ticks(
     tracks: dict[tuple[str, ...], list[Bar]],
     ran: Ran,
-    operations: list[Operation],
-    programs: Mapping[int, NamedProgram],
+    runs: Mapping[int, tuple[NamedProgram, deque[list[Operation]]]],
 ) -> None:
-    """The units of an execution of a pipeline: as planned, and as measured if it was watched."""
-    inside = [one for one in operations if ran.start <= one.start < ran.end]
-    if not inside and ran.number > 0:
+    """The units of an execution of a pipeline: as planned, and as measured if it was watched.
+
+    The first executions are watched, if any; so the n-th run of a program is that of its n-th one.
+    """
+    program, waiting = runs.get(id(ran.program), (None, deque()))
+    if not waiting and ran.number > 0:
         return
     _add_units(tracks, "ticks, as planned", planned(ran.plan, ran.start, ran.end, ran.steps))
-    numbers = {one.program for one in inside}
-    for number in numbers & programs.keys():
-        mine = [one for one in inside if one.program == number]
-        found = measured(ran.plan, mine, programs[number], ran.steps)
+    if program is not None and waiting:
+        found = measured(ran.plan, waiting.popleft(), program, ran.steps)
         if found is not None:
-            _add_units(tracks, "ticks, as measured", found)
+            _add_units(tracks, "ticks, as measured", found.units)
 
 
 def _add_units(tracks: dict[tuple[str, ...], list[Bar]], group: str, units: Any) -> None:

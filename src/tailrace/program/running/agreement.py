@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tailrace.devices.processes import distributed
-from tailrace.errors import DataExhausted, DistributedError
+from tailrace.errors import DataExhausted, DistributedError, WaitStopped
 from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.walk import walk
 from tailrace.program.running.segments import Segment
@@ -22,6 +22,10 @@ _MEANINGS = {
     "program": "the operations of the program",
 }
 """What is compared, in the order in which a difference is reported."""
+
+
+_ENDS = {DataExhausted: "ended", WaitStopped: "stopped"}
+"""What ends the executions of all processes without being a failure, and what it is called."""
 
 
 class Agreement:
@@ -65,8 +69,8 @@ class Agreement:
         try:
             taken = take()
         except Exception as error:  # not an interrupt: that is not to wait for the others
-            ended = isinstance(error, DataExhausted)
-            distributed.meet({"ended" if ended else "failed": f"{type(error).__name__}: {error}"})
+            kind = next((name for one, name in _ENDS.items() if isinstance(error, one)), "failed")
+            distributed.meet({kind: f"{type(error).__name__}: {error}"})
             raise
         try:
             self._compare(distributed.meet({"passes": passes, **self.said}))
@@ -82,8 +86,9 @@ class Agreement:
                     f"Process {process} failed before this execution: {said['failed']}"
                 )
         for process, said in enumerate(heard):
-            if "ended" in said:
-                raise DataExhausted(f"Of process {process}: {said['ended']}")
+            for error, kind in _ENDS.items():
+                if kind in said:
+                    raise error(f"Of process {process}: {said[kind]}")
         for what, meaning in _MEANINGS.items():
             for process, said in enumerate(heard):
                 first, other = heard[0].get(what), said.get(what)

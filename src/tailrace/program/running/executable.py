@@ -177,8 +177,9 @@ class Executable:
         self._numbers = placement.put([jnp.asarray(n) for n in self._rewriter.free.values])
         self._observing = period > 0
         # A guard finds a bad step when later ones have run; what was before is computed again then.
-        guarded = any(want.guard for wants in (wanted or {}).values() for want in wants)
-        self._donated: tuple[int, ...] = () if guarded else (0,)
+        wants = [want for found in (wanted or {}).values() for want in found]
+        stops = any(want.guard and not want.skips for want in wants)
+        self._donated: tuple[int, ...] = () if stops else (0,)
         self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
         self._rows: dict[Hashable, int] = {}

@@ -29,7 +29,7 @@ from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
-from tailrace.taps.bit_digests import digest
+from tailrace.taps.bit_digests import digest_many
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.wanted import Wanted
@@ -202,13 +202,11 @@ class LoopRunner:
             sizes: how many values a leaf has of which replicas have shares, which stand behind each
                 other; None for any other.
         """
-        found = []
-        leaves = zip(self.traced.jaxpr.outvars, held, names, sizes, strict=True)
-        for var, value, name, size in leaves:
-            if var in self._hosted:
-                value = jax.device_put(value, jax.memory.Space.Device)
-            found.append(digest(value, name, size=size))
-        return jnp.stack(found)
+        values = [
+            jax.device_put(value, jax.memory.Space.Device) if var in self._hosted else value
+            for var, value in zip(self.traced.jaxpr.outvars, held, strict=True)
+        ]
+        return digest_many(values, names, sizes)
 
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
         """Other values for some of what the loop carries, by their number in the tree."""

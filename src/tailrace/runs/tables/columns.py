@@ -93,6 +93,11 @@ class Columns:
             config={"write_empty_chunks": True},
         )
 
+    @property
+    def rows(self) -> int:
+        """How many rows there are, those included that wait."""
+        return self.committed + self._count
+
     def __contains__(self, name: str) -> bool:
         return name in self._arrays
 
@@ -104,7 +109,7 @@ class Columns:
 
     def write(self) -> int:
         """Write what waits behind the rows that count; returns how many there are then."""
-        total = self.committed + self._count
+        total = self.rows
         for name, array in self._arrays.items():
             if self._count:
                 array.resize((total, *array.shape[1:]))

@@ -224,6 +224,8 @@ class ExecutionTable:
 
     def append(self, executions: Sequence[Finished]) -> None:
         """Let executions wait to be written."""
+        if not executions:
+            return
         rows = [(done.first_step, done.steps, done.ended) for done in executions]
         columns = zip(EXECUTION.items(), zip(*rows, strict=True), strict=False)
         found = {name: np.array(v, d) for (name, d), v in columns}

@@ -18,6 +18,7 @@ from tailrace.errors import ProgramError
 from tailrace.program.step.training_step import TrainState
 from tailrace.torch.calls.arrays import array_of
 from tailrace.torch.models.base import Model
+from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.shared_parameters import Sharing
 from tailrace.torch.models.weights import link, trainer_of, unlink
 from tailrace.torch.optim.binding import DeviceOptimizer
@@ -48,6 +49,8 @@ class FollowingModel(Model):
         link(module, self)
         self._sharing.join(module)
         self._hook(optimizer)
+        if optimizer.state:  # it has made steps, in another process perhaps
+            note_what_is_lacking(module)
 
     def copy_weights_to_host_if_needed(self) -> bool:
         """Copy weights to the host if training has changed them since; returns whether it had."""
@@ -197,6 +200,7 @@ class FollowingModel(Model):
 
     def _after_load_state_dict(self, _: Any) -> None:
         self._reloaded = True
+        note_what_is_lacking(self.module)
 
     def _state(self) -> TrainState:
         if self._program is not None:

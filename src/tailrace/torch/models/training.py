@@ -19,6 +19,7 @@ from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
 from tailrace.torch.errors import UsageError
 from tailrace.torch.models.host_sync import FollowingModel
+from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
 from tailrace.torch.models.weights import unlink
 from tailrace.torch.programs.train import TrainingProgram
@@ -84,6 +85,7 @@ class TrainingModel(FollowingModel):
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Load weights into the module, and copy them to the device."""
         found = self.module.load_state_dict(state_dict, strict=strict)
+        note_what_is_lacking(self.module)
         if self._program is not None:
             self.copy_weights_to_device()
         return found

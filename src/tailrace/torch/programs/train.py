@@ -33,6 +33,7 @@ from tailrace.torch.tracing.forward import Forward
 from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.memory_shortage import within_memory
 
 _HYPER = "optimizer_state/hyper"
 
@@ -126,7 +127,8 @@ class TrainingProgram:
         engine, options = self.engine, self.options
         self.journal.begin(engine.step, options.microbatches, options.replicas)
         numbers = Numbers(engine.seed, engine.step)
-        emitted, ready = self._portions.dispatch(engine.loop_state, numbers, blocks)
+        with within_memory(engine, options.device_iterations):
+            emitted, ready = self._portions.dispatch(engine.loop_state, numbers, blocks)
         ticket = engine.dispatched(options.device_iterations, emitted, ready)
         results = engine.collect(ticket)
         self.journal.add(results)

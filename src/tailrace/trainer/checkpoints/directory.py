@@ -83,7 +83,8 @@ class CheckpointDirectory:
             if not ended:
                 return  # the same step, and so the same state
             orbax_files.remove(path)
-        orbax_files.write(path, snapshot.on_host(), snapshot.note)
+        note = snapshot.whole_note()
+        orbax_files.write(path, snapshot.on_host(), note)
         for one in superseded(self.found(fit), self._keep):
             orbax_files.remove(one.path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
 from tailrace.runs.storage.durable import force_folder, force_tree
 
@@ -74,10 +76,48 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
     with sentence(path, "cannot be written"), _quiet():
         shutil.rmtree(partial, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        orbax.save(str(partial), kept, custom_metadata=said)
+        if distributed.process_count() == 1:
+            orbax.save(str(partial), kept, custom_metadata=said)
+        else:
+            _save_alone(partial, kept, said)
         force_tree(partial)
         os.rename(partial, path)
         force_folder(path.parent)
+
+
+# Orbax has barriers for all processes of a program. Here one of them writes in a thread while all
+# train, and each reads by itself: to Orbax, the process that calls is the only one.
+
+
+def _save_alone(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
+    """Write from one of several processes; version 1 of the interface would ask all of them."""
+    import orbax.checkpoint as ocp
+
+    options = ocp.options.MultiprocessingOptions(**_only_this())
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
+        pytree=ocp.PyTreeCheckpointHandler(multiprocessing_options=options),
+    )
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
+        tree = ocp.args.PyTreeSave(dict(arrays))
+        checkpointer.save(path, ocp.args.Composite(pytree=tree), custom_metadata=dict(note))
+
+
+def _alone(orbax: Any) -> contextlib.AbstractContextManager[Any]:
+    """While this process reads, whatever the others do."""
+    if distributed.process_count() == 1:
+        return contextlib.nullcontext()
+    options = orbax.options.MultiprocessingOptions(**_only_this())
+    return orbax.Context(multiprocessing_options=options)
+
+
+_calls = itertools.count()
+
+
+def _only_this() -> dict[str, Any]:
+    here = distributed.process_index()
+    key = f"tailrace-{here}-{next(_calls)}"  # no two barriers may be called the same
+    return {"primary_host": here, "active_processes": {here}, "barrier_sync_key_prefix": key}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +137,7 @@ class Form:
 def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
     """What a checkpoint says of itself, and the forms of its arrays; no array is read."""
     orbax = import_orbax()
-    with sentence(path, "cannot be read"), _quiet():
+    with sentence(path, "cannot be read"), _quiet(), _alone(orbax):
         found = orbax.metadata(str(path))
         said = found.custom_metadata
         stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
@@ -123,7 +163,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """All arrays of a checkpoint by name, and its note."""
     orbax = import_orbax()
     note, forms = read_note(path)
-    with sentence(path, "cannot be read"), _quiet():
+    with sentence(path, "cannot be read"), _quiet(), _alone(orbax):
         loaded = orbax.load(str(path)) if any(form.size for form in forms.values()) else {}
         arrays = {
             name: np.asarray(loaded[name])

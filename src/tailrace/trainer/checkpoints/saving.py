@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,12 @@ from tailrace.trainer.checkpoints.snapshot import (
     put_state,
     state_arrays,
     trainer_note,
+)
+from tailrace.trainer.checkpoints.together import (
+    each_does,
+    first_does,
+    gathered,
+    own_position,
 )
 from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.engine import Engine
@@ -55,6 +62,7 @@ class TakenUp:
         pace: the lengths of executions that were chosen.
         callbacks: the states of its callbacks.
         finished: whether there is nothing left to do.
+        run_end: where its run directory ended.
     """
 
     progress: Progress
@@ -64,6 +72,7 @@ class TakenUp:
     pace: Mapping[str, Any]
     callbacks: list[dict[str, Any]]
     finished: bool
+    run_end: Any
 
 
 class Saving:
@@ -92,9 +101,9 @@ class Saving:
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this process may write to the directory."""
-        check_processes()
         orbax_files.import_orbax()
-        with self._writer.directory.writing():
+        with ExitStack() as stack:
+            first_does(lambda: stack.enter_context(self._writer.directory.writing()))
             try:
                 yield
             finally:
@@ -104,17 +113,19 @@ class Saving:
 
     def take_up(self) -> TakenUp | None:
         """Give the engine the state that the directory holds; None if it holds nothing of this fit."""
-        kept = self._writer.directory.newest(self._writer.fit)
-        if kept is None:
+        found = first_does(self._newest)
+        if found is None:
             return None
-        arrays, note = orbax_files.read(kept.path)
+        path = Path(found)
+        arrays, note = each_does(lambda: orbax_files.read(path))
         if "fit" not in note:
             raise CheckpointError(
-                f"The checkpoint {str(kept.path)!r} was saved by fit of a Keras model. Give this fit "
+                f"The checkpoint {found!r} was saved by fit of a Keras model. Give this fit "
                 f"another directory."
             )
         engine, fit = self._engine, note["fit"]
         progress = Progress(**fit["progress"])
+        progress.elements = progress.elements * len(fit["positions"]) // distributed.process_count()
         self._check(note, progress)
         put_state(engine, arrays, note)
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
@@ -126,7 +137,7 @@ class Saving:
             note_once(
                 f"fit({self._duration}): the checkpoint directory holds a fit that went further "
                 f"({progress.steps} steps, {progress.epochs} epochs). Its end is returned.",
-                key=f"smaller fit {kept.path}",
+                key=f"smaller fit {found}",
             )
         if self._monitor is not None:
             self._monitor.best = fit["best"]
@@ -134,11 +145,16 @@ class Saving:
             progress,
             engine.step,
             history,
-            fit["position"],
+            own_position(fit["positions"]),
             fit["pace"],
             _callback_states(fit["callbacks"], arrays),
             finished,
+            note["run"],
         )
+
+    def _newest(self) -> str | None:
+        kept = self._writer.directory.newest(self._writer.fit)
+        return None if kept is None else str(kept.path)
 
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
         """Refuse what was saved by another training."""
@@ -189,12 +205,11 @@ class Saving:
             self._writer.save(
                 self._engine.step,
                 lambda: self._snapshot(ended),
-                self._fit.journal.flush,
                 ended=ended,
                 best=best and not ended,
             )
             if wait:
-                self._writer.wait(last=True)
+                first_does(lambda: self._writer.wait(last=True))
 
     def look(self, logs: Mapping[str, float]) -> None:
         """Save if the watched value is better than before."""
@@ -227,13 +242,13 @@ class Saving:
                 "ended": ended,
                 "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
                 "accumulation": describe_accumulation(engine),
-                "position": fit.feed.get_state(),
+                "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
                 "callbacks": states,
                 "best": None if self._monitor is None else self._monitor.best,
             },
         }
-        return Snapshot(arrays, note)
+        return Snapshot(arrays, note, fit.journal.mark())
 
 
 def bring_to(
@@ -241,22 +256,12 @@ def bring_to(
 ) -> None:
     """Bring a feed to where a fit was in its dataset."""
     source = as_dataset(dataset)
-    if source.fast is None:
+    if source.fast is None and "source" not in position:
         # Some datasets have another order each time they are iterated: begin as often as before.
         for epoch in range(progress.epochs if source.restartable else 0):
             next(source.iterate(epoch), None)
     feed.start_epoch(dataset, progress.epoch)
     feed.set_state(position)
-
-
-def check_processes() -> None:
-    """Refuse what would wait for ever: Orbax's own barriers and a training's collectives meet."""
-    if distributed.process_count() > 1:
-        raise CheckpointError(
-            f"Checkpoints are written by a training in one process; this one has "
-            f"{distributed.process_count()}. Save trainer.params in process 0 by other means, or train "
-            f"in one process with several devices."
-        )
 
 
 def describe_accumulation(engine: Engine) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,21 @@ STATE, HISTORY, CALLBACK = "state/", "history/", "callback/"
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Arrays by name, on the device or the host, and a note that JSON can hold."""
+    """What is kept, as it was at one moment.
+
+    Attributes:
+        arrays: by name, on the device or the host.
+        note: all else, as JSON can hold it.
+        run_end: waits until the run directory has everything before; returns where that ends.
+    """
 
     arrays: Mapping[str, Any]
     note: Mapping[str, Any]
+    run_end: Callable[[], Any] = lambda: None
+
+    def whole_note(self) -> dict[str, Any]:
+        """The note, with the end of the run."""
+        return {**self.note, "run": self.run_end()}
 
     def on_host(self) -> dict[str, np.ndarray]:
         """The arrays on the host; waits for their copies."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.background import Worker
+from tailrace.feeds.waiting import Lasting, Patience
 from tailrace.messages import logger
 from tailrace.spans.span import span
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
@@ -44,30 +46,25 @@ class CheckpointWriter:
             return time.monotonic() - self._last_time >= seconds
         return steps is not None and step - self._last_step >= steps
 
-    def save(
-        self,
-        step: int,
-        take: Callable[[], Snapshot],
-        first: Callable[[], None] = lambda: None,
-        **kind: bool,
-    ) -> None:
-        """Write a checkpoint in the thread; waits only for the one before.
+    def save(self, step: int, take: Callable[[], Snapshot], **kind: bool) -> None:
+        """Write a checkpoint in the thread; waits only for the one before. One of several processes
+        writes, and all take part in `take`.
 
         Args:
             step: the trainer's step.
             take: makes the snapshot, now.
-            first: called in the thread before anything is written.
             kind: what the checkpoint is; see `CheckpointDirectory.write`.
         """
         self.wait()
         snapshot = take()
         self._last_step, self._last_time = step, time.monotonic()
+        if not distributed.writes():
+            return
         if self._worker is None:
             self._worker = Worker(THREAD)
 
         def write() -> None:
             with span("checkpoint write", step=step):
-                first()
                 self.directory.write(self.fit, step, snapshot, **kind)
 
         self._busy = self._worker.submit(write)
@@ -81,6 +78,9 @@ class CheckpointWriter:
         busy, self._busy = self._busy, None
         if busy is None:
             return
+        Patience().wait_for(
+            busy, Lasting(f"the checkpoint of step {self._last_step} to be written")
+        )
         try:
             busy.result()
         except CheckpointError as error:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
+from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, WaitStopped
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
@@ -17,9 +18,10 @@ from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.compilations import Compilation
 from tailrace.spans.span import span
+from tailrace.trainer.bundles import keep_bundle
 from tailrace.trainer.callbacks.callback import Callback, Execution, calling, listens, tell
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.executions import Ticket
+from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.interrupts import Interrupts
 from tailrace.trainer.fitting.pace import Pace
@@ -27,6 +29,7 @@ from tailrace.trainer.fitting.progress_bar import ProgressBar
 from tailrace.trainer.fitting.step_counts import note_left_out, too_short
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.nonfinite_guard import too_many_skipped
 
 if TYPE_CHECKING:
     from tailrace.trainer.checkpoints.saving import Saving
@@ -77,8 +80,27 @@ class Fit:
         self.interrupts = Interrupts()
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset = dataset
+        self._skipped: list[int] = []
         self._pending: deque[Ticket] = deque()
-        self._in_flight = 0 if engine.live or any(map(listens, callbacks)) else 1
+        waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
+        self._in_flight = 0 if waits else 1
+        self._together = saving is not None and distributed.process_count() > 1
+        self._signal: int | None = None
+
+    @property
+    def asked(self) -> int | None:
+        """The signal that ends the fit; of several processes, the one that all have heard of."""
+        return self._signal if self._together else self.interrupts.asked
+
+    def agree(self) -> bool:
+        """Whether a checkpoint is due, for all processes alike. A signal to one is one to all."""
+        due = self.saving is not None and self.saving.due
+        if not self._together:
+            return due
+        heard = distributed.meet({"due": due, "signal": self.interrupts.asked})
+        signals = [said["signal"] for said in heard if said["signal"] is not None]
+        self._signal = signals[0] if signals else self._signal
+        return heard[0]["due"]
 
     @property
     def _leaves(self) -> bool:
@@ -99,7 +121,7 @@ class Fit:
             if progress.epochs and progress.steps == progress.epoch_start:
                 self._restart(duration)
             self._epoch(steps_per_epoch)
-            if self.interrupts.asked is None and progress.steps > progress.epoch_start:
+            if self.asked is None and progress.steps > progress.epoch_start:
                 self._end_epoch()
                 progress.epochs, progress.epoch_start = progress.epochs + 1, progress.steps
 
@@ -163,6 +185,7 @@ class Fit:
         try:
             ticket = engine.dispatch(length, following=following)
         except WaitStopped:
+            self.agree()
             self.stopping = True
             return
         self._pending.append(ticket)
@@ -179,17 +202,20 @@ class Fit:
         self.collect(self._in_flight)
         if until == length:
             self._validate()
-        if self.saving is not None and self.saving.due:
+        if self.agree():
+            assert self.saving is not None
             self.collect()
             self.saving.save()
-        if self.interrupts.asked is not None:
+        if self.asked is not None:
             self.stopping = True
 
     def collect(self, in_flight: int = 0) -> None:
         """Take in results until at most this many executions are on their way."""
         while len(self._pending) > in_flight:
             results = self.journal.add(self.engine.collect(self._pending.popleft()))
+            self._count_skipped(results)
             if results.failure is not None:
+                keep_bundle(self.engine, results.failure)
                 self._pending.clear()  # what was dispatched after the bad step changed nothing
                 self.progress.steps = self.engine.step - self.progress.first_step
                 raise results.failure
@@ -207,6 +233,15 @@ class Fit:
             logger.info(f"Compiled {compilation}.")
             self.journal.add_compilation(compilation)
 
+    def _count_skipped(self, results: Results) -> None:
+        """Stop where more steps were skipped than the guard allows."""
+        guard = self.engine.guard
+        if guard is not None and "skipped" in results.scalars and guard.skips:
+            bad = np.flatnonzero(results.scalars["skipped"].max(axis=(1, 2)))
+            self._skipped += [results.first_step + int(number) for number in bad]
+            if bad.size and len(self._skipped) > guard.limit:
+                raise too_many_skipped(self._skipped, guard.limit)
+
     # -- what happens between executions --------------------------------------------------------
 
     def _validate(self) -> None:
@@ -223,7 +258,7 @@ class Fit:
 
     def _end_epoch(self) -> None:
         """Validate and tell callbacks, if it was not cut short by an interrupt."""
-        if self.interrupts.asked is not None:
+        if self.asked is not None:
             return
         self.collect()
         if self.validation.at_epochs:

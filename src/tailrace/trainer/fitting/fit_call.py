@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
-from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.elements import effective_batch_size
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.running.compilations import hearing
 from tailrace.records.history import History
@@ -24,6 +24,7 @@ from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.interrupts import meaning
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.fitting.progress_bar import ProgressBar
 from tailrace.trainer.fitting.validation import Validation
@@ -82,7 +83,7 @@ class FitCall:
         taken = self.saving.take_up() if self.saving is not None else None
         if taken is not None:
             self.progress = taken.progress
-            journal.take_up(taken.history, taken.step)
+            journal.take_up(taken.history, taken.run_end)
         return taken
 
     def prepare(self, trainer: Trainer, engine: Engine, journal: Journal, pace: Pace) -> Fit:
@@ -117,11 +118,12 @@ class FitCall:
                     saving.go_on(fit, taken, self.dataset)
                 saving.begin(fit, fresh=taken is None)
             fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
-            if fit.interrupts.asked is not None:
+            fit.agree()
+            if fit.asked is not None:
                 fit.collect()
                 if saving is not None:
                     saving.save(wait=True)
-                fit.interrupts.reraise()
+                raise meaning(fit.asked)
         if saving is not None:  # after callbacks: one of them may go back to the best state
             saving.save(ended=True, wait=True)
 
@@ -149,9 +151,3 @@ class FitCall:
             history: History = journal.history
             for callback in self.callbacks:
                 callback.on_fit_end(fit.trainer, history)
-
-
-def effective_batch_size(spec: ElementSpec, elements: int) -> int | None:
-    """Examples in a step of so many elements; None where elements have no common leading dim."""
-    sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
-    return min(sizes) * elements if len(sizes) == 1 else None

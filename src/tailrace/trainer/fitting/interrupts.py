@@ -44,12 +44,12 @@ class Interrupts:
     def reraise(self) -> None:
         """Raise what the signal means, if one came."""
         if self.asked is not None:
-            raise _meaning(self.asked)
+            raise meaning(self.asked)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None:
             self._put_back()
-            raise _meaning(number)
+            raise meaning(number)
         self.asked = number
 
     def _put_back(self) -> None:
@@ -58,5 +58,6 @@ class Interrupts:
         self._before = {}
 
 
-def _meaning(number: int) -> BaseException:
+def meaning(number: int) -> BaseException:
+    """What a signal is raised as."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

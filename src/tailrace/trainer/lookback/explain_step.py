@@ -139,7 +139,7 @@ def _norms(records: dict[tuple[str, str], Record]) -> dict[str, float]:
 def _growth(before: list[dict[str, float]], now: dict[str, float]) -> dict[str, float]:
     if not before:
         return {}
-    tiny = np.finfo(np.float32).tiny
+    tiny = float(np.finfo(np.float32).tiny)
     usual = {name: float(np.median([one.get(name, 0.0) for one in before])) for name in now}
     return {
         name: value / max(usual[name], tiny) if np.isfinite(value) else float("inf")

@@ -8,6 +8,7 @@ from typing import Any
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.lookback.bundled import replay_bundle
 from tailrace.trainer.lookback.explain_step import StepExplanation, explain_step
 from tailrace.trainer.lookback.recorded import recorded_by
 from tailrace.trainer.lookback.replay import Replay, replay
@@ -106,3 +107,19 @@ class LookingBack:
         said = {"kind": "rewind", "step": step, "from": before, "reason": reason}
         self._journal.rewind(step, {**said, "proved": proved})
         return proved
+
+    def replay_bundle(
+        self, bundle: str | os.PathLike[str], example: Any, *, observe: Any = ()
+    ) -> Replay:
+        """Run the step of a bundle, which `tr.stop_on_nonfinite(bundle=dir)` wrote, here.
+
+        Args:
+            bundle: the directory.
+            example: an element of the dataset, for its structure; its values do not matter.
+            observe: taps.
+
+        Returns:
+            The records of the step by name. `proved` is None: a bundle has no results to compare with.
+        """
+        self._check_alone()
+        return replay_bundle(self.engine, bundle, example, observe)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError, OptionError
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
 from tailrace.records.records import Record, Records
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept
-from tailrace.trainer.checkpoints.saving import check_processes
 from tailrace.trainer.checkpoints.snapshot import history_of
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
@@ -213,7 +213,11 @@ def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
             f"A replay starts from a checkpoint: checkpoint= is the directory that fit(checkpoint=...) "
             f"was given. Received: checkpoint={checkpoint!r}."
         )
-    check_processes()
+    if distributed.process_count() > 1:
+        raise CheckpointError(
+            f"A replay runs in one process; this program has {distributed.process_count()}. Use one "
+            f"process with as many devices: checkpoints do not depend on the number of processes."
+        )
     directory = CheckpointDirectory(Path(given))
     found = directory.found()
     before = [kept for kept in found if kept.step <= step]

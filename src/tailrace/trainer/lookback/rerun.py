@@ -15,6 +15,7 @@ from tailrace.errors import DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.taps.tap import StopOnNonfinite, parse_taps
 from tailrace.trainer.checkpoints.saving import bring_to
 from tailrace.trainer.checkpoints.snapshot import put_state
 from tailrace.trainer.engine import Engine
@@ -110,7 +111,7 @@ class Rerun:
 
     def _make_ready(self, count: int) -> int:
         """How many of the next elements there are, at least those of a step."""
-        per_step = self._loud.elements_per_pass
+        per_step, found = self._loud.elements_per_pass, 0
         for _ in range(2):
             found = self._feed.remaining(count)
             if found >= per_step:
@@ -136,6 +137,9 @@ class Rerun:
 
 def twin_of(engine: Engine, observe: Any) -> Engine:
     """An engine for the same model, with other taps; its state is still to be set."""
+    # A step that was skipped is skipped again.
+    guards = [tap for tap in engine.taps if isinstance(tap, StopOnNonfinite) and tap.skips]
+    observe = [*parse_taps(observe), *guards]
     params, model_state = jax.tree.map(_blank, (engine.form.params, engine.form.model_state))
     if engine.pipeline is not None:
         params = engine.pipeline.tie(params)
@@ -150,9 +154,9 @@ def _blank(form: Any) -> Any:
 
 
 def _unobserved(engine: Engine, loud: LoopRunner) -> LoopRunner:
-    """The same loop without taps; fingerprints need the gradients all the same."""
+    """The same loop without taps; guards, and the gradients for fingerprints, stay."""
     kept = {
-        position: [want for want in wants if want.digest]
+        position: [want for want in wants if want.digest or want.guard]
         for position, wants in engine.sight.wanted.items()
     }
     return loud.observing({position: wants for position, wants in kept.items() if wants})

@@ -10,7 +10,7 @@ import jax
 
 from tailrace.jaxprs.flops import model_flops
 from tailrace.jaxprs.marks import path_name
-from tailrace.messages import shown
+from tailrace.messages import shown, size_text
 from tailrace.records.html_table import html_table
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.showing.optimizer_text import optimizer_text
@@ -128,19 +128,6 @@ def _parts(named: list[tuple[str, Any]]) -> tuple[Part, ...]:
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def size_text(count: float) -> str:
-    """Bytes for people.
-
-    >>> size_text(512), size_text(1_500_000)
-    ('512 B', '1.5 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
-    raise AssertionError
 
 
 def flops_text(flops: float) -> str:

@@ -22,7 +22,7 @@ from tailrace.jaxprs.control import programs_in
 from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Primitive, Var, variables
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.jaxprs.operations import name_of
-from tailrace.jaxprs.own_equations import is_made_by
+from tailrace.jaxprs.own_equations import is_made_by, is_mark
 from tailrace.jaxprs.stretches import bound, made_by, needed_for, results_of, run
 
 _gradients_p = Primitive("ipu_gradients")
@@ -37,7 +37,7 @@ def gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
 
     Args:
         loss: a float scalar, or an array whose sum is meant.
-        variables: variables of Keras or `Variable`s.
+        variables: variables of Keras or `Variable`s; or values of the program.
     """
     inside("a gradient")
     loss = jnp.asarray(loss)
@@ -47,10 +47,14 @@ def gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
 
     context = active()
     zeros = [zero for each in context.zeros.values() for zero in each] if context else []
-    found = _gradients_p.bind(loss, *(jnp.asarray(value_of(v)) for v in variables), *zeros)
+    found = _gradients_p.bind(loss, *map(_value, variables), *zeros)
     if context:
         context.filled(found[len(variables) :])
     return found[: len(variables)]
+
+
+def _value(source: Any) -> Any:
+    return jnp.asarray(value_of(source) if is_variable(source) else source)
 
 
 def watched_zero(value: Any) -> Any:
@@ -112,22 +116,37 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     for eqn in jaxpr.eqns:
         _refuse_hidden(eqn)
     known = bound(jaxpr, closed.consts, args)
+    done: list[JaxprEqn] = []
     waiting = list(jaxpr.eqns)
     while waiting:
         asked = next((i for i, eqn in enumerate(waiting) if is_made_by(eqn, _gradients_p)), None)
         if asked is None:
             run(waiting, known)
             break
-        _answer(waiting[:asked], waiting[asked], known)
+        _answer(done, waiting[:asked], waiting[asked], known)
+        done += waiting[: asked + 1]
         waiting = waiting[asked + 1 :]
     return results_of(known, jaxpr.outvars)
 
 
-def _answer(before: list[JaxprEqn], question: JaxprEqn, known: dict[Any, Any]) -> None:
-    """Run the equations before a question, those on the way to the loss as one function."""
+def _answer(
+    done: list[JaxprEqn], before: list[JaxprEqn], question: JaxprEqn, known: dict[Any, Any]
+) -> None:
+    """Run the equations before a question, those on the way to the loss as one function.
+
+    Args:
+        done: equations that have run, for questions before this one. Those of them on the way are run
+            once more, inside of the function, and what they send out is not sent again.
+        before: those between the question before this one and this one.
+        question: what is asked.
+        known: the values of variables; filled.
+    """
     loss, *at = question.invars
     free = [var for var in dict.fromkeys(at) if isinstance(var, Var)]
-    way = _on_the_way(before, free, loss)
+    whole = _on_the_way([*done, *before], free, loss)
+    ran = {id(eqn) for eqn in done}
+    old = [eqn for eqn in whole if id(eqn) in ran]
+    way = [eqn for eqn in whole if id(eqn) not in ran]
     made = made_by(way)
     first, apart = needed_for(before, free), {id(eqn) for eqn in way}
     run(first, known)
@@ -144,14 +163,42 @@ def _answer(before: list[JaxprEqn], question: JaxprEqn, known: dict[Any, Any]) -
 
     def forward(values: Any) -> Any:
         local = known | dict(zip(free, values, strict=True))
+        _run_again(old, local, done)
         run(way, local)
         return jnp.sum(internals.value_of(local, loss)), [local[var] for var in made]
 
     grads, values = jax.grad(forward, has_aux=True)([known[var] for var in free])
     known.update(zip(made, values, strict=True))
     run(rest, known)
-    for var, out in zip(at, question.outvars, strict=True):
+    _give(question, free, grads, known)
+
+
+def _give(question: JaxprEqn, free: list[Any], grads: Any, known: dict[Any, Any]) -> None:
+    """Write the answer to a question."""
+    for var, out in zip(question.invars[1:], question.outvars, strict=True):
         known[out] = grads[free.index(var)] if isinstance(var, Var) else jnp.zeros_like(var.val)
+
+
+def _run_again(equations: list[JaxprEqn], known: dict[Any, Any], history: list[JaxprEqn]) -> None:
+    """Run equations that have run before: nothing is sent again, and questions are asked again."""
+    for eqn in equations:
+        if is_mark(eqn):
+            values = [internals.value_of(known, var) for var in eqn.invars]
+            known.update(zip(eqn.outvars, values, strict=True))
+        elif not is_made_by(eqn, _gradients_p):
+            run([eqn], known)
+        else:
+            loss, *at = eqn.invars
+            free = [var for var in dict.fromkeys(at) if isinstance(var, Var)]
+            earlier = history[: next(i for i, one in enumerate(history) if one is eqn)]
+            way = _on_the_way(earlier, free, loss)
+
+            def inner(values: Any, way: Any = way, free: Any = free, loss: Any = loss) -> Any:
+                local = known | dict(zip(free, values, strict=True))
+                _run_again(way, local, history)
+                return jnp.sum(internals.value_of(local, loss))
+
+            _give(eqn, free, jax.grad(inner)([known[var] for var in free]), known)
 
 
 def _refuse_hidden(eqn: JaxprEqn) -> None:

@@ -28,6 +28,19 @@ class Operation:
         return f"<Operation {self.name}>"
 
 
+class Undelivered(list[Any]):
+    """What `dequeue` returns before a program has run: nothing, and what a session then runs."""
+
+    def __init__(self, queue: Any) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def again(self) -> Any:
+        """Dequeue now."""
+        found = self._queue.dequeue()
+        return [] if isinstance(found, Undelivered) else found
+
+
 def tensors_of(out: Any, what: str, at_most: int | None = None) -> list[Any]:
     """The tensors that a function returned; operations behind them are left away.
 

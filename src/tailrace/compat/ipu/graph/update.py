@@ -7,6 +7,7 @@ has `apply_gradients` is taken as it is.
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,23 @@ from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import is_variable, kept, prepared, value_of
 from tailrace.compat.ipu.graph.variables import Variable
+
+
+class Computed:
+    """Gradients that somebody else has computed: Keras' `fit` does, before it asks an optimizer."""
+
+    def __init__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        self.variables = list(variables)
+        self._grads = {id(v): g for v, g in zip(variables, grads, strict=True)}
+
+    def of(self, variable: Any) -> Any:
+        """The gradient in a variable; None where there is none."""
+        return self._grads.get(id(variable))
+
+
+computed: contextvars.ContextVar[Computed | None] = contextvars.ContextVar(
+    "ipu_computed_gradients", default=None
+)
 
 
 class Optimizer:
@@ -39,6 +57,9 @@ class Optimizer:
 
     def compute_gradients(self, loss: Any, var_list: Any = None, **_: Any) -> list[tuple[Any, Any]]:
         """(gradient, variable) for each variable; None: all trainable ones touched so far."""
+        if (given := computed.get()) is not None:
+            variables = given.variables if var_list is None else list(var_list)
+            return [(given.of(variable), variable) for variable in variables]
         variables = _variables(var_list)
         return list(zip(gradients(loss, variables), variables, strict=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,9 @@ import numpy as np
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import current, prepared
 from tailrace.errors import ProgramError
+
+reads: list[Callable[[Any, Any], Any]] = []
+"""Called with a variable and its array when one is read outside of programs."""
 
 
 class Variable:
@@ -58,6 +61,9 @@ class Variable:
         """The value it has now: in a program, at this place of it."""
         scope = current()
         found = None if scope is None else scope.read(self)
+        if scope is None:
+            for noted in reads:
+                noted(self, self._value)
         return self._value if found is None else found
 
     read_value = value
@@ -185,6 +191,16 @@ def variable_scope(name: str, **_: Any) -> Iterator[None]:
         yield
     finally:
         _prefix.reset(token)
+
+
+def global_variables() -> list[Variable]:
+    """The variables that `get_variable` has made."""
+    return list(_store.values())
+
+
+def trainable_variables() -> list[Variable]:
+    """Those of them that are trained."""
+    return [variable for variable in _store.values() if variable.trainable]
 
 
 def forget_variables() -> None:

@@ -23,26 +23,47 @@ def through_stages(
     inputs: Sequence[Any],
     element: Any,
     at_stage: Callable[[], None] = lambda: None,
+    forwarded: dict[int, int] | None = None,
 ) -> Any:
-    """What the last stage returns for one element; `at_stage` is called where each one begins."""
+    """What the last stage returns for one element; `at_stage` is called where each one begins.
+
+    `forwarded` is filled with the places of outputs that are inputs which every stage has passed on,
+    and the places of those inputs.
+    """
     args, kwargs = arguments_of(element) if options.infeed_queue is not None else ((), {})
     values: list[Any] = [*inputs, *args]
+    sources: list[int | None] = [*range(len(inputs)), *[None] * len(args)]
     out: Any = None
     for number, stage in enumerate(options.computational_stages):
         members = stage if isinstance(stage, list | tuple) else [stage]
         flat: list[Any] = []
+        origins: list[int | None] = []
         for member, function in enumerate(members):
             if number or member:
                 values = boundary(values, BESIDE if member else NEXT)
             at_stage()
             out = function(*values, **kwargs)
+            origins += _origins(out, values, sources)
             # A stage that only passes on what it gets is a stage as well: it holds this mark.
             flat += mark(outputs_of(out), Tag("end of a stage"))
         out = out if len(members) == 1 else flat
-        values, kwargs = flat, {}
+        values, sources, kwargs = flat, origins, {}
+    if forwarded is not None:
+        forwarded.update({place: n for place, n in enumerate(sources) if n is not None})
     if isinstance(out, dict):
         return {key: values[0][key] for key in out}  # in its own order, which JAX's trees forget
     return values if isinstance(out, list | tuple) or len(values) != 1 else values[0]
+
+
+def _origins(out: Any, values: list[Any], sources: list[int | None]) -> list[int | None]:
+    """For each output of a stage, the input of the pipeline that it is; None if it is none."""
+    found: list[int | None] = []
+    for value in out if isinstance(out, list | tuple) else [out]:
+        if value is None or isinstance(value, Operation):
+            continue
+        place = next((n for n, given in enumerate(values) if given is value), None)
+        found.append(None if place is None else sources[place])
+    return found
 
 
 def outputs_of(out: Any) -> list[Any]:

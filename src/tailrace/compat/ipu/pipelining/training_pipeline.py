@@ -29,7 +29,7 @@ from tailrace.compat.ipu.graph.state import (
     write_host,
 )
 from tailrace.compat.ipu.graph.update import KerasOptimizer
-from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.ipu.graph.variables import Variable, as_array
 from tailrace.compat.ipu.optimizers import (
     GradientAccumulationOptimizerV2,
     IpuOptimizer,
@@ -61,6 +61,9 @@ class Training:
             self._queue = InfeedQueue(itertools.repeat(np.zeros((), np.float32)))
         element = self._queue.spec().tree()
         inputs = [as_array(value) for value in options.inputs]
+        # An input that reaches the optimizer, such as a rate, is a variable of the optimizer's.
+        self._given = [Variable(value, trainable=False, name="pipeline input") for value in inputs]
+        self._forwarded: dict[int, int] = {}
         self._output: Any = None
         self._stage_found = discover(self._look, (inputs, element))
         self._opt = self._output.opt
@@ -92,7 +95,11 @@ class Training:
         engine, options = self._engine, self.options
         if options.infeed_queue is not None:
             options.infeed_queue.queue()  # it may have been deleted since
-        engine.set_inputs([as_array(value) for value in inputs])
+        arrays = [as_array(value) for value in inputs]
+        engine.set_inputs(arrays)
+        for variable, value in zip(self._given, arrays, strict=True):
+            if not np.array_equal(value_of(variable), value):
+                variable.settle(value)
         variables = [*self.trained, *self.slots, *self.buffers]
         changed = {
             number: jnp.asarray(value)
@@ -124,7 +131,8 @@ class Training:
             before.update(list(scope.seen))
             scope.seen.clear()
 
-        out = through_stages(self.options, inputs, element, at_stage)
+        self._forwarded.clear()
+        out = through_stages(self.options, inputs, element, at_stage, self._forwarded)
         at_stage()
         self._shared = {key for key, count in before.items() if count > 1}
         scope.seen.update(scope.found.variables)
@@ -138,7 +146,9 @@ class Training:
         from tailrace.compat.ipu.ops.pipelining_ops import OptimizerFunctionOutput
 
         assert self.options.optimizer_function is not None
-        values = out if isinstance(out, list) else [out]
+        values = list(out) if isinstance(out, list) else [out]
+        for place, number in self._forwarded.items():
+            values[place] = self._given[number]
         found = self.options.optimizer_function(*values)
         if not isinstance(found, OptimizerFunctionOutput):
             raise IPUTypeError(

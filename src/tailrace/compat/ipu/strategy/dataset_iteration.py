@@ -22,11 +22,16 @@ _hooked: set[type] = set()
 
 def datasets_are_infeeds(make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
     """While it is open, `iter(dataset)` written here is `make(dataset)`."""
+    hook_datasets()
+    return _scopes.opened(make)
+
+
+def hook_datasets() -> None:
+    """Hook the classes of datasets of the libraries that are loaded now."""
     for kind in _kinds():
         if kind not in _hooked:
             _hooked.add(kind)
             _hook(kind)
-    return _scopes.opened(make)
 
 
 def _kinds() -> list[Any]:
