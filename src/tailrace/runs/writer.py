@@ -6,6 +6,8 @@ rows of each count. All of it is forced to the disk in that order, so that a rea
 counts sees whole executions only, whenever it looks and however the writer, or the machine, ended.
 What waits is bounded: a loop that is faster than the disk waits for it, and one whose disk is full
 goes on while the thread tries again.
+
+It is long because it is one thing: queue, thread and files share one lock and one order.
 """
 
 from __future__ import annotations

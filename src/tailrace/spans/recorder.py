@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+LEAVE_S = 10.0
+"""How long the end of a trace waits for the executions that it has seen start."""
+
 MOST = 1_000_000
 """Spans and values that one recorder keeps; what comes later is counted only."""
 
@@ -163,12 +166,14 @@ class _Watch:
     def stop(self) -> None:
         if self._thread is not None:
             self._tickets.put(None)
-            self._thread.join()
+            self._thread.join(
+                LEAVE_S
+            )  # it waits for an execution that may be stuck; it is a daemon
             self._thread = None
 
     def _run(self) -> None:
         last = 0
-        while (item := self._tickets.get()) is not None:
+        while (item := self._tickets.get(timeout=None)) is not None:  # a thread without work
             ticket, made, started, number = item
             failed = False
             try:

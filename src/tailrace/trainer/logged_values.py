@@ -45,8 +45,9 @@ def parse_log(log: Any) -> dict[str, Any]:
     """What `log=` was given, by name: True, or what the value is made with."""
     if isinstance(log, str):
         log = [log]
-    asked: dict[str, Any] = {}
-    asked.update(log if isinstance(log, Mapping) else dict.fromkeys(log or (), True))
+    asked: dict[str, Any] = (
+        dict(log) if isinstance(log, Mapping) else {str(name): True for name in log or ()}
+    )
     for name, given in asked.items():
         if name not in NAMES:
             raise OptionError(

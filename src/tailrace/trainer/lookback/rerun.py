@@ -18,6 +18,7 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.taps.tap import StopOnNonfinite, parse_taps
 from tailrace.trainer.checkpoints.saving import bring_to
 from tailrace.trainer.checkpoints.snapshot import put_state
+from tailrace.trainer.checkpoints.together import own_position
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
@@ -54,7 +55,7 @@ class Rerun:
         assert isinstance(feed, InfeedQueue)
         self._feed = feed
         put_state(self.engine, arrays, note)
-        bring_to(feed, dataset, self._progress, note["fit"]["position"])
+        bring_to(feed, dataset, self._progress, own_position(note["fit"]["positions"]))
         if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
             self._next_epoch()
         loud = self.engine.runner
