@@ -222,6 +222,7 @@ class Saving:
                 "accumulation": describe_accumulation(engine),
                 "position": fit.feed.get_state(),
                 "pace": fit.pace.chosen_state(),
+                "capacity": engine.runner.capacity,
                 "callbacks": states,
                 "best": None if self._monitor is None else self._monitor.best,
             },
