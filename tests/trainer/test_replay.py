@@ -9,6 +9,8 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_apply, regression
 from tailrace.errors import CheckpointError, DataExhausted, OptionError
+from tailrace.trainer.lookback.replay import nearest, read_fit
+from tailrace.trainer.lookback.rerun import Rerun
 
 X, Y = (np.concatenate(leaf) for leaf in zip(*regression(24), strict=True))
 STATE = {"seen": np.int32(0)}
@@ -134,6 +136,33 @@ def test_epochs_are_followed(tmp_path):
         found = trainer.replay(step, data(repeat=False), checkpoint=tmp_path)
         assert found.proved is True, str(found)
         assert found.started_at == 0
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_the_program_that_ran_runs_again(tmp_path, steps):
+    """A loop with room for one pass is compiled otherwise than a longer one: one bit, now and then."""
+
+    def loss_fn(params, x, y):
+        logits = jnp.tanh(x @ params["a"]) @ params["b"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    rng = np.random.default_rng(0)
+    params = {
+        "a": (rng.normal(size=(64, 32)) * 0.2).astype(np.float32),
+        "b": (rng.normal(size=(32, 10)) * 0.3).astype(np.float32),
+    }
+    x = rng.normal(size=(448, 64)).astype(np.float32)
+    rows = tr.batches((x, rng.integers(0, 10, 448).astype(np.int32)), 32)
+    make = lambda: tr.Trainer(  # noqa: E731
+        loss_fn, optax.sgd(0.1), params, steps_per_execution=steps, fingerprint=True
+    )
+    trainer = make()
+    trainer.fit(rows, epochs=1, checkpoint=tmp_path)
+    rerun = Rerun(trainer.engine, (), rows, *read_fit(nearest(tmp_path, 0)[0]))
+    with rerun.closing():
+        losses = [rerun.look().scalars["loss"] for _ in range(14)]
+    assert_bits_equal(np.concatenate(losses), trainer.history.each("loss"))
+    assert make().replay(13, rows, checkpoint=tmp_path).proved is True
 
 
 def test_without_fingerprints_losses_are_compared(tmp_path):

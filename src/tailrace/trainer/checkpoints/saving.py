@@ -244,6 +244,7 @@ class Saving:
                 "accumulation": describe_accumulation(engine),
                 "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
+                "capacity": engine.runner.capacity,
                 "callbacks": states,
                 "best": None if self._monitor is None else self._monitor.best,
             },

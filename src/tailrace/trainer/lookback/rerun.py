@@ -24,7 +24,7 @@ from tailrace.trainer.executions import Results
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 
 CHUNK = 64
-"""The most steps that are dispatched at a time, where the trainer has not run yet."""
+"""The most steps that are dispatched at a time, where a checkpoint does not say what ran."""
 
 
 class Rerun:
@@ -62,10 +62,10 @@ class Rerun:
         # Outfeeds of the model itself have delivered what these steps send out already.
         loud.muted = frozenset(q for q in loud.traced.outfeeds if q is not self.engine.scalars)
         self._loud, self._silent = loud, _unobserved(self.engine, loud)
-        # As the trainer has it, so that what is compiled already is found again.
-        capacity = engine.runner.capacity if engine.executions else None
-        self._silent.capacity, self._loud.capacity = capacity or CHUNK, 1
-        self._longest = self._silent.capacity
+        # The program that ran is the one that runs again. A loop with room for one pass is no loop to
+        # XLA, which then rounds otherwise (one loss in 25 was another, by one bit): room for two.
+        self._longest: int = note["fit"].get("capacity") or CHUNK
+        self._silent.capacity, self._loud.capacity = self._longest, min(2, self._longest)
         self._loud.keep_elements = True
 
     @property
