@@ -118,7 +118,7 @@ class _Sum:
 def _own_times(
     operations: Sequence[Operation], program: NamedProgram
 ) -> dict[str, tuple[float, int]]:
-    """Seconds and runs of each instruction; of those that run others, without what those took."""
+    """Seconds and runs of each instruction, without those that run others which were seen."""
     whole: dict[str, float] = {}
     runs: dict[str, int] = {}
     for one in operations:
@@ -137,8 +137,8 @@ def _own_times(
     found = {}
     for name, seconds in whole.items():
         instruction = module.instructions[name]
-        if instruction.opcode in CONTAINERS:
-            seconds = max(0.0, seconds - inside(instruction))
+        if instruction.opcode in CONTAINERS and inside(instruction):
+            continue  # between its operations it waits for a thread: that is nobody's work
         found[name] = (seconds, runs[name])
     return found
 
