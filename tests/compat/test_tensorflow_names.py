@@ -32,6 +32,8 @@ def test_names_that_are_not_here_name_the_nearest():
         from tailrace.compat.tensorflow import reduce_men  # noqa: F401
     assert not hasattr(tf, "reduce_men")
     assert getattr(tf.nn, "nothing", 3) == 3
+    with pytest.raises(AttributeError, match="TensorFlow has removed estimators"):
+        tf.estimator  # noqa: B018
     with pytest.raises(AttributeError, match=r"keras.*Did you mean.*layers"):
         tf.keras.layer  # noqa: B018
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+from tailrace.compat.originals.missing import RefusedName as _RefusedName
 from tailrace.compat.tensorflow import namespaces as _namespaces
 from tailrace.compat.tensorflow import structures as _structures
 from tailrace.compat.tensorflow.control import autograph as _autograph
@@ -134,6 +135,13 @@ def _compat() -> Any:
     return tailrace.compat.tensorflow.compat
 
 
+def _estimator() -> Any:
+    raise _RefusedName(
+        "tf.estimator is not available: TensorFlow has removed estimators. Use a Keras model in an "
+        "IPUStrategy, or pipelining_ops.pipeline."
+    )
+
+
 _LATE = {
     "keras": _keras,
     "compat": _compat,
@@ -143,7 +151,7 @@ _LATE = {
     "metrics": lambda: _keras().metrics,
     "initializers": lambda: _keras().initializers,
     "train": lambda: _v1().train,
-    "estimator": lambda: _v1().estimator,
+    "estimator": _estimator,
     "Session": lambda: _v1().Session,
     "placeholder": lambda: _v1().placeholder,
     "get_variable": lambda: _v1().get_variable,
