@@ -1,4 +1,7 @@
-"""`tr.Trainer`: training with optax, many steps to a dispatch."""
+"""`tr.Trainer`: training with optax, many steps to a dispatch.
+
+It is long because it is one thing, what users see of a training: most of it is the text of their options.
+"""
 
 from __future__ import annotations
 
