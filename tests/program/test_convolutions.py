@@ -15,6 +15,7 @@ import tailrace as tr
 from oracles import assert_bits_equal, assert_close
 from tailrace.jaxprs import convolutions
 from tailrace.jaxprs.convolutions import Kind, fast_form, library
+from tailrace.program.running.compiled_programs import forget_programs
 
 RNG = np.random.default_rng(0)
 
@@ -210,6 +211,7 @@ IN_ORDER = re.compile(r"dim_labels=b(0?1?2?)f_\1io->b\1f")
 @pytest.fixture
 def compiled(monkeypatch):
     """The programs that XLA made in a test, as text."""
+    forget_programs()  # an equal one of another test would not be compiled again
     texts = []
     plain = jax.stages.Lowered.compile
 

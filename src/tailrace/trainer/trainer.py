@@ -1,6 +1,6 @@
 """`tr.Trainer`: training with optax, many steps to a dispatch.
 
-It is long because it is one thing, what users see of a training: most of it is the text of their options.
+It is long because it is one thing, what users see of a training: most of it is text about options.
 """
 
 from __future__ import annotations
