@@ -19,7 +19,7 @@ from tailrace.data.files import read_json
 from tailrace.errors import CheckpointError, MissingDependency, NonFiniteError
 from tailrace.messages import logger
 from tailrace.runs.info import versions
-from tailrace.trainer.checkpoints.snapshot import STATE, put_state, state_arrays
+from tailrace.trainer.checkpoints.snapshot import STATE, Snapshot, put_state, state_arrays
 from tailrace.trainer.engine import Engine
 
 NOTE, ARRAYS, ELEMENT = "bundle.json", "arrays.safetensors", "element/"
@@ -52,7 +52,8 @@ def write_bundle(place: Any, engine: Engine, failure: NonFiniteError) -> None:
     arrays, keys = state_arrays(engine)
     elements: Any = failure.elements
     arrays |= {f"{ELEMENT}{number}": leaf for number, leaf in enumerate(elements)}
-    host = {name: np.ascontiguousarray(np.asarray(array)) for name, array in arrays.items()}
+    whole = Snapshot(arrays, {}).on_host()
+    host = {name: np.ascontiguousarray(array) for name, array in whole.items()}
     note = {
         "format": FORMAT,
         "step": failure.step,
@@ -64,7 +65,7 @@ def write_bundle(place: Any, engine: Engine, failure: NonFiniteError) -> None:
         "versions": versions(),
     }
     partial = where.with_name(where.name + ".unfinished")
-    partial.mkdir(parents=True)
+    partial.mkdir(parents=True, exist_ok=True)  # one that was never finished may be there
     library.save_file({name: _plain(array) for name, array in host.items()}, str(partial / ARRAYS))
     (partial / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
     os.rename(partial, where)
