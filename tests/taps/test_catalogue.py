@@ -128,7 +128,11 @@ def test_table(catalogue):
     lines = str(catalogue).splitlines()
     assert lines[0].split() == ["name", "shape", "dtype", "source"]
     assert len(lines) == len(catalogue) + 1
-    assert repr(catalogue) == str(catalogue)
+    *shown, rest = repr(catalogue).splitlines()
+    assert shown == lines[: len(shown)]
+    assert rest.startswith(f"… and {len(lines) - len(shown)} more; print() shows all. Of each kind: ")
+    assert "14 activation" in rest
+    assert repr(Catalogue(list(catalogue)[:5])) == str(Catalogue(list(catalogue)[:5]))
     assert catalogue._repr_html_().count("<tr>") == len(lines)
     staged = Catalogue([Entry("loss", "loss", (), np.dtype("f4"), stage=1)])
     assert str(staged).splitlines()[0].split() == ["name", "shape", "dtype", "stage", "source"]
