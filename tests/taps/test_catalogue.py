@@ -130,7 +130,9 @@ def test_table(catalogue):
     assert len(lines) == len(catalogue) + 1
     *shown, rest = repr(catalogue).splitlines()
     assert shown == lines[: len(shown)]
-    assert rest.startswith(f"… and {len(lines) - len(shown)} more; print() shows all. Of each kind: ")
+    assert rest.startswith(
+        f"… and {len(lines) - len(shown)} more; print() shows all. Of each kind: "
+    )
     assert "14 activation" in rest
     assert repr(Catalogue(list(catalogue)[:5])) == str(Catalogue(list(catalogue)[:5]))
     assert catalogue._repr_html_().count("<tr>") == len(lines)

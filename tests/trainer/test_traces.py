@@ -166,8 +166,8 @@ def emitted(monkeypatch):
         (lambda: tr.Trainer(loss, optax.sgd(0.1, momentum=0.9), PARAMS), 1),
         # Once more, to be differentiated with marks in it.
         (lambda: tr.Trainer(loss, optax.sgd(0.1, momentum=0.9), PARAMS, observe=[tr.Tap("*")]), 2),
-        # Piece by piece, to be differentiated; then in the program, and in its backward again: elementwise
-        # results are not stashed.
+        # Piece by piece, to be differentiated; then in the program, and again in its backward: what is
+        # elementwise is not stashed.
         (lambda: tr.Trainer(pipelines([first, last]), optax.sgd(0.1, momentum=0.9), STAGED), 3),
         (
             lambda: tr.Trainer(
