@@ -122,8 +122,12 @@ def test_another_dataset_does_not_wait_for_the_one_that_blocks(blocking, monkeyp
     with tr.InfeedQueue(blocking) as queue:
         queue.take(2, DEVICE)
         assert blocking.reached.wait(10)
+        (old,) = infeed_threads()
         queue.restart([np.full(2, 9, np.float32)] * 2)
         assert numbers(queue.take(2, DEVICE)) == [9, 9]
+        assert old.is_alive()  # it still waits inside the old one
+    blocking.gate.set()
+    old.join(10)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, "x", float("nan"), True])

@@ -212,6 +212,9 @@ class InfeedQueue(Feed):
                 self._settle()
             else:  # another one: whatever the old one blocks on is no concern any more
                 self._leave()
+                if self._late is not None and self._thread is not None:
+                    self._thread.stop(0.0)  # it waits inside the old one: a new thread reads
+                    self._thread = None
                 self._late = None
             self.dataset = self.dataset if dataset is None else dataset
             self._reader, self._epoch, self._taken = None, epoch, 0
