@@ -10,28 +10,13 @@ import optax
 import pytest
 
 import tailrace as tr
+from killed_fits import Kill, Killed
 from oracles import assert_bits_equal, mlp, mlp_apply, regression
 from tailrace.errors import CheckpointError, DataExhausted, OptionError
 from tailrace.trainer.checkpoints import device_copies
 
 X, Y = (np.concatenate(leaf) for leaf in zip(*regression(24), strict=True))
 HELD_OUT = regression(3, seed=3)
-
-
-class Killed(Exception):
-    """Stands for the end of a process."""
-
-
-class Kill(tr.Callback):
-    """Ends the fit at some execution, without a chance to save."""
-
-    def __init__(self, after):
-        self.left = after
-
-    def on_execution_end(self, trainer, execution):
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
 
 
 def loss_fn(params, state, x, y):

@@ -5,26 +5,11 @@ import optax
 import pytest
 
 import tailrace as tr
+from killed_fits import Kill, Killed
 from oracles import assert_bits_equal
 from tailrace.errors import DataError
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
-
-
-class Killed(Exception):
-    """Stands for the end of a process."""
-
-
-class Kill(tr.Callback):
-    """Ends the fit at some execution."""
-
-    def __init__(self, after):
-        self.left = after
-
-    def on_execution_end(self, trainer, execution):
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
 
 
 class Counted:

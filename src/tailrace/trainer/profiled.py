@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from tailrace.data.counts import check_count
 from tailrace.feeds.feed import Feed, Staged
@@ -17,7 +15,6 @@ from tailrace.profiling.profile.measured import profile_of
 from tailrace.profiling.profile.profile import Profile
 from tailrace.profiling.programs.device_operations import DeviceProfiler
 from tailrace.profiling.programs.hlo_text import Instruction
-from tailrace.program.memory.host_memory import HOST_MEMORY
 from tailrace.program.running.loop_state import Buffer, LoopState, Numbers
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.pace import Pace
@@ -51,7 +48,7 @@ def profiled(
 
 def _watched(engine: Engine, steps: int, executions: int) -> Profile:
     """The profile of executions of the program in use."""
-    runner, state = engine.runner, _copied(engine.loop_state)
+    runner, state = engine.runner, engine.loop_state.copied()
     period, numbers = engine.sight.period, Numbers(engine.seed, engine.step)
     executed, compiled_s, keeps = runner.executions, runner.compile_s, runner.keep_elements
     taken: list[Mapping[Feed, Staged]] = []
@@ -89,17 +86,6 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
         owner=_owner_of(engine, state),
         plan=engine.plan if engine.pipeline is not None else None,
     )
-
-
-def _copied(state: LoopState) -> LoopState:
-    """A state of the same values that a loop may overwrite."""
-    return LoopState({key: _copy(value) for key, value in state.values.items()})
-
-
-def _copy(value: Any) -> Any:
-    if value.sharding.memory_kind == HOST_MEMORY:  # where no operation can be done with it
-        return jax.device_put(np.asarray(value), value.sharding)
-    return jnp.copy(value)
 
 
 def _owner_of(engine: Engine, state: LoopState) -> Callable[[Instruction], str]:

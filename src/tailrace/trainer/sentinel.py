@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import CorruptionError, OptionError
@@ -79,7 +78,7 @@ class Sentinel:
             run: dispatches on a state; with `block` on given elements.
         """
         watch = Watch(self._after, self.digests.take(runner, state, None)[0])
-        copy = copied(runner, state) if self._chooses(step) else None
+        copy = state.copied() if self._chooses(step) else None
         if self.injected is not None:
             self.injected(state)
         emitted, ready = run(state)
@@ -123,13 +122,6 @@ class Sentinel:
             differ = [n for n, (one, other) in enumerate(pairs) if one.tobytes() != other.tobytes()]
             step = first + (differ[0] if differ else ticket.steps - 1)
             raise _corrupted(step, groups, f"in step {step}: two runs of it differ")
-
-
-def copied(runner: LoopRunner, state: LoopState) -> LoopState:
-    """A copy of a loop's state that a second run may overwrite."""
-    held = {id(value) for value in runner.held(state)}
-    values = {k: jnp.copy(v) if id(v) in held else v for k, v in state.values.items()}
-    return LoopState(values)
 
 
 def flip(array: Any, index: int, bit: int) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.internals import Var
+from tailrace.program.memory.host_memory import HOST_MEMORY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +89,18 @@ class LoopState:
     values: dict[Var | Buffer, Any] = dataclasses.field(default_factory=dict)
     foreseen: tuple[Numbers, Any] | None = None
 
+    def copied(self) -> LoopState:
+        """A state of the same values, on its own, that other dispatches may overwrite."""
+        return LoopState({key: _copy(value) for key, value in self.values.items()})
+
     def numbers(self, wanted: Numbers) -> Any:
         """The argument for these numbers: the array on the device if it holds them already."""
         if self.foreseen is not None and self.foreseen[0] == wanted:
             return self.foreseen[1]
         return wanted.as_array()
+
+
+def _copy(value: Any) -> Any:
+    if value.sharding.memory_kind == HOST_MEMORY:  # where no operation can be done with it
+        return jax.device_put(np.asarray(value), value.sharding)
+    return jnp.copy(value)

@@ -43,7 +43,22 @@ class Embedding(keras.layers.Embedding):
         super().__init__(input_dim, output_dim, *args, **_without_chip("Embedding", kwargs))
 
 
-class LSTM(keras.layers.LSTM):
+class _InOrder:
+    """What the recurrent layers share: sequences may have time as dim 0."""
+
+    def call(
+        self, sequences: Any, initial_state: Any = None, mask: Any = None, training: bool = False
+    ) -> Any:
+        """The outputs, and the state if asked for."""
+        plain: Any = super().call  # pyright: ignore[reportAttributeAccessIssue]
+        return _in_order(
+            self,
+            sequences,
+            lambda rows: plain(rows, initial_state=initial_state, mask=mask, training=training),
+        )
+
+
+class LSTM(_InOrder, keras.layers.LSTM):
     """`keras.layers.LSTM`.
 
     Args:
@@ -58,19 +73,8 @@ class LSTM(keras.layers.LSTM):
         super().__init__(units, *args, **_without_chip("LSTM", kwargs))
         self.time_major = time_major
 
-    def call(
-        self, sequences: Any, initial_state: Any = None, mask: Any = None, training: bool = False
-    ) -> Any:
-        """The outputs, and the state if asked for."""
-        plain = super().call
-        return _in_order(
-            self,
-            sequences,
-            lambda rows: plain(rows, initial_state=initial_state, mask=mask, training=training),
-        )
 
-
-class GRU(keras.layers.GRU):
+class GRU(_InOrder, keras.layers.GRU):
     """`keras.layers.GRU`; see `LSTM`."""
 
     def __init__(self, units: int, *args: Any, dropout_seed: Any = None, **kwargs: Any) -> None:
@@ -79,17 +83,6 @@ class GRU(keras.layers.GRU):
         time_major = _is_time_major(kwargs)
         super().__init__(units, *args, **_without_chip("GRU", kwargs))
         self.time_major = time_major
-
-    def call(
-        self, sequences: Any, initial_state: Any = None, mask: Any = None, training: bool = False
-    ) -> Any:
-        """The outputs, and the state if asked for."""
-        plain = super().call
-        return _in_order(
-            self,
-            sequences,
-            lambda rows: plain(rows, initial_state=initial_state, mask=mask, training=training),
-        )
 
 
 PopnnLSTM, PopnnGRU = LSTM, GRU
