@@ -65,6 +65,7 @@ __all__ = [
     "batching",
     "bind_again",
     "compiler_options",
+    "separate_kernels",
     "contents",
     "coordination_client",
     "define_marker",
@@ -413,6 +414,15 @@ def compiler_options(equations: Iterable[JaxprEqn], platform: str) -> dict[str, 
     if version()[:2] != (0, 10) or platform != "cpu" or not _has_windows(equations):
         return None
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+
+
+def separate_kernels(platform: str) -> dict[str, str]:
+    """Options by which a profiler sees each kernel under the name of its instruction.
+
+    A GPU launches many kernels as one graph, and its profiler names the graph alone. A graph that must
+    have more kernels than any program is never made; what the kernels compute is the same.
+    """
+    return {"xla_gpu_graph_min_graph_size": "2147483647"} if platform == "gpu" else {}
 
 
 def _has_windows(equations: Iterable[JaxprEqn]) -> bool:

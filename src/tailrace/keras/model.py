@@ -23,6 +23,7 @@ from tailrace.keras.data.batch_counts import (
     counted,
     remainders,
 )
+from tailrace.keras.data.copied_batches import copied
 from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.wrappers import overrides
@@ -154,6 +155,8 @@ class Adopted(Setters, Assigning):
         keeping = self._keeping_of(checkpoint, call)
         pacing = self._pacing_of_fit(call)
         pacing.resident = self._resident_rows(call)
+        call["x"] = copied(call["x"])
+        call["validation_data"] = copied(call["validation_data"])
         if keeping is None:
             self.listen(pacing, call)
             with self.while_running("train", pacing), remainders(pacing.drops):
@@ -217,8 +220,10 @@ class Adopted(Setters, Assigning):
         pacing = self._pacing_of_test(bound.arguments, validating)
         self._listen_to_steps("test", pacing, bound.arguments)
         several = self.settings.replicas > 1
+        if "x" in bound.arguments:
+            bound.arguments["x"] = copied(bound.arguments["x"])
         with self.while_running("test", pacing, same_execution=validating), remainders(several):
-            return plain(model, *args, **kwargs)
+            return plain(*bound.args, **bound.kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `predict`: many batches to an execution, on the device."""
@@ -228,8 +233,10 @@ class Adopted(Setters, Assigning):
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = self._pacing_of_test(bound.arguments, False)
         self._listen_to_steps("predict", pacing, bound.arguments)
+        if "x" in bound.arguments:
+            bound.arguments["x"] = copied(bound.arguments["x"])
         with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
-            return plain(model, *args, **kwargs)
+            return plain(*bound.args, **bound.kwargs)
 
     # -- what Keras' trainer asks for -----------------------------------------------------------
 

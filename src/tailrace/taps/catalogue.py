@@ -88,9 +88,9 @@ class Catalogue(Sequence[Entry]):
         """All names, in the order of the program."""
         return [entry.name for entry in self._entries]
 
-    def to_json(self) -> str:
-        """The catalogue as JSON: a list of objects."""
-        rows = [
+    def to_rows(self) -> list[dict[str, Any]]:
+        """The catalogue as plain data, one dictionary a tensor."""
+        return [
             {
                 "name": e.name,
                 "kind": e.kind,
@@ -101,7 +101,10 @@ class Catalogue(Sequence[Entry]):
             }
             for e in self._entries
         ]
-        return json.dumps(rows, indent=1)
+
+    def to_json(self) -> str:
+        """The catalogue as JSON: a list of objects."""
+        return json.dumps(self.to_rows(), indent=1)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):

@@ -362,7 +362,7 @@ class Training(Executions):
                 microbatches = self.engine.accumulation.microbatches
                 self.journal.begin(self.engine.step, microbatches, self.replicas)
             self._most_steps = pace_for(self.engine, None, MOST_BYTES, None).most_steps
-            self._contexts.enter_context(self.journal.open(describe(self.engine, 1)))
+            self._contexts.enter_context(self.journal.open(lambda: describe(self.engine, 1)))
             self._contexts.enter_context(self.engine.delivering())
             self._form, self._began = form, True
         return self.engine

@@ -17,7 +17,7 @@ from tailrace.errors import FeedError, ReplicaError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers
-from tailrace.jaxprs.internals import JaxprEqn, compiler_options
+from tailrace.jaxprs.internals import JaxprEqn, compiler_options, separate_kernels
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
 from tailrace.program.running.agreement import Agreement
@@ -196,6 +196,8 @@ class Executable:
         self.taken: dict[Feed, Staged] = {}
         """The elements of the last dispatch, while `keep_elements` is set."""
         self.keep_elements = False
+        self.separate = False
+        """Whether a profiler can tell its kernels apart; see `separate_kernels`."""
         self.plan: Any = None
         """The plan of the pipeline it runs, if it does."""
 
@@ -217,6 +219,8 @@ class Executable:
             with compiling(*self.reason) as done, span("compilation", steps=self.length):
                 lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
                 options = compiler_options(self.segment.equations, devices.platform())
+                if self.separate:
+                    options = {**(options or {}), **separate_kernels(devices.platform())}
                 found = compiled_program(lowered, self.placement.device_ids, options)
                 self._compiled, shared = found
                 self.compilation = done(shared)

@@ -83,6 +83,8 @@ class LoopRunner:
         self.executions = 0
         self.compile_s = 0.0
         self.keep_elements = False
+        self.separate = False
+        """Whether a profiler can tell the kernels of a dispatch apart; the program is another one."""
         self.origin: Origin | None = None
         """What the latest dispatch started from, while `keep_elements` is set."""
         self._segments = cut(self.traced.jaxpr, loops)
@@ -240,7 +242,7 @@ class LoopRunner:
         """
         executable = self._executable(self._loop, length, period)
         exact = block is None or block.room == block.count
-        if exact and not numbers.first_step % max(period, 1):
+        if exact and not self.separate and not numbers.first_step % max(period, 1):
             executable = self._fixed.get((length, period), executable)
         numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
         executable.keep_elements = self.keep_elements
@@ -336,10 +338,11 @@ class LoopRunner:
     def _executable(self, segment: Segment, length: int | None, period: int = 1) -> Executable:
         counted = self._counted(length)
         length = self.capacity if counted else length
-        key = (segment.first, length, counted, period, self.muted)
+        key = (segment.first, length, counted, period, self.separate, self.muted)
         if key not in self._executables:
             executable = self._new_executable(segment, length, counted, period)
             executable.reason = (self.purpose, self._cause(segment, length, period))
+            executable.separate = self.separate
             self._executables[key] = executable
         return self._executables[key]
 

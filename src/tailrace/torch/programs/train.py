@@ -115,7 +115,7 @@ class TrainingProgram:
         check_bytes(sight.chosen, steps, microbatches, options.replicas, options.observe_bytes)
         self._open = contextlib.ExitStack()
         self._open.enter_context(self.engine.delivering())
-        self._open.enter_context(self.journal.open(describe(self.engine, steps)))
+        self._open.enter_context(self.journal.open(lambda: describe(self.engine, steps)))
         self._portions = Portions(runner, sight, steps, forward.form.resident)
 
     def compile(self) -> None:

@@ -132,8 +132,12 @@ class FitCall:
         """Results come in whatever ends the fit, and callbacks hear of its end."""
         engine, journal = fit.engine, fit.journal
         started, compiled, first = time.perf_counter(), engine.runner.compile_s, engine.step
-        info = describe(engine, steps_per_execution, fit.trainer.config)
-        info["checkpoint"] = None if self.saving is None else self.saving.directory
+        directory = None if self.saving is None else self.saving.directory
+
+        def info() -> dict[str, Any]:
+            found = describe(engine, steps_per_execution, fit.trainer.config)
+            return {**found, "checkpoint": directory}
+
         try:
             with engine.delivering(), journal.open(info), fit.bar, hearing(fit.heard):
                 try:
