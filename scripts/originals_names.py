@@ -26,7 +26,8 @@ HEAD = """# Every name of the originals
 
 *works*: as in the original. *differs*: works, with the difference described. *noted*: accepted without
 effect, with one note in the log. *refused*: an error whose text is the sentence here. The error for an
-unknown name suggests the nearest ones. The [moving guide](moving.md) has more about the most common names.
+unknown name suggests the nearest ones. The guide to [moving](moving.md) says more about the names that
+programs use most.
 
 `python scripts/originals_names.py` writes this page from the lists in
 `src/tailrace/compat/originals/lists`, and looks up each name.
