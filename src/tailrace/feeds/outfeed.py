@@ -19,7 +19,7 @@ import numpy as np
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.waiting import Runs
-from tailrace.jaxprs.marks import Tag, Weakly, current_trace, mark
+from tailrace.jaxprs.marks import Tag, WeakQueue, current_trace, mark
 from tailrace.messages import note_once
 
 
@@ -282,7 +282,7 @@ def _check_can_leave(called: str, value: Any) -> None:
         )
 
 
-class OutfeedTarget(Weakly):
+class OutfeedTarget(WeakQueue):
     """Which queue a mark sends to, and the tree of what it sends."""
 
     def __init__(self, queue: OutfeedQueue, structure: Any) -> None:

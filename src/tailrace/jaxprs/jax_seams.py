@@ -1,6 +1,6 @@
-"""Everything that Tailrace relies on of JAX beyond its documented interface, with a probe each.
+"""Everything Tailrace relies on in JAX beyond its documented API, with a probe for each.
 
-The probes run once, before the first program of a process is traced, on one small program that has an
+The probes run once per process, before the first program is traced, on one small program that has an
 equation of every kind we read. `tailrace doctor` prints them as a table.
 """
 
@@ -24,7 +24,7 @@ _checked = False
 
 
 def check() -> None:
-    """Raise a `VersionError` with one sentence if JAX is not as we know it; once in a process."""
+    """Raise a `VersionError` if JAX does not behave as expected; runs once per process."""
     global _checked
     if _checked:
         return
@@ -78,7 +78,7 @@ _FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 
 @functools.cache
 def _sample(which: str) -> list[JaxprEqn]:
-    """The equations of a small program: "plain", one of every kind, or "gradient"."""
+    """The equations of a small program: "plain" (one of every kind) or "gradient"."""
     function = _everything if which == "plain" else jax.grad(_marked)
     return list(jax.make_jaxpr(function)(_FLOAT).jaxpr.eqns)
 
@@ -178,7 +178,8 @@ def _unused(x: Any) -> Any:
 
 
 def _dead_code() -> bool:
-    closed = jax.make_jaxpr(lambda x: _unused(x))(_FLOAT)  # a new one: JAX keeps what it has pruned
+    # A new lambda each time: JAX caches pruned programs by function.
+    closed = jax.make_jaxpr(lambda x: _unused(x))(_FLOAT)
     left, needed = internals.without_dead_code(closed, [False], [False])
     return len(left.jaxpr.eqns) == 1 and needed == [True]
 
