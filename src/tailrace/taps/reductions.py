@@ -1,8 +1,8 @@
-"""What is computed from an observed tensor on the device, and how the host reads it.
+"""Reductions of observed tensors on the device, and how the host reads their results.
 
-How the statistics are written decides their price. All tensors of a loop body are cut into rows of
-one width and packed into one array; one reduction over it yields a few numbers a row, and the host
-merges the rows of a tensor. So a step pays for one or two kernels, however many tensors it shows.
+The form of the statistics decides their cost. All tensors of a loop body are cut into rows of one width
+and packed into one array; one reduction over it yields a few numbers per row, and the host merges the
+rows of a tensor. So a step pays for one or two kernels, however many tensors it observes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from tailrace.devices import devices
 
 ROWS = {"cpu": 1024}
 LONG_ROW = 4096
-"""Values in a row of the packed array. Short rows suit the caches of a CPU; elsewhere fewer rows
-leave less to bring to the host and to merge there."""
+"""Values per row of the packed array. Short rows suit the caches of a CPU; elsewhere, fewer rows mean
+less to copy to the host and to merge there."""
 
 SUMS, SHORT = 8, 4096
-"""How many sums a CPU makes beside each other, of tensors with at least so many values."""
+"""The number of parallel sums on a CPU, and the tensor size from which they are used."""
 
 LARGE = 1 << 18
-"""Values of a tensor that is worth a kernel of its own on an accelerator."""
+"""The tensor size from which a separate kernel pays on an accelerator."""
 
 FACTORS = 128
-"""Values in a row of the matrix that is multiplied by noughts."""
+"""Values per row of the matrix that is multiplied by zeros."""
 
 LANES, SHARE = 4096, 256
-"""How many copies of a histogram are counted side by side, and how many values each copy is worth.
+"""The number of parallel copies of a histogram, and the number of values per copy that pays.
 
-On a GPU, values with one exponent are added to one address, one after the other. 124 million values
-on an H200: 33.7 ms in one histogram, 2.5 ms in 1024 copies, 1.5 ms in 4096."""
+On a GPU, atomic additions of values with the same exponent hit one address and are serialized. 124
+million values on an H200: 33.7 ms in one histogram, 2.5 ms in 1024 copies, 1.5 ms in 4096."""
 
 STATS = np.dtype(
     [
@@ -47,7 +47,7 @@ STATS = np.dtype(
         ("zero", np.float64),
     ]
 )
-"""One record of statistics: over the finite values; NaN and Inf counted; the share of zeros."""
+"""One record of statistics: of the finite values; the counts of NaN and Inf; the fraction of zeros."""
 
 NUM_BINS = 258
 SUBNORMAL, INF_BIN, NAN_BIN, ZERO_BIN = 0, 255, 256, 257
@@ -57,19 +57,20 @@ SUBNORMAL, INF_BIN, NAN_BIN, ZERO_BIN = 0, 255, 256, 257
 def norm(value: Any) -> Any:
     """The Euclidean norm of all values, computed in float32."""
     wide = _wide(value)
-    # Not a dot product: on a CPU that adds one by one, and loses a percent over 10 million values.
+    # Not a dot product: on a CPU it sums sequentially and is off by a percent at 10 million values.
     return jnp.sqrt(_total(wide * wide))
 
 
 def all_finite(values: Sequence[Any]) -> Any:
     """Whether all values of several tensors are finite.
 
-    Nought times a value is nought, or NaN if the value is not finite; and nothing is faster than
-    adding that up: on a CPU as a product of matrices, which is what its libraries do best.
+    Zero times a value is zero, or NaN if the value is not finite, and summing that is the fastest
+        test: on
+    a CPU as a matrix product, which its libraries do best.
     """
     if devices.platform() == "cpu":
         nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)
-    else:  # one kernel for all that are small; joined to others, a large one would be read unaligned
+    else:  # one kernel for all small ones; a large one, concatenated, would be read unaligned
         flat = [jnp.ravel(_wide(value)) for value in values]
         small = [value for value in flat if value.size < LARGE]
         parts = [value for value in flat if value.size >= LARGE]
@@ -79,20 +80,21 @@ def all_finite(values: Sequence[Any]) -> Any:
 
 
 def _nought(flat: Any) -> Any:
-    """Nought if all values are finite, else NaN."""
+    """Zero if all values are finite, else NaN."""
     even = flat.size - flat.size % FACTORS
     rest = (flat[even:] * 0).sum()
     if not even:
         return rest
-    noughts = lax.optimization_barrier(jnp.zeros(FACTORS, flat.dtype))  # no compiler may know them
+    # Behind a barrier, or the compiler would fold the product with known zeros.
+    noughts = lax.optimization_barrier(jnp.zeros(FACTORS, flat.dtype))
     return (flat[:even].reshape(-1, FACTORS) @ noughts).sum() + rest
 
 
 def _total(value: Any) -> Any:
     """The sum of all values.
 
-    On a CPU, XLA adds up to a single number one value at a time, on one core. Eight sums beside each
-    other take a third of the time.
+    On a CPU, XLA reduces to a scalar one value at a time, on one core. Eight parallel sums take a
+    third of the time.
     """
     if devices.platform() != "cpu" or value.size < SHORT:
         return value.sum()
@@ -109,7 +111,7 @@ def histogram(value: Any) -> Any:
     index = jnp.where((exponent == 255) & (mantissa != 0), NAN_BIN, exponent)
     index = jnp.where((exponent == 0) & (mantissa == 0), ZERO_BIN, index)
     lanes = 1 if devices.platform() == "cpu" else max(1, min(LANES, index.size // SHARE))
-    if lanes > 1:  # neighbours count in copies of their own, at neighbouring addresses
+    if lanes > 1:  # neighbouring values count in different copies, at neighbouring addresses
         index = index * lanes + jnp.arange(index.size, dtype=jnp.int32) % lanes
     counts = jnp.zeros(NUM_BINS * lanes, jnp.int32).at[index].add(1, mode="promise_in_bounds")
     return counts.reshape(NUM_BINS, lanes).sum(axis=1, dtype=jnp.int32)
@@ -123,28 +125,28 @@ def pack_statistics(values: Sequence[Any]) -> Any:
     rows = jnp.concatenate([_rows(value) for value in values])
     lengths = jnp.asarray(np.concatenate([row_lengths(value.size) for value in values]))
     if devices.platform() == "cpu":
-        # Packed once, not again inside each reduction: half the time.
+        # Materialized once; XLA would otherwise fuse the packing into each reduction: half the time.
         rows = lax.optimization_barrier(rows)
     first = rows[:, :1]
     shift = jnp.where(jnp.isfinite(first), first, 0)
     if devices.platform() != "cpu":
         return _careful(rows, lengths, shift)
-    # On a CPU, telling finite values from others costs more than everything else together. A sum
-    # of squares that is finite proves that there are no others.
+    # On a CPU, testing each value for finiteness costs more than everything else together. A finite
+    # sum of squares proves that all values are finite.
     quick = _quick(rows, lengths, shift)
     fine = jnp.isfinite(quick[:, 1]).all()
     return lax.cond(fine, lambda: quick, lambda: _careful(rows, lengths, _any_finite(rows)))
 
 
 def _any_finite(rows: Any) -> Any:
-    """A finite value of each row: the first, if it is one, or the smallest; 0 where there is none."""
+    """A finite value of each row: the first, if it is finite, or the smallest; 0 if there is none."""
     low = jnp.where(jnp.isfinite(rows), rows, jnp.inf).min(axis=1, keepdims=True)
     first = rows[:, :1]
     return jnp.where(jnp.isfinite(first), first, jnp.where(jnp.isfinite(low), low, 0))
 
 
 def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
-    """Statistics of rows that hold finite values only. Missing values equal the row's first."""
+    """Statistics of rows that hold finite values only. Padding repeats a row's first value."""
     moved = rows - shift
     return jnp.stack(
         [
@@ -154,7 +156,7 @@ def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
             rows.max(axis=1),
             jnp.zeros(len(rows), rows.dtype),
             jnp.zeros(len(rows), rows.dtype),
-            # Zeros, counted by arithmetic: a CPU does that faster than comparing.
+            # Zeros are counted by arithmetic, which a CPU does faster than comparisons.
             (1 - jnp.sign(jnp.abs(rows))).sum(axis=1)
             - jnp.where(rows[:, 0] == 0, rows.shape[1] - lengths, 0).astype(rows.dtype),
             shift[:, 0],
@@ -164,7 +166,7 @@ def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
 
 
 def _careful(rows: Any, lengths: Any, shift: Any) -> Any:
-    """Statistics of any rows. Missing values equal the row's first: only counts must leave them out."""
+    """Statistics of any rows. Padding repeats a row's first value: only counts must exclude it."""
     finite = jnp.isfinite(rows)
     moved = jnp.where(finite, rows - shift, 0)
     missing = (rows.shape[1] - lengths).astype(rows.dtype)
@@ -192,19 +194,19 @@ def _rows(value: Any) -> Any:
     width = row_width()
     missing = -flat.size % width
     if missing:
-        # The last row is filled with its own first value, which is neutral after the shift.
+        # The last row is padded with its first value, which is neutral after the shift.
         fill = jnp.broadcast_to(flat[flat.size - flat.size % width], (missing,))
         flat = jnp.concatenate([flat, fill])
     return flat.reshape(-1, width)
 
 
 def row_width() -> int:
-    """How many values a row of the packed array has here."""
+    """The number of values per row of the packed array on this platform."""
     return ROWS.get(devices.platform(), LONG_ROW)
 
 
 def row_lengths(size: int) -> np.ndarray:
-    """How many values each row of a tensor of `size` values really has."""
+    """The number of values in each row of a tensor of `size` values, without padding."""
     width = row_width()
     whole, rest = divmod(size, width)
     return np.array([width] * whole + [rest] * (rest > 0), np.int32)
@@ -224,7 +226,7 @@ def _is64(value: Any) -> bool:
 
 def merge_statistics(partial: np.ndarray, size: int) -> np.ndarray:
     """Statistics of a tensor of `size` values, from its rows: [..., rows, 8] to [...]."""
-    # Each quantity contiguous: the sums below would crawl over every eighth number otherwise.
+    # Make each quantity contiguous: the sums below would otherwise stride over every eighth number.
     parts = np.ascontiguousarray(np.moveaxis(partial, -1, 0)).astype(np.float64)
     total, squares, low, high, nan, inf, zero, shift = parts
     lengths = row_lengths(size).astype(np.float64)
