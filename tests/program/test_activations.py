@@ -348,7 +348,7 @@ def test_what_is_sent_goes_to_the_hosts_memory():
     assert "host" in policy.lower()
     held, told = activation_offload.activations_on_host(Device(), pipelined=True)
     assert held is not None
-    assert told == ("Activations: what forwards keep for backwards lies in the host's memory.",)
+    assert told == ("Activations: what forwards keep for backwards is in the host's memory.",)
 
 
 @pytest.mark.parametrize("name", ["deep", "scanned"])

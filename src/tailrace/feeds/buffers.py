@@ -5,6 +5,8 @@ lent out as an array; when the last reference to it is gone, JAX's included, the
 pool, in whichever thread that happens.
 """
 
+# pyright: reportUnnecessaryComparison=false
+
 from __future__ import annotations
 
 import contextlib

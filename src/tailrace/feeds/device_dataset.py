@@ -4,6 +4,8 @@ A block of elements is then one gather on the device, dispatched while the previ
 program is the same: it receives the same stacked arrays.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import functools

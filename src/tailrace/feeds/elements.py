@@ -1,5 +1,8 @@
 """The structure, shapes and dtypes of a dataset's elements, and passing an element to a function."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

@@ -13,6 +13,8 @@ A dataset may block. Only the thread ever waits inside it; everyone else waits f
 the thread, and the next use of the queue picks up its result.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import threading

@@ -4,6 +4,9 @@ Values leave a program stacked, one block per execution. A block is copied to th
 execution runs, and is split into elements only when it is read.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import enum

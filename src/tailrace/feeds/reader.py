@@ -4,6 +4,9 @@ A reader is used by one thread at a time. No element is lost: when the dataset e
 middle of a block, the elements read so far stay for the next read.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import time

@@ -8,6 +8,9 @@ padded where that is cheapest: on the host for a CPU, where unwritten rows cost 
 for an accelerator, so that only real rows are transferred.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import functools

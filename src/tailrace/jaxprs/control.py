@@ -11,6 +11,9 @@ results by role, and emits the equation again with other functions in place of t
 No other package reads the parameters of an equation: their names change between JAX versions.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

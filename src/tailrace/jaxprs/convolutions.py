@@ -24,6 +24,9 @@ The library's form is bit-equal to one jit call per step, which runs the same ke
 and weight gradients of grouped convolutions, sum in another order.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

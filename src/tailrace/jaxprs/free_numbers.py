@@ -17,6 +17,8 @@ order of sums.) It must also be a number that can differ between two runs of the
 that is written out in the source line that uses it cannot.
 """
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

@@ -8,6 +8,9 @@ Under the upgrade flags of JAX 0.12 (remat3, custom_vjp3, custom_jvp3) one primi
 object replaces a primitive for each kind of call; `operation` and `parameters` read both forms.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import functools
@@ -67,6 +70,7 @@ __all__ = [
     "compiler_options",
     "contents",
     "coordination_client",
+    "debug_effect",
     "define_marker",
     "is_backward",
     "is_barrier",
@@ -117,7 +121,7 @@ def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
     marker.multiple_results = True
     marker.def_impl(lambda *values, **_: list(values))
     marker.def_effectful_abstract_eval(
-        lambda *avals, **params: (list(avals), _debug_effect() if is_shown(**params) else set())
+        lambda *avals, **params: (list(avals), debug_effect() if is_shown(**params) else set())
     )
     mlir.register_lowering(marker, lambda _context, *values, **__: list(values))
     batching.primitive_batchers[marker] = lambda values, dims, **params: (
@@ -131,7 +135,7 @@ def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
 
 
 @functools.cache
-def _debug_effect() -> set[Any]:
+def debug_effect() -> set[Any]:
     """The effect that keeps equations of `jax.debug` alive wherever effects are allowed."""
     return set(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
 

@@ -4,6 +4,9 @@ The probes run once per process, before the first program is traced, on one smal
 equation of every kind we read. `tailrace doctor` prints them as a table.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import functools
@@ -247,6 +250,6 @@ SEAMS = (
     Seam("the trace that operations go to", "tapes outside of programs", _recorded, late=True),
     Seam("the level of tracing", "tr.key and feeds in nested functions", _levels),
     Seam("the type of random keys", "run directories, checkpoints", _keys),
-    Seam("the effect of jax.debug", "enqueues in loops", lambda: internals._debug_effect()),
+    Seam("the effect of jax.debug", "enqueues in loops", lambda: bool(internals.debug_effect())),
     Seam("the connection to its coordination service", "several processes", _client, late=True),
 )

@@ -4,13 +4,16 @@ A Python side effect cannot request "send this out" from inside `jax.grad`: it w
 mark can, because it is an equation of the program: it survives differentiation, `jit`, `scan`, `remat`
 and `vmap`, and is found when the program's jaxpr is read. Four kinds of equation exist:
 
-** `mark(values, tag)` returns its values. The tag names them and says what to do with them.
+* `mark(values, tag)` returns its values. The tag names them and says what to do with them.
 * `dequeue(counter, queue, ...)` represents the next element of an infeed.
 * `ambient(what)` represents a number that is known only at run time (a key, a counter).
 * `unit(program, operands, ...)` calls a program: the forward or backward of a stage of a pipeline.
 
 Outside a program, marks are no-ops; the public wrappers of the others raise an error.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ import dataclasses
 import itertools
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -264,7 +267,7 @@ def is_tracing() -> bool:
 
 
 @contextlib.contextmanager
-def tracing(trace: ProgramTrace) -> Iterator[ProgramTrace]:
+def tracing(trace: ProgramTrace) -> Generator[ProgramTrace]:
     """Make `trace` the current one."""
     token = _current.set(trace)
     try:
@@ -274,7 +277,7 @@ def tracing(trace: ProgramTrace) -> Iterator[ProgramTrace]:
 
 
 @contextlib.contextmanager
-def inside_loop(trace: ProgramTrace) -> Iterator[None]:
+def inside_loop(trace: ProgramTrace) -> Generator[None]:
     """Count one more loop around everything traced in this context."""
     trace.loops += 1
     try:

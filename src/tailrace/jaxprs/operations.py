@@ -1,5 +1,7 @@
 """Properties of single operations, from the name and the parameters of a primitive."""
 
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import math

@@ -6,6 +6,9 @@ sources and targets run again as one function that JAX differentiates. Arrays ar
 so the recording keeps every one of them alive: a freed array's id could be reused.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

@@ -5,6 +5,8 @@ float16 values of 40,000 have a mean but no sum. So a mean is summed in at least
 `jnp.mean`.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,8 @@
 """Stretches of equations: live-ins and live-outs, dependences between values, and running them."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

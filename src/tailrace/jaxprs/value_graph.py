@@ -4,6 +4,8 @@ Calls are transparent, since XLA inlines them. Loops are not: carried values beg
 border, because XLA's simplifier does not look across it. A loop's constants are the same value inside.
 """
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

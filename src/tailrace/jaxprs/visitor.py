@@ -5,6 +5,9 @@ flags. Subclasses implement a hook for each kind of equation; `control.py` defin
 hooks receive.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import abc

@@ -6,7 +6,7 @@ reads the entries afterwards; the step itself stays plain, immutable data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -16,7 +16,7 @@ _open: ContextVar[list[Entry] | None] = ContextVar("tailrace_activations", defau
 
 
 @contextmanager
-def listing_activations() -> Iterator[list[Entry]]:
+def listing_activations() -> Generator[list[Entry]]:
     """Collect the activations of steps traced in this context."""
     found: list[Entry] = []
     token = _open.set(found)

@@ -9,6 +9,8 @@ Without `jax_enable_x64` a device has no 64-bit integers: there a digest is two 
 high. On the host it is one 64-bit integer, and `host_digest` computes the same.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import functools

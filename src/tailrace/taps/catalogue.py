@@ -1,5 +1,8 @@
 """The catalogue: every tensor of a step by name, with shape, dtype and source line."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

@@ -17,6 +17,9 @@ The body is traced twice, once silent and once with a look, and never again: sha
 traced programs. Tracing it a third time for its shapes would double the work at each nesting level.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

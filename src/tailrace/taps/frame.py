@@ -1,5 +1,7 @@
 """The inputs and emissions of a part of a program while it is emitted again."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

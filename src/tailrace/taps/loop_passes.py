@@ -9,6 +9,9 @@ compute them at all. Collected, one value per loop (a sum, or the last one): the
 carry, so that memory does not grow with the length of the loop.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

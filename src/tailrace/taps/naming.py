@@ -5,6 +5,8 @@ Each entry into a scope is a distinct object, so a second call of the same layer
 (`dense` and `dense#1`), and a gradient can be matched with its value.
 """
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

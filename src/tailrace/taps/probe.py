@@ -5,6 +5,9 @@ carries the mark along: the gradient that flows back through it is the gradient 
 respect to that value, summed over all its uses.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses

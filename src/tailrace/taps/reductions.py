@@ -5,6 +5,9 @@ and packed into one array; one reduction over it yields a few numbers per row, a
 rows of a tensor. So a step pays for one or two kernels, however many tensors it observes.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
@@ -247,14 +250,15 @@ def merge_statistics(partial: np.ndarray, size: int) -> np.ndarray:
     return out
 
 
-class StatsKey(tuple):
+class StatsKey(tuple[tuple[Hashable, int], ...]):
     """The key of packed statistics: (key, size) of each tensor in the pack."""
 
     __slots__ = ()
 
     def parts(self) -> list[tuple[Hashable, int, slice]]:
         """Each tensor in the pack: key, size, rows."""
-        found, start = [], 0
+        found: list[tuple[Hashable, int, slice]] = []
+        start = 0
         for key, size in self:
             rows = len(row_lengths(size))
             found.append((key, size, slice(start, start + rows)))

@@ -4,14 +4,16 @@ The rewriter interprets a jaxpr equation by equation under the current trace (us
 and so produces a new program. On the way
 
 * a dequeue becomes a slice of the elements that were staged for this execution,
-** a key or a counter becomes arithmetic on the program's arguments,
-* an enqueue, and every value that a tap selects, becomes an extra output: stacked by the loops around
-it,
-  with a validity flag inside a branch,
+* a key or a counter becomes arithmetic on the program's arguments,
+** an enqueue, and every value that a tap selects, becomes an extra output: stacked by the loops
+  around it, with a validity flag inside a branch,
 * everything else is emitted as it was, with its names and source lines.
 
 Inner programs that need none of this are emitted whole, unchanged.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 

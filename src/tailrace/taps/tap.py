@@ -1,5 +1,8 @@
 """Taps: requests to observe tensors of a step."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -205,8 +208,7 @@ def stop_on_nonfinite(
 
     The device checks every step, and the host reads the checks when an execution has ended. After a bad
     step, training returns to the start of that execution and runs the steps before the bad one again:
-        the
-    parameters are then those before that step, and `tr.errors.NonFiniteError` names the step,
+    the parameters are then those before that step, and `tr.errors.NonFiniteError` names the step,
     microbatch, tensor, operation and line. Executions in flight keep a copy of the state they started
     from. A guard that skips selects between old and new state in every step.
 

@@ -1,5 +1,8 @@
 """Values that are to leave a program, and their reduction before they do."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -45,19 +48,19 @@ class Wanted:
     skips: bool = False
 
 
-class FiniteKey(tuple):
+class FiniteKey(tuple[Hashable, ...]):
     """The key of a flag for the finiteness of some tensors: their names."""
 
     __slots__ = ()
 
 
-class DigestKey(tuple):
+class DigestKey(tuple[str, ...]):
     """The key of the digests of some tensors: their names."""
 
     __slots__ = ()
 
 
-class RawKey(tuple):
+class RawKey(tuple[Wanted]):
     """The key of a tensor that was emitted whole and is yet to be reduced."""
 
     __slots__ = ()

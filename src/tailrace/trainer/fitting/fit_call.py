@@ -16,7 +16,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.program.running.compilations import hearing
+from tailrace.program.running.compilations import listening
 from tailrace.records.history import History
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
@@ -135,7 +135,7 @@ class FitCall:
         info = describe(engine, steps_per_execution, fit.trainer.config)
         info["checkpoint"] = None if self.saving is None else self.saving.directory
         try:
-            with engine.delivering(), journal.open(info), fit.bar, hearing(fit.heard):
+            with engine.delivering(), journal.open(info), fit.bar, listening(fit.heard):
                 try:
                     yield
                 except BaseException as error:
