@@ -69,8 +69,8 @@ def _make_default() -> None:
     own = [device for device in _chosen or () if device.process_index == jax.process_index()]
     config: Any = jax.config
     asked = config.jax_default_device
-    told = config.jax_platforms or (asked is not None and asked is not _default)
-    if told or not own:
+    configured = config.jax_platforms or (asked is not None and asked is not _default)
+    if configured or not own:
         return
     # If JAX prefers that platform anyway, nothing is set: a default device is part of the key of JAX's
     # compilation cache.

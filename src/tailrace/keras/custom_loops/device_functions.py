@@ -97,7 +97,7 @@ class DatasetIterator:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
         if running.counter is None:
             raise ProgramError(
-                "next(iterator) stands in a loop on the device, so that one execution takes many "
+                "next(iterator) is in a loop on the device, so that one execution takes many "
                 "elements. It was called outside one. Use tk.repeat(count, step) and call it in step."
             )
         return dequeue(running.counter, self.infeed, spec)
@@ -108,7 +108,7 @@ class DatasetIterator:
 
 
 def repeat(count: int, body: Callable[[], Any]) -> None:
-    """Run `body()` so many times on the device; all that it changes is carried along.
+    """Run `body()` repeatedly on the device; everything it changes is carried.
 
     Args:
         count: how often, an integer.

@@ -28,7 +28,7 @@ PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float3
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """What `tt.training_model` and `tt.inference_model` are told besides the module.
+    """The options of `tt.training_model` and `tt.inference_model`.
 
     Attributes:
         device_iterations: how many steps (training) or batches (inference) one call runs.

@@ -156,7 +156,7 @@ class Staging:
         if self.rule == "device":
             if device is None:
                 raise UsageError(
-                    f"Block {name!r} has no device, and stages are told apart by their devices. Give "
+                    f"Block {name!r} has no device, and stages are identified by their devices. Give "
                     f"it one: tt.Block({name!r}, device=1), or use stages='increment'."
                 )
             return ("device", device), device
@@ -197,7 +197,7 @@ def begin(name: str | None, device: int | None) -> None:
 
 
 def first_place(watch: Watch) -> tuple[Any, int]:
-    """Where everything runs that stands before the first block: the first device."""
+    """The device of everything before the first block: the first device."""
     return (("device", 0) if watch.staging.rule == "device" else ("start", 0)), 0
 
 

@@ -135,7 +135,7 @@ class FitCall:
         info = describe(engine, steps_per_execution, fit.trainer.config)
         info["checkpoint"] = None if self.saving is None else self.saving.directory
         try:
-            with engine.delivering(), journal.open(info), fit.bar, listening(fit.heard):
+            with engine.delivering(), journal.open(info), fit.bar, listening(fit.note_compilation):
                 try:
                     yield
                 except BaseException as error:
