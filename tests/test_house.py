@@ -335,6 +335,15 @@ def test_every_public_name_is_described(name):
 
 
 @pytest.mark.parametrize("name", public_names())
+def test_every_public_name_has_an_example(name):
+    value = getattr(tr, name)
+    is_error = inspect.isclass(value) and issubclass(value, BaseException)
+    if inspect.ismodule(value) or is_error or not callable(value):
+        return
+    assert ">>>" in (inspect.getdoc(value) or ""), f"tr.{name} has no example"
+
+
+@pytest.mark.parametrize("name", public_names())
 def test_public_things_come_from_here(name):
     value = getattr(tr, name)
     home = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "tailrace")

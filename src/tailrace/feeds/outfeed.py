@@ -27,7 +27,11 @@ from tailrace.messages import note_once
 
 
 class OutfeedMode(enum.StrEnum):
-    """Which elements an outfeed keeps: all until they are dequeued, or the last of an execution."""
+    """Which elements an outfeed keeps: all until they are dequeued, or the last of an execution.
+
+    >>> OutfeedQueue(mode=OutfeedMode.LAST).mode
+    <OutfeedMode.LAST: 'last'>
+    """
 
     ALL = "all"
     LAST = "last"
@@ -57,6 +61,15 @@ class OutfeedQueue:
 
     Attributes:
         dropped: the number of executions dropped because the queue was full.
+
+    Example:
+        >>> import tailrace as tr
+        >>> outfeed = tr.OutfeedQueue()
+        >>> def body(x):
+        ...     outfeed.enqueue({"x": x})
+        ...     return 2 * x
+        >>> print(tr.compile(lambda x: tr.repeat(3, body, x))(1.0), outfeed.dequeue()["x"])
+        8.0 [1. 2. 4.]
     """
 
     def __init__(

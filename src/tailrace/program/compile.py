@@ -86,6 +86,12 @@ class Program:
     Attributes:
         executions: the number of dispatches so far.
         steps: the number of iterations of outermost loops so far; a call without loops is one step.
+
+    Example:
+        >>> import tailrace as tr
+        >>> program = tr.compile(lambda x: tr.repeat(3, lambda x: 2 * x, x))
+        >>> print(program(1.0), program.executions, program.steps)
+        8.0 1 3
     """
 
     def __init__(

@@ -47,6 +47,13 @@ def key() -> jax.Array:
     call, so it does not depend on the schedule, and a recomputation gets the same key. Inside a `vmap`
     or a `scan` of the model the key does not vary: fold the index in with
     `jax.random.fold_in`.
+
+    Example:
+        >>> import jax, tailrace as tr
+        >>> program = tr.compile(lambda: jax.random.normal(tr.key()), seed=1)
+        >>> first, second = program(), program()
+        >>> bool(first == second)
+        False
     """
     trace = current_trace("tr.key()")
     trace.draws_keys = True
@@ -54,30 +61,61 @@ def key() -> jax.Array:
 
 
 def step() -> jax.Array:
-    """The index of the current step, from 0, as an int32 scalar."""
+    """The index of the current step, from 0, as an int32 scalar.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda x: tr.repeat(4, lambda x: x + tr.step(), x))(0))
+        6
+    """
     trace = current_trace("tr.step()")
     return ambient("step", -1, trace.loops)
 
 
 def microbatch() -> jax.Array:
-    """The index of the microbatch in its step, from 0, as an int32 scalar."""
+    """The index of the microbatch in its step, from 0, as an int32 scalar.
+
+    Example:
+        >>> import tailrace as tr
+        >>> inner = lambda x: tr.repeat(3, lambda x: x + tr.microbatch(), x)
+        >>> print(tr.compile(lambda x: tr.repeat(2, inner, x))(0))
+        6
+    """
     trace = current_trace("tr.microbatch()")
     return ambient("microbatch", -1, trace.loops)
 
 
 def replica() -> jax.Array:
-    """The index of this replica, from 0, as an int32 scalar."""
+    """The index of this replica, from 0, as an int32 scalar.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda: tr.replica(), replicas=1)())
+        0
+    """
     current_trace("tr.replica()")
     return ambient("replica", -1, 0)
 
 
 def cross_replica_mean(values: Any) -> Any:
-    """The mean of `values` (a tree) over all replicas, on each of them."""
+    """The mean of `values` (a tree) over all replicas, on each of them.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda x: tr.cross_replica_mean(x), replicas=1)(3.0))
+        3.0
+    """
     return _cross_replica(values, "tr.cross_replica_mean", mean=True)
 
 
 def cross_replica_sum(values: Any) -> Any:
-    """The sum of `values` (a tree) over all replicas, on each of them."""
+    """The sum of `values` (a tree) over all replicas, on each of them.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda x: tr.cross_replica_sum(x), replicas=1)(3.0))
+        3.0
+    """
     return _cross_replica(values, "tr.cross_replica_sum", mean=False)
 
 

@@ -92,6 +92,11 @@ def while_loop(
 
     Returns:
         The result of the last iteration, or `inputs` if there was none.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda x: tr.while_loop(lambda x: x < 100, lambda x: 2 * x, x))(3))
+        192
     """
     trace = current_trace("tr.while_loop")
     carry = jax.tree.map(jnp.asarray, inputs)

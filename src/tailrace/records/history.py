@@ -48,6 +48,12 @@ class History:
     `history.loss` and `history["accuracy"]` have one value per step: the mean over its microbatches
     and replicas. `history.each("loss")` has them all: [steps, microbatches, replicas]. Values of
     validations, `history["val_loss"]`, have one value per entry of `history.validated`.
+
+    Example:
+        >>> history = History()
+        >>> history.add({"loss": np.float32([[[3.0]], [[2.0]]])})
+        >>> history.loss.tolist(), history.last()
+        ([3.0, 2.0], {'loss': 2.0})
     """
 
     def __init__(self, first_step: int = 0, microbatches: int = 1, replicas: int = 1) -> None:

@@ -49,6 +49,13 @@ def print_tensor(
         separator: between entries.
         open_bracket: before the entries of a dim.
         close_bracket: after them.
+
+    Example:
+        >>> import jax.numpy as jnp, sys, tailrace as tr
+        >>> error, sys.stderr = sys.stderr, sys.stdout
+        >>> x = tr.print_tensor(jnp.arange(3.0), "x")
+        x: (0.000, 1.000, 2.000)
+        >>> sys.stderr = error
     """
     if not hasattr(x, "dtype") and not np.isscalar(x):
         raise ProgramError(

@@ -105,6 +105,13 @@ class Records(Mapping[Any, Record]):
 
     Args:
         stored: returns the records if they are stored elsewhere; called at each read.
+
+    Example:
+        >>> import jax.numpy as jnp, tailrace as tr
+        >>> observed = tr.observe(lambda x: 2 * x, [tr.Tap("output/*", reduce="tensor")])
+        >>> _, records = observed(jnp.float32(3))
+        >>> records.names, records["output/0"].values.tolist()
+        (['output/0'], [6.0])
     """
 
     def __init__(

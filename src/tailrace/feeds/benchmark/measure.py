@@ -94,6 +94,11 @@ def infeed_benchmark(
 
     The arguments, the result and the errors are those of `dataset_benchmark`. A one-shot iterator
     has only one stream of elements: the infeed will not see those that the benchmark reads.
+
+    >>> import tailrace as tr
+    >>> text = infeed_benchmark(tr.InfeedQueue([np.zeros(4)] * 20), epochs=2, elements_per_epoch=10)
+    >>> len(json.loads(text)["epochs"])
+    2
     """
     if not hasattr(infeed, "dataset"):
         raise DataError(

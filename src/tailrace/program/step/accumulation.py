@@ -22,6 +22,9 @@ class Reduction(enum.StrEnum):
 
     `RUNNING_MEAN` equals `MEAN` up to rounding; its accumulator stays as small as one gradient, so
     16-bit accumulators do not overflow.
+
+    >>> Reduction.parse("MEAN")
+    <Reduction.MEAN: 'mean'>
     """
 
     SUM = "sum"

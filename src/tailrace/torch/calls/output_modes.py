@@ -24,6 +24,9 @@ class OutputMode(enum.StrEnum):
 
     DEFAULT means ALL for inference and FINAL for training. EVERY_N returns microbatches N-1, 2N-1,
     ... of a call, N being the return period.
+
+    >>> OutputMode("final")
+    <OutputMode.FINAL: 'final'>
     """
 
     ALL = "all"

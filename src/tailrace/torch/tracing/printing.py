@@ -41,6 +41,9 @@ def print_tensor(
         separator: between entries.
         open_bracket: before the entries of a dim.
         close_bracket: after them.
+
+    >>> print_tensor(torch.ones(2), "x")  # outside of a wrapped model nothing is printed
+    tensor([1., 1.])
     """
     if not isinstance(tensor, torch.Tensor):
         raise ProgramError(
