@@ -1,8 +1,8 @@
 """The command `tailrace`.
 
-Each subcommand is one function in `COMMANDS`: it adds its parser, and names the function that runs
-it with `set_defaults(run=...)`. That one gets the parsed arguments and returns the exit code. Any
-`TailraceError` it raises is printed as a sentence, without a traceback, and the code is 2.
+Each subcommand is one function in `COMMANDS`: it adds its parser, and sets the function that runs it
+with `set_defaults(run=...)`. That function gets the parsed arguments and returns the exit code. A
+`TailraceError` is printed as one sentence, without a traceback, and the exit code is 2.
 """
 
 import argparse
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except TailraceError as error:
-        # One line, also where the text quotes an exception of the user's own that has several.
+        # On one line, even if the message quotes an exception of the user's code that has several.
         print(f"tailrace {parsed.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130  # what a shell reports for a process ended by Ctrl-C
+        return 130  # the exit code of a process ended by Ctrl-C
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -210,7 +210,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _each(option: str, text: str | None, kind: type) -> list[Any] | None:
-    """A list with an entry for each stage; of a stage of several members, a list."""
+    """A list with an entry per stage; for a stage of several members, a list."""
     if text is None:
         return None
     try:
@@ -249,7 +249,7 @@ def launch(subparsers: Subparsers) -> None:
 
 
 def load(target: str, what: str = "a dataset", example: str = "mypackage.data:training_set") -> Any:
-    """The object at MODULE:ATTRIBUTE, looked for in the working directory as well.
+    """The object at MODULE:ATTRIBUTE, also searched in the working directory.
 
     >>> load("math:pi")
     3.141592653589793
@@ -260,7 +260,7 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
             f"{what.capitalize()} is named as MODULE:ATTRIBUTE, for example {example}. "
             f"Received: {target!r}."
         )
-    # `python script.py` finds modules that lie beside it; an installed command does not.
+    # `python script.py` finds modules in the script's directory; an installed command does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if module_name.endswith(".py"):  # a file, as it was started
@@ -280,12 +280,12 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
 
 
 def call(function: Callable[[], Any], target: str) -> Any:
-    """Call a function that `load` found; what it raises comes back as one sentence."""
+    """Call a function that `load` found; its exception becomes one sentence."""
     return _guarded(function, f"{target} was called and raised")
 
 
 def _guarded(function: Callable[[], Any], what: str) -> Any:
-    """Call into the user's own code; what it raises comes back as one sentence."""
+    """Call the user's code; its exception becomes one sentence."""
     try:
         return function()
     except TailraceError:

@@ -126,7 +126,7 @@ def _add_target(parser: argparse.ArgumentParser, optional: bool = False) -> None
 
 
 def _made(target: str) -> tuple[Any, Any]:
-    """Trainer and dataset of the user's own function."""
+    """The trainer and dataset that the user's function returns."""
     from tailrace.cli.command_line import call, load
 
     made: Any = load(target, "a function", "train.py:make")

@@ -1,10 +1,10 @@
-"""Arrays in memory, as a stream of batches that can be read in any way and is always the same.
+"""Arrays in memory as a deterministic stream of batches.
 
-`Batches` is the recipe: the arrays and how to cut them. `BatchIterator` (batch_iterator.py) is the
-running half: it has a position, which can be saved and set. Batch number p of the stream is a
-function of the recipe and p alone, because epoch e is shuffled by a generator seeded with (seed,
-e). So it does not matter whether the stream is read one batch at a time, many at once, or as
-indices into arrays that already lie on a device; nor where reading stopped and started again.
+`Batches` is the recipe: the arrays and how to cut them. `BatchIterator` (batch_iterator.py) has a
+position, which can be saved and restored. Batch p of the stream depends only on the recipe and p,
+because epoch e is shuffled by a generator seeded with (seed, e). So it does not matter whether the
+stream is read one batch at a time, many at once, or as indices into arrays on a device; nor where
+reading stopped and resumed.
 """
 
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -28,16 +28,16 @@ from tailrace.errors import DataError
 
 
 class EndlessError(DataError, TypeError):
-    """`len()` of a stream without end; a TypeError, so that `list()` and its like get past it."""
+    """`len()` of an endless stream; a TypeError, so that `list()` ignores it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
     """A recipe for batches over a tree of arrays; make it with `tr.batches`.
 
-    Iterating it gives a fresh `BatchIterator` each time. The arrays are held, not copied (a
-    shuffled array that is not contiguous is made so, once): do not write to them while they are
-    being read.
+    Iterating it gives a new `BatchIterator` each time. The arrays are referenced, not copied (except
+    that a shuffled array that is not contiguous is made so, once): do not write to them while they are
+    read.
     """
 
     arrays: Tree
@@ -48,11 +48,11 @@ class Batches:
     repeat: bool = False
     drop_remainder: bool | None = None
     left_out: tuple[int, ...] = ()
-    """Rows that are in no batch; see `without`."""
+    """Rows that no batch contains; see `without`."""
     num_examples: int = field(init=False)
-    """How many examples there are: the common leading size of the arrays, less what is left out."""
+    """The number of examples: the common leading size of the arrays, without the rows left out."""
     leaves: tuple[np.ndarray, ...] = field(init=False, repr=False)
-    """The arrays without their tree, in tree order."""
+    """The arrays as a flat list, in tree order."""
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size, at_least=1)
@@ -74,9 +74,9 @@ class Batches:
                 "or drop_remainder=False."
             )
         if self.shuffle or self.left_out:
-            # np.take copies the whole of an array that is not contiguous, at every call.
+            # np.take copies an array that is not contiguous as a whole, at every call.
             arrays = map_leaves(np.ascontiguousarray, arrays)
-        # A frozen dataclass is written to once, here. The counts may have come as numpy's integers.
+        # object.__setattr__, because the dataclass is frozen. Counts may be NumPy integers.
         set_field = object.__setattr__
         set_field(self, "arrays", arrays)
         set_field(self, "batch_size", int(self.batch_size))
@@ -87,18 +87,18 @@ class Batches:
 
     @property
     def drops(self) -> bool:
-        """Whether a smaller last batch is dropped; where nothing was said, only evaluation keeps it."""
+        """Whether a smaller last batch is dropped; by default only evaluation keeps it."""
         return self.drop_remainder is not False
 
     def keeping_rows(self) -> "Batches":
-        """The same batches with a smaller last one, unless it was said that it is dropped."""
+        """The same batches with a smaller last one, unless `drop_remainder=True`."""
         return self if self.drop_remainder is not None else replace(self, drop_remainder=False)
 
     def without(self, rows: Any) -> "Batches":
-        """The same batches without some rows: those behind them move up.
+        """The same batches without some rows: later rows move up.
 
         Args:
-            rows: numbers of rows of the arrays, such as `explain_step` names.
+            rows: indices of rows of the arrays, such as `explain_step` reports.
 
         >>> list(batches(np.arange(5), 2).without([1]))
         [array([0, 2]), array([3, 4])]
@@ -107,15 +107,15 @@ class Batches:
         return replace(self, left_out=(*self.left_out, *more))
 
     def rows(self, first: int, count: int, epoch: int = 0) -> np.ndarray:
-        """Which examples the batches number `first` to `first + count` consist of.
+        """The indices of the examples in batches `first` to `first + count`.
 
         Args:
-            first: the number of a batch, counted from the start of `epoch`.
-            count: how many batches; an execution takes steps x microbatches x replicas of them.
-            epoch: where counting starts; `tr.Trainer` counts its epochs over all fits.
+            first: the index of a batch, counted from the start of `epoch`.
+            count: the number of batches; an execution takes steps x microbatches x replicas of them.
+            epoch: the epoch where counting starts; `tr.Trainer` counts its epochs over all fits.
 
         Returns:
-            Row numbers, [count, batch_size].
+            Row indices, [count, batch_size].
 
         >>> batches(np.arange(6), 2).rows(1, 2).tolist()
         [[2, 3], [4, 5]]
@@ -126,22 +126,22 @@ class Batches:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches in one pass over the arrays, a smaller last one included if it is kept."""
+        """The number of batches per pass over the arrays, with a smaller last one if it is kept."""
         whole, rest = divmod(self.num_examples, self.batch_size)
         return whole if self.drops or not rest else whole + 1
 
     @property
     def whole_batches_per_epoch(self) -> int:
-        """Batches of the full size in one pass over the arrays."""
+        """The number of full batches per pass over the arrays."""
         return self.num_examples // self.batch_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all the arrays: what it takes to hold them on a device."""
+        """The bytes of all arrays: the memory to hold them on a device."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def order(self, epoch: int) -> np.ndarray:
-        """The examples of one epoch in the order in which they are delivered."""
+        """The indices of one epoch's examples, in the order of delivery."""
         count = self.num_examples + len(self.left_out)
         order = np.arange(count)
         if self.shuffle:
@@ -150,14 +150,14 @@ class Batches:
 
     @property
     def ordered(self) -> bool:
-        """Whether batches are consecutive rows of the arrays, which need no indices."""
+        """Whether batches are consecutive rows of the arrays, so that no indices are needed."""
         return not self.shuffle and not self.left_out
 
     def iterate(self, epoch: int = 0) -> BatchIterator:
-        """An iterator that begins at `epoch`: over that epoch alone, or without end if repeating.
+        """An iterator that starts at `epoch`: over that epoch only, or endless if repeating.
 
-        A finite recipe has the same order each time it is iterated; a loop over epochs passes their
-        number here so that each of them is shuffled differently.
+        A finite recipe has the same order each time it is iterated; a loop over epochs passes the epoch
+        here so that each is shuffled differently.
         """
         check_count("epoch", epoch, at_least=0)
         return BatchIterator(self, int(epoch))
@@ -196,12 +196,12 @@ def batches(
 
     Args:
         arrays: an array, or a tree of them (dicts, tuples, lists), all with the same leading size.
-            Anything that `np.asarray` takes is an array. Their dtypes are kept: uint8 images stay
+            Anything that `np.asarray` accepts is an array. Dtypes are kept: uint8 images stay
             uint8 until they are on the device.
-        batch_size: examples in one batch.
-        shuffle: take the examples in a new random order in each epoch.
-        seed: chooses those orders. Epoch e depends on (seed, e) and on nothing else.
-        repeat: start over at the end, without end.
+        batch_size: the number of examples per batch.
+        shuffle: whether to use a new random order in each epoch.
+        seed: the seed of those orders. The order of epoch e depends only on (seed, e).
+        repeat: whether to start over at the end, forever.
         drop_remainder: whether to drop a last batch with fewer than `batch_size` examples. None:
             training drops it, because a step is compiled for one shape; `evaluate` and `predict`
             take every row.

@@ -196,7 +196,7 @@ class Adopted(Setters, Assigning):
             pacing.every_step = listed
         stepwise = overrides(self.model, "train_step", keras.Model)  # its logs are all there is
         listening = [one for one in call["callbacks"] if _listens(one)]
-        pacing.heard = stepwise or bool(listening) or logs_of_its_own(self.model)
+        pacing.listeners = stepwise or bool(listening) or logs_of_its_own(self.model)
         pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
 
     def _listen_to_steps(self, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:

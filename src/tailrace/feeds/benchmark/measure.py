@@ -1,7 +1,7 @@
-"""How fast a dataset delivers, measured the way an infeed reads it: by a thread, ahead of its use.
+"""The speed of a dataset, measured the way an infeed reads it: by a thread, ahead of its use.
 
 A producer thread fills a bounded queue with elements; the caller takes them out, copies each leaf
-into a buffer (as moving them to a device would) and times every epoch. Nothing runs on a device.
+into a buffer (as a transfer to a device would) and times every epoch. Nothing runs on a device.
 """
 
 import json
@@ -28,26 +28,26 @@ def dataset_benchmark(
     print_stats: bool = False,
     timeout_s: float = 60.0,
 ) -> str:
-    """Measure how many elements a second a dataset delivers.
+    """Measure how many elements per second a dataset delivers.
 
     Args:
-        dataset: whatever `as_dataset` takes. It must hold epochs * elements_per_epoch elements: it
-            is read on from epoch to epoch and never restarted.
-        epochs: how many measurements to make, one after the other.
-        elements_per_epoch: elements in each of them.
+        dataset: anything that `as_dataset` accepts. It must have epochs * elements_per_epoch elements:
+            each epoch continues where the last one ended; the dataset is never restarted.
+        epochs: the number of measurements.
+        elements_per_epoch: the number of elements in each of them.
         do_memcpy: copy every element into a buffer, as feeding a device would.
-        print_stats: print the figures of each epoch when it ends.
+        print_stats: print the figures of each epoch as it ends.
         timeout_s: the longest wait for one element.
 
     Returns:
-        JSON text: an object whose only key is "epochs", a list with one object for each epoch, with
+        JSON text: an object whose only key is "epochs", a list with one object per epoch, with
         elements_processed, total_bytes_processed, time_elapsed (seconds), elements_per_second and
-        bandwidth (10^9 bytes a second).
+        bandwidth (10^9 bytes per second).
 
     Raises:
         DataExhausted: the dataset ends too early.
         ProducerError: the dataset raised; its exception is the cause.
-        DataError: another rule is broken; the text says which.
+        DataError: another rule is broken; the message says which.
 
     >>> text = dataset_benchmark([np.zeros(4)] * 20, epochs=2, elements_per_epoch=10)
     >>> [epoch["total_bytes_processed"] for epoch in json.loads(text)["epochs"]]
@@ -93,7 +93,12 @@ def infeed_benchmark(
     """`dataset_benchmark` of the dataset behind an infeed; the infeed itself is not touched.
 
     The arguments, the result and the errors are those of `dataset_benchmark`. A one-shot iterator
-    has only one stream of elements: what the benchmark reads, the infeed will not see.
+    has only one stream of elements: the infeed will not see those that the benchmark reads.
+
+    >>> import tailrace as tr
+    >>> text = infeed_benchmark(tr.InfeedQueue([np.zeros(4)] * 20), epochs=2, elements_per_epoch=10)
+    >>> len(json.loads(text)["epochs"])
+    2
     """
     if not hasattr(infeed, "dataset"):
         raise DataError(
@@ -112,7 +117,7 @@ def infeed_benchmark(
 
 
 class _Consumer:
-    """Takes chunks: compares them with the first one, and copies them into buffers kept for it."""
+    """Consumes chunks: compares them with the first one and copies them into reused buffers."""
 
     def __init__(self, do_memcpy: bool) -> None:
         self._do_memcpy = do_memcpy

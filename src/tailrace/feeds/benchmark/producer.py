@@ -15,16 +15,16 @@ from tailrace.errors import DataError, ProducerError, TailraceError
 from tailrace.messages import logger
 
 ELEMENTS_AHEAD = 32
-"""How many elements the thread may be ahead, in the queue."""
+"""How many elements the thread may read ahead."""
 
 BATCHES_AT_ONCE = 8
-"""What tr.batches is asked for at a time; other datasets give one element at a time."""
+"""Elements requested from tr.batches at a time; other datasets give one element at a time."""
 
 _JOIN_LIMIT_S = 5.0
 
 
 class Chunk(NamedTuple):
-    """Some consecutive elements: a tree whose leaves have one more leading axis, of that size."""
+    """Consecutive elements: a tree whose leaves have one more leading axis."""
 
     tree: Tree
     size: int
@@ -50,7 +50,7 @@ class Producer:
             ELEMENTS_AHEAD // self._at_once
         )
         self._stop = threading.Event()
-        # A daemon: a source that hangs for good must not keep the process alive.
+        # A daemon: a source that hangs forever must not keep the process alive.
         self._thread = threading.Thread(
             target=self._run, name="tailrace-benchmark-producer", daemon=True
         )
@@ -74,7 +74,7 @@ class Producer:
             )
 
     def get(self) -> Chunk | None:
-        """The next chunk, or None after the last one; what went wrong in the thread is raised."""
+        """The next chunk, or None after the last one; raises the thread's error, if any."""
         try:
             item = self._queue.get(timeout=self._timeout_s)
         except queue.Empty:
@@ -99,7 +99,7 @@ class Producer:
                     return
                 read += chunk.size
             self._put(None)
-        except BaseException as error:  # whatever it is, it belongs to the caller
+        except BaseException as error:  # any error is the caller's to handle
             self._put(_Failed(error, after=read))
 
     def _chunks(self) -> Iterator[Chunk]:

@@ -25,11 +25,11 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
         pacing: of this fit.
         call: the arguments of Keras' `fit`.
     """
-    told = callbacks_in(call)
+    listeners = callbacks_in(call)
     epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
     call["x"] = keeping.replay(call["x"])
-    if keeping.finished:  # nothing is computed, nobody is told
-        call["callbacks"], call["verbose"], told = None, 0, []
+    if keeping.finished:  # nothing is computed, and no callback is called
+        call["callbacks"], call["verbose"], listeners = None, 0, []
     adopted.listen(pacing, call)
     params = {name: call[name] for name in ("verbose", "epochs")}
     params["steps"] = call["steps_per_epoch"] or pacing.batches
@@ -40,7 +40,7 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
         call["callbacks"],
         keeping,
         pacing,
-        told,
+        listeners,
         lambda: adopted.programs["train"],
         epoch,
         model=adopted.model,

@@ -29,7 +29,7 @@ from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 
 THREAD_FROM = 8
-"""Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
+"""Blocks of at least this many batches are staged by a thread; for shorter ones that costs more."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -39,7 +39,7 @@ from tailrace.trainer.fitting.pace import TRIALS, pace_for
 from tailrace.trainer.journal import Journal
 
 QUIET_FROM = 32
-"""Metrics of so many steps and more are computed once, behind them, if nobody wants each."""
+"""Metrics of at least this many steps are computed once, after them, if no callback needs each."""
 
 
 class Training(Executions):
@@ -282,7 +282,7 @@ class Training(Executions):
                     self._pending.append(ticket)
                     self._collect(in_flight=1)
         if quiet:
-            return ready, self._metrics_now(engine) if self.pacing.heard else {}
+            return ready, self._metrics_now(engine) if self.pacing.listeners else {}
         numbers = [name for name, shape in self.names.items() if not shape]
         return ready, self.log_series(*({name: one[name] for name in numbers} for one in sent))
 
@@ -328,9 +328,9 @@ class Training(Executions):
             return False
         if self.replicas > 1 or engine.pipeline is not None:
             merged = self.replicas == 1 or settings_of(self.model).merges_metrics
-            return merged and not self.pacing.heard
+            return merged and not self.pacing.listeners
         own = overrides(self.model, "compute_metrics", keras.Model)
-        return not self.pacing.heard or (steps >= QUIET_FROM and not own)
+        return not self.pacing.listeners or (steps >= QUIET_FROM and not own)
 
     def _metrics_now(self, engine: Engine) -> dict[str, Series]:
         """The metrics that are numbers, computed from their variables as they are now."""

@@ -33,6 +33,9 @@ class MetricReduction(enum.StrEnum):
 
     `MERGED`, unlike the others, is exact: the value of one metric that saw the batches of all
     replicas. `NONE` is the value of the last replica, `LIST` has those of all.
+
+    >>> MetricReduction.parse("MEAN")
+    <MetricReduction.MEAN: 'mean'>
     """
 
     MERGED = "merged"

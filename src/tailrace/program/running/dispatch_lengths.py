@@ -1,8 +1,8 @@
-"""Into which pieces a long loop is cut.
+"""The lengths of the pieces into which a long loop is cut.
 
 A piece is one dispatch. Long pieces cost memory (all their elements are on the device at once) and
-keep results waiting; short ones cost a dispatch each, and every length is compiled once. So there are
-as few lengths as possible: a divisor of the whole where there is a good one.
+delay results; short ones pay for a dispatch each; and every distinct length is a compilation. So we
+use as few lengths as possible: a divisor of the whole length, if there is a good one.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from tailrace.devices import devices
 
 MOST_BYTES = {"cpu": 24 << 20}
 MOST_BYTES_ELSEWHERE = 128 << 20
-"""Elements of one dispatch, in bytes, if nothing else says how long it is to be.
+"""The bytes of elements per dispatch, if nothing else determines its length.
 
-On a CPU, below 32 MiB the C library hands freed memory out again; above, every block is mapped anew and
-its pages are cleared by the kernel, which costs a tenth of the time of a small step. On an accelerator
-a dispatch costs the host about a millisecond while the device waits (H200), and moving this much 14.
+On a CPU, the C library reuses freed blocks below 32 MiB; larger blocks are mapped again each time and
+cleared by the kernel, which costs a tenth of the time of a small step. On an accelerator a dispatch
+costs the host about a millisecond while the device waits (H200), and transferring this many bytes 14.
 """
 
 LONGEST = 4096
-"""Passes of one dispatch, however short they are and however little they read.
+"""The most iterations per dispatch, however short they are and however little they read.
 
-What an executable has room for is fixed when it is compiled. At 20 microseconds a step this is 80 ms,
-beside which a dispatch of 0.1 ms does not count.
+An executable's capacity is fixed when it is compiled. At 20 microseconds per step this is 80 ms,
+compared to which a dispatch of 0.1 ms is negligible.
 """
 
 FIXED_BELOW_S = 1.5e-3
-"""Passes that take less on an accelerator run in a loop of fixed length, once that is compiled.
+"""Shorter iterations on an accelerator run in a loop of fixed length, once it is compiled.
 
-A loop whose length is data costs 15 microseconds a pass more there (measured on an H200): one percent
-of this. On a CPU it costs nothing.
+A loop whose length is data costs 15 microseconds more per iteration there (measured on an H200): one
+percent of this. On a CPU it costs nothing.
 """
 
 LIVE_S = 0.05
-"""How long a dispatch of a loop with a live outfeed should take, in seconds."""
+"""The target duration of a dispatch of a loop with a live outfeed, in seconds."""
 
 
 def most_bytes() -> int:
-    """The elements of one dispatch, in bytes, on the platform in use."""
+    """The bytes of elements per dispatch on this platform."""
     return MOST_BYTES.get(devices.platform(), MOST_BYTES_ELSEWHERE)
 
 
 def piece_within(length: int, bytes_per_pass: int, limit: int | None = None) -> int:
-    """The length of the pieces of a loop, such that the elements of one take at most so many bytes.
+    """The length of a loop's pieces such that the elements of one take at most `limit` bytes.
 
     >>> piece_within(200, 100_000, 25 << 20), piece_within(10_000, 100_000, 25 << 20)
     (200, 250)
@@ -54,9 +54,9 @@ def piece_within(length: int, bytes_per_pass: int, limit: int | None = None) -> 
 
 
 def good_piece(length: int, most: int, multiple_of: int = 1) -> int:
-    """A length of at most `most` that divides `length` if there is one not much shorter.
+    """A length of at most `most`: a divisor of `length`, if there is one that is not much shorter.
 
-    With `multiple_of`, a multiple of that number, unless the whole is shorter.
+    With `multiple_of`, a multiple of that number, unless `length` is shorter.
 
     >>> good_piece(10_000, 671), good_piece(997, 100), good_piece(100, 30, multiple_of=10)
     (625, 100, 20)
@@ -81,10 +81,10 @@ def pieces(length: int, piece: int) -> Iterator[int]:
 
 
 def next_piece(piece: int, remaining: int | None, step: int, period: int) -> tuple[int, int]:
-    """The length of the next piece, and the period in which it is observed.
+    """The length of the next piece, and its period of observation.
 
-    Pieces are cut where periodic taps look, so that looking needs no branch: up to the next step
-    that is observed, then whole periods, then what is left, in which nothing is (period 0).
+    Pieces end where periodic taps observe, so that no branch is needed: first up to the next observed
+    step, then whole periods, then the rest, in which nothing is observed (period 0).
 
     >>> next_piece(100, 25, step=0, period=10), next_piece(100, 5, step=20, period=10)
     ((20, 10), (5, 0))

@@ -1,4 +1,7 @@
-"""A segment compiled for the devices, and how it is dispatched."""
+"""A segment compiled for the devices, and its dispatch."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from tailrace.taps.rewrite import Rewriter
 from tailrace.taps.wanted import Wanted, condense
 
 STEPS = ("steps",)
-"""The key under which a program emits how many steps it ran, where only running it shows that."""
+"""The key of the number of steps that ran, which programs emit if it is known only at run time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,52 +63,52 @@ class Placement:
 
     @property
     def local_replicas(self) -> int:
-        """How many of the replicas this process computes, and feeds."""
+        """The number of replicas that this process runs and feeds."""
         if self.mesh is None:  # one device; or a pipeline whose stages are not known yet
             return max(1, self.replicas // jax.process_count())
         return devices.local_replicas(self.mesh)
 
     @property
     def device(self) -> Any:
-        """A device of this process, to ask what they can do."""
+        """A device of this process, to query capabilities."""
         return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
 
     @property
     def device_ids(self) -> tuple[int, ...]:
-        """The numbers of all devices, in order."""
+        """The ids of all devices, in order."""
         found = [self.everywhere] if self.mesh is None else self.mesh.devices.flat
         return tuple(device.id for device in found)
 
     @property
     def everywhere(self) -> Any:
-        """Where values go that are the same for all replicas."""
+        """The sharding of replicated values."""
         return self._spread()
 
     @property
     def shared_out(self) -> Any:
-        """Where elements go: dim 1 is spread over the replicas."""
+        """The sharding of elements: dim 1 is sharded over the replicas."""
         return self._spread(None, devices.REPLICA)
 
     def _spread(self, *axes: str | None) -> Any:
-        """A sharding over the mesh; without a mesh, the one device there is."""
+        """A sharding over the mesh; without a mesh, the single device."""
         if self.mesh is None:
             return devices.available()[0]
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def put(self, values: Sequence[Any]) -> list[Any]:
-        """Values on the devices; those that are there already stay as they are."""
+        """Transfer values to the devices; those already there are not copied."""
         return [self._place(value, self.everywhere) for value in values]
 
     def own(self, value: Any) -> Any:
-        """A copy of a value, on the devices, that a loop may overwrite."""
+        """A copy of a value on the devices that a loop may overwrite."""
         return jnp.copy(self._place(value, self.everywhere))
 
     def own_each(self, value: Any) -> Any:
-        """The same for a value of which each replica has its own: dim 0 is that of the replicas."""
+        """The same for a value that differs per replica: dim 0 is the replica dim."""
         return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
 
     def _place(self, value: Any, sharding: Any) -> Any:
-        """A value on the devices; in several processes each has it, and places its own part."""
+        """A value on the devices; with several processes, each has the value and places its part."""
         if self.in_one_process:
             return jax.device_put(value, sharding)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -114,9 +117,9 @@ class Placement:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def readable(self, value: Any) -> Any:
-        """A value of the devices that this process can read on its own; all must call it.
+        """A value on the devices that this process can read alone; all processes must call this.
 
-        What is equal on all devices is read from one of this process; the rest is gathered.
+        A replicated value is read from a local device; any other is gathered.
         """
         if self.in_one_process or value.is_fully_addressable:
             return value
@@ -125,25 +128,25 @@ class Placement:
         return value.addressable_data(0)
 
     def to_host_memory(self, value: Any) -> Any:
-        """A value that is on the devices, in the memory of their host."""
+        """A value on the devices, moved to the memory of their host."""
         return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))
 
 
 class Executable:
-    """One segment (for a loop: a piece of so many passes), compiled.
+    """One compiled segment; for a loop, a piece of `length` iterations.
 
     Args:
         segment: the part of a program.
         placement: where it runs.
-        length: the number of passes, if the segment is a loop.
-        counted: whether each dispatch says how many of those passes it runs.
-        wanted: values to send out besides, by position.
-        period: periodic values leave in every so many passes; 0 for never.
-        each: what a loop carries that every replica has its own of: outside, replicas are dim 0.
-        spread: what a loop carries of which each replica has a share: outside, they stand behind
-            each other along dim 0.
-        muted: outfeeds that nothing leaves through.
-        packed: whether what leaves one device leaves it in few pieces, for `np.asarray` alone.
+        length: the number of iterations, if the segment is a loop.
+        counted: whether each dispatch chooses how many of those iterations it runs.
+        wanted: additional values to emit, by position.
+        period: periodic values are emitted every `period` iterations; 0 for never.
+        each: carried values that differ per replica: outside the program, dim 0 is the replica dim.
+        spread: carried values that are sharded over replicas: outside, shards are concatenated along
+            dim 0.
+        muted: outfeeds that receive nothing.
+        packed: whether to pack small emissions into few arrays, which only `np.asarray` can read.
     """
 
     def __init__(
@@ -176,7 +179,8 @@ class Executable:
         )
         self._numbers = placement.put([jnp.asarray(n) for n in self._rewriter.free.values])
         self._observing = period > 0
-        # A guard finds a bad step when later ones have run; what was before is computed again then.
+        # A guard detects a bad step after later ones have run; the state before it is then recomputed,
+        # from a state that must not have been donated.
         wants = [want for found in (wanted or {}).values() for want in found]
         stops = any(want.guard and not want.skips for want in wants)
         self._donated: tuple[int, ...] = () if stops else (0,)
@@ -186,12 +190,12 @@ class Executable:
         self._packing = Packing() if packed and placement.mesh is None else None
         self._agreement: Agreement | None = None
         self._compiled: Any = None
-        # What a loop carries is overwritten from piece to piece; nothing else is.
+        # A loop donates its carry from piece to piece, and nothing else.
         self._carried: list[Any] = [var for var, _ in segment.start] if segment.is_loop else []
         self._writes: list[Any] = list(segment.writes)
         self.compile_s = 0.0
         self.reason: tuple[str, str] = ("a program", "the first of its form")
-        """What it is for, and why there was none before; for people who wait for it."""
+        """Its purpose and the cause of its compilation, for messages."""
         self.compilation: Compilation | None = None
         self.taken: dict[Feed, Staged] = {}
         """The elements of the last dispatch, while `keep_elements` is set."""
@@ -205,12 +209,12 @@ class Executable:
 
     @property
     def compiled(self) -> Any:
-        """What XLA made; None before `compile`."""
+        """The XLA executable; None before `compile`."""
         return self._compiled
 
     @property
     def carries(self) -> list[Any]:
-        """What the loop carries, in the order of the compiled program's arguments."""
+        """The loop's carry, in the order of the compiled program's arguments."""
         return self._carried
 
     def compile(self, state: LoopState, staged: dict[Feed, Any]) -> Any:
@@ -281,7 +285,7 @@ class Executable:
             known[equations[0].invars[-1]] = offset + jnp.arange(self.length, dtype=jnp.int32)
         self._rewriter.run_equations(equations, known, frame, first=self.segment.first)
         for queue, block in blocks.items():
-            if not isinstance(block.position, int):  # only the running program knows
+            if not isinstance(block.position, int):  # known only at run time
                 frame.emit(("read", queue), block.position)
         if not isinstance(frame.steps_before, int) and not self.counted:
             frame.emit(STEPS, frame.steps_before)
@@ -290,7 +294,7 @@ class Executable:
         emitted = [frame.emitted[key] for key in self._keys]
         if several and self.placement.in_one_process:
             emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
-        elif several:  # each process has the results of all: they are one program's
+        elif several:  # each process gets all results: it is one program
             emitted = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, devices.REPLICA), emitted)
         elif self._packing is not None:
             emitted = self._packing.pack(emitted)
@@ -299,11 +303,11 @@ class Executable:
         return results, emitted, self._what_follows(numbers)
 
     def _what_follows(self, numbers: Any) -> Any:
-        """The numbers of a dispatch that goes on from here."""
+        """The numbers of a dispatch that continues from here."""
         return Numbers.advanced(numbers, numbers[3] if self.counted else self.length or 0)
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
-        """The loop, cut to the length of this piece, starting from where the last piece ended."""
+        """The loop, cut to the length of this piece, starting where the last piece ended."""
         assert self.length is not None
         return as_scan(loop).piece(self.length, self._carried)
 
@@ -316,17 +320,18 @@ class Executable:
         following: int | None = None,
         given: Staged | None = None,
     ) -> tuple[dict[Hashable, Emission], Any]:
-        """Dispatch once: read from `state` and the feeds, write results to `state`.
+        """Dispatch once: read from `state` and the feeds, write the results to `state`.
 
         Args:
             state: values of variables, on the devices; results are added.
             numbers: the seed and the counters.
-            following: how many passes the next dispatch of this loop will run (0: none), so that
-                its elements can be staged; None if it is unknown.
-            given: the elements, if the caller has them; else they are taken from the feeds.
+            following: the number of iterations of the next dispatch (0 for none), to prefetch its
+                elements; None if unknown.
+            given: the elements, if the caller has them; otherwise they are taken from the feeds.
 
         Returns:
-            What was emitted, still on the devices, and an array that is ready when all is over.
+            The emissions, still on the devices, and an array that is ready when the dispatch has
+            finished.
         """
         passes = numbers.count if self.counted else self.length
         execution = Execution()
@@ -336,7 +341,7 @@ class Executable:
             compiled = self.compile(state, blocks)
             arguments = self._arguments(state, blocks, numbers)
             execution.dispatch(compiled)
-            # The ticket is ready when the execution is over, and donated by nobody.
+            # The ticket is ready when the execution has finished, and is never donated.
             with span("dispatch", steps=passes):
                 results, emitted, ticket = compiled(*arguments)
             first_step = numbers.first_step + numbers.offset
@@ -363,7 +368,7 @@ class Executable:
     def _cut(
         self, emissions: dict[Hashable, Emission], numbers: Numbers
     ) -> dict[Hashable, Emission]:
-        """What was emitted, as many rows of it as were made."""
+        """The emissions, without the rows that were not computed."""
         first, axis = numbers.first_step + numbers.offset, int(self.placement.replicas > 1)
         found = {}
         for key, emission in emissions.items():
@@ -371,7 +376,7 @@ class Executable:
             if period is not None:
                 made = len(looks_between(first, numbers.count, period))
                 if not made and period > 1:
-                    continue  # nobody looked
+                    continue  # no observed step in this dispatch
                 emission = jax.tree.map(lambda x, n=made: FirstRows(x, n, axis), emission)
             found[key] = emission
         return found
@@ -424,7 +429,7 @@ class Executable:
 
 
 def _put_back(taken: dict[Feed, Staged]) -> None:
-    """Return elements that no program has used."""
+    """Return elements that no program used."""
     for queue, staged in taken.items():
         queue.put_back(staged, used=0)
 
@@ -434,7 +439,7 @@ def _no_elements(queue: Feed) -> tuple[Any, ...]:
 
 
 class _OnMark:
-    """What happens at marks that send something out."""
+    """Handles marks that send values out."""
 
     def __init__(
         self,
@@ -467,15 +472,16 @@ class _OnMark:
         def arrive(value: Any, replica: Any) -> None:
             show(value, f"{title} (replica {int(replica)})" if several else title)
 
-        # Ordered effects exist on one device only; several print as they come, and say who it is.
+        # Ordered effects need a single device; with several, prints arrive in any order, with the
+        # replica.
         io_callback(arrive, None, value, frame.ambient.replica, ordered=self.alone)
 
     def _send_now(self, queue: Any, structure: Any, inputs: list[Any]) -> None:
         if self.replicas > 1:
             raise FeedError(
                 "With several replicas a live outfeed must be enqueued directly in a tr.repeat at "
-                "the top of the program: there the loop is cut into short dispatches. Here it "
-                "stands deeper inside. Move it there, or use live=False."
+                "the top of the program: there the loop is cut into short dispatches. Here it is "
+                "deeper inside. Move it there, or use live=False."
             )
 
         def arrive(*values: Any) -> None:

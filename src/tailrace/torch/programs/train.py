@@ -210,7 +210,7 @@ def as_pipeline(
 
 
 def _fitting_schedule(mapping: list[int], microbatches: int) -> PipelineSchedule:
-    """The fastest schedule that takes so many microbatches."""
+    """The fastest schedule for this number of microbatches."""
     reason = ""
     for schedule in (PipelineSchedule.GROUPED, PipelineSchedule.INTERLEAVED):
         try:

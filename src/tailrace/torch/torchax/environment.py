@@ -319,7 +319,7 @@ def _out_of_place(func: Any) -> Any:
     packet = getattr(aten, name[:-1], None)
     if packet is None:
         return None
-    # Mostly of the same name; a few are told apart by what they take alone.
+    # Mostly of the same name; a few differ only in their parameters.
     taken = _kinds_taken(func)
     named = [func._overloadname] if func._overloadname in packet.overloads() else []
     plain = [getattr(packet, name) for name in (*named, *packet.overloads())]

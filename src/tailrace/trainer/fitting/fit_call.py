@@ -16,7 +16,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.program.running.compilations import hearing
+from tailrace.program.running.compilations import listening
 from tailrace.records.history import History
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
@@ -139,7 +139,7 @@ class FitCall:
             return {**found, "checkpoint": directory}
 
         try:
-            with engine.delivering(), journal.open(info), fit.bar, hearing(fit.heard):
+            with engine.delivering(), journal.open(info), fit.bar, listening(fit.note_compilation):
                 try:
                     yield
                 except BaseException as error:

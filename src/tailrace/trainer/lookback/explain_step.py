@@ -81,7 +81,7 @@ class StepExplanation:
         proved = {True: "proved", False: "NOT PROVED", None: "nothing recorded"}[self.proved]
         lines = [
             f"step {self.step}, loss {self.loss:.7g} ({proved})",
-            f"stands out most: {where}: loss {first['loss']:.5g}, gradient norm "
+            f"most unusual: {where}: loss {first['loss']:.5g}, gradient norm "
             f"{first['gradient_norm']:.5g}, alignment {first['alignment']:+.2f}, score "
             f"{first['score']:.1f}; the next one has {self.rows['score'][1:2].sum():.1f}",
         ]
