@@ -6,6 +6,7 @@ Out: blocks of elements on the device (`feed.Staged`), and outputs in the order 
     feed         the interface of what a program reads; HandedFeed for callers with blocks
     infeed       reads a dataset ahead in a thread; reader stacks, buffers and transfer move
     outfeed      what a program sent, on the host
+    dispatch_table  how much a dispatch takes: every tuned number, with its measurement
     waiting      waiting with a limit; background is the one kind of thread
 
 Rule: programs see `Feed`, never a dataset. Only the infeed's thread waits inside a dataset.

@@ -2,45 +2,15 @@
 
 A piece is one dispatch. Long pieces cost memory (all their elements are on the device at once) and
 keep results waiting; short ones cost a dispatch each, and every length is compiled once. So there are
-as few lengths as possible: a divisor of the whole where there is a good one.
+as few lengths as possible: a divisor of the whole where there is a good one. The numbers are in
+`feeds/dispatch_table.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tailrace.devices import devices
-
-MOST_BYTES = {"cpu": 24 << 20}
-MOST_BYTES_ELSEWHERE = 128 << 20
-"""Elements of one dispatch, in bytes, if nothing else says how long it is to be.
-
-On a CPU, below 32 MiB the C library hands freed memory out again; above, every block is mapped anew and
-its pages are cleared by the kernel, which costs a tenth of the time of a small step. On an accelerator
-a dispatch costs the host about a millisecond while the device waits (H200), and moving this much 14.
-"""
-
-LONGEST = 4096
-"""Passes of one dispatch, however short they are and however little they read.
-
-What an executable has room for is fixed when it is compiled. At 20 microseconds a step this is 80 ms,
-beside which a dispatch of 0.1 ms does not count.
-"""
-
-FIXED_BELOW_S = 1.5e-3
-"""Passes that take less on an accelerator run in a loop of fixed length, once that is compiled.
-
-A loop whose length is data costs 15 microseconds a pass more there (measured on an H200): one percent
-of this. On a CPU it costs nothing.
-"""
-
-LIVE_S = 0.05
-"""How long a dispatch of a loop with a live outfeed should take, in seconds."""
-
-
-def most_bytes() -> int:
-    """The elements of one dispatch, in bytes, on the platform in use."""
-    return MOST_BYTES.get(devices.platform(), MOST_BYTES_ELSEWHERE)
+from tailrace.feeds import dispatch_table
 
 
 def piece_within(length: int, bytes_per_pass: int, limit: int | None = None) -> int:
@@ -49,7 +19,9 @@ def piece_within(length: int, bytes_per_pass: int, limit: int | None = None) -> 
     >>> piece_within(200, 100_000, 25 << 20), piece_within(10_000, 100_000, 25 << 20)
     (200, 250)
     """
-    most = max(1, (most_bytes() if limit is None else limit) // max(1, bytes_per_pass))
+    most = max(
+        1, (dispatch_table.most_bytes() if limit is None else limit) // max(1, bytes_per_pass)
+    )
     return good_piece(length, most)
 
 
