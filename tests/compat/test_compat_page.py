@@ -54,7 +54,6 @@ OURS = {
     "CompiledOp",
     "Enqueued",
     "IPUOutfeedQueueIterator",
-    "MOST_UNSAID",
     "NeedsNumber",
     "Optimizer",
     "Result",

@@ -20,7 +20,7 @@ def test_the_device_is_the_bottleneck():
     assert got.bottleneck == "device"
     assert got.ratio == pytest.approx(41 / 7)
     assert str(got) == (
-        "The dataset delivers 41,000 elements a second and the device takes 7,000: "
+        "The infeed delivers 41,000 elements a second and the device takes 7,000: "
         "the device is the bottleneck, by 5.9 times."
     )
 
@@ -30,7 +30,7 @@ def test_the_data_is_the_bottleneck():
     assert got.bottleneck == "data"
     assert (got.dataset_rate, got.device_rate, got.ratio) == (500, 2000, 0.25)
     assert got.sentence == (
-        "The dataset delivers 500 elements a second and the device takes 2,000: the data is the "
+        "The infeed delivers 500 elements a second and the device takes 2,000: the data is the "
         "bottleneck, by 4.0 times, and the device waits 75% of the time."
     )
 

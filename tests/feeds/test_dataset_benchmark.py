@@ -1,18 +1,23 @@
-"""The benchmark: its JSON, its thread, and what it says when a dataset does not do its part."""
+"""The benchmark: its JSON, the infeed that it drives, and what it says about datasets that fail."""
 
+import contextlib
 import json
 import threading
 import time
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import tailrace as tr
 from tailrace.data.batches import batches
-from tailrace.errors import DataError, DataExhausted, ElementError, ProducerError
+from tailrace.errors import DataError, DataExhausted, DataTimeout, ElementError, ProducerError
+from tailrace.feeds import dispatch_table
 from tailrace.feeds.benchmark.measure import dataset_benchmark, infeed_benchmark
-from tailrace.feeds.benchmark.producer import ELEMENTS_AHEAD
 from tailrace.feeds.benchmark.table import benchmark_table
+from tailrace.spans.recorder import Recorder
 
 KEYS = [
     "elements_processed",
@@ -26,7 +31,7 @@ KEYS = [
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
     yield
-    assert not [t for t in threading.enumerate() if t.name.startswith("tailrace-benchmark")]
+    assert not [t for t in threading.enumerate() if t.name == "tailrace-infeed"]
 
 
 def endless(element):
@@ -47,6 +52,71 @@ def test_the_json_of_ten_epochs():
         assert epoch["total_bytes_processed"] == 1000 * 64
         assert epoch["elements_per_second"] == pytest.approx(1000 / epoch["time_elapsed"])
         assert epoch["bandwidth"] == pytest.approx(64_000 / (1e9 * epoch["time_elapsed"]))
+
+
+@contextlib.contextmanager
+def recorded():
+    """What happens inside, as a timeline would show it."""
+    recorder = Recorder()
+    recorder.open()
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+def infeed_spans(recorder):
+    """(thread, what, how much) of everything that feeding does."""
+    return [
+        (recorder.threads[one.track], one.name, *one.about.values())
+        for one in sorted(recorder.slices, key=lambda one: one.start)
+        if one.name in ("dataset read", "infeed copy")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["batches", "iterable"])
+def test_it_is_the_infeed_of_a_fit(kind, monkeypatch):
+    """A fit and the benchmark read the same blocks in the same thread by the same calls."""
+    elements = [np.full(8, i, np.float32) for i in range(40)]
+    read = []
+
+    def dataset():
+        if kind == "batches":
+            return batches(np.stack(elements).reshape(-1), 8)
+        return (read.append(int(e[0])) or e for e in elements)
+
+    def loss_fn(params, x):
+        return jnp.mean(x * params)
+
+    monkeypatch.setitem(dispatch_table.MOST_BYTES, "cpu", 32 * 10)  # ten elements a dispatch
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.1), np.float32(1), steps_per_execution=10)
+    with recorded() as fit:
+        trainer.fit(dataset(), steps=40, progress=False)
+    of_fit = list(read)
+    read.clear()
+    with recorded() as benchmark:
+        dataset_benchmark(dataset(), 2, 20)
+    assert infeed_spans(benchmark) == infeed_spans(fit)
+    expected = [("dataset read", 10), ("infeed copy", 320)] * 4
+    assert [rest for _, *rest in infeed_spans(fit)] == [list(pair) for pair in expected]
+    assert {thread for thread, *_ in infeed_spans(benchmark)} == {"tailrace-infeed"}
+    assert read == of_fit == ([] if kind == "batches" else list(range(40)))
+
+
+def test_nothing_is_read_behind_the_last_element():
+    read = []
+    dataset = (read.append(i) or np.float32(i) for i in range(100))
+    dataset_benchmark(dataset, 3, 7)
+    assert read == list(range(21))
+    assert next(dataset) == 21
+
+
+def test_blocks_are_as_long_as_an_execution_may_be(monkeypatch):
+    monkeypatch.setattr(dispatch_table, "LONGEST", 4)
+    with recorded() as recorder:
+        dataset_benchmark([np.zeros(2, np.float32)] * 20, 2, 10)
+    read = [count for _, name, count in infeed_spans(recorder) if name == "dataset read"]
+    assert read == [4, 4, 2] * 2
 
 
 @pytest.mark.parametrize("do_memcpy", [False, True])
@@ -138,23 +208,26 @@ def test_too_short_in_the_first_of_several_epochs():
 
 
 def test_a_dimension_of_size_zero():
-    with pytest.raises(DataError, match=r"size 0, but leaf \['b'\] has the shape \(2, 0\)\. "):
+    with pytest.raises(DataError, match=r"size 0: .*Received: leaf \['b'\] of shape \(2, 0\)\. "):
         dataset_benchmark([{"a": np.zeros(1), "b": np.zeros((2, 0))}], 1, 1)
 
 
 def test_an_element_without_arrays():
-    with pytest.raises(DataError, match="holds no array"):
+    with pytest.raises(DataError, match="needs at least one array"):
         dataset_benchmark([()], 1, 1)
 
 
 def test_elements_that_are_not_alike():
-    with pytest.raises(ElementError, match=r"leaf \[0\] has the shape \(3,\) and dtype float64 "):
+    alike = r"shapes and dtypes of the first one: leaf \[0\] is float64\[2\]\. Received: element 1 "
+    with pytest.raises(ElementError, match=alike + r"with float64\[3\]"):
         dataset_benchmark([[np.zeros(2)], [np.zeros(3)]], 1, 2)
-    with pytest.raises(ElementError, match=r"dtype int64 where the first element has \(2,\) and f"):
+    with pytest.raises(ElementError, match=alike + r"with int64\[2\]"):
         dataset_benchmark([[np.zeros(2)], [np.zeros(2, int)]], 1, 2, do_memcpy=False)
-    with pytest.raises(ElementError, match=r"one has 2 leaves .* where the first has 1 \(\['\[0"):
+    with pytest.raises(ElementError, match=r"structure of the first one, .* Received: element 1"):
         dataset_benchmark([[np.zeros(2)], [np.zeros(2), np.zeros(2)]], 1, 2)
-    with pytest.raises(ElementError, match=r"shape \(1,\).*has \(2,\).*drop the remainder"):
+    with pytest.raises(
+        ElementError, match=r"int64\[2\]\. Received.*int64\[1\].*drop_remainder=True"
+    ):
         dataset_benchmark(batches(np.arange(5), 2, drop_remainder=False), 1, 3)
 
 
@@ -186,7 +259,7 @@ def test_a_refused_leaf_reaches_the_caller():
         dataset_benchmark([{"t": "a"}], 1, 1)
 
 
-def test_a_dataset_that_hangs():
+def test_a_dataset_that_hangs_is_left_and_its_thread_ends_with_it():
     released = threading.Event()
 
     def stuck():
@@ -194,41 +267,29 @@ def test_a_dataset_that_hangs():
         released.wait(10)
         yield np.zeros(1)
 
-    # Whoever waits gives up after timeout_s; the source is let go so that its thread can end.
-    threading.Timer(0.3, released.set).start()
-    with pytest.raises(DataError, match=r"gave no element for 0\.1 seconds\. If it needs that"):
+    text = (
+        r"within timeout_s=0\.1 seconds, and element 1 of the dataset \(generator stuck\) did not"
+    )
+    with pytest.raises(DataTimeout, match=text):
         dataset_benchmark(stuck(), 1, 2, timeout_s=0.1)
-
-
-def test_a_thread_that_cannot_be_ended_is_named(monkeypatch, caplog):
-    released = threading.Event()
-    monkeypatch.setattr("tailrace.feeds.benchmark.producer._JOIN_LIMIT_S", 0.05)
-
-    def stuck():
-        released.wait(10)
-        yield np.zeros(1)
-
-    with pytest.raises(DataError, match="gave no element"):
-        dataset_benchmark(stuck(), 1, 2, timeout_s=0.05)
-    assert "generator stuck is still busy in its own code" in caplog.text
-    (thread,) = [t for t in threading.enumerate() if t.name == "tailrace-benchmark-producer"]
+    (thread,) = [t for t in threading.enumerate() if t.name == "tailrace-infeed"]
+    assert thread.daemon  # or a dataset that hangs for good would keep the process alive
     released.set()
     thread.join(5)
 
 
-def test_not_more_than_the_queue_is_read_ahead():
+def test_at_most_one_block_is_read_ahead(monkeypatch):
+    monkeypatch.setattr(dispatch_table, "LONGEST", 16)
     read = []
 
     def counted():
         for i in range(10_000):
             read.append(i)
-            yield np.zeros(1)
+            yield np.zeros(2 if i == 20 else 1)
 
-    dataset = counted()
-    with pytest.raises(ElementError):
-        # The second element differs, so the benchmark ends there; the rest stays unread.
-        dataset_benchmark((x if i != 1 else np.zeros(2) for i, x in enumerate(dataset)), 1, 10_000)
-    assert len(read) <= 2 + ELEMENTS_AHEAD + 1  # taken, queued, in hand
+    with pytest.raises(ElementError, match="element 20"):
+        dataset_benchmark(counted(), 1, 10_000)
+    assert len(read) == 21  # what differs ends the reading: the rest stays unread
 
 
 def test_the_table():

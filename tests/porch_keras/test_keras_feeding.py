@@ -7,6 +7,7 @@ from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both,
 
 import tailrace.keras as tk
 from oracles import assert_bits_equal, assert_close
+from tailrace.feeds import dispatch_table
 from tailrace.keras.data.copied_batches import copying
 from tailrace.keras.programs import train
 from tailrace.keras.programs.pacing import Pacing
@@ -34,7 +35,7 @@ def model_of(execution=4, replicas=1, compiled=None):
 def fitted(monkeypatch, quiet, *, callbacks=(), **made):
     """A model after two epochs of 12 batches, its history, and whether its programs were quiet."""
     with monkeypatch.context() as patch:
-        patch.setattr(train, "QUIET_FROM", 2)
+        patch.setattr(dispatch_table, "QUIET_FROM", 2)
         if not quiet:
             patch.setattr(train.Training, "_is_quiet", lambda *_: False)
         model = model_of(**made)
@@ -82,7 +83,7 @@ class OwnMetrics(keras.Sequential):
 
 
 def test_who_wants_each_step_gets_it(monkeypatch):
-    monkeypatch.setattr(train, "QUIET_FROM", 2)
+    monkeypatch.setattr(dispatch_table, "QUIET_FROM", 2)
     x, y = digits_like(96)
     call = {"batch_size": 8, "verbose": 0, "shuffle": False}
     stepwise, heard = model_of(), Heard()

@@ -223,11 +223,11 @@ def test_tensorboard(tmp_path):
 
 
 def test_the_progress_bar_moves_during_a_long_execution(monkeypatch):
-    from tailrace.keras.programs import pacing
+    from tailrace.feeds import dispatch_table
 
     moved = []
     bar = keras.callbacks.ProgbarLogger.on_train_batch_end
-    monkeypatch.setattr(pacing, "LONG_S", -1.0)
+    monkeypatch.setattr(dispatch_table, "LONG_S", -1.0)
 
     def move(self, batch, logs=None):
         moved.append(batch)

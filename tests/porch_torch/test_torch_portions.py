@@ -11,6 +11,7 @@ from torch import nn
 
 import tailrace as tr
 import tailrace.torch as tt
+from tailrace.feeds import dispatch_table
 from tailrace.torch.calls import arrays
 from tailrace.torch.programs import portions
 from tailrace.torch.programs.portions import lengths_of
@@ -22,7 +23,7 @@ STEPS, MICROBATCHES, BATCH = 12, 2, 4
 def divided(monkeypatch):
     """Calls are dispatched in portions, as on an accelerator, however small they are."""
     monkeypatch.setattr(portions, "on_accelerator", lambda runner: True)
-    monkeypatch.setattr(portions, "LEAST_BYTES", 4 * BATCH * MICROBATCHES * 12 * 3)
+    monkeypatch.setattr(dispatch_table, "PORTION_BYTES", 4 * BATCH * MICROBATCHES * 12 * 3)
 
 
 class Noisy(SeedModel):

@@ -11,7 +11,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import DataExhausted, ProgramError
-from tailrace.program.running import dispatch_lengths as pieces_module
+from tailrace.feeds import dispatch_table
 from tailrace.program.running.dispatch_lengths import good_piece, piece_within, pieces
 
 ELEMENTS = regression(24)
@@ -22,7 +22,7 @@ def small_budget(monkeypatch):
     """A loop may stage so many bytes of elements at once."""
 
     def set_bytes(most):
-        monkeypatch.setattr(pieces_module, "most_bytes", lambda: most)
+        monkeypatch.setattr(dispatch_table, "most_bytes", lambda: most)
 
     return set_bytes
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tailrace.errors import OptionError
-from tailrace.program.running.dispatch_lengths import LONGEST
-from tailrace.trainer.fitting.pace import TARGET_S, TRIAL, TRIALS, Pace, parse_steps
+from tailrace.feeds.dispatch_table import LONGEST, TARGET_S, TRIAL, TRIALS
+from tailrace.trainer.fitting.pace import Pace, parse_steps
 
 FAST = 1e-5  # seconds a step
 SLOW = 20 * TARGET_S

@@ -9,6 +9,7 @@ Out: blocks of elements on the device (`feed.Staged`), and sent values in the or
     infeed           prefetches a dataset in a thread
     reader           stacks elements into blocks; buffers reuses their memory, transfer moves them
     device_dataset   a reader for datasets that are kept on the device
+    dispatch_table   how much a dispatch takes: every tuned number, with its measurement
     outfeed          values a program sent, on the host
     waiting          waiting with a time limit; background is the only kind of thread
     benchmark        the speed of a dataset, and whether it is the bottleneck

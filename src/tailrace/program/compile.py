@@ -13,11 +13,12 @@ import jax.numpy as jnp
 
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import OptionError, ProgramError
+from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
 from tailrace.program.running.agreement import agreed_seconds
-from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
+from tailrace.program.running.dispatch_lengths import piece_within
 from tailrace.program.running.executable import STEPS, Executable, Placement
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.segments import Segment, cut
@@ -185,7 +186,7 @@ class Program:
             if measuring and not fresh and now == piece:
                 jax.block_until_ready(ticket)
                 elapsed = agreed_seconds(max(time.perf_counter() - started, 1e-6))
-                wanted = min(most, max(1, int(now * LIVE_S / elapsed)))
+                wanted = min(most, max(1, int(now * dispatch_table.LIVE_S / elapsed)))
                 if wanted > 2 * piece:
                     piece = wanted
                 else:

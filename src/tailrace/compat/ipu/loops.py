@@ -18,13 +18,11 @@ from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue, arguments_of
 from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import ProgramError
+from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import current_trace, dequeue, inside_loop
 from tailrace.messages import note_once
 from tailrace.program import loops as engine
-
-MOST_UNSAID = 4096
-"""How many passes a fed while loop has at most that does not say how many."""
 
 
 class NeedsNumber(ProgramError):
@@ -102,7 +100,8 @@ def while_loop(
     if infeed_queue is not None and most is None:
         queue = loop.queue()
         assert queue is not None
-        most = min(MOST_UNSAID, max(1, 2**28 // queue.spec().nbytes))
+        fitting = max(1, dispatch_table.UNSAID_BYTES // queue.spec().nbytes)
+        most = min(dispatch_table.UNSAID_PASSES, fitting)
         most = queue.remaining(most * loop.trace.replicas) // loop.trace.replicas
         note_once(
             f"A while loop with an infeed has at most {most} passes here, because it says no number "

@@ -1,6 +1,7 @@
-"""The speed of a dataset, and whether the data or the device is the bottleneck.
+"""How fast an infeed delivers a dataset, and whether the data or the device is the bottleneck.
 
-In: a dataset, and optionally the time of a step.
-Out: elements and bytes per second (`measure`), a table, and a one-sentence `verdict`.
-Rule: nothing runs on a device. Used by `tr.dataset_benchmark`, the command line and `compat`.
+In: a dataset, and optionally how long a step takes.
+Out: elements and bytes per second (`measure`), a table, and one sentence of judgement (`verdict`).
+Rule: it drives the infeed of training and has no reader of its own; no program runs.
+Used by `tr.dataset_benchmark`, the command line and `compat`.
 """

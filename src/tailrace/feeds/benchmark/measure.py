@@ -1,21 +1,24 @@
-"""The speed of a dataset, measured the way an infeed reads it: by a thread, ahead of its use.
+"""How fast a dataset reaches a device, measured by the infeed that training uses.
 
-A producer thread fills a bounded queue with elements; the caller takes them out, copies each leaf
-into a buffer (as a transfer to a device would) and times every epoch. Nothing runs on a device.
+An `InfeedQueue` reads blocks as long as a fit's and moves them, in its thread, one ahead. The caller
+takes each block, waits until it has arrived, and times every epoch. No program runs.
 """
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
+import jax
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.counts import check_count, check_number
 from tailrace.data.dataset import Dataset
-from tailrace.data.trees import Tree, leaf_called, leaves, paths
-from tailrace.errors import DataError, DataExhausted, ElementError
-from tailrace.feeds.benchmark.producer import BATCHES_AT_ONCE, Chunk, Producer
+from tailrace.devices import devices
+from tailrace.errors import DataError, DataExhausted, OptionError
+from tailrace.feeds import dispatch_table
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import logger
 
 
@@ -28,15 +31,18 @@ def dataset_benchmark(
     print_stats: bool = False,
     timeout_s: float = 60.0,
 ) -> str:
-    """Measure how many elements per second a dataset delivers.
+    """Measure how many elements a second an infeed delivers from a dataset.
+
+    The thread, the blocks and the copies are those of a fit; only the steps are missing.
 
     Args:
-        dataset: anything that `as_dataset` accepts. It must have epochs * elements_per_epoch elements:
-            each epoch continues where the last one ended; the dataset is never restarted.
-        epochs: the number of measurements.
-        elements_per_epoch: the number of elements in each of them.
-        do_memcpy: copy every element into a buffer, as feeding a device would.
-        print_stats: print the figures of each epoch as it ends.
+        dataset: whatever `as_dataset` takes. It must hold epochs * elements_per_epoch elements: it
+            is read on from epoch to epoch and never restarted.
+        epochs: how many measurements to make, one after the other.
+        elements_per_epoch: elements in each of them.
+        do_memcpy: move every block to the device, as a fit does; otherwise blocks stay in the
+            memory of the host.
+        print_stats: print the figures of each epoch when it ends.
         timeout_s: the longest wait for one element.
 
     Returns:
@@ -47,8 +53,10 @@ def dataset_benchmark(
     Raises:
         DataExhausted: the dataset ends too early.
         ProducerError: the dataset raised; its exception is the cause.
-        DataError: another rule is broken; the message says which.
+        DataTimeout: an element did not come within timeout_s.
+        DataError: another rule is broken; the text says which.
 
+    >>> import numpy as np
     >>> text = dataset_benchmark([np.zeros(4)] * 20, epochs=2, elements_per_epoch=10)
     >>> [epoch["total_bytes_processed"] for epoch in json.loads(text)["epochs"]]
     [320, 320]
@@ -61,23 +69,23 @@ def dataset_benchmark(
     if source.length is not None and source.restartable and source.length < asked:
         raise _too_short(source, epochs, elements_per_epoch, source.length)
 
+    place = devices.available()[0] if do_memcpy else _host()
     results: list[dict[str, float]] = []
-    with Producer(source, epochs, elements_per_epoch, timeout_s) as producer:
-        consumer = _Consumer(do_memcpy)
+    with InfeedQueue(dataset, resident=None if do_memcpy else False, timeout_s=timeout_s) as infeed:
         began = time.perf_counter()
-        for epoch in range(epochs):
-            left = elements_per_epoch
-            while left:
-                chunk = producer.get()
-                if chunk is None:
-                    available = asked - left - (epochs - epoch - 1) * elements_per_epoch
-                    raise _too_short(source, epochs, elements_per_epoch, available)
-                consumer.take(chunk)
-                left -= chunk.size
-            ended = time.perf_counter()
-            results.append(_figures(elements_per_epoch, consumer.element_bytes, ended - began))
-            _tell(epoch, results[-1], print_stats)
-            began = ended
+        spec = infeed.spec()
+        lengths = _lengths(epochs, elements_per_epoch, spec)
+        try:
+            for epoch, blocks in enumerate(lengths):
+                for count, following in blocks:
+                    _deliver(infeed, count, following, place)
+                ended = time.perf_counter()
+                results.append(_figures(elements_per_epoch, spec, ended - began))
+                _tell(epoch, results[-1], print_stats)
+                began = ended
+        except DataExhausted:
+            available = infeed.position + infeed.remaining(asked)
+            raise _too_short(source, epochs, elements_per_epoch, available) from None
     return json.dumps({"epochs": results})
 
 
@@ -116,52 +124,42 @@ def infeed_benchmark(
     )
 
 
-class _Consumer:
-    """Consumes chunks: compares them with the first one and copies them into reused buffers."""
-
-    def __init__(self, do_memcpy: bool) -> None:
-        self._do_memcpy = do_memcpy
-        self._buffers: list[np.ndarray] | None = None  # made from the first element
-        self._paths: list[str] = []
-        self.element_bytes = 0
-
-    def take(self, chunk: Chunk) -> None:
-        arrays = leaves(chunk.tree)
-        if self._buffers is None:
-            self._buffers = self._prepare(chunk.tree, arrays)
-        if len(arrays) != len(self._buffers):
-            raise ElementError(
-                f"All elements must be alike, but one has {len(arrays)} leaves ({paths(chunk.tree)}"
-                f") where the first has {len(self._buffers)} ({self._paths})."
-            )
-        for path, array, buffer in zip(self._paths, arrays, self._buffers, strict=True):
-            if array.shape[1:] != buffer.shape[1:] or array.dtype != buffer.dtype:
-                raise ElementError(
-                    f"All elements must be alike, but {leaf_called(path)} has the shape "
-                    f"{array.shape[1:]} and dtype {array.dtype} where the first element has "
-                    f"{buffer.shape[1:]} and {buffer.dtype}. For a smaller last batch, drop the "
-                    "remainder."
-                )
-            if self._do_memcpy:
-                np.copyto(buffer[: chunk.size], array)
-
-    def _prepare(self, tree: Tree, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        self._paths = paths(tree)
-        if not arrays:
-            raise DataError("An element of the dataset holds no array: there is nothing to read.")
-        for path, array in zip(self._paths, arrays, strict=True):
-            if 0 in array.shape[1:]:
-                raise DataError(
-                    f"No dimension may have the size 0, but {leaf_called(path)} has the shape "
-                    f"{array.shape[1:]}. Please remove it from the dataset."
-                )
-        self.element_bytes = sum(array[0].nbytes for array in arrays)
-        return [np.empty((BATCHES_AT_ONCE, *a.shape[1:]), a.dtype) for a in arrays]
+def _deliver(infeed: InfeedQueue, count: int, following: int, place: Any) -> None:
+    """Take a block as an execution does, and be done with it as soon as it has arrived."""
+    staged = infeed.take(count, place, then=following)
+    jax.block_until_ready(staged.device)
+    infeed.started(None)
 
 
-def _figures(elements: int, element_bytes: int, seconds: float) -> dict[str, float]:
+def _lengths(epochs: int, elements: int, spec: ElementSpec) -> Iterator[list[tuple[int, int]]]:
+    """For each epoch the lengths of its blocks, each with the length of the block after it.
+
+    Training gives an execution as many elements as fit, and the last one of an epoch what is left.
+    """
+    most = dispatch_table.most_bytes() // max(1, spec.nbytes)
+    block = max(1, min(most, dispatch_table.LONGEST, elements))
+    lengths = [min(block, elements - start) for start in range(0, elements, block)]
+    for epoch in range(epochs):
+        first_of_next = lengths[0] if epoch < epochs - 1 else 0
+        yield list(zip(lengths, [*lengths[1:], first_of_next], strict=True))
+
+
+def _host() -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise OptionError(
+            "do_memcpy=False keeps elements in the memory of the host, which JAX's platform cpu "
+            f"manages, and JAX has no such platform here: {error}. Add cpu to JAX_PLATFORMS, or "
+            "leave do_memcpy=True."
+        ) from None
+
+
+def _figures(elements: int, spec: ElementSpec, seconds: float) -> dict[str, float]:
     seconds = max(seconds, 1e-9)  # a clock's tick, so that no figure is infinite
-    total_bytes = elements * element_bytes
+    # As the dataset delivers them: 64 bits are narrowed on the way.
+    sizes = [s.size * d.itemsize for s, d in zip(spec.leaves, spec.dtypes, strict=True)]
+    total_bytes = elements * sum(sizes)
     return {
         "elements_processed": elements,
         "total_bytes_processed": total_bytes,

@@ -24,14 +24,14 @@ class Bottleneck(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of a dataset with a device; `str()` gives the sentence."""
+    """What an infeed delivers, compared with what a device takes; `str()` of it is the sentence."""
 
     bottleneck: Bottleneck
     ratio: float
-    """Elements that the dataset delivers per element that the device consumes. Below 1 the device
-    waits, and this is its utilization; above 1 the data waits."""
+    """Elements that the infeed delivers for each one that the device takes. Below 1 the device
+    waits, and only this share of its time is used; above 1 the data waits."""
     dataset_rate: float
-    """Elements per second that the dataset delivers: the median of the benchmark's epochs."""
+    """Elements a second that the infeed delivers: the median of the benchmark's epochs."""
     device_rate: float
     """Elements per second that the device consumes."""
     sentence: str
@@ -56,7 +56,7 @@ def verdict(
 
     >>> measured = {"epochs": [{"elements_per_second": 41_000.0}]}
     >>> print(verdict(measured, step_time_s=1 / 7_000))
-    The dataset delivers 41,000 elements a second and the device takes 7,000: the device is the \
+    The infeed delivers 41,000 elements a second and the device takes 7,000: the device is the \
 bottleneck, by 5.9 times.
     """
     if not (_is_number(step_time_s) and step_time_s > 0):
@@ -72,7 +72,7 @@ bottleneck, by 5.9 times.
     device_rate = elements_per_step / step_time_s
     ratio = dataset_rate / device_rate
     rates = (
-        f"The dataset delivers {_rate(dataset_rate)} elements a second and the device takes "
+        f"The infeed delivers {_rate(dataset_rate)} elements a second and the device takes "
         f"{_rate(device_rate)}"
     )
     if max(ratio, 1 / ratio) < _EQUAL_WITHIN:

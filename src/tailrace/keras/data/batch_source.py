@@ -19,6 +19,7 @@ import numpy as np
 
 from tailrace.data.dtypes import check_numeric
 from tailrace.errors import DataError, DataExhausted
+from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import STOP_S, Worker
 from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
@@ -27,9 +28,6 @@ from tailrace.feeds.reader import SHOWN_EVERY_S
 from tailrace.feeds.transfer import put, with_room
 from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
-
-THREAD_FROM = 8
-"""Blocks of at least this many batches are staged by a thread; for shorter ones that costs more."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -122,7 +120,7 @@ class Batches:
             self._rest = (block.form, [leaf[count:] for leaf in block.staged.host])
             part = [leaf[:count] for leaf in block.staged.host]
             block = self._moved(block.form, count, part, replicas, sharding, room)
-        if ahead and block is not None and count >= THREAD_FROM:
+        if ahead and block is not None and count >= dispatch_table.THREAD_FROM:
             self._ahead = self._submit(self._stage, ahead, replicas, sharding, room)
         return block
 

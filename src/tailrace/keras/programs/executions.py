@@ -12,7 +12,7 @@ import jax
 import keras
 
 from tailrace.errors import DataError
-from tailrace.feeds import buffers
+from tailrace.feeds import buffers, dispatch_table
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Batches, Block, Form
 from tailrace.keras.data.resident_batches import ResidentBatches
@@ -20,11 +20,7 @@ from tailrace.keras.handles import settings_of
 from tailrace.keras.programs.logs import Later, Number, Series, Unheard
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.messages import note_once
-from tailrace.program.running.dispatch_lengths import most_bytes
 from tailrace.program.running.executable import Placement
-
-IN_FLIGHT, MOST_IN_FLIGHT = 2, 64
-"""Dispatches that may be on their way at a time: of long ones, and of the shortest."""
 
 
 def as_element(batch: Any) -> dict[str, Any]:
@@ -236,13 +232,15 @@ class Executions:
     def _wait(self, ticket: Any, block: Block) -> None:
         """Do not run ahead of the device further than its memory allows."""
         self._tickets.append((ticket, block.count))
-        if len(self._tickets) <= IN_FLIGHT:
+        least = dispatch_table.IN_FLIGHT
+        if len(self._tickets) <= least:
             return
         size = block.form.spec.nbytes * block.count
-        most = max(IN_FLIGHT, min(MOST_IN_FLIGHT, most_bytes() // (size + 1)))
+        fitting = dispatch_table.most_bytes() // (size + 1)
+        most = max(least, min(dispatch_table.MOST_IN_FLIGHT, fitting))
         if len(self._tickets) <= most:
             return
-        done, kept = 0, most if most == IN_FLIGHT else most // 2
+        done, kept = 0, most if most == least else most // 2
         while len(self._tickets) > kept:  # of many short ones not each is waited for
             ticket, count = self._tickets.popleft()
             done += count

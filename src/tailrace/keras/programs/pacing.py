@@ -7,22 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tailrace.feeds import dispatch_table
 from tailrace.feeds.waiting import Patience
 from tailrace.keras.data.resident_arrays import Rows
-from tailrace.program.running.dispatch_lengths import good_piece, most_bytes
-
-LONG_S = 1.0
-"""An execution that takes longer is cut, so that the progress bar moves while it runs."""
-
-TOGETHER = 128
-"""Executions of fewer batches run together, up to this number, while no callback listens. Longer ones
-are cut into pieces of this size if only row indices are read."""
-
-SHORTEST = 4
-"""Pieces of equal length may be shorter than the limit by up to this factor."""
-
-PIECES = 10
-"""Into how many pieces an execution is cut whose steps are reported while it runs."""
+from tailrace.program.running.dispatch_lengths import good_piece
 
 
 @dataclasses.dataclass
@@ -95,9 +83,9 @@ class Pacing:
         self._together = False
         if self._left is None or (self._left <= 0 and self.replicas == 1):
             return self.execution  # as long as Keras asks for more
-        if self.alone or self.execution >= TOGETHER or not self.batches:
+        if self.alone or self.execution >= dispatch_table.TOGETHER or not self.batches:
             return min(self.execution, self._left)
-        most = min(TOGETHER, most_bytes() // max(1, bytes_per_batch))
+        most = min(dispatch_table.TOGETHER, dispatch_table.most_bytes() // max(1, bytes_per_batch))
         count = good_piece(self.batches // self.execution, max(1, most // self.execution))
         self._together = count > 1
         return min(count * self.execution, self._left)
@@ -117,15 +105,16 @@ class Pacing:
         """How many of the batches that are wanted one dispatch takes."""
         if wanted == 1:
             return 1
-        most = max(1, most_bytes() // max(1, bytes_per_batch))
-        if self.every_step or (self.bar is not None and self._seconds > LONG_S):
-            most = min(most, max(1, self.execution // PIECES))
+        most = max(1, dispatch_table.most_bytes() // max(1, bytes_per_batch))
+        if self.every_step or (self.bar is not None and self._seconds > dispatch_table.LONG_S):
+            most = min(most, max(1, self.execution // dispatch_table.PIECES))
         if (
             self.resident is not None
         ):  # little travels: what counts is how soon the first piece is read
-            most = min(most, TOGETHER)
+            most = min(most, dispatch_table.TOGETHER)
         longest = min(wanted, most)
-        for piece in range(longest - longest % self.unit, longest // SHORTEST, -self.unit):
+        shortest = longest // dispatch_table.SHORTEST
+        for piece in range(longest - longest % self.unit, shortest, -self.unit):
             if wanted % piece == 0:
                 return piece
         return good_piece(wanted, most, self.unit)
@@ -163,7 +152,9 @@ class Pacing:
     @property
     def tells(self) -> bool:
         """Whether any callback listens to steps inside an execution."""
-        return bool(self.every_step) or (self.bar is not None and self._seconds > LONG_S)
+        return bool(self.every_step) or (
+            self.bar is not None and self._seconds > dispatch_table.LONG_S
+        )
 
     def tell(
         self, done: int, count: int, last: bool, logs_of: Callable[[int], Mapping[str, Any]]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
 from tailrace.keras.handles import settings_of
@@ -35,11 +36,8 @@ from tailrace.taps.tap import MOST_BYTES, Tap
 from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
-from tailrace.trainer.fitting.pace import TRIALS, pace_for
+from tailrace.trainer.fitting.pace import pace_for
 from tailrace.trainer.journal import Journal
-
-QUIET_FROM = 32
-"""Metrics of at least this many steps are computed once, after them, if no callback needs each."""
 
 
 class Training(Executions):
@@ -295,14 +293,15 @@ class Training(Executions):
         runner = engine.runner
         # One step alone is fastest as it is, unless taps look at some of the steps only.
         runner.capacity = room if room > 1 or engine.sight.period > 1 else None
-        timing = self._timed < TRIALS and runner.placement.device.platform != "cpu" and room > 1
+        accelerated = runner.placement.device.platform != "cpu"
+        timing = self._timed < dispatch_table.TRIALS and accelerated and room > 1
         before, started = runner.compile_s, time.perf_counter()
         ticket = engine.dispatch(length, block=staged, following=0)
         if timing and runner.compile_s == before:
             jax.block_until_ready(ticket.ready)
             seconds = (time.perf_counter() - started) / length
             self._timed += 1
-            if self._timed == TRIALS:
+            if self._timed == dispatch_table.TRIALS:
                 runner.fix(engine.loop_state, length, engine.sight.period, seconds)
         return ticket
 
@@ -330,7 +329,7 @@ class Training(Executions):
             merged = self.replicas == 1 or settings_of(self.model).merges_metrics
             return merged and not self.pacing.listeners
         own = overrides(self.model, "compute_metrics", keras.Model)
-        return not self.pacing.listeners or (steps >= QUIET_FROM and not own)
+        return not self.pacing.listeners or (steps >= dispatch_table.QUIET_FROM and not own)
 
     def _metrics_now(self, engine: Engine) -> dict[str, Series]:
         """The metrics that are numbers, computed from their variables as they are now."""

@@ -1,46 +1,16 @@
 """The lengths of the pieces into which a long loop is cut.
 
 A piece is one dispatch. Long pieces cost memory (all their elements are on the device at once) and
-delay results; short ones pay for a dispatch each; and every distinct length is a compilation. So we
-use as few lengths as possible: a divisor of the whole length, if there is a good one.
+keep results waiting; short ones cost a dispatch each, and every length is compiled once. So there are
+as few lengths as possible: a divisor of the whole where there is a good one. The numbers are in
+`feeds/dispatch_table.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tailrace.devices import devices
-
-MOST_BYTES = {"cpu": 24 << 20}
-MOST_BYTES_ELSEWHERE = 128 << 20
-"""The bytes of elements per dispatch, if nothing else determines its length.
-
-On a CPU, the C library reuses freed blocks below 32 MiB; larger blocks are mapped again each time and
-cleared by the kernel, which costs a tenth of the time of a small step. On an accelerator a dispatch
-costs the host about a millisecond while the device waits (H200), and transferring this many bytes 14.
-"""
-
-LONGEST = 4096
-"""The most iterations per dispatch, however short they are and however little they read.
-
-An executable's capacity is fixed when it is compiled. At 20 microseconds per step this is 80 ms,
-compared to which a dispatch of 0.1 ms is negligible.
-"""
-
-FIXED_BELOW_S = 1.5e-3
-"""Shorter iterations on an accelerator run in a loop of fixed length, once it is compiled.
-
-A loop whose length is data costs 15 microseconds more per iteration there (measured on an H200): one
-percent of this. On a CPU it costs nothing.
-"""
-
-LIVE_S = 0.05
-"""The target duration of a dispatch of a loop with a live outfeed, in seconds."""
-
-
-def most_bytes() -> int:
-    """The bytes of elements per dispatch on this platform."""
-    return MOST_BYTES.get(devices.platform(), MOST_BYTES_ELSEWHERE)
+from tailrace.feeds import dispatch_table
 
 
 def piece_within(length: int, bytes_per_pass: int, limit: int | None = None) -> int:
@@ -49,7 +19,9 @@ def piece_within(length: int, bytes_per_pass: int, limit: int | None = None) -> 
     >>> piece_within(200, 100_000, 25 << 20), piece_within(10_000, 100_000, 25 << 20)
     (200, 250)
     """
-    most = max(1, (most_bytes() if limit is None else limit) // max(1, bytes_per_pass))
+    most = max(
+        1, (dispatch_table.most_bytes() if limit is None else limit) // max(1, bytes_per_pass)
+    )
     return good_piece(length, most)
 
 

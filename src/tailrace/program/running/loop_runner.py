@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import ProgramError
+from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import Worker
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
-from tailrace.program.running.dispatch_lengths import FIXED_BELOW_S
 from tailrace.program.running.executable import Executable, Placement
 from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.segments import Segment, cut
@@ -284,7 +284,7 @@ class LoopRunner:
             seconds: the duration of an iteration.
         """
         key, device = (length, period), self.placement.device
-        short = device.platform != "cpu" and seconds < FIXED_BELOW_S
+        short = device.platform != "cpu" and seconds < dispatch_table.FIXED_BELOW_S
         if not short or key in self._fixed or self._compiler or not self._counted(length):
             return
         if length % period or not self.placement.in_one_process:

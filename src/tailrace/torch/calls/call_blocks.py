@@ -9,10 +9,8 @@ from typing import Any
 
 import jax
 
+from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
-
-AHEAD = 8
-"""The elements of this many portions travel at a time: one copy does not fill the bus."""
 
 SMALL_BYTES = 1 << 16
 """Smaller arrays travel with the call of the program, which takes less than moving them first."""
@@ -53,7 +51,7 @@ class CallBlocks:
 
     def _portion(self) -> Staged:
         sent = []
-        while self._waiting and len(self._travelling) + len(sent) < AHEAD:
+        while self._waiting and len(self._travelling) + len(sent) < dispatch_table.PORTIONS_AHEAD:
             start, stop = self._waiting.popleft()
             sent.append([array[start:stop] for array in self._arrays])
         # All at once: each call costs as much as a small copy.

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.walk import BRANCH, WHILE, walk
 from tailrace.program.running.dispatch_lengths import good_piece, pieces
 from tailrace.program.running.loop_runner import LoopRunner
@@ -27,12 +28,6 @@ from tailrace.program.tracing.tap_selection import Sight
 from tailrace.taps.frame import Emission
 from tailrace.taps.tap import Mode, StopOnNonfinite
 from tailrace.torch.calls.call_blocks import CallBlocks
-
-LEAST_BYTES = 9 << 18
-"""The elements of a portion, in bytes: with less, dispatching it takes as long as moving them."""
-
-MOST_PORTIONS = 16
-"""More do not make the way to the device faster (measured on a GPU)."""
 
 
 def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -> tuple[int, ...]:
@@ -48,7 +43,7 @@ def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -
     ((49, 49, 2), (50, 50), (100,))
     """
     units, rest = divmod(steps, period)
-    count = min(nbytes // LEAST_BYTES, MOST_PORTIONS, units)
+    count = min(nbytes // dispatch_table.PORTION_BYTES, dispatch_table.MOST_PORTIONS, units)
     if count < 2 or rest:
         return (steps,)
     if ending:

@@ -15,13 +15,14 @@ from tailrace.data.adapters import as_dataset
 from tailrace.data.form_runs import form_runs
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, ProgramError
+from tailrace.feeds import dispatch_table
 from tailrace.feeds.elements import ElementSpec, call_with_element
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import current_trace, path_name
 from tailrace.messages import note_once
 from tailrace.program.running.agreement import agreed_seconds
-from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
+from tailrace.program.running.dispatch_lengths import piece_within
 from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import Numbers
@@ -161,7 +162,7 @@ class Evaluator:
                     elapsed = time.perf_counter() - started - (runner.compile_s - compiled)
                     elapsed = agreed_seconds(elapsed)
                     if length == 1:
-                        length = min(most, max(1, int(LIVE_S / max(elapsed, 1e-6))))
+                        length = min(most, max(1, int(dispatch_table.LIVE_S / max(elapsed, 1e-6))))
             if waiting is not None:
                 yield _taken(*waiting), spec
         finally:

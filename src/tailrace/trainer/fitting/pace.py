@@ -13,18 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.errors import OptionError
-from tailrace.program.running.dispatch_lengths import LIVE_S, LONGEST, most_bytes
+from tailrace.feeds import dispatch_table
 from tailrace.taps.tap import bytes_per_step, check_bytes
 from tailrace.trainer.engine import Engine
-
-TARGET_S = 0.25
-"""How long one execution should take, in seconds."""
-
-TRIAL = 10
-"""The most steps of the first executions, whose time is measured."""
-
-TRIALS = 3
-"""How many of them: the first ones after a compilation take several times as long."""
 
 
 @dataclasses.dataclass
@@ -45,9 +36,9 @@ class Pace:
 
     steps: int | None
     bytes_per_step: int
-    most_bytes: int = dataclasses.field(default_factory=most_bytes)
+    most_bytes: int = dataclasses.field(default_factory=dispatch_table.most_bytes)
     most_steps: int | None = None
-    target_s: float = TARGET_S
+    target_s: float = dispatch_table.TARGET_S
     chosen: int | None = None
     reason: str = ""
     trials: list[float] = dataclasses.field(default_factory=list)
@@ -61,8 +52,8 @@ class Pace:
     def most(self) -> int:
         """The most steps whose elements fit into the memory set aside for them."""
         fitting = max(1, self.most_bytes // max(1, self.bytes_per_step))
-        most = LONGEST if self.most_steps is None else self.most_steps
-        return max(1, min(fitting, most, LONGEST))
+        most = dispatch_table.LONGEST if self.most_steps is None else self.most_steps
+        return max(1, min(fitting, most, dispatch_table.LONGEST))
 
     def capacity(self, before: int | None, total: int | None) -> int:
         """The most steps of an execution: what is compiled has room for that many, and no more.
@@ -89,7 +80,7 @@ class Pace:
     @property
     def is_measuring(self) -> bool:
         """Whether the next execution is timed: a given number needs that on accelerators only."""
-        return len(self.trials) < TRIALS if self.times_given else self.chosen is None
+        return len(self.trials) < dispatch_table.TRIALS if self.times_given else self.chosen is None
 
     @property
     def seconds_per_step(self) -> float:
@@ -99,7 +90,7 @@ class Pace:
     def next(self, remaining: int | None) -> int:
         """The number of steps of the next execution."""
         # Of the first step nothing is known: it may take seconds, and then it goes alone.
-        piece = self.chosen or (min(TRIAL, self._ideal()) if self.trials else 1)
+        piece = self.chosen or (min(dispatch_table.TRIAL, self._ideal()) if self.trials else 1)
         return piece if remaining is None else min(piece, remaining)
 
     def measured(self, steps: int, seconds: float) -> None:
@@ -109,7 +100,8 @@ class Pace:
         self.trials.append(max(seconds / steps, 1e-7))
         if self.chosen is not None:
             return
-        if len(self.trials) < TRIALS:  # the first one alone says "one step" of any large model
+        # The first one alone says "one step" of any large model.
+        if len(self.trials) < dispatch_table.TRIALS:
             self.reason = f"{steps} steps an execution while the time of a step is measured"
             return
         self.chosen = self._ideal()
@@ -147,7 +139,7 @@ def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | 
         steps,
         size,
         most_steps=most,
-        target_s=LIVE_S if engine.live else TARGET_S,
+        target_s=dispatch_table.LIVE_S if engine.live else dispatch_table.TARGET_S,
         times_given=engine.placement.device.platform != "cpu",
     )
 
