@@ -44,9 +44,9 @@ class PastFit(Keeping):
         self.replayed = HandedReplay(step, recorded, kept.step)
 
     @property
-    def first_step(self) -> int:
-        """The model's step when the fit began."""
-        return int(self._read_note[1][KIND]["first_step"])
+    def note(self) -> Mapping[str, Any]:
+        """What the checkpoint says of the fit."""
+        return self._read_note[1][KIND]
 
     def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
         """The checkpoint."""
@@ -72,7 +72,9 @@ class PastTraining(Training):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._past: PastFit = attached(model).past
-        self._step = self._past.first_step
+        self._step = self._past.note["first_step"]
+        # Keras numbers names as layers are made; fingerprints are of names as they were.
+        self.layout.rename(self._past.note["names"])
 
     def dispatch(self, block: Block) -> tuple[Any, Any]:
         """Run the steps of a block, and stop the fit once the step is reached."""
