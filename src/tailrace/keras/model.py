@@ -17,6 +17,7 @@ from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
+from tailrace.keras.checkpoints.past_fit import PastFit, PastTraining, replay_fit
 from tailrace.keras.data.batch_counts import (
     batches_in,
     check_accumulation,
@@ -37,6 +38,8 @@ from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
+from tailrace.trainer.checks import check_fingerprint
+from tailrace.trainer.lookback.replay import Replay
 
 ASSET = "tailrace.json"
 """The file, among the assets of a saved model, that says what the model is set to."""
@@ -76,13 +79,23 @@ class Adopted(Setters, Assigning):
         self.model, self.settings = model, settings
         self.programs: dict[str, Any] = {}
         self._running: dict[str, Pacing] = {}
-        self._active: Any = None
+        self.active: Any = None
+        """The program that ran last."""
+        self.past: PastFit | None = None
+        """The past that runs again, while it does."""
         self.kept_fits = 0
         """How many fits kept checkpoints so far."""
 
     # -- compile --------------------------------------------------------------------------------
 
-    def compile(self, *args: Any, observe: Any = (), run_dir: Any = None, **kwargs: Any) -> None:
+    def compile(
+        self,
+        *args: Any,
+        observe: Any = (),
+        run_dir: Any = None,
+        fingerprint: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Keras' `compile`, and what Tailrace adds to it.
 
         Args:
@@ -90,6 +103,8 @@ class Adopted(Setters, Assigning):
             observe: taps (`tr.Tap`), or selections whose statistics are wanted; what they saw is in
                 `model.records` after a fit.
             run_dir: a new directory that keeps history and records while training goes on.
+            fingerprint: keep 8 bytes for each group of tensors after each execution, in checkpoints and
+                in the run directory: `tk.of(model).replay` proves by them what a past step was.
             **kwargs: as in Keras.
         """
         model, settings = self.model, self.settings
@@ -100,6 +115,7 @@ class Adopted(Setters, Assigning):
         PLAIN["compile"](model, *args, **kwargs)
         settings.check_compiled(model.run_eagerly, model.jit_compile)
         settings.observe, settings.run_dir = observe, run_dir
+        settings.fingerprint = check_fingerprint(fingerprint)
         model.steps_per_execution = _count(model.steps_per_execution)
         self.forget_programs()
 
@@ -164,6 +180,42 @@ class Adopted(Setters, Assigning):
         with keeping.open():
             self.kept_fits += 1
             return fit_kept(self, keeping, pacing, call)
+
+    def replay(
+        self, step: int, *args: Any, observe: Any = (), checkpoint: Any, **kwargs: Any
+    ) -> Replay:
+        """Run a past step again, look at it with any taps, and say whether it is what happened.
+
+        The fit runs again from the nearest checkpoint before the step, on the same batches, without
+        validation. Losses and, with `compile(fingerprint=True)`, the state after each execution are
+        compared with what was recorded. The model is afterwards as before.
+
+        Args:
+            step: the number of the step: optimizer steps of this model, counted from 0 over all fits.
+            *args: as in the fit that trained it: `x`, `y`, ...
+            observe: taps.
+            checkpoint: the directory that `fit(checkpoint=...)` was given.
+            **kwargs: as in that fit. Of its callbacks, give those that change the training, such as
+                keras.callbacks.LearningRateScheduler: they hear of the steps again.
+
+        Returns:
+            The records of the step by name, with `proved` (None where nothing was recorded) and
+            `differences`; see `tr.Trainer.replay`.
+        """
+        bound = inspect.signature(PLAIN["fit"]).bind(self.model, *args, **kwargs)
+        bound.apply_defaults()
+        call = bound.arguments
+        if not self.model.compiled or self._keras_runs("train") or not trains_by_engine(self.model):
+            raise OptionError(
+                "A replay runs the training program of a model again. Received: a model that is not "
+                "compiled, or that a loop of Keras or a `train_step` of its own trains. Compile it as "
+                "it was for the fit, without run_eagerly and train_step."
+            )
+        # Validation is left out; its split of the data is not.
+        call["verbose"], call["validation_freq"] = 0, call["epochs"] + 1
+        pacing = self._pacing_of_fit(call)
+        pacing.resident = self._resident_rows(call)
+        return replay_fit(self, step, observe, checkpoint, pacing, call)
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
         """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""
@@ -242,7 +294,8 @@ class Adopted(Setters, Assigning):
 
     def make_train_function(self, force: bool = False) -> Any:
         """The function that trains for one execution."""
-        return self._make("train", Training if trains_by_engine(self.model) else Stepping, force)
+        kind = Training if trains_by_engine(self.model) else Stepping
+        return self._make("train", kind if self.past is None else PastTraining, force)
 
     def make_test_function(self, force: bool = False) -> Any:
         """The function that evaluates for one execution."""
@@ -254,8 +307,8 @@ class Adopted(Setters, Assigning):
 
     def jax_state_sync(self) -> None:
         """Give the variables their values back."""
-        if self._active is not None:
-            self._active.fill()
+        if self.active is not None:
+            self.active.fill()
         PLAIN["jax_state_sync"](self.model)
 
     def compute_loss_and_updates(
@@ -289,7 +342,7 @@ class Adopted(Setters, Assigning):
         """The metrics now; with replicas, as `set_replication_options` says."""
         found = PLAIN["get_metrics_result"](self.model)
         settings = self.settings
-        latest = getattr(self._active, "latest", None)
+        latest = getattr(self.active, "latest", None)
         if settings.replicas == 1 or settings.merges_metrics or not latest:
             return found
         return {
@@ -343,7 +396,7 @@ class Adopted(Setters, Assigning):
 
     def run(self, mode: str, program: Any, state: Any, iterator: Iterator[Any]) -> Any:
         """One execution of a program; called by Keras' trainer."""
-        self._active = program
+        self.active = program
         running = self._running.get(mode)
         program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
         try:

@@ -211,6 +211,7 @@ class Training(Executions):
             offload_optimizer_state=settings.options.offload_optimizer_state,
             shard_optimizer_state=settings.options.shard_optimizer_state,
             offload_activations=settings.options.offload_activations,
+            fingerprint=settings.fingerprint,
         )
 
     def _deliver(self) -> None:
@@ -349,7 +350,8 @@ class Training(Executions):
     def _nothing_to_take(self, engine: Engine) -> bool:
         """Whether the metrics are all that comes out: they are read elsewhere, when wanted."""
         others = len(engine.runner.traced.outfeeds) > 1
-        return not (engine.sight.chosen or engine.guarded or others or self.journal.sink)
+        wanted = engine.sight.chosen or engine.guarded or engine.digests
+        return not (wanted or others or self.journal.sink)
 
     def _enter(self, form: Form) -> Engine:
         """The engine, on batches of this form."""

@@ -116,6 +116,7 @@ class Settings:
         self.options = Options()
         self.observe: Any = ()
         self.run_dir: Any = None
+        self.fingerprint = False
         self.seen: Seen | None = None
         self.layout: Any = None
         self.assignment: list[Any] | None = None
@@ -151,6 +152,7 @@ class Settings:
             ("a pipeline", self.is_pipelined),
             ("observe=", bool(self.observe)),
             ("run_dir=", self.run_dir is not None),
+            ("fingerprint=True", self.fingerprint),
         ):
             if wrong:
                 raise ProgramError(

@@ -98,7 +98,7 @@ def explain_step(
     kept, directory = nearest(checkpoint, step)
     arrays, note = read_fit(kept)
     if step not in recorded.losses:
-        recorded = recorded_in(directory, engine, step, recorded)
+        recorded = recorded_in(directory, step, recorded, engine)
     taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
     rerun, comparison = Rerun(engine, taps, dataset, arrays, note), Comparison(recorded)
     before = []
