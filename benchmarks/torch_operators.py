@@ -307,7 +307,7 @@ def difference(found: Any, expected: Any, truth: Callable[[], Any]) -> str:
             try:
                 exact = exact or truth()
                 c = exact[0 if kind == "output" else 1][number]
-                if close(a, c, slack) or nearer(a, b, c):
+                if close(a, c.to(a.dtype), slack) or nearer(a, b, c):
                     continue
             except Exception:
                 exact = None

@@ -24,6 +24,7 @@ from tailrace.torch.torchax.ops.compositions import (
     index_reduce,
     scatter_reduce_of,
 )
+from tailrace.torch.torchax.ops.matrices import MATRICES
 from tailrace.torch.torchax.versions import unnamed_device
 from tailrace.torch.tracing.watch import current_watch
 
@@ -146,7 +147,7 @@ def make_environment() -> Any:
         def load_ops(self) -> None:
             super().load_ops()
             theirs = dict(self._ops)
-            for func, run in {**ELEMENTWISE, **OTHERS, **COMPOSITIONS}.items():
+            for func, run in {**ELEMENTWISE, **OTHERS, **COMPOSITIONS, **MATRICES}.items():
                 for one in _with_overloads(func):
                     self._ops[one] = lowered(one, run)
             for func in ELEMENTWISE:
