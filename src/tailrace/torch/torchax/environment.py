@@ -55,9 +55,11 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.clamp_max: elementwise.clamp_max,
     aten.clamp_min: elementwise.clamp,
     aten.elu: elementwise.elu,
+    aten.fmod: elementwise.fmod,
     aten.hardsigmoid: elementwise.hardsigmoid,
     aten.hardswish: elementwise.hardswish,
     aten.hardtanh: elementwise.hardtanh,
+    aten.i0: elementwise.bessel_i0,
     aten.leaky_relu: elementwise.leaky_relu,
     aten.mish: elementwise.mish,
     aten.selu: elementwise.selu,
@@ -108,7 +110,8 @@ _WIDENED = (
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d "
     "_adaptive_avg_pool2d _adaptive_avg_pool3d cumprod cumsum digamma erfinv lgamma logcumsumexp "
     "logsumexp mvlgamma native_group_norm native_layer_norm polygamma prod sinc std std_mean var "
-    "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean"
+    "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean fmod remainder i0 "
+    "logaddexp logaddexp2"
 )
 
 WIDENED = frozenset(

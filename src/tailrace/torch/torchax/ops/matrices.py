@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ def _exponential_backward(x: Any, slope: Any) -> tuple[Any]:
 
     A derivative of the approximation that computes a value is less so.
     """
-    turned = jnp.swapaxes(x, -1, -2).conj()
+    turned = _turned(x)
     lower = jnp.concatenate([jnp.zeros_like(x), turned], -1)
     both = jnp.concatenate([jnp.concatenate([turned, slope], -1), lower], -2)
     size = x.shape[-1]
@@ -55,6 +56,41 @@ def _matrix_exp(x: Any) -> Any:
 def _det(x: Any) -> Any:
     """Determinants; that of a matrix without rows is 1."""
     return jnp.linalg.det(x) if x.size else jnp.ones(x.shape[:-2], x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _solved(b: Any, factor: Any, upper: bool) -> Any:
+    return jax.scipy.linalg.cho_solve((factor, not upper), b)
+
+
+def _solved_forward(b: Any, factor: Any, upper: bool) -> tuple[Any, Any]:
+    found = _solved(b, factor, upper)
+    return found, (factor, found)
+
+
+def _solved_backward(upper: bool, kept: Any, slope: Any) -> tuple[Any, Any]:
+    """As PyTorch's: that of a full factor, also in the triangle that is not read."""
+    factor, found = kept
+    slope = _solved(slope, factor, upper)
+    common = slope @ _turned(found)
+    common = common + _turned(common)
+    return slope, -(factor @ common if upper else common @ factor)
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+def _turned(x: Any) -> Any:
+    return jnp.swapaxes(x, -1, -2).conj()
+
+
+def _cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
+    """The solution of a system whose matrix is given by its factor."""
+    batch = jnp.broadcast_shapes(b.shape[:-2], factor.shape[:-2])
+    if not b.size or not factor.size:
+        return jnp.zeros((*batch, *b.shape[-2:]), b.dtype)
+    b, factor = (jnp.broadcast_to(part, (*batch, *part.shape[-2:])) for part in (b, factor))
+    return _solved(b, factor, upper)
 
 
 def _lstsq(
@@ -87,6 +123,7 @@ def _lstsq(
 
 
 MATRICES: dict[Any, Callable[..., Any]] = {
+    aten.cholesky_solve.default: _cholesky_solve,
     aten.linalg_lstsq.default: _lstsq,
     aten.linalg_matrix_exp.default: _matrix_exp,
     torch.det: _det,
