@@ -1,7 +1,7 @@
 """A past step of a Keras model: its fit runs again from a checkpoint, up to that step.
 
 Only Keras knows which batches a fit reads in which order, so Keras' own loop reads them again; what
-runs is a program of its own, whose results are compared and not kept. The model is afterwards as before.
+runs is a separate program, whose results are compared and not kept. Afterwards the model is as before.
 """
 
 from __future__ import annotations
