@@ -4,6 +4,8 @@ An `InfeedQueue` reads blocks as long as a fit's and moves them, in its thread, 
 takes each block, waits until it has arrived, and times every epoch. No program runs.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 import json
 import time
 from collections.abc import Iterator

@@ -355,18 +355,19 @@ class Training(Executions):
 
     def _enter(self, form: Form) -> Engine:
         """The engine, on batches of this form."""
-        assert self.engine is not None
+        engine = self.engine
+        assert engine is not None
         if self._form is not form:
             self._leave()
-            self.engine.use(form.feed)
+            engine.use(form.feed)
             if not self._began:
-                microbatches = self.engine.accumulation.microbatches
-                self.journal.begin(self.engine.step, microbatches, self.replicas)
-            self._most_steps = pace_for(self.engine, None, MOST_BYTES, None).most_steps
-            self._contexts.enter_context(self.journal.open(lambda: describe(self.engine, 1)))
-            self._contexts.enter_context(self.engine.delivering())
+                microbatches = engine.accumulation.microbatches
+                self.journal.begin(engine.step, microbatches, self.replicas)
+            self._most_steps = pace_for(engine, None, MOST_BYTES, None).most_steps
+            self._contexts.enter_context(self.journal.open(lambda: describe(engine, 1)))
+            self._contexts.enter_context(engine.delivering())
             self._form, self._began = form, True
-        return self.engine
+        return engine
 
     def _leave(self) -> None:
         if self._form is not None and self.engine is not None:
