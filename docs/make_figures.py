@@ -157,9 +157,9 @@ def dataflow() -> str:
     text(
         100,
         420,
-        "While execution k runs, the elements of k + 1 are read and the results of k - 1 taken in.",
+        "While execution k runs, the elements of k + 1 are read and the results of k - 1 collected.",
     )
-    text(100, 438, "At most two blocks exist at a time, however many steps are asked for.")
+    text(100, 438, "At most two blocks exist at a time, for any number of steps.")
     return sketch.svg(1000, 450)
 
 
