@@ -103,6 +103,111 @@ def test_imports_point_one_way(path):
     assert not wrong, wrong
 
 
+# -- files import each other one way ------------------------------------------------------------
+
+TWO_WAYS = [
+    # TensorFlow's own: what is in `tf` is in `tf.compat.v1`, which is in `tf`.
+    {
+        "tailrace.compat.tensorflow",
+        "tailrace.compat.tensorflow.compat.v1",
+        "tailrace.compat.tensorflow.python",
+    },
+]
+"""The only files that need each other; there is no lower file that their names could move to."""
+
+
+def module_of(path):
+    parts = ("tailrace", *path.relative_to(HERE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(text, known):
+    """Our modules that a file imports: anywhere in it, for type checkers too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in full]
+        else:
+            continue
+        # The package itself has a home for each public name, and imports nothing but that.
+        yield from (name for name in names if name in known and name != "tailrace")
+
+
+def knots(edges):
+    """Sets of files each of which leads to each other one."""
+    reached = {}
+    for start in edges:
+        found, waiting = set(), [start]
+        while waiting:
+            for there in edges[waiting.pop()] - found:
+                found.add(there)
+                waiting.append(there)
+        reached[start] = found
+    looped = {start for start, found in reached.items() if start in found}
+    return {frozenset(b for b in looped if b in reached[a] and a in reached[b]) for a in looped}
+
+
+def test_imports_between_files_point_one_way():
+    texts = {module_of(path): path.read_text() for path in FILES}
+    edges = {
+        name: {there for there in imported_modules(text, texts) if there != name}
+        for name, text in texts.items()
+        if name != "tailrace"
+    }
+    assert {frozenset(accepted) for accepted in TWO_WAYS} == knots(edges)
+
+
+def test_knots_are_found():
+    known = {"tailrace", "tailrace.a", "tailrace.b", "tailrace.c.d"}
+    text = (
+        "import x\ndef f():\n    from tailrace.c import d\nif TYPE_CHECKING:\n    import tailrace.b"
+    )
+    assert set(imported_modules(text, known)) == {"tailrace.b", "tailrace.c.d"}
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert knots(edges) == {frozenset("abc")}
+
+
+BY_NAME = {
+    "__init__.py",  # `_HOMES`: importing the package loads nothing that a program does not use
+    "cli/targets.py",  # the user's own module, named on the command line
+    "compat/originals/lookup.py",  # a name of an original, looked up as a program does
+    "compat/originals/missing.py",  # the namespaces of the originals, each name loaded when asked
+    "compat/tensorflow/namespaces.py",  # that of TensorFlow, likewise
+}
+"""Files that import by a string, with what is named."""
+
+
+def imports_by_string(text):
+    """Lines that import a module whose name is not that of another library, written out."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            (name, *_) = node.args
+            first = name.values[0] if isinstance(name, ast.JoinedStr) else name
+            written = isinstance(first, ast.Constant) and isinstance(first.value, str)
+            if not written or first.value.startswith("tailrace"):
+                yield node.lineno
+
+
+def test_no_imports_by_string():
+    found = {shown(path) for path in FILES if list(imports_by_string(path.read_text()))}
+    foreign = {"trainer/checkpoints/orbax_files.py"}  # one of two names of another library
+    assert found == BY_NAME | foreign
+    assert list(imports_by_string("importlib.import_module('tailrace.a')")) == [1]
+    assert not list(imports_by_string("importlib.import_module('torchax.view')"))
+
+
+TUNED = ("program/running/dispatch_lengths", "trainer/fitting/pace", "keras/programs/pacing")
+TUNED += ("torch/programs/portions", "keras/programs/executions", "feeds/benchmark/measure")
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_what_a_dispatch_takes_is_tuned_in_one_table(name):
+    body = ast.parse((HERE / f"{name}.py").read_text()).body
+    assert not [ast.unparse(node) for node in body if isinstance(node, ast.Assign)]
+
+
 @pytest.mark.parametrize("path", FILES, ids=shown)
 def test_every_room_has_its_place(path):
     assert room_of(path) in [*ROOMS, *PORCHES, "__init__"]

@@ -16,7 +16,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
-from tailrace.data.batches import Batches
+from tailrace.data.batch_recipe import BatchRecipe
 from tailrace.data.dataset import Dataset
 from tailrace.data.resumable import can_go_back, decode_state, encode_state
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
@@ -36,7 +36,7 @@ _END = object()
 """Stands for the element after the last one; `None` could be an element."""
 
 
-def batch_spec(batches: Batches) -> ElementSpec:
+def batch_spec(batches: BatchRecipe) -> ElementSpec:
     """The form of the batches of a recipe, from its arrays."""
     size = min(batches.batch_size, batches.num_examples)
     return ElementSpec.of(

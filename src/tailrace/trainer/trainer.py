@@ -45,7 +45,8 @@ from tailrace.trainer.checks import (
 )
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
-from tailrace.trainer.explain import Explanation, explained
+from tailrace.trainer.explain import explained
+from tailrace.trainer.explanation import Explanation
 from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_call import FitCall
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
@@ -526,10 +527,10 @@ class Trainer(LookingBack):
         return summarise(self.engine)
 
     def __repr__(self) -> str:
-        return trainer_text(self)
+        return trainer_text(self.engine, self.history, self.records)
 
     def _repr_html_(self) -> str:
-        return trainer_html(self)
+        return trainer_html(self.engine, self.history, self.records)
 
     def report(self) -> PipelineReport:
         """What each stage of a pipeline costs, how long it waits, and what would help.

@@ -12,6 +12,10 @@ from tailrace.compat.originals.missing import missing_from
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.containers import OptionsDict, noted
 from tailrace.compat.poptorch.locations import TensorLocationOptions
+
+# What the original had in this module, and has a file of its own here.
+from tailrace.compat.poptorch.locations import TensorLocationSettings as TensorLocationSettings
+from tailrace.compat.poptorch.ops import Attribute as Attribute
 from tailrace.compat.poptorch.option_files import ConfigFileError as ConfigFileError
 from tailrace.compat.poptorch.option_files import (
     calling,
@@ -27,7 +31,13 @@ from tailrace.compat.poptorch.option_groups import (
     PrecisionOptions,
     TrainingOptions,
 )
-from tailrace.compat.poptorch.strategies import PipelinedExecution, _Strategy
+from tailrace.compat.poptorch.strategies import ParallelPhasedExecution as ParallelPhasedExecution
+from tailrace.compat.poptorch.strategies import Phase as Phase
+from tailrace.compat.poptorch.strategies import PipelinedExecution as PipelinedExecution
+from tailrace.compat.poptorch.strategies import SerialPhasedExecution as SerialPhasedExecution
+from tailrace.compat.poptorch.strategies import ShardedExecution as ShardedExecution
+from tailrace.compat.poptorch.strategies import Stage as Stage
+from tailrace.compat.poptorch.strategies import _Strategy
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
 from tailrace.torch.calls.options import ModelOptions
@@ -356,18 +366,4 @@ def _enum_member(value: Any) -> Any:
     return value
 
 
-_ELSEWHERE = (
-    "Attribute",
-    "ParallelPhasedExecution",
-    "Phase",
-    "PipelinedExecution",
-    "SerialPhasedExecution",
-    "ShardedExecution",
-    "Stage",
-    "TensorLocationSettings",
-)
-"""What the original had in this module, and has a file of its own here."""
-
-__getattr__, __dir__ = missing_from(
-    __name__, {name: f"tailrace.compat.poptorch:{name}" for name in _ELSEWHERE}
-)
+__getattr__, __dir__ = missing_from(__name__)

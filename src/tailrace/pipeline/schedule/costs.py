@@ -6,14 +6,12 @@ device. Arrays indexed by unit: `virtual`, `device` (a row, not a device number)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tailrace.errors import PlanError
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 
 Times = float | Sequence[float | Sequence[float]]
 
@@ -56,7 +54,7 @@ class Costs:
 
 
 def costs_of(
-    plan: "Plan",
+    plan: PlannedTicks,
     forward: Times,
     backward: Times | None,
     transfer: float | Sequence[float],
@@ -101,7 +99,7 @@ def costs_of(
     )
 
 
-def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
+def member_times(plan: PlannedTicks, times: Any, name: str) -> list[list[float]]:
     """Times for each member of each stage, from one number, one a stage, or lists for groups."""
     if isinstance(times, int | float | np.number):
         times = [times] * plan.stages
@@ -117,7 +115,7 @@ def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
     return [_stage_times(plan, stage, each, name) for stage, each in enumerate(times)]
 
 
-def _stage_times(plan: "Plan", stage: int, given: Any, name: str) -> list[float]:
+def _stage_times(plan: PlannedTicks, stage: int, given: Any, name: str) -> list[float]:
     members = len(plan.placement[stage])
     single = isinstance(given, int | float | np.number)
     each = [given] * members if single else given
@@ -144,7 +142,7 @@ def _are_times(given: Any) -> bool:
     )
 
 
-def _hops(plan: "Plan", transfer: float | Sequence[float]) -> list[float]:
+def _hops(plan: PlannedTicks, transfer: float | Sequence[float]) -> list[float]:
     """For each virtual stage, how long its result travels to the next one."""
     boundaries = plan.stages - 1
     single = isinstance(transfer, int | float | np.number)

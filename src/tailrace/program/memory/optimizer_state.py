@@ -26,7 +26,6 @@ from tailrace.taps.tap import StopOnNonfinite
 
 if TYPE_CHECKING:
     from tailrace.program.running.executable import Placement
-    from tailrace.program.step.training_step import Step, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +126,6 @@ class StateKeeping:
     def moves_memory(self) -> bool:
         """Whether leaves really lie elsewhere, or only the order of the update is as if they did."""
         return self.moves is not host_memory.NO_MOVES
-
-    # -- the update -----------------------------------------------------------------------------
-
-    def update(
-        self, step: Step, grads: Any, state: TrainState, taken: Any = None
-    ) -> tuple[Any, Any]:
-        """The parameters after a step, and the state as it is held; as before if it is not taken."""
-        from tailrace.program.memory.state_update import HeldUpdate  # it uses this module
-
-        return HeldUpdate(self, step, grads, state, taken).run()
 
 
 # -- deciding -----------------------------------------------------------------------------------

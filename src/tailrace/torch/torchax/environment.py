@@ -24,7 +24,7 @@ from tailrace.torch.torchax.ops.compositions import (
     index_reduce,
     scatter_reduce_of,
 )
-from tailrace.torch.torchax.versions import unnamed_device
+from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten

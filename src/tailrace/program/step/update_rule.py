@@ -1,0 +1,48 @@
+"""What an optimizer makes of parameters: one rule for optax and for optimizers of other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.program.step import loss_scale as scaling
+from tailrace.spans.scopes import OPTIMIZER
+
+
+def apply_rule(
+    optimizer: Any, grads: Any, state: Any, params: Any, taken: Any = None
+) -> tuple[Any, Any, Any]:
+    """What the optimizer adds to the parameters, the parameters after it, and its state.
+
+    Where `taken` is false, nothing is added and all stays as it was.
+    """
+    if taken is None:
+        return _applied(optimizer, grads, state, params)
+
+    def rule(grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+        return _applied(optimizer, grads, state, params)
+
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    return scaling.unless_skipped(rule, (grads, state, params), taken, (nothing, params, state))
+
+
+def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+    if callable(apply := getattr(optimizer, "apply", None)):
+        with jax.named_scope(OPTIMIZER):
+            applied: Any = apply(grads, state, params)
+            after, new_state = applied
+            updates = jax.tree.map(jnp.subtract, after, params)
+    else:
+        import optax  # late: it takes a fifth as long to import as JAX itself
+
+        with jax.named_scope(OPTIMIZER):
+            updates, new_state = optimizer.update(grads, state, params)
+            after = optax.apply_updates(params, updates)
+    return updates, after, jax.tree.map(_keep_dtype, state, new_state)
+
+
+def _keep_dtype(before: Any, after: Any) -> Any:
+    """Optimizer state keeps its dtype, whatever the dtype of the gradient was."""
+    return jnp.asarray(after, jnp.asarray(before).dtype)
