@@ -298,6 +298,16 @@ def test_every_module_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(path.read_text())), "a module begins with what it is"
 
 
+MOST_FILES = 16
+"""More in one room than can be read at a glance."""
+
+
+def test_rooms_are_small():
+    rooms = {path.parent for path in FILES}
+    sizes = {shown(room): sum(path.parent == room for path in FILES) - 1 for room in rooms}
+    assert not {room: size for room, size in sizes.items() if size > MOST_FILES}
+
+
 def test_no_drawers_for_everything():
     # Those that stand for modules of another system have that system's names.
     names = {path.stem for path in FILES if room_of(path) != "compat"}

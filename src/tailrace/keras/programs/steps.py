@@ -16,7 +16,8 @@ from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.keras.data.batch_source import Block
 from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import check_optimizer
-from tailrace.keras.optimizers.wrappers import Wrapper, overrides
+from tailrace.keras.optimizers.application import overrides
+from tailrace.keras.optimizers.wrappers import Wrapper
 from tailrace.keras.outfeed_layers import silent
 from tailrace.keras.programs.executions import Executions, as_batch, exact
 from tailrace.keras.programs.variables import Layout, for_replicas, merged, on_one_device

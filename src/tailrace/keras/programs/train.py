@@ -24,7 +24,8 @@ from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
 from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import Updates
-from tailrace.keras.optimizers.wrappers import overrides, wrappers_of
+from tailrace.keras.optimizers.application import overrides
+from tailrace.keras.optimizers.wrappers import wrappers_of
 from tailrace.keras.outfeed_layers import OutfeedOptimizer, check_wrappers
 from tailrace.keras.programs.executions import Executions, as_batch, part
 from tailrace.keras.programs.logs import Final, Series
@@ -33,11 +34,11 @@ from tailrace.program.running.executable import Placement
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.taps.tap import MOST_BYTES, Tap
-from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
 from tailrace.trainer.fitting.pace import pace_for
-from tailrace.trainer.journal import Journal
+from tailrace.trainer.observation.description import describe
+from tailrace.trainer.observation.journal import Journal
 
 
 class Training(Executions):

@@ -30,10 +30,10 @@ from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.optim.loss_scaling import FACTOR
 from tailrace.torch.programs.portions import Portions
 from tailrace.torch.tracing.forward import Forward
-from tailrace.trainer.description import describe
+from tailrace.trainer.costs.memory_shortage import within_memory
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.journal import Journal
-from tailrace.trainer.memory_shortage import within_memory
+from tailrace.trainer.observation.description import describe
+from tailrace.trainer.observation.journal import Journal
 
 _HYPER = "optimizer_state/hyper"
 

@@ -39,8 +39,8 @@ from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.pace import Pace
-from tailrace.trainer.journal import Journal
-from tailrace.trainer.monitoring import Monitor
+from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.observation.monitoring import Monitor
 
 
 def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) -> Saving | None:

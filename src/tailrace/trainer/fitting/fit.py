@@ -18,7 +18,6 @@ from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.compilations import Compilation
 from tailrace.spans.span import span
-from tailrace.trainer.bundles import keep_bundle
 from tailrace.trainer.callbacks.callback import (
     AnyTrainer,
     Callback,
@@ -36,8 +35,9 @@ from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.fitting.progress_bar import ProgressBar
 from tailrace.trainer.fitting.step_counts import note_left_out, too_short
 from tailrace.trainer.fitting.validation import Validation
-from tailrace.trainer.journal import Journal
-from tailrace.trainer.nonfinite_guard import too_many_skipped
+from tailrace.trainer.observation.bundles import keep_bundle
+from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.observation.nonfinite_guard import too_many_skipped
 
 
 class Fit:

@@ -20,7 +20,6 @@ from tailrace.program.running.compilations import hearing
 from tailrace.records.history import History
 from tailrace.trainer.callbacks.callback import AnyTrainer, Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
-from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
@@ -28,7 +27,8 @@ from tailrace.trainer.fitting.interrupts import meaning
 from tailrace.trainer.fitting.notebook_view import progress_view
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.fitting.validation import Validation
-from tailrace.trainer.journal import Journal
+from tailrace.trainer.observation.description import describe
+from tailrace.trainer.observation.journal import Journal
 
 
 @dataclasses.dataclass

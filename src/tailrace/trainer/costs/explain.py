@@ -11,8 +11,8 @@ from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.running.report import report as pipeline_report
+from tailrace.trainer.costs.explanation import Explanation, explain, flops_of
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.explanation import Explanation, explain, flops_of
 
 
 def explained(engine: Engine, example: Any, length: int) -> Explanation:

@@ -15,8 +15,8 @@ from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.step.train_state import TrainState
-from tailrace.trainer.explanation import explain
-from tailrace.trainer.memory_plan import MemoryPlan
+from tailrace.trainer.costs.explanation import explain
+from tailrace.trainer.costs.memory_plan import MemoryPlan
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"
 """What XLA says first where memory is not enough."""
