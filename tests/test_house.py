@@ -321,6 +321,173 @@ def test_long_files_say_why():
             assert "one thing" in text[:1500], f"{shown(path)} is long and does not say why"
 
 
+# -- classes ------------------------------------------------------------------------------------
+
+OVERRIDING = {
+    # Each is what a user of the original, of Keras or of `tr.Callback` derives from: the base has a
+    # method that works, and documents that it may be replaced.
+    "compat/ipu": {
+        "ALSOptimizer",
+        "CrossReplicaOptimizer",
+        "GradientAccumulationOptimizerV2",
+        "GradientCaptureTape",
+        "IPUStrategyV1",
+        "IpuOptimizer",
+        "KerasOptimizer",
+        "MapGradientOptimizer",
+        "OptaxOptimizer",
+        "PopDistStrategy",
+        "_Settings",
+    },
+    "compat/poptorch": {"Block", "PoplarExecutor", "_InferenceExecutor", "_TrainingExecutor"},
+    "keras": {
+        "CrossReplicaOptimizer",
+        "GradientAccumulationOptimizer",
+        "MapGradientOptimizer",
+        "Predicting",
+        "Stepping",
+        "Training",
+    },
+    "trainer/callbacks": {"CSVLogger", "EarlyStopping", "OnSpike"},
+    # Two ways to do one thing, of which the second was written as a change of the first.
+    "feeds": {"ResidentReader"},
+    "pipeline": {"ForwardPipeline", "PipelineExecutable", "PipelineRunner", "PipelineStep"},
+    "runs": {"BufferedStore"},
+    "torch": {"FollowingModel", "InferenceModel", "StagedInferenceProgram", "TrainingModel"},
+}
+"""Classes that replace a working method of a concrete class of ours, by folder. Let it shrink: an
+abstract class with two children, or an object that is given what differs, reads better."""
+
+
+def own_methods(node):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {one.name: one for one in node.body if isinstance(one, kinds)}
+
+
+def is_to_be_filled(function):
+    """Whether a method is abstract, says only what it is for, or refuses to be called."""
+    if any("abstract" in ast.unparse(one) for one in function.decorator_list):
+        return True
+    rest = function.body[ast.get_docstring(function) is not None :]
+    return not rest or "NotImplementedError" in ast.unparse(rest[0])
+
+
+def is_abstract(node):
+    bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+    return bool({"ABC", "Protocol"} & set(bases))
+
+
+def overriding_classes(texts):
+    """(module, class) of those that replace a working public or private method of a concrete one."""
+    classes, names = {}, {}
+    for module, text in texts.items():
+        names[module] = {}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    names[module][alias.asname or alias.name] = (node.module, alias.name)
+            elif isinstance(node, ast.ClassDef):
+                classes[module, node.name] = node
+    for (module, name), node in classes.items():
+        waiting, seen = [(module, base) for base in node.bases], set()
+        while waiting:
+            where, base = waiting.pop()
+            holder, _, called = ast.unparse(base).split("[")[0].rpartition(".")
+            if holder:  # of a module that was imported
+                found = (".".join(names[where].get(holder, ())), called)
+            else:
+                found = (where, called) if (where, called) in classes else names[where].get(called)
+            if found not in classes or found in seen or found == (module, name):
+                continue
+            seen.add(found)
+            above = classes[found]
+            waiting += [(found[0], further) for further in above.bases]
+            working = {k for k, f in own_methods(above).items() if not is_to_be_filled(f)}
+            replaced = {k for k in own_methods(node) if k in working and not k.startswith("__")}
+            if replaced and not is_abstract(above):
+                yield module, name
+
+
+def test_concrete_classes_are_not_overridden():
+    texts = {module_of(path): path.read_text() for path in FILES}
+    found = set(overriding_classes(texts))
+    known = {
+        (module, name)
+        for module, name in found
+        for folder, accepted in OVERRIDING.items()
+        if module.startswith(f"tailrace.{folder.replace('/', '.')}.") and name in accepted
+    }
+    assert found == known, "see OVERRIDING"
+    assert {name for _, name in found} == {name for part in OVERRIDING.values() for name in part}
+
+
+def test_overriding_is_noticed():
+    base = "class A:\n    def f(self):\n        return 1\n    def g(self):\n        'For others.'\n"
+    child = "from tailrace.a import A as Z\nclass B(Z):\n    def {}(self): return 2\n"
+    texts = {"tailrace.a": base, "tailrace.b": child.format("f"), "tailrace.c": child.format("g")}
+    assert set(overriding_classes(texts)) == {("tailrace.b", "B")}
+    abstract = {**texts, "tailrace.a": base.replace("class A", "class A(ABC)")}
+    assert not set(overriding_classes(abstract))
+
+
+# -- tests go through what is public --------------------------------------------------------------
+
+MOST_PRIVATE = 64
+"""How often tests reach into private parts of ours. Let it shrink.
+
+What is left: where a fault is put in (`durable._write`, `distributed._meetings`), where something that
+must not happen cannot be seen from outside (threads, copies, compilations), and formulas that are
+compared one by one (`reductions._quick`).
+"""
+
+NOT_OURS = (
+    "cls",
+    "importlib",
+    "inspect",
+    "jax",
+    "keras",
+    "np",
+    "os",
+    "self",
+    "super",
+    "sys",
+    "torch",
+)
+DOCUMENTED = ("_asdict", "_fields", "_make", "_replace", "_repr_html_", "_repr_svg_")
+"""Underscored names that are an interface: of named tuples, of notebooks."""
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
+
+
+def private_parts(text):
+    """Lines that reach into what is private to an object or a module of ours."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if re.split(r"\W", ast.unparse(node.value))[0] not in NOT_OURS:
+                yield node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            words = [a.value for a in node.args[:2] if isinstance(a, ast.Constant)]
+            if any(isinstance(w, str) and is_private(w.split(".")[-1]) for w in words):
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tailrace."):
+            yield from (node.lineno for alias in node.names if is_private(alias.name))
+
+
+def test_tests_go_through_what_is_public():
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    found = {path.name: len(list(private_parts(path.read_text()))) for path in files}
+    assert sum(found.values()) <= MOST_PRIVATE, {k: v for k, v in found.items() if v}
+
+
+def test_private_parts_are_noticed():
+    for text in ("a._b", "a.b()._c.d", "patch.setattr(a, '_b', 1)", "from tailrace.a import _b"):
+        assert list(private_parts(text)), text
+    for text in ("a.b", "jax._b", "self._b", "x._replace()", "patch.setattr(a, 'b', 1)", "a.__b__"):
+        assert not list(private_parts(text)), text
+
+
 # -- what importing costs -----------------------------------------------------------------------
 
 ALLOWED = {
@@ -477,14 +644,8 @@ def modules():
 
 
 @pytest.mark.parametrize("name", modules())
-def test_examples_in_docstrings(name):
-    from tailrace.devices import devices
-
+def test_examples_in_docstrings(name, same_devices):
     module = importlib.import_module(name)
-    chosen = devices._chosen
-    try:
-        with jax.numpy_dtype_promotion("standard"):
-            failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
-    finally:
-        devices._chosen = chosen
+    with jax.numpy_dtype_promotion("standard"):
+        failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert not failed

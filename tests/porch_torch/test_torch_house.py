@@ -16,7 +16,6 @@ import torch
 import tailrace.compat.poptorch
 import tailrace.torch as tt
 from tailrace import errors
-from tailrace.devices import devices
 from tailrace.torch.torchax import loading, versions
 
 
@@ -27,8 +26,7 @@ def modules():
 
 
 @pytest.mark.parametrize("name", list(modules()))
-def test_examples_in_docstrings(name, monkeypatch):
-    monkeypatch.setattr(devices, "_chosen", devices._chosen)
+def test_examples_in_docstrings(name, same_devices):
     with jax.numpy_dtype_promotion("standard"):
         failed, _ = doctest.testmod(
             importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,11 +21,9 @@ from tailrace.messages import logger, note_once
 from tailrace.program.memory import host_memory
 from tailrace.program.memory.host_memory import Moves
 from tailrace.program.memory.sharded_state import LEAST, Shares
+from tailrace.program.running.placement import Placement
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.tap import StopOnNonfinite
-
-if TYPE_CHECKING:
-    from tailrace.program.running.executable import Placement
 
 
 @dataclasses.dataclass(frozen=True)

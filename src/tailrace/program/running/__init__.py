@@ -4,6 +4,7 @@ In: a traced loop, its state, and blocks of elements.
 Out: emissions on the device, and an array that is ready when the dispatch is over.
 
     loop_runner            one loop and its executables; loop_state is what they overwrite
+    placement              where programs run, and how values get there
     executable             rewrites, compiles and dispatches; segments cut a program for it
     dispatch_lengths       into which pieces loops are cut
     agreement              what processes compare before a dispatch

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tailrace.devices import devices
-from tailrace.errors import FeedError, ReplicaError
+from tailrace.errors import FeedError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers
@@ -24,6 +23,7 @@ from tailrace.program.running.agreement import Agreement
 from tailrace.program.running.compilations import Compilation, compiling
 from tailrace.program.running.compiled_programs import compiled_program
 from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
 from tailrace.spans.span import Execution, span
@@ -34,99 +34,6 @@ from tailrace.taps.wanted import Wanted, condense
 
 STEPS = ("steps",)
 """The key under which a program emits how many steps it ran, where only running it shows that."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where a program runs: one device, or the replicas of a mesh."""
-
-    replicas: int = 1
-    mesh: Mesh | None = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        mesh = devices.mesh(self.replicas) if self.replicas > 1 else None
-        object.__setattr__(self, "mesh", mesh)
-        if mesh is None and len({d.process_index for d in devices.available()}) > 1:
-            raise ReplicaError(
-                f"Each process computes at least one replica. Received: replicas=1 for "
-                f"{jax.process_count()} processes. Use replicas=None for one on each device, or "
-                f"replicas={jax.process_count()}."
-            )
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether this process has all the devices."""
-        return self.mesh is None or self.mesh.is_multi_process is False
-
-    @property
-    def local_replicas(self) -> int:
-        """How many of the replicas this process computes, and feeds."""
-        if self.mesh is None:  # one device; or a pipeline whose stages are not known yet
-            return max(1, self.replicas // jax.process_count())
-        return devices.local_replicas(self.mesh)
-
-    @property
-    def device(self) -> Any:
-        """A device of this process, to ask what they can do."""
-        return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
-
-    @property
-    def device_ids(self) -> tuple[int, ...]:
-        """The numbers of all devices, in order."""
-        found = [self.everywhere] if self.mesh is None else self.mesh.devices.flat
-        return tuple(device.id for device in found)
-
-    @property
-    def everywhere(self) -> Any:
-        """Where values go that are the same for all replicas."""
-        return self._spread()
-
-    @property
-    def shared_out(self) -> Any:
-        """Where elements go: dim 1 is spread over the replicas."""
-        return self._spread(None, devices.REPLICA)
-
-    def _spread(self, *axes: str | None) -> Any:
-        """A sharding over the mesh; without a mesh, the one device there is."""
-        if self.mesh is None:
-            return devices.available()[0]
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
-
-    def put(self, values: Sequence[Any]) -> list[Any]:
-        """Values on the devices; those that are there already stay as they are."""
-        return [self._place(value, self.everywhere) for value in values]
-
-    def own(self, value: Any) -> Any:
-        """A copy of a value, on the devices, that a loop may overwrite."""
-        return jnp.copy(self._place(value, self.everywhere))
-
-    def own_each(self, value: Any) -> Any:
-        """The same for a value of which each replica has its own: dim 0 is that of the replicas."""
-        return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
-
-    def _place(self, value: Any, sharding: Any) -> Any:
-        """A value on the devices; in several processes each has it, and places its own part."""
-        if self.in_one_process:
-            return jax.device_put(value, sharding)
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return jax.jit(lambda x: x, out_shardings=sharding)(value)
-        array = np.asarray(value)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-    def readable(self, value: Any) -> Any:
-        """A value of the devices that this process can read on its own; all must call it.
-
-        What is equal on all devices is read from one of this process; the rest is gathered.
-        """
-        if self.in_one_process or value.is_fully_addressable:
-            return value
-        if not value.is_fully_replicated:
-            value = jax.jit(lambda x: x, out_shardings=self.everywhere)(value)
-        return value.addressable_data(0)
-
-    def to_host_memory(self, value: Any) -> Any:
-        """A value that is on the devices, in the memory of their host."""
-        return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))
 
 
 class Executable:

@@ -34,9 +34,9 @@ from tailrace.program.in_program import (
 from tailrace.program.loops import repeat, repeat_with, whole
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.memory.state_update import HeldUpdate
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.placement import Placement
 from tailrace.program.step import loss_scale as scaling
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale

@@ -11,9 +11,9 @@ import jax
 
 from tailrace.errors import DeviceMemoryError
 from tailrace.messages import size_text
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.placement import Placement
 from tailrace.program.step.train_state import TrainState
 from tailrace.trainer.costs.explanation import explain
 from tailrace.trainer.costs.memory_plan import MemoryPlan

@@ -32,7 +32,7 @@ from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.interrupts import Interrupts
 from tailrace.trainer.fitting.pace import Pace
-from tailrace.trainer.fitting.progress_bar import ProgressBar
+from tailrace.trainer.fitting.progress_bar import ProgressView
 from tailrace.trainer.fitting.step_counts import note_left_out, too_short
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.observation.bundles import keep_bundle
@@ -74,7 +74,7 @@ class Fit:
         validation: Validation,
         callbacks: list[Callback],
         saving: Saving | None,
-        bar: ProgressBar,
+        bar: ProgressView,
         timeout_s: float | None = None,
     ) -> None:
         self.trainer, self.engine, self.feed, self.journal = trainer, engine, feed, journal
