@@ -236,7 +236,7 @@ def architecture() -> str:
         "loop_runner.py",
         "pipeline_runner.py",
     )
-    box(610, 488, 236, 76, "Journal", "history, records, run directory", "trainer/journal.py")
+    box(610, 488, 236, 76, "Journal", "history, records, run directory", "observation/journal.py")
     box(
         900,
         350,

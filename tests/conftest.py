@@ -16,6 +16,7 @@ import pytest  # noqa: E402
 import tailrace as tr  # noqa: E402
 from absent import AbsentModule, missing  # noqa: E402
 from quick import mark_quick  # noqa: E402
+from tailrace.devices import devices  # noqa: E402
 from tailrace.messages import forget_notes  # noqa: E402
 from tailrace.program.running.compiled_programs import forget_programs  # noqa: E402
 from threads import infeed_threads  # noqa: E402
@@ -55,6 +56,14 @@ def pytest_runtest_call(item):
     except Exception as error:
         machine.skip_without_devices(error)
         raise
+
+
+@pytest.fixture
+def same_devices():
+    """Whatever a test chooses, the next one gets the devices of the configuration."""
+    chosen = devices.chosen()
+    yield
+    devices.use(chosen)
 
 
 @pytest.fixture(autouse=True)

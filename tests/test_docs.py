@@ -7,8 +7,6 @@ import re
 import jax
 import pytest
 
-from tailrace.devices import devices
-
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(?:python|\{code-cell\} python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -24,12 +22,10 @@ def blocks(page: pathlib.Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_runs(page, monkeypatch, capsys):
+def test_code_runs(page, same_devices, capsys):
     found = blocks(page)
     if not found:
         pytest.skip("no code")
-    # A page may choose its devices; the next test gets those of the configuration back.
-    monkeypatch.setattr(devices, "_chosen", devices._chosen)
     namespace = {"__name__": "__main__"}
     with jax.numpy_dtype_promotion("standard"):
         for line, code in found:

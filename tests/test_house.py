@@ -114,6 +114,111 @@ def test_the_text_is_an_engineer_s_english(path):
     assert not found, found
 
 
+# -- files import each other one way ------------------------------------------------------------
+
+TWO_WAYS = [
+    # TensorFlow's own: what is in `tf` is in `tf.compat.v1`, which is in `tf`.
+    {
+        "tailrace.compat.tensorflow",
+        "tailrace.compat.tensorflow.compat.v1",
+        "tailrace.compat.tensorflow.python",
+    },
+]
+"""The only files that need each other; there is no lower file that their names could move to."""
+
+
+def module_of(path):
+    parts = ("tailrace", *path.relative_to(HERE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(text, known):
+    """Our modules that a file imports: anywhere in it, for type checkers too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in full]
+        else:
+            continue
+        # The package itself has a home for each public name, and imports nothing but that.
+        yield from (name for name in names if name in known and name != "tailrace")
+
+
+def knots(edges):
+    """Sets of files each of which leads to each other one."""
+    reached = {}
+    for start in edges:
+        found, waiting = set(), [start]
+        while waiting:
+            for there in edges[waiting.pop()] - found:
+                found.add(there)
+                waiting.append(there)
+        reached[start] = found
+    looped = {start for start, found in reached.items() if start in found}
+    return {frozenset(b for b in looped if b in reached[a] and a in reached[b]) for a in looped}
+
+
+def test_imports_between_files_point_one_way():
+    texts = {module_of(path): path.read_text() for path in FILES}
+    edges = {
+        name: {there for there in imported_modules(text, texts) if there != name}
+        for name, text in texts.items()
+        if name != "tailrace"
+    }
+    assert {frozenset(accepted) for accepted in TWO_WAYS} == knots(edges)
+
+
+def test_knots_are_found():
+    known = {"tailrace", "tailrace.a", "tailrace.b", "tailrace.c.d"}
+    text = (
+        "import x\ndef f():\n    from tailrace.c import d\nif TYPE_CHECKING:\n    import tailrace.b"
+    )
+    assert set(imported_modules(text, known)) == {"tailrace.b", "tailrace.c.d"}
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert knots(edges) == {frozenset("abc")}
+
+
+BY_NAME = {
+    "__init__.py",  # `_HOMES`: importing the package loads nothing that a program does not use
+    "cli/targets.py",  # the user's own module, named on the command line
+    "compat/originals/lookup.py",  # a name of an original, looked up as a program does
+    "compat/originals/missing.py",  # the namespaces of the originals, each name loaded when asked
+    "compat/tensorflow/namespaces.py",  # that of TensorFlow, likewise
+}
+"""Files that import by a string, with what is named."""
+
+
+def imports_by_string(text):
+    """Lines that import a module whose name is not that of another library, written out."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            (name, *_) = node.args
+            first = name.values[0] if isinstance(name, ast.JoinedStr) else name
+            written = isinstance(first, ast.Constant) and isinstance(first.value, str)
+            if not written or first.value.startswith("tailrace"):
+                yield node.lineno
+
+
+def test_no_imports_by_string():
+    found = {shown(path) for path in FILES if list(imports_by_string(path.read_text()))}
+    foreign = {"trainer/checkpoints/orbax_files.py"}  # one of two names of another library
+    assert found == BY_NAME | foreign
+    assert list(imports_by_string("importlib.import_module('tailrace.a')")) == [1]
+    assert not list(imports_by_string("importlib.import_module('torchax.view')"))
+
+
+TUNED = ("program/running/dispatch_lengths", "trainer/fitting/pace", "keras/programs/pacing")
+TUNED += ("torch/programs/portions", "keras/programs/executions", "feeds/benchmark/measure")
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_what_a_dispatch_takes_is_tuned_in_one_table(name):
+    body = ast.parse((HERE / f"{name}.py").read_text()).body
+    assert not [ast.unparse(node) for node in body if isinstance(node, ast.Assign)]
+
+
 @pytest.mark.parametrize("path", FILES, ids=shown)
 def test_every_room_has_its_place(path):
     assert room_of(path) in [*ROOMS, *PORCHES, "__init__"]
@@ -204,6 +309,16 @@ def test_every_module_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(path.read_text())), "a module begins with what it is"
 
 
+MOST_FILES = 16
+"""More in one room than can be read at a glance."""
+
+
+def test_rooms_are_small():
+    rooms = {path.parent for path in FILES}
+    sizes = {shown(room): sum(path.parent == room for path in FILES) - 1 for room in rooms}
+    assert not {room: size for room, size in sizes.items() if size > MOST_FILES}
+
+
 def test_no_drawers_for_everything():
     # Those that stand for modules of another system have that system's names.
     names = {path.stem for path in FILES if room_of(path) != "compat"}
@@ -215,6 +330,173 @@ def test_long_files_say_why():
         text = path.read_text()
         if len(text.splitlines()) > 500:
             assert "one thing" in text[:1500], f"{shown(path)} is long and does not say why"
+
+
+# -- classes ------------------------------------------------------------------------------------
+
+OVERRIDING = {
+    # Each is what a user of the original, of Keras or of `tr.Callback` derives from: the base has a
+    # method that works, and documents that it may be replaced.
+    "compat/ipu": {
+        "ALSOptimizer",
+        "CrossReplicaOptimizer",
+        "GradientAccumulationOptimizerV2",
+        "GradientCaptureTape",
+        "IPUStrategyV1",
+        "IpuOptimizer",
+        "KerasOptimizer",
+        "MapGradientOptimizer",
+        "OptaxOptimizer",
+        "PopDistStrategy",
+        "_Settings",
+    },
+    "compat/poptorch": {"Block", "PoplarExecutor", "_InferenceExecutor", "_TrainingExecutor"},
+    "keras": {
+        "CrossReplicaOptimizer",
+        "GradientAccumulationOptimizer",
+        "MapGradientOptimizer",
+        "Predicting",
+        "Stepping",
+        "Training",
+    },
+    "trainer/callbacks": {"CSVLogger", "EarlyStopping", "OnSpike"},
+    # Two ways to do one thing, of which the second was written as a change of the first.
+    "feeds": {"ResidentReader"},
+    "pipeline": {"ForwardPipeline", "PipelineExecutable", "PipelineRunner", "PipelineStep"},
+    "runs": {"BufferedStore"},
+    "torch": {"FollowingModel", "InferenceModel", "StagedInferenceProgram", "TrainingModel"},
+}
+"""Classes that replace a working method of a concrete class of ours, by folder. Let it shrink: an
+abstract class with two children, or an object that is given what differs, reads better."""
+
+
+def own_methods(node):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {one.name: one for one in node.body if isinstance(one, kinds)}
+
+
+def is_to_be_filled(function):
+    """Whether a method is abstract, says only what it is for, or refuses to be called."""
+    if any("abstract" in ast.unparse(one) for one in function.decorator_list):
+        return True
+    rest = function.body[ast.get_docstring(function) is not None :]
+    return not rest or "NotImplementedError" in ast.unparse(rest[0])
+
+
+def is_abstract(node):
+    bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+    return bool({"ABC", "Protocol"} & set(bases))
+
+
+def overriding_classes(texts):
+    """(module, class) of those that replace a working public or private method of a concrete one."""
+    classes, names = {}, {}
+    for module, text in texts.items():
+        names[module] = {}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    names[module][alias.asname or alias.name] = (node.module, alias.name)
+            elif isinstance(node, ast.ClassDef):
+                classes[module, node.name] = node
+    for (module, name), node in classes.items():
+        waiting, seen = [(module, base) for base in node.bases], set()
+        while waiting:
+            where, base = waiting.pop()
+            holder, _, called = ast.unparse(base).split("[")[0].rpartition(".")
+            if holder:  # of a module that was imported
+                found = (".".join(names[where].get(holder, ())), called)
+            else:
+                found = (where, called) if (where, called) in classes else names[where].get(called)
+            if found not in classes or found in seen or found == (module, name):
+                continue
+            seen.add(found)
+            above = classes[found]
+            waiting += [(found[0], further) for further in above.bases]
+            working = {k for k, f in own_methods(above).items() if not is_to_be_filled(f)}
+            replaced = {k for k in own_methods(node) if k in working and not k.startswith("__")}
+            if replaced and not is_abstract(above):
+                yield module, name
+
+
+def test_concrete_classes_are_not_overridden():
+    texts = {module_of(path): path.read_text() for path in FILES}
+    found = set(overriding_classes(texts))
+    known = {
+        (module, name)
+        for module, name in found
+        for folder, accepted in OVERRIDING.items()
+        if module.startswith(f"tailrace.{folder.replace('/', '.')}.") and name in accepted
+    }
+    assert found == known, "see OVERRIDING"
+    assert {name for _, name in found} == {name for part in OVERRIDING.values() for name in part}
+
+
+def test_overriding_is_noticed():
+    base = "class A:\n    def f(self):\n        return 1\n    def g(self):\n        'For others.'\n"
+    child = "from tailrace.a import A as Z\nclass B(Z):\n    def {}(self): return 2\n"
+    texts = {"tailrace.a": base, "tailrace.b": child.format("f"), "tailrace.c": child.format("g")}
+    assert set(overriding_classes(texts)) == {("tailrace.b", "B")}
+    abstract = {**texts, "tailrace.a": base.replace("class A", "class A(ABC)")}
+    assert not set(overriding_classes(abstract))
+
+
+# -- tests go through what is public --------------------------------------------------------------
+
+MOST_PRIVATE = 64
+"""How often tests reach into private parts of ours. Let it shrink.
+
+What is left: where a fault is put in (`durable._write`, `distributed._meetings`), where something that
+must not happen cannot be seen from outside (threads, copies, compilations), and formulas that are
+compared one by one (`reductions._quick`).
+"""
+
+NOT_OURS = (
+    "cls",
+    "importlib",
+    "inspect",
+    "jax",
+    "keras",
+    "np",
+    "os",
+    "self",
+    "super",
+    "sys",
+    "torch",
+)
+DOCUMENTED = ("_asdict", "_fields", "_make", "_replace", "_repr_html_", "_repr_svg_")
+"""Underscored names that are an interface: of named tuples, of notebooks."""
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
+
+
+def private_parts(text):
+    """Lines that reach into what is private to an object or a module of ours."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if re.split(r"\W", ast.unparse(node.value))[0] not in NOT_OURS:
+                yield node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            words = [a.value for a in node.args[:2] if isinstance(a, ast.Constant)]
+            if any(isinstance(w, str) and is_private(w.split(".")[-1]) for w in words):
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tailrace."):
+            yield from (node.lineno for alias in node.names if is_private(alias.name))
+
+
+def test_tests_go_through_what_is_public():
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    found = {path.name: len(list(private_parts(path.read_text()))) for path in files}
+    assert sum(found.values()) <= MOST_PRIVATE, {k: v for k, v in found.items() if v}
+
+
+def test_private_parts_are_noticed():
+    for text in ("a._b", "a.b()._c.d", "patch.setattr(a, '_b', 1)", "from tailrace.a import _b"):
+        assert list(private_parts(text)), text
+    for text in ("a.b", "jax._b", "self._b", "x._replace()", "patch.setattr(a, 'b', 1)", "a.__b__"):
+        assert not list(private_parts(text)), text
 
 
 # -- what importing costs -----------------------------------------------------------------------
@@ -382,14 +664,8 @@ def modules():
 
 
 @pytest.mark.parametrize("name", modules())
-def test_examples_in_docstrings(name):
-    from tailrace.devices import devices
-
+def test_examples_in_docstrings(name, same_devices):
     module = importlib.import_module(name)
-    chosen = devices._chosen
-    try:
-        with jax.numpy_dtype_promotion("standard"):
-            failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
-    finally:
-        devices._chosen = chosen
+    with jax.numpy_dtype_promotion("standard"):
+        failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert not failed

@@ -68,7 +68,11 @@ _HOMES = {
     "what_if": "pipeline.schedule.what_if",
     "while_loop": "program.loops",
 }
-"""Where each public name is defined; a name without a home is a module of the package itself."""
+"""Where each public name is defined; a name without a home is a module of the package itself.
+
+By string, as nowhere else in the core: `import tailrace` must not load what a program does not use, and
+type checkers read `__init__.pyi`.
+"""
 
 _MODULES = {"callbacks", "data", "distributed", "errors", "optimizers"}
 
@@ -95,4 +99,6 @@ def __dir__() -> list[str]:
 
 _apply_environment()
 if _os.environ.get("TAILRACE_TRACE"):
-    _import_module("tailrace.profiling.timeline.trace").trace_process()
+    from tailrace.profiling.timeline.trace import trace_process as _trace_process
+
+    _trace_process()

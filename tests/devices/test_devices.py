@@ -115,15 +115,8 @@ def test_a_bad_platform():
         tr.configure(platform="ipu")
 
 
-@pytest.fixture
-def restored():
-    chosen = devices._chosen
-    yield
-    devices._chosen = chosen
-
-
 @pytest.mark.cpu
-@pytest.mark.usefixtures("restored")
+@pytest.mark.usefixtures("same_devices")
 def test_a_subset_is_what_programs_use():
     assert tr.configure(devices=2) == jax.devices()[:2]
     assert devices.resolve_replicas(None) == 2
@@ -133,7 +126,7 @@ def test_a_subset_is_what_programs_use():
 
 
 @pytest.mark.cpu
-@pytest.mark.usefixtures("restored")
+@pytest.mark.usefixtures("same_devices")
 def test_a_failed_choice_changes_nothing():
     tr.configure(devices=4)
     with pytest.raises(DeviceError):
@@ -180,9 +173,9 @@ print(jax.config.jax_default_device == {expected}
     assert python(code, JAX_PLATFORMS="")[:2] == (0, ["True"])
 
 
-def test_the_platform_is_that_of_the_devices_chosen(monkeypatch):
+def test_the_platform_is_that_of_the_devices_chosen(same_devices):
     assert devices.platform() == jax.devices()[0].platform
-    monkeypatch.setattr(devices, "_chosen", [types.SimpleNamespace(platform="tpu")])
+    devices.use([types.SimpleNamespace(platform="tpu")])
     assert devices.platform() == "tpu"
 
 

@@ -159,7 +159,7 @@ def test_the_state_of_a_pipeline_is_updated_where_it_lies(as_if_moved):
         )
         trainer.fit(regression(4, features=width), steps=1)
         one = trainer.engine.runner
-        (executable,) = [e for e in one._executables.values() if e.compiled is not None]
+        (executable,) = [e for e in one.executables.values() if e.compiled is not None]
         copies = re.findall(
             rf"f32\[(?:1,)?{width},{width}\]\S* copy\(", executable.compiled.as_text()
         )

@@ -94,7 +94,7 @@ def on_one_device():
 
 
 def program_of(trainer):
-    executables = trainer.engine.runner._executables.values()
+    executables = trainer.engine.runner.executables.values()
     return next(e.compiled.as_text() for e in executables if e.compiled is not None)
 
 

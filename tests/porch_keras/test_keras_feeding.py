@@ -44,7 +44,7 @@ def fitted(monkeypatch, quiet, *, callbacks=(), **made):
         history = model.fit(x, y, **call, callbacks=list(callbacks)).history
     program = tk.of(model).programs["train"]
     runner = program.engine.runner
-    muted = {key[-1] for key in runner._executables}
+    muted = {key[-1] for key in runner.executables}
     assert runner.muted == frozenset(), "as it was, once the fit is over"
     return model.get_weights(), history, muted == {frozenset([program.engine.scalars])}
 

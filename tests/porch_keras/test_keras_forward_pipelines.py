@@ -114,7 +114,7 @@ def assert_equal_to_keras(pair, x, y, *, batch_size=8, execution, weights=None):
 
 
 def ran_as(model, mode):
-    return {type(runner) for runner in tk.of(model).programs[mode]._runners.values()}
+    return {type(runner) for runner in tk.of(model).programs[mode].runners.values()}
 
 
 # -- what must be equal -------------------------------------------------------------------------
@@ -135,14 +135,14 @@ def test_two_outputs_one_of_an_early_stage():
     targets = {"early": np.stack([y, y], 1).astype(np.float32), "late": y}
     pair = twins(branched, compiled={"loss": loss, "metrics": metrics})
     assert_equal_to_keras(pair, x, targets, execution=7)
-    mesh = next(iter(tk.of(pair[1]).programs["test"]._runners.values())).placement.mesh
+    mesh = next(iter(tk.of(pair[1]).programs["test"].runners.values())).placement.mesh
     assert mesh.devices.shape == (1, 3)
 
 
 def test_replicas_of_a_pipeline():
     pair = twins(chain, replicas=2, stages=[0, 0, 0, 1])
     assert_equal_to_keras(pair, *digits_like(96), execution=6)
-    mesh = next(iter(tk.of(pair[1]).programs["test"]._runners.values())).placement.mesh
+    mesh = next(iter(tk.of(pair[1]).programs["test"].runners.values())).placement.mesh
     assert mesh.devices.shape == (2, 2)
 
 

@@ -8,6 +8,12 @@ from torch import nn
 import tailrace.torch as tt
 
 
+def program_of(model):
+    """The program of a model. It is not public: how often one is made, how a call is divided and what
+    is compiled cannot be seen from outside, and must not be."""
+    return model._program
+
+
 class SeedModel(nn.Module):
     """The classifier of the seed, smaller."""
 

@@ -4,7 +4,16 @@ import re
 
 import pytest
 import torch
-from small_modules import Regression, SeedModel, cut, digits, line, seeded, train_plainly
+from small_modules import (
+    Regression,
+    SeedModel,
+    cut,
+    digits,
+    line,
+    program_of,
+    seeded,
+    train_plainly,
+)
 from torch import nn
 
 from oracles import assert_bits_equal, assert_close
@@ -296,7 +305,7 @@ def test_pipelines(strategy, count):
     plain = torch.optim.Adam(reference.parameters(), lr=0.02)
     train_plainly(reference, plain, cut(batch, 2 * count), count)
     assert_close(module.a.weight.detach().numpy(), reference.a.weight.detach().numpy())
-    assert model._program.engine.pipeline is not None
+    assert program_of(model).engine.pipeline is not None
 
 
 def test_pipeline_constraints():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from small_modules import cut, line, seeded, train_plainly
+from small_modules import cut, line, program_of, seeded, train_plainly
 from torch import nn
 from torch.nn import functional
 
@@ -95,7 +95,7 @@ def check(make, count, microbatches=6, replicas=1, iterations=2, **options):
     assert_close(loss.numpy(), torch.tensor(expected).numpy())
     assert_close(weights(module), weights(reference))
     assert out.shape == (4 * pieces, 1)
-    trainer = model._program.engine
+    trainer = program_of(model).engine
     assert (trainer.pipeline is None) == (count == 1)
     if count > 1:
         assert trainer.placement.mesh.shape == {"replica": replicas, "stage": count}

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from small_modules import Regression, digits, line, training
+from small_modules import Regression, digits, line, program_of, training
 from torch import nn
 
 import tailrace as tr
@@ -172,7 +172,7 @@ def test_what_was_compiled_is_what_runs(options):
     model, *_ = training(**options)
     model.compile(*digits(8))
     model(*digits(8))
-    assert len(model._program.engine.runner._executables) == 1
+    assert len(program_of(model).engine.runner.executables) == 1
 
 
 def test_odd_inputs_are_taken_care_of(caplog):

@@ -8,8 +8,6 @@ import sys
 import jax
 import pytest
 
-from tailrace.devices import devices
-
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "torch"
 
 CASES = {
@@ -40,12 +38,11 @@ def test_every_example_is_run():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_example_runs(name, tmp_path, monkeypatch, capfd):
+def test_example_runs(name, tmp_path, monkeypatch, capfd, same_devices):
     arguments, expected = CASES[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    monkeypatch.setattr(devices, "_chosen", devices._chosen)
     with jax.numpy_dtype_promotion("standard"):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     captured = capfd.readouterr()

@@ -16,8 +16,7 @@ import torch
 import tailrace.compat.poptorch
 import tailrace.torch as tt
 from tailrace import errors
-from tailrace.devices import devices
-from tailrace.torch.torchax import versions
+from tailrace.torch.torchax import loading, versions
 
 
 def modules():
@@ -27,8 +26,7 @@ def modules():
 
 
 @pytest.mark.parametrize("name", list(modules()))
-def test_examples_in_docstrings(name, monkeypatch):
-    monkeypatch.setattr(devices, "_chosen", devices._chosen)
+def test_examples_in_docstrings(name, same_devices):
     with jax.numpy_dtype_promotion("standard"):
         failed, _ = doctest.testmod(
             importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE
@@ -89,7 +87,7 @@ def test_importing_torchax_leaves_no_traces():
     code = (
         "import logging, os, torch, jax\n"
         "before = dict(os.environ)\n"
-        "from tailrace.torch.torchax.versions import environment\n"
+        "from tailrace.torch.torchax.loading import environment\n"
         "env = environment()\n"
         "assert env is environment()\n"
         "assert dict(os.environ) == before\n"
@@ -104,7 +102,7 @@ def test_importing_torchax_leaves_no_traces():
 def test_missing_overloads_are_placeholders_while_torchax_is_imported():
     with pytest.raises(AttributeError):
         _ = torch.ops.aten.prod.no_such_overload
-    with versions._placeholders():
+    with loading._placeholders():
         one, other = (torch.ops.aten.prod.no_such_overload for _ in range(2))
         assert "aten.prod.no_such_overload" in repr(one)
         assert one != other

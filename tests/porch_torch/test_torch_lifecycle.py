@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from small_modules import Regression, line, seeded
+from small_modules import Regression, line, program_of, seeded
 from torch import nn
 
 import tailrace as tr
@@ -141,13 +141,13 @@ def test_nothing_is_compiled_again_without_a_change():
     (module, optimizer), _ = pair(kind=torch.optim.Adam, lr=0.1)
     model = tt.training_model(module, optimizer)
     model(*line(8))
-    engine = model._program
+    engine = program_of(model)
     optimizer.param_groups[0]["lr"] = 0.01
     model(*line(8))
     optimizer.state_dict()
     model.set_optimizer(optimizer)
     model(*line(8))
-    assert model._program is engine
+    assert program_of(model) is engine
 
 
 def test_another_program_has_another_run_directory(tmp_path):

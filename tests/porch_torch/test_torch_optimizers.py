@@ -6,7 +6,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_modules import Regression, SeedModel, cut, digits, line, seeded, train_plainly
+from small_modules import (
+    Regression,
+    SeedModel,
+    cut,
+    digits,
+    line,
+    program_of,
+    seeded,
+    train_plainly,
+)
 from torch import nn
 
 import tailrace as tr
@@ -182,9 +191,9 @@ def test_schedulers_drive_without_compiling_again():
         for scheduler in schedulers:
             scheduler.step()
     assert_close(weights(module), weights(reference))
-    runner = model._program.engine.runner
+    runner = program_of(model).engine.runner
     assert runner.executions == 4
-    assert len(runner._executables) == 1
+    assert len(runner.executables) == 1
 
 
 def test_set_optimizer_changes_numbers_or_the_program():
@@ -193,13 +202,13 @@ def test_set_optimizer_changes_numbers_or_the_program():
     model = tt.training_model(module, first)
     batch = digits(4)
     model(*batch)
-    engine = model._program
+    engine = program_of(model)
     model.set_optimizer(torch.optim.SGD(module.parameters(), lr=0.01))
     model(*batch)
-    assert model._program is engine
+    assert program_of(model) is engine
     model.set_optimizer(torch.optim.Adam(module.parameters(), lr=0.02))
     model(*batch)
-    assert model._program is not engine
+    assert program_of(model) is not engine
     train_plainly(reference, torch.optim.SGD(reference.parameters(), lr=0.5), [batch])
     train_plainly(reference, torch.optim.SGD(reference.parameters(), lr=0.01), [batch])
     train_plainly(reference, torch.optim.Adam(reference.parameters(), lr=0.02), [batch])

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from small_modules import SeedModel, digits, training
+from small_modules import SeedModel, digits, program_of, training
 from torch import nn
 
 import tailrace as tr
@@ -64,7 +64,7 @@ def two_calls(observe=(), anchors=ANCHORS, **options):
             seen += [record.steps, record.microbatches]
             seen += jax.tree.leaves(record.values)
     seen += module.state_dict().values()
-    return [np.asarray(value) for value in seen], len(model._program._portions.lengths)
+    return [np.asarray(value) for value in seen], len(program_of(model).portions.lengths)
 
 
 def same(one, other):
@@ -103,13 +103,13 @@ def test_sums_and_guards_are_not_divided(divided):
     for options in ({"output_mode": "sum"}, {"observe": [tr.stop_on_nonfinite("loss")]}):
         model, _, _ = training(device_iterations=STEPS, **options)
         model.compile(*digits(STEPS * 10))
-        assert model._program._portions.lengths == (STEPS,)
+        assert program_of(model).portions.lengths == (STEPS,)
 
 
 def test_several_devices_are_not_divided(divided):
     model, _, _ = training(device_iterations=4, replicas=2)
     model.compile(*digits(64))
-    assert model._program._portions.lengths == (4,)
+    assert program_of(model).portions.lengths == (4,)
 
 
 def test_what_only_some_steps_make_is_not_divided(divided):
@@ -139,7 +139,7 @@ def test_inference(divided, monkeypatch, mode):
         model.anchor_tensor("hidden", "activation/relu", output_mode="all")
         out = model(x)
         found.append([out, model.anchored_tensor("hidden")])
-        found[-1].append(len(model._program._portions.lengths) > 2)
+        found[-1].append(len(program_of(model).portions.lengths) > 2)
         monkeypatch.undo()
     (out, hidden, cut), (whole, whole_hidden, whole_cut) = found
     assert cut
@@ -152,11 +152,11 @@ def test_compiling_first_is_compiling_all(divided):
     model, _, _ = training(device_iterations=STEPS)
     x, labels = digits(STEPS * 10)
     model.compile(x, labels)
-    programs = [model._program._portions._body, model._program._portions._runner]
-    before = [[e.compiled for e in runner._executables.values()] for runner in programs]
-    assert len(model._program._portions.lengths) > 2
+    programs = [*program_of(model).portions.runners]
+    before = [[e.compiled for e in runner.executables.values()] for runner in programs]
+    assert len(program_of(model).portions.lengths) > 2
     model(x, labels)
-    assert before == [[e.compiled for e in runner._executables.values()] for runner in programs]
+    assert before == [[e.compiled for e in runner.executables.values()] for runner in programs]
     assert all(made is not None for runner in before for made in runner)
 
 
@@ -173,7 +173,7 @@ def test_tensors_on_the_device_need_no_portions(divided, monkeypatch):
     monkeypatch.setattr(inputs, "rows_of", reshaped)
     model, _, _ = training(device_iterations=STEPS)
     model(*digits(STEPS * 10))
-    assert model._program._portions.lengths == (STEPS,)
+    assert program_of(model).portions.lengths == (STEPS,)
     assert len(handed) == 2
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tailrace.errors import VersionError
-from tailrace.torch.torchax import versions
+from tailrace.torch.torchax import loading, versions
 
 torch = pytest.importorskip("torch")
 internals = pytest.importorskip("tailrace.torch.torch_internals")
@@ -11,7 +11,7 @@ internals = pytest.importorskip("tailrace.torch.torch_internals")
 
 @pytest.fixture(autouse=True)
 def _loaded():
-    versions.environment()
+    loading.environment()
 
 
 @pytest.mark.parametrize("seam", [*internals.TORCH, *internals.TORCHAX], ids=lambda seam: seam.name)

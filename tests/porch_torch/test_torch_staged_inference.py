@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from small_modules import program_of
 from torch import nn
 
 import tailrace as tr
@@ -65,14 +66,14 @@ def test_outputs_are_those_of_the_plain_module(iterations, training, options):
     x = x[: 4 * iterations * replicas]
     for _ in range(2):
         out = model(x)
-        assert isinstance(model._program, StagedInferenceProgram)
+        assert isinstance(program_of(model), StagedInferenceProgram)
         expected = plainly(reference, x, iterations * replicas)
         assert {n: tuple(v.shape) for n, v in out.items()} == {
             n: v.shape for n, v in expected.items()
         }
         for name in expected:
             assert_close(out[name].numpy(), expected[name])
-    for name, value in model._program.buffers.items():
+    for name, value in program_of(model).buffers.items():
         assert_close(np.asarray(value), reference.state_dict()[name].numpy())
 
 
@@ -82,14 +83,16 @@ def test_each_stage_is_on_its_device():
     model = tt.inference_model(module, device_iterations=60)
     model.anchor_tensor("middle", "activation/b", "final")
     model(x)
-    runner = model._program.runner
+    runner = program_of(model).runner
     assert runner.placement.mesh.devices.shape == (1, 3)
     assert runner.per_pass == 20
-    assert model._program._passes == 3
+    assert program_of(model).passes == 3
     assert model.tensors()["activation/b"].stage == 1
     assert {"param/c.weight", "buffer/norm.running_mean", "input/x"} <= set(model.tensor_names())
     held = [
-        value for key, value in model._program.loop_state.values.items() if isinstance(key, Buffer)
+        value
+        for key, value in program_of(model).loop_state.values.items()
+        if isinstance(key, Buffer)
     ]
     assert held
     assert all(len(value.sharding.device_set) == 3 for value in held)
@@ -119,7 +122,7 @@ def test_anchors_and_records_count_batches():
             model.anchor_tensor(name, tensor, output_mode=mode)
         model(x)
         model(x)
-        assert isinstance(model._program, StagedInferenceProgram) is blocks
+        assert isinstance(program_of(model), StagedInferenceProgram) is blocks
         seen = {name: model.anchored_tensor(name).numpy() for name in anchors}
         for key in sorted(model.records):
             record = model.records[key]
@@ -162,7 +165,7 @@ def test_too_few_devices(monkeypatch, caplog):
     model = tt.inference_model(module, device_iterations=60)
     with caplog.at_level("INFO"):
         out = model(x)
-    assert type(model._program) is InferenceProgram
+    assert type(program_of(model)) is InferenceProgram
     assert "are on 3 devices" in caplog.text
     assert "there are 2" in caplog.text
     assert_close(out["out"].numpy(), plainly(reference, x, 60)["out"])

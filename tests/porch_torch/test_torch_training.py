@@ -5,7 +5,17 @@ import pickle
 
 import pytest
 import torch
-from small_modules import Regression, SeedModel, cut, digits, line, seeded, train_plainly, training
+from small_modules import (
+    Regression,
+    SeedModel,
+    cut,
+    digits,
+    line,
+    program_of,
+    seeded,
+    train_plainly,
+    training,
+)
 from torch import nn
 
 import tailrace as tr
@@ -68,7 +78,7 @@ def test_state_in_shares_and_activations_elsewhere_change_nothing(shared):
             model(*digits(4 * 8, seed=call))
         found.append(weights(module))
     assert_close(found[1], found[0])
-    decided = " ".join(model._program.engine.memory.decisions)
+    decided = " ".join(program_of(model).engine.memory.decisions)
     assert ("2 of 10 leaves" in decided) is shared
 
 
@@ -271,7 +281,7 @@ def test_the_precision_of_products():
     for precision in (None, "highest"):
         model, *_ = training(Regression, precision=precision)
         model.compile(*line(4))
-        program = str(model._program.engine.runner.traced.jaxpr)
+        program = str(program_of(model).engine.runner.traced.jaxpr)
         assert ("HIGHEST" in program) == (precision == "highest")
 
 

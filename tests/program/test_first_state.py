@@ -10,7 +10,7 @@ import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.program.memory import optimizer_state
 from tailrace.program.memory.first_state import FirstState
-from tailrace.program.running.executable import Placement
+from tailrace.program.running.placement import Placement
 
 OPTIMIZERS = {
     "adam": optax.adam(1e-2),

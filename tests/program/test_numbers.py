@@ -8,8 +8,9 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_bits_equal
-from tailrace.program.running.executable import Numbers, Placement
+from tailrace.program.running.executable import Numbers
 from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.placement import Placement
 
 
 @pytest.fixture

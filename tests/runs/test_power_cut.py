@@ -71,7 +71,7 @@ def test_what_counted_survives_a_loss_of_power(tmp_path, monkeypatch):
     with sink.fitting({"catalogue": []}):
         for number in range(3):
             sink.execution(execution(number * 3, 3, [ONES[0], ONES[3]]))
-            sink._flush()
+            sink.flush()
             disk.counted += 3
     chance = random.Random(0)
     worst = [lambda found: found[0], lambda found: found[-1], chance.choice, chance.choice]

@@ -33,7 +33,7 @@ def written(directory, executions=3, meanwhile=lambda number: None):
     with sink.fitting({"catalogue": []}):
         for number in range(executions):
             sink.execution(execution(number * 3, 3, ONES[:2]))
-            sink._flush()
+            sink.flush()
             meanwhile(number)
     return sink
 
@@ -229,10 +229,10 @@ def test_a_full_disk_that_has_room_again(small_disk, monkeypatch, caplog):
     thread = threading.Thread(target=make_room)
     with sink.fitting({"catalogue": []}):
         sink.execution(noise(0))
-        sink._flush()
+        sink.flush()
         thread.start()
         sink.execution(noise(1))
-        sink._flush()
+        sink.flush()
     thread.join(10)
     assert "is full. What is not written waits in memory" in caplog.text
     read = tr.open_run(run)
@@ -250,7 +250,7 @@ def test_a_disk_that_stays_full(small_disk, monkeypatch):
         with sink.fitting({"catalogue": []}):
             for step in range(40):
                 sink.execution(noise(step))
-                sink._flush()
+                sink.flush()
 
     with pytest.raises(
         tr.errors.RunError, match="No space left on device.* steps before are there"
@@ -280,11 +280,11 @@ def test_steps_that_were_not_written_are_a_gap_that_is_seen(tmp_path, monkeypatc
     def fail():
         with sink.fitting({"catalogue": []}):
             sink.execution(execution(0, 3, ones))
-            sink._flush()
+            sink.flush()
             room[0] = False
             for number in range(1, 5):
                 sink.execution(execution(number * 3, 3, ones))
-                sink._flush()
+                sink.flush()
 
     with pytest.raises(tr.errors.RunError, match="No space left"):
         fail()

@@ -28,7 +28,7 @@ def test_a_writer_keeps_nothing_of_what_it_has_written(tmp_path, monkeypatch):
         for number in range(EXECUTIONS):
             sink.execution(execution(number * STEPS, STEPS, ones))
             if number % 50 == 49:
-                sink._flush()
+                sink.flush()
             if number % (EXECUTIONS // 10) == EXECUTIONS // 10 - 1:
                 seen.append(measured(number))
         tracemalloc.stop()

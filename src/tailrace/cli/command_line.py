@@ -6,8 +6,6 @@ with `set_defaults(run=...)`. That function gets the parsed arguments and return
 """
 
 import argparse
-import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from tailrace.cli.look_commands import COMMANDS as LOOK_COMMANDS
 from tailrace.cli.lookback_commands import COMMANDS as LOOKBACK_COMMANDS
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
+from tailrace.cli.targets import call, load
 from tailrace.errors import OptionError, TailraceError
 
 Subparsers = Any  # argparse's own class for this is private
@@ -93,7 +92,7 @@ def _run_benchmark_data(arguments: argparse.Namespace) -> int:
         )
     dataset = as_dataset(load(arguments.target))
     if isinstance(dataset, FromFunction):
-        dataset = _guarded(dataset.make, f"{arguments.target} was called and raised")
+        dataset = call(dataset.make, arguments.target)
     measured = dataset_benchmark(dataset, arguments.epochs, arguments.elements)
     if arguments.json:
         print(measured)
@@ -132,7 +131,7 @@ def tensors(subparsers: Subparsers) -> None:
 def _run_tensors(arguments: argparse.Namespace) -> int:
     found: Any = load(arguments.target, "a trainer", "mypackage.train:make")
     if not hasattr(found, "tensors") and callable(found):
-        found = _guarded(found, f"{arguments.target} was called and raised")
+        found = call(found, arguments.target)
     pair: Any = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     trainer, example = pair
     if not hasattr(trainer, "tensors"):
@@ -246,52 +245,6 @@ def launch(subparsers: Subparsers) -> None:
     from tailrace.devices.processes.launch import add_parser
 
     add_parser(subparsers)
-
-
-def load(target: str, what: str = "a dataset", example: str = "mypackage.data:training_set") -> Any:
-    """The object at MODULE:ATTRIBUTE, also searched in the working directory.
-
-    >>> load("math:pi")
-    3.141592653589793
-    """
-    module_name, colon, attribute = target.partition(":")
-    if not (module_name and colon and attribute):
-        raise OptionError(
-            f"{what.capitalize()} is named as MODULE:ATTRIBUTE, for example {example}. "
-            f"Received: {target!r}."
-        )
-    # `python script.py` finds modules in the script's directory; an installed command does not.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if module_name.endswith(".py"):  # a file, as it was started
-        folder, module_name = os.path.split(os.path.abspath(module_name.removesuffix(".py")))
-        sys.path.insert(0, folder)
-    found = _guarded(
-        lambda: importlib.import_module(module_name), f"importing {module_name!r} raised"
-    )
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise OptionError(
-                f"{target!r} names no {what.split()[-1]}: {module_name!r} was imported, but it has no "
-                f"attribute {attribute!r}."
-            )
-        found = getattr(found, name)
-    return found
-
-
-def call(function: Callable[[], Any], target: str) -> Any:
-    """Call a function that `load` found; its exception becomes one sentence."""
-    return _guarded(function, f"{target} was called and raised")
-
-
-def _guarded(function: Callable[[], Any], what: str) -> Any:
-    """Call the user's code; its exception becomes one sentence."""
-    try:
-        return function()
-    except TailraceError:
-        raise
-    except Exception as error:
-        raise OptionError(f"{what} {type(error).__name__}: {error}") from error
 
 
 COMMANDS: list[Callable[[Subparsers], None]] = [

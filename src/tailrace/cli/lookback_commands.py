@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tailrace.cli.targets import call, load
 from tailrace.errors import OptionError
 
 Subparsers = Any  # argparse's own class for this is private
@@ -127,8 +128,6 @@ def _add_target(parser: argparse.ArgumentParser, optional: bool = False) -> None
 
 def _made(target: str) -> tuple[Any, Any]:
     """The trainer and dataset that the user's function returns."""
-    from tailrace.cli.command_line import call, load
-
     made: Any = load(target, "a function", "train.py:make")
     if callable(made):
         made = call(made, target)

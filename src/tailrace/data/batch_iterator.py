@@ -5,16 +5,14 @@ examples (`indices`). They share one position and give the same batches.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tailrace.data.batch_recipe import BatchRecipe
 from tailrace.data.counts import check_count
 from tailrace.data.trees import Tree, rebuild
 from tailrace.errors import DataError
-
-if TYPE_CHECKING:
-    from tailrace.data.batches import Batches
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
@@ -26,7 +24,7 @@ class BatchIterator:
     use from several threads at once.
     """
 
-    def __init__(self, batches: "Batches", epoch: int = 0) -> None:
+    def __init__(self, batches: BatchRecipe, epoch: int = 0) -> None:
         self.batches = batches
         self.first_epoch = epoch
         self._position = 0

@@ -1,29 +1,21 @@
 """Arrays in memory as a deterministic stream of batches.
 
-`Batches` is the recipe: the arrays and how to cut them. `BatchIterator` (batch_iterator.py) has a
-position, which can be saved and restored. Batch p of the stream depends only on the recipe and p,
-because epoch e is shuffled by a generator seeded with (seed, e). So it does not matter whether the
-stream is read one batch at a time, many at once, or as indices into arrays on a device; nor where
-reading stopped and resumed.
+`Batches` is the recipe: the arrays and how to cut them (batch_recipe.py). `BatchIterator`
+(batch_iterator.py) has a position, which can be saved and restored. Batch p of the stream depends only
+on the recipe and p, because epoch e is shuffled by a generator seeded with (seed, e). So it does not
+matter whether the stream is read one batch at a time, many at once, or as indices into arrays on a
+device; nor where reading stopped and resumed.
 """
 
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tailrace.data.batch_iterator import BatchIterator
+from tailrace.data.batch_recipe import BatchRecipe
 from tailrace.data.counts import check_count
-from tailrace.data.leaves import to_numpy
-from tailrace.data.trees import (
-    Tree,
-    describe,
-    leaf_called,
-    leaves,
-    leaves_with_paths,
-    map_leaves,
-    map_with_paths,
-)
+from tailrace.data.trees import Tree, describe
 from tailrace.errors import DataError
 
 
@@ -32,63 +24,13 @@ class EndlessError(DataError, TypeError):
 
 
 @dataclass(frozen=True, eq=False)
-class Batches:
+class Batches(BatchRecipe):
     """A recipe for batches over a tree of arrays; make it with `tr.batches`.
 
     Iterating it gives a new `BatchIterator` each time. The arrays are referenced, not copied (except
     that a shuffled array that is not contiguous is made so, once): do not write to them while they are
     read.
     """
-
-    arrays: Tree
-    batch_size: int
-    _: KW_ONLY
-    shuffle: bool = False
-    seed: int = 0
-    repeat: bool = False
-    drop_remainder: bool | None = None
-    left_out: tuple[int, ...] = ()
-    """Rows that no batch contains; see `without`."""
-    num_examples: int = field(init=False)
-    """The number of examples: the common leading size of the arrays, without the rows left out."""
-    leaves: tuple[np.ndarray, ...] = field(init=False, repr=False)
-    """The arrays as a flat list, in tree order."""
-
-    def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size, at_least=1)
-        check_count("seed", self.seed, at_least=0)
-        arrays = map_with_paths(_as_array, self.arrays)
-        num_rows = _common_leading_size(leaves_with_paths(arrays))
-        left_out = tuple(sorted({int(row) for row in self.left_out}))
-        if left_out and not 0 <= left_out[0] <= left_out[-1] < num_rows:
-            raise DataError(
-                f"Rows that are left out are numbers from 0 to {num_rows - 1}. Received: {left_out}."
-            )
-        num_examples = num_rows - len(left_out)
-        if not num_examples:
-            raise DataError("There is nothing to cut batches from: all rows are left out.")
-        if self.drop_remainder is True and num_examples < self.batch_size:
-            raise DataError(
-                f"A batch of {self.batch_size} cannot be cut from {num_examples} examples, and "
-                f"drop_remainder=True drops what is smaller. Choose batch_size <= {num_examples}, "
-                "or drop_remainder=False."
-            )
-        if self.shuffle or self.left_out:
-            # np.take copies an array that is not contiguous as a whole, at every call.
-            arrays = map_leaves(np.ascontiguousarray, arrays)
-        # object.__setattr__, because the dataclass is frozen. Counts may be NumPy integers.
-        set_field = object.__setattr__
-        set_field(self, "arrays", arrays)
-        set_field(self, "batch_size", int(self.batch_size))
-        set_field(self, "seed", int(self.seed))
-        set_field(self, "num_examples", num_examples)
-        set_field(self, "left_out", left_out)
-        set_field(self, "leaves", tuple(leaves(arrays)))
-
-    @property
-    def drops(self) -> bool:
-        """Whether a smaller last batch is dropped; by default only evaluation keeps it."""
-        return self.drop_remainder is not False
 
     def keeping_rows(self) -> "Batches":
         """The same batches with a smaller last one, unless `drop_remainder=True`."""
@@ -123,35 +65,6 @@ class Batches:
         iterator = self.iterate(epoch)
         iterator.seek(first)
         return iterator.indices(count)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """The number of batches per pass over the arrays, with a smaller last one if it is kept."""
-        whole, rest = divmod(self.num_examples, self.batch_size)
-        return whole if self.drops or not rest else whole + 1
-
-    @property
-    def whole_batches_per_epoch(self) -> int:
-        """The number of full batches per pass over the arrays."""
-        return self.num_examples // self.batch_size
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all arrays: the memory to hold them on a device."""
-        return sum(leaf.nbytes for leaf in self.leaves)
-
-    def order(self, epoch: int) -> np.ndarray:
-        """The indices of one epoch's examples, in the order of delivery."""
-        count = self.num_examples + len(self.left_out)
-        order = np.arange(count)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(count)
-        return order[~np.isin(order, self.left_out)] if self.left_out else order
-
-    @property
-    def ordered(self) -> bool:
-        """Whether batches are consecutive rows of the arrays, so that no indices are needed."""
-        return not self.shuffle and not self.left_out
 
     def iterate(self, epoch: int = 0) -> BatchIterator:
         """An iterator that starts at `epoch`: over that epoch only, or endless if repeating.
@@ -224,32 +137,3 @@ def batches(
         repeat=repeat,
         drop_remainder=drop_remainder,
     )
-
-
-def _as_array(path: str, leaf: Any) -> np.ndarray:
-    array = to_numpy(path, leaf)
-    if array.ndim == 0:
-        raise DataError(
-            f"Every array needs a leading dimension to cut batches from, but {leaf_called(path)} "
-            f"is a single value ({leaf!r}). A list is read as a tree of arrays: write "
-            "np.asarray([...]) for an array of numbers."
-        )
-    return array
-
-
-def _common_leading_size(named: list[tuple[str, np.ndarray]]) -> int:
-    if not named:
-        raise DataError("There is nothing to cut batches from: the tree holds no array.")
-    first_path, first = named[0]
-    for path, array in named:
-        if 0 in array.shape:
-            raise DataError(
-                f"No dimension may have the size 0, but {leaf_called(path)} has the shape "
-                f"{array.shape}."
-            )
-        if len(array) != len(first):
-            raise DataError(
-                f"All arrays must have the same leading size, but {leaf_called(first_path)} has "
-                f"{len(first)} and {leaf_called(path)} has {len(array)}."
-            )
-    return len(first)

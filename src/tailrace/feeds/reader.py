@@ -19,7 +19,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
-from tailrace.data.batches import Batches
+from tailrace.data.batch_recipe import BatchRecipe
 from tailrace.data.dataset import Dataset
 from tailrace.data.resumable import can_go_back, decode_state, encode_state
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
@@ -39,7 +39,7 @@ _END = object()
 """Marks the end of a dataset; `None` could be an element."""
 
 
-def batch_spec(batches: Batches) -> ElementSpec:
+def batch_spec(batches: BatchRecipe) -> ElementSpec:
     """The spec of the batches of `tr.batches`, from its arrays."""
     size = min(batches.batch_size, batches.num_examples)
     return ElementSpec.of(

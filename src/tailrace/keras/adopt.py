@@ -16,7 +16,7 @@ from tailrace.errors import OptionError
 from tailrace.keras.handles import attach, attached
 from tailrace.keras.keras_internals import PLAIN, functional_class, hook
 from tailrace.keras.model import ASSET, Adopted
-from tailrace.keras.pipelines.assignment import stages_of
+from tailrace.keras.pipelines.stages import stages_of
 from tailrace.keras.scopes import Scopes
 from tailrace.keras.settings.options import Options, Settings
 

@@ -27,7 +27,7 @@ from tailrace.keras.data.batch_counts import (
 from tailrace.keras.data.copied_batches import copied
 from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
 from tailrace.keras.keras_internals import PLAIN
-from tailrace.keras.optimizers.wrappers import overrides
+from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.pipelines.assignment import Assigning
 from tailrace.keras.pipelines.stage_scope import in_scope
 from tailrace.keras.programs.logs import Number

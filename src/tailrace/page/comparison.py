@@ -12,7 +12,7 @@ from tailrace.page.curves import elapsed, speeds
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import number, what_ran
 from tailrace.profiling.profile.profile import Profile
-from tailrace.profiling.profile.texts import time_text
+from tailrace.profiling.profile.quantities import time_text
 from tailrace.runs.profiles import read_profile
 
 

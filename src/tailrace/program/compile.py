@@ -19,8 +19,9 @@ from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.dispatch_lengths import piece_within
-from tailrace.program.running.executable import STEPS, Executable, Placement
+from tailrace.program.running.executable import STEPS, Executable
 from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.placement import Placement
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.tap_selection import look

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -16,8 +15,9 @@ import jax.numpy as jnp
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import name_values
-from tailrace.program.running.executable import Executable, Placement
+from tailrace.program.running.executable import Executable
 from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.placement import Placement
 from tailrace.program.running.segments import cut
 from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.program.tracing.trace import Traced, trace_program
@@ -25,16 +25,6 @@ from tailrace.records.records import Records, take_records
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.naming import Namer
 from tailrace.taps.tap import MOST_BYTES, StopOnNonfinite, check_bytes, parse_taps
-
-
-@dataclasses.dataclass(frozen=True)
-class OnDevice(Placement):
-    """One device, not necessarily the first one."""
-
-    chosen: Any = None
-
-    def _spread(self, *axes: str | None) -> Any:
-        return self.chosen
 
 
 def observe(
@@ -95,7 +85,7 @@ class Observed:
     ) -> None:
         self._function, self.taps, self._seed = function, taps, seed
         self._observe_bytes = observe_bytes
-        self._placement = Placement() if device is None else OnDevice(chosen=device)
+        self._placement = Placement(chosen=device)
         self._device = device
         self._versions: dict[Hashable, tuple[Traced, Sight, list[Executable]]] = {}
         self.calls = 0

@@ -253,7 +253,7 @@ class Run:
         """
         from tailrace.runs.export.tensorboard import write_events
 
-        return write_events(self, logdir, select, every)
+        return write_events(self.records, self.history, logdir, select, every)
 
     def __repr__(self) -> str:
         state = "ended" if self.is_ended else "being written, or interrupted"

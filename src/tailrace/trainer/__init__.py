@@ -4,5 +4,10 @@
       ▲                                   │
     fitting (epochs, validation, signals) ─┴─▶ callbacks, checkpoints
 
+    costs          memory and time: planned, explained, measured
+    observation    the journal, and what is written of a run
+    lookback       steps that ran, run again
+    evaluation, modules, showing
+
 `engine` is what Keras, PyTorch and IPU programs drive too; everything else here is for `tr.Trainer`.
 """

@@ -48,10 +48,10 @@ from tailrace.taps.activation_listing import listing_activations
 from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import GradientDigest, StopOnNonfinite, Tap, parse_taps
 from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
+from tailrace.trainer.costs.memory_plan import on_host, placement_of, plan_memory
+from tailrace.trainer.costs.memory_shortage import within_memory
 from tailrace.trainer.executions import Results, Ticket
-from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
-from tailrace.trainer.memory_shortage import within_memory
-from tailrace.trainer.nonfinite_guard import bad_steps, diagnose, first_bad_step
+from tailrace.trainer.observation.nonfinite_guard import bad_steps, diagnose, first_bad_step
 from tailrace.trainer.sentinel import Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 

@@ -43,20 +43,21 @@ from tailrace.trainer.checks import (
     check_eval_fn,
     check_fingerprint,
 )
+from tailrace.trainer.costs.explain import explained
+from tailrace.trainer.costs.explanation import Explanation
+from tailrace.trainer.costs.profiled import profiled
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
-from tailrace.trainer.explain import Explanation, explained
 from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_call import FitCall
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
-from tailrace.trainer.journal import Journal
-from tailrace.trainer.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.lookback.methods import LookingBack
 from tailrace.trainer.modules.recognition import bind
-from tailrace.trainer.profiled import profiled
+from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.observation.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.showing.look import trainer_html, trainer_text
 from tailrace.trainer.showing.summary import Summary, summarise
 
@@ -526,10 +527,10 @@ class Trainer(LookingBack):
         return summarise(self.engine)
 
     def __repr__(self) -> str:
-        return trainer_text(self)
+        return trainer_text(self.engine, self.history, self.records)
 
     def _repr_html_(self) -> str:
-        return trainer_html(self)
+        return trainer_html(self.engine, self.history, self.records)
 
     def report(self) -> PipelineReport:
         """What each stage of a pipeline costs, how long it waits, and what would help.

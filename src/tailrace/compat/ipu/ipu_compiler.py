@@ -16,22 +16,21 @@ from tailrace.compat.ipu.errors import (
     IPUValueError,
     OutOfRangeError,
 )
+from tailrace.compat.ipu.graph.discovery import discover, keras_scope
 from tailrace.compat.ipu.graph.gradients import evaluate
-from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.result import Result
 from tailrace.compat.ipu.graph.seeding import seeding
 from tailrace.compat.ipu.graph.state import (
     Found,
     Keep,
     Scope,
-    discover,
-    is_variable,
-    keras_scope,
     scope_of,
     value_of,
     write_host,
 )
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.loops import NeedsNumber
+from tailrace.compat.ipu.pipelining.pipelines import PipelineProgram
 from tailrace.compat.ipu.scopes import current_ordinal
 from tailrace.compat.originals.missing import missing_from
 from tailrace.devices import devices
@@ -164,8 +163,6 @@ class CompiledOp:
                 "A training pipeline and a loop stand in one compiled program. Compile the loop by "
                 "itself, or use repeat_count= of the pipeline."
             )
-        from tailrace.compat.ipu.pipelining.pipelines import PipelineProgram
-
         return PipelineProgram(computation, self._ordinal)
 
 
@@ -218,67 +215,6 @@ class _Version:
         return jax.tree.unflatten(jax.tree.structure(form), out)
 
 
-class Result:
-    """What a computation returned: its tensors, and how to give them back."""
-
-    def __init__(self, out: Any, plain: bool = False) -> None:
-        self._out, self._plain = out, plain
-        self.tensors: list[Any] = []
-        self._walk(out)
-
-    def _walk(self, out: Any, ended: bool = False) -> bool:
-        if isinstance(out, dict):
-            for value in out.values():
-                ended = self._walk(value, ended)
-            return ended
-        if isinstance(out, list | tuple):
-            for value in out:
-                ended = self._walk(value, ended)
-            return ended
-        if out is None or isinstance(out, Operation):
-            return True
-        if ended and not self._plain:
-            raise IPUValueError(
-                "A computation returns zero or more Tensor values followed by zero or more "
-                "Operations."
-            )
-        if is_variable(out):
-            out = value_of(out)
-        self.tensors.append(jnp.asarray(out))
-        return ended
-
-    def with_values(self, values: list[Any]) -> Any:
-        """The same structure with these tensors; operations left away."""
-        rest = iter(values)
-
-        def again(out: Any) -> Any:
-            if isinstance(out, dict):
-                return {key: again(value) for key, value in out.items() if not _is_done(value)}
-            if isinstance(out, list | tuple):
-                return [again(value) for value in out if not _is_done(value)]
-            return next(rest)
-
-        if not values:
-            return None
-        found = again(self._out)
-        return found if isinstance(found, list | dict) else [found]
-
-    def as_returned(self, values: list[Any]) -> Any:
-        """What the computation returned, with these tensors; None for operations."""
-        rest = iter(values)
-
-        def again(out: Any) -> Any:
-            if isinstance(out, dict):
-                return {key: again(value) for key, value in out.items()}
-            if isinstance(out, tuple) and hasattr(out, "_fields"):
-                return type(out)(*(again(value) for value in out))
-            if isinstance(out, list | tuple):
-                return type(out)(again(value) for value in out)
-            return None if _is_done(out) else next(rest)
-
-        return again(self._out)
-
-
 _FOREIGN = (
     "An operation of TensorFlow or numpy was given a value of the program{where}. Functions, bodies of "
     "loops and stages compute with keras.ops or jax.numpy: keras.ops.mean for tf.reduce_mean."
@@ -293,10 +229,6 @@ def _user_line(error: BaseException) -> str:
         if not is_library(frame.filename) and "site-packages" not in frame.filename
     ]
     return f", at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
-
-
-def _is_done(value: Any) -> bool:
-    return value is None or isinstance(value, Operation)
 
 
 def _is_number(value: Any) -> bool:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from tailrace.compat.ipu.errors import (
@@ -18,10 +19,11 @@ from tailrace.compat.ipu.errors import (
     NotFoundError,
 )
 from tailrace.compat.ipu.graph.operations import Operation
-from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.state import current, inside
 from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import DataError
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.jaxprs.marks import current_trace, dequeue
 
 ALLOWED = ("int32", "float32", "float16", "bool", "int8", "uint8")
 """The dtypes that a feed takes, as in the original."""
@@ -235,15 +237,21 @@ class IPUIterator:
                 "Accessing dataset elements can not be accessed in eager mode when inside "
                 "'IPUStrategy'. Take them in a function given to strategy.run, or outside the scope."
             )
-        from tailrace.compat.ipu.loops import next_element
-
-        return next_element(self.infeed_queue)
+        return _next_element(self.infeed_queue)
 
     get_next = __next__
 
     def get_next_as_optional(self) -> Any:
         """Refused, as in the original."""
         raise IPUNotImplementedError("get_next_as_optional() is not available on an IPUIterator.")
+
+
+def _next_element(infeed_queue: IPUInfeedQueue) -> Any:
+    """The next element of an infeed, at this place of the program (outside of `repeat`)."""
+    trace = current_trace("next(iterator)")
+    looking = inside("next(iterator)").looking
+    queue = infeed_queue.take_part(None if looking else trace.replicas)
+    return dequeue(jnp.int32(0), queue, queue.spec().tree())
 
 
 class IPUOwnedIterator(IPUIterator):

@@ -20,7 +20,7 @@ from tailrace.compat.originals.missing import missing_from
 from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.internals import Tracer
-from tailrace.jaxprs.marks import current_trace, dequeue, inside_loop
+from tailrace.jaxprs.marks import current_trace, inside_loop
 from tailrace.messages import note_once
 from tailrace.program import loops as engine
 
@@ -205,14 +205,6 @@ class _Loop:
                 f"Mismatch between input types and output types for loop body: {was} vs {now}. A "
                 f"body returns the values it carries, of the same number and dtypes."
             )
-
-
-def next_element(infeed_queue: IPUInfeedQueue) -> Any:
-    """The next element of an infeed, at this place of the program (outside of `repeat`)."""
-    trace = current_trace("next(iterator)")
-    looking = inside("next(iterator)").looking
-    queue = infeed_queue.take_part(None if looking else trace.replicas)
-    return dequeue(jnp.int32(0), queue, queue.spec().tree())
 
 
 def _check_arity(

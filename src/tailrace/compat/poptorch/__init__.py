@@ -41,7 +41,6 @@ from tailrace.compat.poptorch.executor import registerPreCompileHook as register
 from tailrace.compat.poptorch.executor import trainingModel as trainingModel
 from tailrace.compat.poptorch.loader import AsynchronousDataAccessor as AsynchronousDataAccessor
 from tailrace.compat.poptorch.loader import DataLoader as DataLoader
-from tailrace.compat.poptorch.locations import TensorLocationSettings as TensorLocationSettings
 from tailrace.compat.poptorch.ops import CPU as CPU
 from tailrace.compat.poptorch.ops import Attribute as Attribute
 from tailrace.compat.poptorch.ops import BeginBlock as BeginBlock
@@ -68,14 +67,21 @@ from tailrace.compat.poptorch.ops import set_available_memory as set_available_m
 from tailrace.compat.poptorch.ops import set_overlap_for_input as set_overlap_for_input
 from tailrace.compat.poptorch.ops import set_overlap_for_output as set_overlap_for_output
 from tailrace.compat.poptorch.ops import setLogLevel as setLogLevel
-from tailrace.compat.poptorch.option_files import ConfigFileError as ConfigFileError
 from tailrace.compat.poptorch.options import Options as Options
-from tailrace.compat.poptorch.strategies import ParallelPhasedExecution as ParallelPhasedExecution
-from tailrace.compat.poptorch.strategies import Phase as Phase
-from tailrace.compat.poptorch.strategies import PipelinedExecution as PipelinedExecution
-from tailrace.compat.poptorch.strategies import SerialPhasedExecution as SerialPhasedExecution
-from tailrace.compat.poptorch.strategies import ShardedExecution as ShardedExecution
-from tailrace.compat.poptorch.strategies import Stage as Stage
+from tailrace.compat.poptorch.settings.locations import (
+    TensorLocationSettings as TensorLocationSettings,
+)
+from tailrace.compat.poptorch.settings.option_files import ConfigFileError as ConfigFileError
+from tailrace.compat.poptorch.settings.strategies import (
+    ParallelPhasedExecution as ParallelPhasedExecution,
+)
+from tailrace.compat.poptorch.settings.strategies import Phase as Phase
+from tailrace.compat.poptorch.settings.strategies import PipelinedExecution as PipelinedExecution
+from tailrace.compat.poptorch.settings.strategies import (
+    SerialPhasedExecution as SerialPhasedExecution,
+)
+from tailrace.compat.poptorch.settings.strategies import ShardedExecution as ShardedExecution
+from tailrace.compat.poptorch.settings.strategies import Stage as Stage
 from tailrace.torch.tracing.losses import identity_loss as identity_loss
 
 __getattr__, __dir__ = missing_from(__name__)

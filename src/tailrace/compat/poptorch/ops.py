@@ -10,7 +10,7 @@ import jax
 import torch
 
 from tailrace.compat.originals.missing import missing_from
-from tailrace.compat.poptorch.containers import noted
+from tailrace.compat.poptorch.settings.containers import noted
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.tracing import blocks
 from tailrace.torch.tracing.printing import print_tensor

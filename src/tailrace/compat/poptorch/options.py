@@ -10,24 +10,40 @@ import torch
 
 from tailrace.compat.originals.missing import missing_from
 from tailrace.compat.poptorch import enums
-from tailrace.compat.poptorch.containers import OptionsDict, noted
-from tailrace.compat.poptorch.locations import TensorLocationOptions
-from tailrace.compat.poptorch.option_files import ConfigFileError as ConfigFileError
-from tailrace.compat.poptorch.option_files import (
+from tailrace.compat.poptorch.ops import Attribute as Attribute
+from tailrace.compat.poptorch.settings.containers import OptionsDict, noted
+from tailrace.compat.poptorch.settings.locations import TensorLocationOptions
+
+# What the original had in this module, and has a file of its own here.
+from tailrace.compat.poptorch.settings.locations import (
+    TensorLocationSettings as TensorLocationSettings,
+)
+from tailrace.compat.poptorch.settings.option_files import ConfigFileError as ConfigFileError
+from tailrace.compat.poptorch.settings.option_files import (
     calling,
     named_setter,
     read_line,
     read_object,
     read_text,
 )
-from tailrace.compat.poptorch.option_groups import (
+from tailrace.compat.poptorch.settings.option_groups import (
     DistributedOptions,
     JitOptions,
     PopartOptions,
     PrecisionOptions,
     TrainingOptions,
 )
-from tailrace.compat.poptorch.strategies import PipelinedExecution, _Strategy
+from tailrace.compat.poptorch.settings.strategies import (
+    ParallelPhasedExecution as ParallelPhasedExecution,
+)
+from tailrace.compat.poptorch.settings.strategies import Phase as Phase
+from tailrace.compat.poptorch.settings.strategies import PipelinedExecution as PipelinedExecution
+from tailrace.compat.poptorch.settings.strategies import (
+    SerialPhasedExecution as SerialPhasedExecution,
+)
+from tailrace.compat.poptorch.settings.strategies import ShardedExecution as ShardedExecution
+from tailrace.compat.poptorch.settings.strategies import Stage as Stage
+from tailrace.compat.poptorch.settings.strategies import _Strategy
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
 from tailrace.torch.calls.options import ModelOptions
@@ -356,18 +372,4 @@ def _enum_member(value: Any) -> Any:
     return value
 
 
-_ELSEWHERE = (
-    "Attribute",
-    "ParallelPhasedExecution",
-    "Phase",
-    "PipelinedExecution",
-    "SerialPhasedExecution",
-    "ShardedExecution",
-    "Stage",
-    "TensorLocationSettings",
-)
-"""What the original had in this module, and has a file of its own here."""
-
-__getattr__, __dir__ = missing_from(
-    __name__, {name: f"tailrace.compat.poptorch:{name}" for name in _ELSEWHERE}
-)
+__getattr__, __dir__ = missing_from(__name__)

@@ -34,7 +34,7 @@ from tailrace.trainer.checkpoints.snapshot import (
 )
 from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.fitting.interrupts import Interrupts
-from tailrace.trainer.monitoring import Monitor
+from tailrace.trainer.observation.monitoring import Monitor
 
 LOOKED_AT = 4
 """At how many batches of an iterator Keras may look beforehand; it is two."""

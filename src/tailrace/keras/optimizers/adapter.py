@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import keras
 
 from tailrace.errors import OptionError, ProgramError
+from tailrace.keras.optimizers.application import applied, overrides
 from tailrace.keras.optimizers.wrapper import asked, scaled_twice
 from tailrace.keras.optimizers.wrappers import (
     MapGradientOptimizer,
     chain_of,
-    overrides,
     wrappers_by_scale,
     wrappers_of,
 )
 from tailrace.keras.outfeed_layers import scale_is_elsewhere
 from tailrace.keras.programs.variables import SCALE, Layout
-
-
-def applied(
-    optimizer: Any, kept: Sequence[Any], grads: Sequence[Any], values: Sequence[Any], variables: Any
-) -> tuple[list[Any], list[Any]]:
-    """One update by an optimizer: the new values of the variables, and its own.
-
-    `stateless_apply` passes by an overridden `apply_gradients`; that is called here.
-    """
-    if not overrides(optimizer, "apply_gradients", keras.optimizers.Optimizer):
-        values, kept = optimizer.stateless_apply(list(kept), list(grads), list(values))
-        return list(values), list(kept)
-    own = optimizer.variables
-    mapping = [*zip(variables, values, strict=True), *zip(own, kept, strict=True)]
-    with keras.StatelessScope(state_mapping=mapping) as scope:
-        optimizer.apply_gradients(zip(grads, variables, strict=True))
-    return (
-        [scope.get_current_value(v) for v in variables],
-        [scope.get_current_value(v) for v in own],
-    )
 
 
 def check_optimizer(optimizer: Any) -> None:

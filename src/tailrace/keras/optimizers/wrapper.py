@@ -19,6 +19,7 @@ from typing import Any
 import keras
 
 from tailrace.errors import OptionError
+from tailrace.keras.optimizers.application import applied, overrides
 from tailrace.keras.programs.variables import scaling
 
 _asked: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
@@ -34,11 +35,6 @@ def asked(wrappers: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         _asked.reset(token)
-
-
-def overrides(thing: Any, name: str, base: type) -> bool:
-    """Whether the class of `thing` has a version of its own of a method of `base`."""
-    return getattr(type(thing), name, None) is not getattr(base, name)
 
 
 class Wrapper(keras.optimizers.Optimizer):
@@ -104,8 +100,6 @@ class Wrapper(keras.optimizers.Optimizer):
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[Any], list[Any]]:
         """One update, by the optimizer inside."""
-        from tailrace.keras.optimizers.adapter import applied
-
         variables = self._wrapped_variables
         grads, group = self._ask(list(grads), lambda: trainable_variables, variables)
         with asked(group):

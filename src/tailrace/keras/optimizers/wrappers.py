@@ -10,7 +10,6 @@ import keras
 
 from tailrace.errors import OptionError
 from tailrace.keras.optimizers.wrapper import Wrapper as Wrapper
-from tailrace.keras.optimizers.wrapper import overrides as overrides
 from tailrace.keras.programs.variables import scaling
 from tailrace.messages import note_once
 from tailrace.program.in_program import cross_replica_mean

@@ -11,16 +11,14 @@ import keras
 import numpy as np
 
 from tailrace.errors import OptionError, ProgramError
-from tailrace.keras.handles import attached, settings_of
+from tailrace.keras.handles import attached
 from tailrace.keras.pipelines.assignment_classes import (
     NestedModelStageAssignment,
     assigned,
-    noted_stages,
     plain_stages,
 )
 from tailrace.keras.pipelines.graph import Call, Tensor, flow_of, has_flow, run_flow
-from tailrace.keras.pipelines.stage_scope import CALLS, MADE
-from tailrace.keras.pipelines.staged_forward import noted_in_call
+from tailrace.keras.pipelines.stages import stages_of
 from tailrace.keras.settings.options import Settings
 from tailrace.pipeline.balance_cuts import balanced_cut
 
@@ -91,21 +89,6 @@ class Assigning:
         show = print if print_fn is None else print_fn
         for line in summary(self.model, line_length):
             show(line)
-
-
-def stages_of(model: Any) -> list[Any] | None:
-    """The stages of a model, set or named where its layers are called; None if it has none."""
-    settings = settings_of(model)
-    if settings.options.pipeline_stage_assignment is not None or settings.ignores_notes:
-        return settings.options.pipeline_stage_assignment
-    if isinstance(model, keras.Sequential) or not model.built:
-        return None
-    marked = any(CALLS in layer.__dict__ or MADE in layer.__dict__ for layer in model.layers)
-    if not marked:
-        return None
-    found = noted_stages(model) if has_flow(model) else noted_in_call(model)
-    settings.options.pipeline_stage_assignment = found
-    return found
 
 
 # -- stages by cost -----------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Batches, Block, Form
 from tailrace.keras.data.resident_batches import ResidentBatches
 from tailrace.keras.handles import settings_of
-from tailrace.keras.programs.logs import Later, Number, Series, Unheard
+from tailrace.keras.programs.logs import Later, Number, Series, Unheard, Values
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.messages import note_once
-from tailrace.program.running.executable import Placement
+from tailrace.program.running.placement import Placement
 
 
 def as_element(batch: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Executions:
         self._sharding = placement.shared_out
         self.names: dict[str, tuple[int, ...]] = {}
         """The metrics in the logs, and their shapes."""
-        self.latest: dict[str, Series] = {}
+        self.latest: dict[str, Values] = {}
         """Those of the latest dispatch that are numbers."""
         self._latest_count = 0
         self._room = 1
@@ -182,14 +182,14 @@ class Executions:
         del steps
         return {name: float(Number(values, step)) for name, values in result.items()}
 
-    def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Series]:
+    def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Values]:
         """The metrics that are numbers, as one dispatch or several sent them out."""
         reduce = settings_of(self.model).metric_reduction
         return {
             name: Series([part[name] for part in sent], self.replicas, reduce) for name in sent[0]
         }
 
-    def logs(self, series: Mapping[str, Series]) -> dict[str, Any]:
+    def logs(self, series: Mapping[str, Values]) -> dict[str, Any]:
         """The metrics after a dispatch, still on their way."""
         if self._resumed is not None:  # nothing has run yet
             return _logs_of(self._resumed)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 
-class Series:
+class Values(ABC):
+    """A value of an execution: on the device until it is read."""
+
+    @abstractmethod
+    def host(self) -> np.ndarray:
+        """All that there is of it."""
+
+    @abstractmethod
+    def at(self, step: int) -> Any:
+        """The value of one step, one for all replicas."""
+
+
+class Series(Values):
     """A value of each step of an execution: on the device until it is read.
 
     Args:
@@ -38,11 +51,15 @@ class Series:
         return self._reduce(values) if self._replicas > 1 else values
 
 
-class Final(Series):
+class Final(Values):
     """A value that is known after the last step of a dispatch only."""
 
     def __init__(self, leaf: Any) -> None:
-        super().__init__([leaf], 1, np.asarray)
+        self._leaf = leaf
+
+    def host(self) -> np.ndarray:
+        """The value, in an array of one."""
+        return np.asarray(self._leaf).reshape(-1)
 
     def at(self, step: int) -> Any:
         """The value, whichever step is asked for: nobody asks for one before the last."""
@@ -53,7 +70,7 @@ class Final(Series):
 class Number:
     """One entry of the logs; reading it waits for the device."""
 
-    def __init__(self, series: Series, step: int = -1) -> None:
+    def __init__(self, series: Values, step: int = -1) -> None:
         self._series, self._step = series, step
 
     def __float__(self) -> float:

@@ -16,16 +16,17 @@ from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.keras.data.batch_source import Block
 from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import check_optimizer
-from tailrace.keras.optimizers.wrappers import Wrapper, overrides
+from tailrace.keras.optimizers.application import overrides
+from tailrace.keras.optimizers.wrappers import Wrapper
 from tailrace.keras.outfeed_layers import silent
 from tailrace.keras.programs.executions import Executions, as_batch, exact
 from tailrace.keras.programs.variables import Layout, for_replicas, merged, on_one_device
 from tailrace.messages import note_once
 from tailrace.pipeline.running.forward_only import ForwardRunner, stages_in
 from tailrace.program.loops import repeat_with, whole
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import on_device
 from tailrace.records.history import History
 
@@ -53,7 +54,7 @@ class Looping(Executions):
         self.out = OutfeedQueue()
         self._pipeline = settings_of(model).forward_pipeline()
         """The stages that the step goes through; None: it runs whole on one device."""
-        self._runners: dict[Any, LoopRunner] = {}
+        self.runners: dict[Any, LoopRunner] = {}
         self._active: tuple[LoopRunner, LoopState] | None = None
         self._token = tuple([None] * len(self.kinds))  # an object of its own
         self._start: tuple[list[Any], list[Any]] | None = None
@@ -142,13 +143,13 @@ class Looping(Executions):
     def _runner_for(self, block: Block) -> LoopRunner:
         form, count = block.form, block.count // self.replicas
         key = (form, count) if self._pipeline else form
-        if key not in self._runners:
+        if key not in self.runners:
             form.feed.bind_replicas(self.replicas)
             shapes = [[_shape(v) for v in kind.all] for kind in self.variables]
             read, carried = tuple(shapes[: self.read_only]), tuple(shapes[self.read_only :])
             if self._pipeline is not None:
                 try:
-                    self._runners[key] = self._through_stages(read, carried, form.feed, count)
+                    self.runners[key] = self._through_stages(read, carried, form.feed, count)
                 except (DeviceError, PipelineError, PlanError, ReplicaError) as error:
                     note_once(
                         f"{self.called} runs the whole model on one device of each replica, not as a "
@@ -157,8 +158,8 @@ class Looping(Executions):
                     self._pipeline = None
                     return self._runner_for(block)
             else:
-                self._runners[key] = self._whole_model(read, carried, form.feed)
-        return self._runners[key]
+                self.runners[key] = self._whole_model(read, carried, form.feed)
+        return self.runners[key]
 
     def _advanced(self, carried: Any, element: Any, read: Any) -> tuple[Any, Any]:
         """What one batch sends out, and what is carried on."""

@@ -24,20 +24,21 @@ from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
 from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import Updates
-from tailrace.keras.optimizers.wrappers import overrides, wrappers_of
+from tailrace.keras.optimizers.application import overrides
+from tailrace.keras.optimizers.wrappers import wrappers_of
 from tailrace.keras.outfeed_layers import OutfeedOptimizer, check_wrappers
 from tailrace.keras.programs.executions import Executions, as_batch, part
-from tailrace.keras.programs.logs import Final, Series
+from tailrace.keras.programs.logs import Final, Values
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
-from tailrace.program.running.executable import Placement
+from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.taps.tap import MOST_BYTES, Tap
-from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
 from tailrace.trainer.fitting.pace import pace_for
-from tailrace.trainer.journal import Journal
+from tailrace.trainer.observation.description import describe
+from tailrace.trainer.observation.journal import Journal
 
 
 class Training(Executions):
@@ -332,7 +333,7 @@ class Training(Executions):
         own = overrides(self.model, "compute_metrics", keras.Model)
         return not self.pacing.listeners or (steps >= dispatch_table.QUIET_FROM and not own)
 
-    def _metrics_now(self, engine: Engine) -> dict[str, Series]:
+    def _metrics_now(self, engine: Engine) -> dict[str, Values]:
         """The metrics that are numbers, computed from their variables as they are now."""
         state = engine.runner.carried(engine.loop_state).model_state
         found = self._results(self.layout.metrics.values(state))

@@ -19,6 +19,7 @@ from tailrace.keras.outfeed_layers import check_wrappers
 from tailrace.keras.pipelines.assignment_classes import check_no_gaps
 from tailrace.keras.pipelines.graph import has_flow
 from tailrace.keras.pipelines.staged_forward import StagedCall, StagedFlow
+from tailrace.keras.pipelines.stages import stages_of
 from tailrace.messages import note_once
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_only import ForwardPipeline
@@ -170,8 +171,6 @@ class Settings:
     @property
     def stages(self) -> list[Any] | None:
         """The stage of each layer call; None without a pipeline."""
-        from tailrace.keras.pipelines.assignment import stages_of
-
         return stages_of(self.model)
 
     @property

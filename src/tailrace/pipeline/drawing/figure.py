@@ -6,7 +6,7 @@ has work is not there, because the engine skips it: the width of the picture is 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tailrace.errors import PlanError
 from tailrace.pipeline.drawing import grid
@@ -14,13 +14,12 @@ from tailrace.pipeline.drawing.canvas import Canvas
 from tailrace.pipeline.drawing.grid import Drawing
 from tailrace.pipeline.drawing.painting import TEXT, paint
 from tailrace.pipeline.drawing.panel import MARGIN, label_room, lanes, lay_out
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
+from tailrace.pipeline.schedule.stash import total as stash_total
 
 
 def draw(
-    plan: "Plan", title: str | None = None, max_ticks: int = 40, max_devices: int = 16
+    plan: PlannedTicks, title: str | None = None, max_ticks: int = 40, max_devices: int = 16
 ) -> Drawing:
     """One plan as an SVG.
 
@@ -38,7 +37,7 @@ def draw(
 
 
 def compare_plans(
-    *plans: "Plan",
+    *plans: PlannedTicks,
     titles: Sequence[str] = (),
     layout: Literal["rows", "columns"] = "rows",
     max_ticks: int = 40,
@@ -86,13 +85,13 @@ def compare_plans(
     return Drawing(canvas.svg(width, height, "; ".join(grid.summary(plan) for plan in plans)))
 
 
-def _verdict(plans: Sequence["Plan"]) -> str:
+def _verdict(plans: Sequence[PlannedTicks]) -> str:
     """The comparison in one line."""
     ticks = " against ".join(str(plan.num_ticks) for plan in plans)
-    stash = " against ".join(str(plan.stash_total) for plan in plans)
+    stash = " against ".join(str(stash_total(plan)) for plan in plans)
     return f"{ticks} ticks" + (f"; {stash} stash slots" if plans[0].training else "")
 
 
-def _title(plan: "Plan") -> str:
+def _title(plan: PlannedTicks) -> str:
     work = "training" if plan.training else "inference"
     return f"{plan.schedule.value.capitalize()}, {plan.stages} stages, {work}"

@@ -9,12 +9,10 @@ Where a device hosts several stages the stage comes first: `F1.3` is microbatch 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from tailrace.pipeline.schedule import simulator, stash
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 from tailrace.pipeline.schedule.units import Tick, Unit
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
 
 _GAP = "..."
 
@@ -43,7 +41,7 @@ def visible(count: int, limit: int) -> list[int | None]:
     return shown
 
 
-def draw(plan: "Plan", max_ticks: int = 64, max_devices: int = 32) -> Drawing:
+def draw(plan: PlannedTicks, max_ticks: int = 64, max_devices: int = 32) -> Drawing:
     """The whole grid with its phases and stash; the middle of a large plan is left out.
 
     Args:
@@ -61,7 +59,7 @@ def draw(plan: "Plan", max_ticks: int = 64, max_devices: int = 32) -> Drawing:
     return Drawing("\n".join(line.rstrip() for line in lines))
 
 
-def draw_around(plan: "Plan", t: int, device: int, reach: int = 5) -> Drawing:
+def draw_around(plan: PlannedTicks, t: int, device: int, reach: int = 5) -> Drawing:
     """The neighbourhood of tick `t`, with an arrow at the row of a device and a mark below."""
     columns: list[int | None] = list(range(max(0, t - reach), min(plan.num_ticks, t + reach + 1)))
     # A broken plan may name a device that the mapping does not have.
@@ -77,29 +75,33 @@ def draw_around(plan: "Plan", t: int, device: int, reach: int = 5) -> Drawing:
     return Drawing("\n".join(line.rstrip() for line in lines))
 
 
-def summary(plan: "Plan") -> str:
+def summary(plan: PlannedTicks) -> str:
     """One line about a plan."""
     work = "training" if plan.training else "inference"
     text = f"{plan.schedule}, {plan.stages} stages, {plan.microbatches} microbatches, {work}"
     if plan.own_ticks is not None:
         # A hand-written plan may be broken, and a broken one has no meaningful bubble.
         return f"{text}: {plan.num_ticks} ticks of its own"
-    return f"{text}: {plan.num_ticks} ticks, bubble {plan.bubble * 100:.1f} %"
+    return f"{text}: {plan.num_ticks} ticks, bubble {simulator.bubble(plan) * 100:.1f} %"
 
 
-def stash_line(plan: "Plan") -> str:
+def stash_line(plan: PlannedTicks) -> str:
     """The stash in words: the total, then the slots of each stage."""
     shown = visible(plan.stages, 16)
     slots = [_GAP if s is None else _slots_of(plan, s) for s in shown]
-    return f"{plan.stash_total} slots: {', '.join(slots)}"
+    return f"{stash.total(plan)} slots: {', '.join(slots)}"
 
 
-def _slots_of(plan: "Plan", stage: int) -> str:
+def _slots_of(plan: PlannedTicks, stage: int) -> str:
     devices = len(set(plan.placement[stage]))
-    return f"{plan.slots(stage)}" if devices == 1 else f"{devices} x {plan.slots(stage)}"
+    return (
+        f"{stash.slots(plan, stage)}" if devices == 1 else f"{devices} x {stash.slots(plan, stage)}"
+    )
 
 
-def _table(plan: "Plan", columns: Sequence[int | None], rows: Sequence[int | str]) -> list[str]:
+def _table(
+    plan: PlannedTicks, columns: Sequence[int | None], rows: Sequence[int | str]
+) -> list[str]:
     """The header and a line for each row, columns aligned."""
     several = _has_shared_devices(plan)
     cells = [
@@ -130,7 +132,7 @@ def _widths(columns: list[tuple[str, ...]], several: bool) -> list[int]:
     return [width + 1 if width <= 3 else width for width in widths]
 
 
-def _has_shared_devices(plan: "Plan") -> bool:
+def _has_shared_devices(plan: PlannedTicks) -> bool:
     return sum(len(set(stage)) for stage in plan.placement) > len(plan.devices)
 
 
@@ -157,7 +159,7 @@ def _column_starts(header: str, columns: Sequence[int | None]) -> list[int]:
     return starts
 
 
-def _phase_line(plan: "Plan", columns: Sequence[int | None], header: str) -> str:
+def _phase_line(plan: PlannedTicks, columns: Sequence[int | None], header: str) -> str:
     """The names of the phases above the columns where each begins."""
     starts = _column_starts(header, columns)
     line = " " * starts[0]

@@ -2,6 +2,7 @@
 
 from tailrace.pipeline.drawing.canvas import Canvas
 from tailrace.pipeline.drawing.panel import CELL, GAP, HEAD, MARGIN, Column, Panel
+from tailrace.pipeline.schedule import simulator, stash
 from tailrace.pipeline.schedule.units import Unit
 
 TEXT = "#1f2933"
@@ -31,7 +32,7 @@ def _paint_head(canvas: Canvas, panel: Panel) -> None:
     canvas.text(MARGIN, 26, panel.title, size=15, fill=TEXT, weight="600")
     facts = f"{plan.microbatches} microbatches, {plan.num_ticks} ticks"
     if plan.own_ticks is None:
-        facts += f", bubble {plan.bubble * 100:.1f} %"
+        facts += f", bubble {simulator.bubble(plan) * 100:.1f} %"
     canvas.text(MARGIN, 43, facts, size=11.5, fill=_FAINT)
 
 
@@ -132,14 +133,14 @@ def _paint_stash(canvas: Canvas, panel: Panel) -> None:
     for lane in panel.lanes:
         if lane.device is None:
             continue
-        slots = panel.plan.slots(lane.stage)
+        slots = stash.slots(panel.plan, lane.stage)
         canvas.text(x + 19, lane.y + 17, str(slots), size=11.5, fill=TEXT, anchor="end")
         for i in range(min(slots, 32)):
             row, place = divmod(i, 16)
             top = lane.y + (5 if slots > 16 else 10)
             canvas.rect(x + 24 + 7 * place, top + 9 * row, 5, 7, _LINE, 1)
     y = panel.bottom + 15
-    canvas.text(x, y, f"{panel.plan.stash_total} slots in all", size=11, fill=TEXT)
+    canvas.text(x, y, f"{stash.total(panel.plan)} slots in all", size=11, fill=TEXT)
 
 
 def _paint_legend(canvas: Canvas, panel: Panel) -> None:

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tailrace.pipeline.drawing.grid import visible
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 from tailrace.pipeline.schedule.units import Tick
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
 
 CELL, GAP, MARGIN = 26, 2, 16
 HEAD, STASH = 74, 160
@@ -39,7 +37,7 @@ class Lane(NamedTuple):
 class Panel:
     """One plan, laid out."""
 
-    plan: "Plan"
+    plan: PlannedTicks
     title: str
     columns: list[Column]
     ticks: dict[int, Tick]
@@ -78,7 +76,7 @@ def label_room(lanes: Sequence[Lane]) -> tuple[float, float]:
 
 
 def lay_out(
-    plan: "Plan",
+    plan: PlannedTicks,
     title: str,
     max_ticks: int,
     lanes: list[Lane],
@@ -105,7 +103,7 @@ def lay_out(
     return Panel(plan, title, columns, ticks, lanes, stage_room)
 
 
-def lanes(plan: "Plan", max_devices: int) -> list[Lane]:
+def lanes(plan: PlannedTicks, max_devices: int) -> list[Lane]:
     """A lane for every stage of every device that is shown, from top to bottom."""
     hosted: dict[int, list[int]] = {device: [] for device in plan.devices}
     for stage, devices in enumerate(plan.placement):
@@ -126,7 +124,7 @@ def lanes(plan: "Plan", max_devices: int) -> list[Lane]:
     return lanes
 
 
-def _lane_label(plan: "Plan", stage: int, device: int) -> str:
+def _lane_label(plan: PlannedTicks, stage: int, device: int) -> str:
     """The name of a stage; of a group, the names or letters of the members on this device."""
     members = [i for i, place in enumerate(plan.placement[stage]) if place == device]
     name = plan.names[stage] if plan.names else None

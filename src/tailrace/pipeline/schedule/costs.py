@@ -6,14 +6,12 @@ device. Arrays indexed by unit: `virtual`, `device` (a row, not a device number)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
 from tailrace.errors import PlanError
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 
 Times = float | Sequence[float | Sequence[float]]
 
@@ -53,11 +51,12 @@ class Costs:
         counts: Any = self.first[virtual + 1] - self.first[virtual]
         ends: Any = np.cumsum(counts)
         first: Any = self.first[virtual]
-        return np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+        units: Any = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+        return units
 
 
 def costs_of(
-    plan: "Plan",
+    plan: PlannedTicks,
     forward: Times,
     backward: Times | None,
     transfer: float | Sequence[float],
@@ -106,7 +105,7 @@ def costs_of(
     )
 
 
-def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
+def member_times(plan: PlannedTicks, times: Any, name: str) -> list[list[float]]:
     """Times for each member of each stage, from one number, one a stage, or lists for groups."""
     if _is_number(times):
         times = [times] * plan.stages
@@ -122,7 +121,7 @@ def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
     return [_stage_times(plan, stage, each, name) for stage, each in enumerate(times)]
 
 
-def _stage_times(plan: "Plan", stage: int, given: Any, name: str) -> list[float]:
+def _stage_times(plan: PlannedTicks, stage: int, given: Any, name: str) -> list[float]:
     members = len(plan.placement[stage])
     each: Any = [given] * members if _is_number(given) else given
     if not _are_times(each) or len(each) != members:
@@ -154,7 +153,7 @@ def _are_times(given: Any) -> bool:
     )
 
 
-def _hops(plan: "Plan", transfer: float | Sequence[float]) -> list[float]:
+def _hops(plan: PlannedTicks, transfer: float | Sequence[float]) -> list[float]:
     """For each virtual stage, how long its result travels to the next one."""
     boundaries = plan.stages - 1
     given: Any = [transfer] * boundaries if _is_number(transfer) else transfer

@@ -4,19 +4,15 @@ The plan still says the order of the units on each device. A unit starts when it
 the one before it and its input has travelled there.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from tailrace.errors import PlanError
 from tailrace.pipeline.schedule.costs import Costs
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
 
-
-def free_running(plan: "Plan", costs: Costs) -> tuple[float, float, float]:
+def free_running(plan: PlannedTicks, costs: Costs) -> tuple[float, float, float]:
     """The total with the update, the time until all devices started, and the ramp-down."""
     clock = _Clock(costs)
     if plan.own_ticks is not None:
@@ -39,7 +35,7 @@ class _Clock:
         self.free = np.zeros(costs.devices)
 
 
-def _run_alone(plan: "Plan", costs: Costs, clock: _Clock) -> None:
+def _run_alone(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
     """Sequential: the next microbatch starts when this one is through, so they only add up."""
     slowest = np.maximum.reduceat(costs.time, costs.first[:-1])
     hop = costs.hop[costs.first[:-1]]
@@ -49,7 +45,7 @@ def _run_alone(plan: "Plan", costs: Costs, clock: _Clock) -> None:
     np.maximum.at(clock.free, costs.device, before + starts[costs.virtual] + costs.time)
 
 
-def _run_waves(plan: "Plan", costs: Costs, clock: _Clock) -> None:
+def _run_waves(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
     """Tick by tick, all devices at once.
 
     In a tick a device may have several units; those of equal rank on their devices form a wave
@@ -77,7 +73,7 @@ def _run_waves(plan: "Plan", costs: Costs, clock: _Clock) -> None:
         arrived[1:][running] = made[running]
 
 
-def _waves(plan: "Plan", costs: Costs) -> list[np.ndarray]:
+def _waves(plan: PlannedTicks, costs: Costs) -> list[np.ndarray]:
     """The units by their rank on their device, in the order in which a tick runs them."""
     # Other schedules give a device one unit a tick: all units are one wave.
     if plan.schedule is not PipelineSchedule.GROUPED:
@@ -95,7 +91,7 @@ def _waves(plan: "Plan", costs: Costs) -> list[np.ndarray]:
     return [np.array(wave) for wave in waves]
 
 
-def _run_units(plan: "Plan", costs: Costs, clock: _Clock) -> None:
+def _run_units(plan: PlannedTicks, costs: Costs, clock: _Clock) -> None:
     """Unit by unit, for ticks of any form."""
     rows = {device: row for row, device in enumerate(plan.devices)}
     times = {

@@ -15,22 +15,20 @@ A line after `ticks:` is one tick; `F1.3@2` is the forward of microbatch 3 at st
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from tailrace.data.files import parse_json
 from tailrace.errors import PlanError
 from tailrace.pipeline.schedule.device_mapping import is_group
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
 
 _VERSION = 1
 _UNIT = re.compile(r"([FB])(\d+)\.(\d+)@(\d+)")
 _FIELDS = ("schedule", "training", "microbatches", "devices")
 
 
-def to_json(plan: "Plan", ticks: bool = True, indent: int | None = None) -> str:
+def to_json(plan: PlannedTicks, ticks: bool = True, indent: int | None = None) -> str:
     """The plan as a JSON object."""
     value: dict[str, Any] = {
         "tailrace_plan": _VERSION,
@@ -62,7 +60,7 @@ def from_json(text: str) -> dict[str, Any]:
     return _fields(fields)
 
 
-def to_text(plan: "Plan") -> str:
+def to_text(plan: PlannedTicks) -> str:
     """The plan as lines of text."""
     lines = [
         f"tailrace plan {_VERSION}",

@@ -5,7 +5,7 @@ reads it. Ticks are made when they are asked for, so a plan for thousands of dev
 make as one for two.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -13,27 +13,11 @@ from typing import Any, Self
 from tailrace.errors import PlanError
 from tailrace.pipeline.drawing import figure, grid
 from tailrace.pipeline.schedule import notation, plan_check, simulator, stash
-from tailrace.pipeline.schedule.device_mapping import (
-    DeviceMapping,
-    Names,
-    Placement,
-    placement_of,
-    read_flag,
-    read_mapping,
-    read_microbatches,
-    read_names,
-    read_stages,
-    require_one_stage_a_device,
-)
-from tailrace.pipeline.schedule.schedules import (
-    Phases,
-    PipelineSchedule,
-    require_count,
-    schedule_offsets,
-    virtual_placement,
-)
+from tailrace.pipeline.schedule.device_mapping import read_mapping, read_stages
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
+from tailrace.pipeline.schedule.schedules import PipelineSchedule
 from tailrace.pipeline.schedule.timetable import Timetable, timetable
-from tailrace.pipeline.schedule.units import Tick, Unit, read_ticks
+from tailrace.pipeline.schedule.units import read_ticks
 
 
 def plan(
@@ -82,7 +66,7 @@ def plan(
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(PlannedTicks):
     """One execution of a pipeline, as data. Made by `plan(...)`; equal if its fields are.
 
     Attributes:
@@ -93,148 +77,6 @@ class Plan:
         names: a name for each stage, or empty.
         own_ticks: ticks that replace the schedule's own (see `with_ticks`), or None.
     """
-
-    microbatches: int
-    schedule: PipelineSchedule
-    device_mapping: DeviceMapping
-    training: bool = True
-    names: Names = ()
-    own_ticks: tuple[Tick, ...] | None = None
-
-    def __post_init__(self) -> None:
-        fields: dict[str, Any] = {
-            "microbatches": read_microbatches(self.microbatches),
-            "schedule": PipelineSchedule.parse(self.schedule),
-            "device_mapping": read_mapping(
-                self.device_mapping, read_stages(len(self.device_mapping))[0]
-            ),
-            "training": read_flag(self.training, "training"),
-            "names": read_names(self.names, len(self.device_mapping)),
-        }
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        if self.training and self.schedule is PipelineSchedule.INTERLEAVED:
-            require_one_stage_a_device(self.placement)
-        # Ticks from elsewhere need not come in whole rounds; check() judges them.
-        if self.own_ticks is None:
-            require_count(
-                self.microbatches, self.overlap, self.schedule, self.stages, self.training
-            )
-
-    # The shape of the pipeline.
-
-    @property
-    def stages(self) -> int:
-        """The number of stages; a group of concurrent stages counts as one."""
-        return len(self.device_mapping)
-
-    @cached_property
-    def placement(self) -> Placement:
-        """For each stage, the device of each of its members."""
-        return placement_of(self.device_mapping)
-
-    @cached_property
-    def devices(self) -> tuple[int, ...]:
-        """The devices in use, in order."""
-        return tuple(sorted({device for stage in self.placement for device in stage}))
-
-    @property
-    def virtual_stages(self) -> int:
-        """How many units a microbatch goes through: twice the stages in training."""
-        return self.stages * 2 if self.training else self.stages
-
-    # Time.
-
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """The ticks, within a round, in which a microbatch may start."""
-        return schedule_offsets(self.schedule, virtual_placement(self.placement, self.training))
-
-    @property
-    def overlap(self) -> int:
-        """How many microbatches are in flight at once; `microbatches` is a multiple of it."""
-        return len(self.offsets)
-
-    def start(self, microbatch: int) -> int:
-        """The tick in which a microbatch enters the first stage."""
-        turn, row = divmod(microbatch, self.overlap)
-        return self.virtual_stages * turn + self.offsets[row]
-
-    @property
-    def num_ticks(self) -> int:
-        """How many ticks one execution takes."""
-        if self.own_ticks is not None:
-            return len(self.own_ticks)
-        return self.start(self.microbatches - 1) + self.virtual_stages
-
-    @property
-    def phases(self) -> Phases:
-        """The ticks of ramp-up, steady state and ramp-down.
-
-        Ramp-up is the time one microbatch takes; ramp-down begins when a next one would start.
-        """
-        total = self.num_ticks
-        up = min(self.virtual_stages, total)
-        down = max(total - self.offsets[-1], up)
-        return Phases(range(up), range(up, down), range(down, total))
-
-    @cached_property
-    def ticks(self) -> tuple[Tick, ...]:
-        """Every tick, in order; each a tuple of (device, "F" or "B", stage, microbatch).
-
-        All of them are made at the first access. For thousands of devices use `tick(t)` or
-        `iter_ticks()`, which make one at a time.
-        """
-        return tuple(self.iter_ticks())
-
-    def iter_ticks(self) -> Iterator[Tick]:
-        """The ticks, made one at a time."""
-        return map(self.tick, range(self.num_ticks))
-
-    def tick(self, t: int) -> Tick:
-        """The units of tick `t`, in the order in which a device runs them.
-
-        Grouped runs later virtual stages first, so each device does its backward before its
-        forward; the others go by the microbatch's place in its round.
-
-        >>> [str(unit) for unit in plan(stages=2, microbatches=4).tick(3)]
-        ['B0.0@0', 'B1.1@1', 'F1.2@1', 'F0.3@0']
-        """
-        if not 0 <= t < self.num_ticks:
-            raise IndexError(f"This plan has ticks 0 to {self.num_ticks - 1}; asked for {t}.")
-        if self.own_ticks is not None:
-            return self.own_ticks[t]
-        return tuple(
-            Unit(device, kind, stage, microbatch)
-            for virtual, microbatch in self._running(t)
-            for kind, stage in [self._unit_of(virtual)]
-            for device in dict.fromkeys(self.placement[stage])
-        )
-
-    def _running(self, t: int) -> list[tuple[int, int]]:
-        """The (virtual stage, microbatch) pairs of a tick, in order."""
-        length, overlap = self.virtual_stages, self.overlap
-        if self.schedule is PipelineSchedule.GROUPED:
-            first = max(0, t - length + 1)
-            return [(t - m, m) for m in range(first, min(t + 1, self.microbatches))]
-        running: list[tuple[int, int]] = []
-        for row, offset in enumerate(self.offsets):
-            turn, virtual = divmod(t - offset, length)
-            if 0 <= turn < self.microbatches // overlap:
-                running.append((virtual, turn * overlap + row))
-        return running
-
-    def _unit_of(self, virtual: int) -> tuple[Any, int]:
-        if virtual < self.stages:
-            return "F", virtual
-        return "B", 2 * self.stages - 1 - virtual
-
-    def with_ticks(self, ticks: Iterable[Iterable[Any]]) -> Self:
-        """The same pipeline with other ticks, for instance a schedule written by hand.
-
-        Nothing is assumed about them: call `check()` to have them proved.
-        """
-        return replace(self, own_ticks=read_ticks(ticks))
 
     def timetable(self) -> Timetable:
         """The plan as arrays, (tick, stage) -> microbatch and stash slot, for an executor."""
@@ -287,7 +129,7 @@ class Plan:
         (S-1)/(M+S-1), with Grouped whatever the times of forward and backward are;
         `simulate(...)` answers for given times.
         """
-        return simulator.simulate(self, 1.0, 1.0 if self.training else None).bubble
+        return simulator.bubble(self)
 
     @property
     def utilisation(self) -> float:
@@ -323,11 +165,6 @@ class Plan:
         )
 
     # Words and pictures.
-
-    def stage_name(self, stage: int) -> str:
-        """What drawings and tables call a stage."""
-        name = self.names[stage] if self.names else f"stage {stage}"
-        return name if isinstance(name, str) else "+".join(name)
 
     def draw(self, format: str = "text", **options: Any) -> grid.Drawing:
         """The plan as a grid for a terminal, or with `format="svg"` as a picture.

@@ -14,20 +14,18 @@ the proof takes time for each unit and memory for each stage.
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from tailrace.errors import PlanError
 from tailrace.pipeline.drawing import grid
+from tailrace.pipeline.schedule import stash
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 from tailrace.pipeline.schedule.units import Kind, Tick, Unit
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
 
 _WORD = {"F": "forward", "B": "backward"}
 
 
-def check(plan: "Plan") -> None:
+def check(plan: PlannedTicks) -> None:
     """Raise a PlanError, with the place in the grid, unless the ticks keep every rule."""
     state = _Progress(plan)
     for t, tick in enumerate(plan.iter_ticks()):
@@ -44,7 +42,7 @@ def check(plan: "Plan") -> None:
 class _Progress:
     """What has been done so far, and what of it the next tick can see."""
 
-    def __init__(self, plan: "Plan") -> None:
+    def __init__(self, plan: PlannedTicks) -> None:
         self.plan = plan
         self.devices = [tuple(dict.fromkeys(stage)) for stage in plan.placement]
         # How many microbatches each (kind, stage, device) has done; and how many the whole stage
@@ -122,7 +120,7 @@ class _Progress:
             return None
         # Backwards of this tick count: they come before its forwards, so that a slot may be read and
         # written again in one tick.
-        slots = self.plan.slots(unit.stage)
+        slots = stash.slots(self.plan, unit.stage)
         owner = unit.microbatch - slots
         if owner >= self.done["B", unit.stage, unit.device]:
             return (
@@ -132,7 +130,7 @@ class _Progress:
         return None
 
 
-def _check_crowding(plan: "Plan", t: int, tick: Tick) -> None:
+def _check_crowding(plan: PlannedTicks, t: int, tick: Tick) -> None:
     """Refuse more work in a tick than the schedule allows."""
     # A schedule is also a promise about memory and time in a tick, which the stash and the executor
     # rely on: units that could run, but not together, are refused.
@@ -152,7 +150,7 @@ def _check_crowding(plan: "Plan", t: int, tick: Tick) -> None:
             raise _broken(plan, t, unit, problem)
 
 
-def _check_complete(plan: "Plan", state: _Progress) -> None:
+def _check_complete(plan: PlannedTicks, state: _Progress) -> None:
     kinds: tuple[Kind, ...] = ("F", "B") if plan.training else ("F",)
     for kind in kinds:
         for stage, devices in enumerate(state.devices):
@@ -163,7 +161,7 @@ def _check_complete(plan: "Plan", state: _Progress) -> None:
                     raise _incomplete(plan, unit)
 
 
-def _incomplete(plan: "Plan", unit: Unit) -> PlanError:
+def _incomplete(plan: PlannedTicks, unit: Unit) -> PlanError:
     """The error for a unit that no tick has; the arrow is at the end, where it is missed."""
     picture = grid.draw_around(plan, plan.num_ticks - 1, unit.device)
     return PlanError(
@@ -173,7 +171,7 @@ def _incomplete(plan: "Plan", unit: Unit) -> PlanError:
     )
 
 
-def _broken(plan: "Plan", t: int, unit: Unit, problem: str) -> PlanError:
+def _broken(plan: PlannedTicks, t: int, unit: Unit, problem: str) -> PlanError:
     """The error for one broken rule, with the neighbourhood in the grid and an arrow."""
     picture = grid.draw_around(plan, t, unit.device)
     return PlanError(

@@ -17,17 +17,15 @@ a simulation does not depend on the number of microbatches.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tailrace.errors import PlanError
 from tailrace.pipeline.schedule.costs import Costs, Times, costs_of
 from tailrace.pipeline.schedule.free_run import free_running
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
 
 
 class SimulationMode(StrEnum):
@@ -109,7 +107,7 @@ class Simulation:
 
 
 def simulate(
-    plan: "Plan",
+    plan: PlannedTicks,
     forward: Times,
     backward: Times | None = None,
     transfer: float | Sequence[float] = 0.0,
@@ -172,7 +170,12 @@ class _Round(NamedTuple):
     repeats: int
 
 
-def _lockstep(plan: "Plan", costs: Costs, mode: SimulationMode) -> dict[str, float]:
+def bubble(plan: PlannedTicks) -> float:
+    """The share of device time in which a device waits, if every unit takes the same time."""
+    return simulate(plan, 1.0, 1.0 if plan.training else None).bubble
+
+
+def _lockstep(plan: PlannedTicks, costs: Costs, mode: SimulationMode) -> dict[str, float]:
     """The time of each phase of the plan."""
     two_phases = plan.schedule is PipelineSchedule.GROUPED and plan.training
     price = _Price(costs, mode, two_phases)
@@ -215,7 +218,7 @@ class _Price:
         return float(load.max() + costs.hop[units].max())
 
 
-def _rounds(plan: "Plan", costs: Costs) -> Iterator[_Round]:
+def _rounds(plan: PlannedTicks, costs: Costs) -> Iterator[_Round]:
     """The ticks of a plan, those of the repeating middle once with their number."""
     phases = plan.phases
     if plan.own_ticks is not None:
@@ -233,7 +236,7 @@ def _rounds(plan: "Plan", costs: Costs) -> Iterator[_Round]:
             yield _Round(phase, costs.units_of(_running(plan, t, offsets)), repeats)
 
 
-def _running(plan: "Plan", t: int, offsets: np.ndarray) -> np.ndarray:
+def _running(plan: PlannedTicks, t: int, offsets: np.ndarray) -> np.ndarray:
     """The virtual stages at work in tick `t`."""
     length = plan.virtual_stages
     if plan.schedule is PipelineSchedule.GROUPED:
@@ -243,7 +246,7 @@ def _running(plan: "Plan", t: int, offsets: np.ndarray) -> np.ndarray:
     return virtual[(turn >= 0) & (turn < plan.microbatches // plan.overlap)]
 
 
-def _own_rounds(plan: "Plan", costs: Costs) -> Iterator[_Round]:
+def _own_rounds(plan: PlannedTicks, costs: Costs) -> Iterator[_Round]:
     """Every tick of a plan that brings its own."""
     rows = {device: row for row, device in enumerate(plan.devices)}
     number = {

@@ -8,14 +8,12 @@ Sequential): that is the *depth*. With the microbatch itself, `depth + 1` are he
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tailrace.errors import PlanError
 from tailrace.pipeline.schedule.device_mapping import is_group
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
-
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
 
 _FORWARDS_PER_STAGE = {
     PipelineSchedule.GROUPED: 2,
@@ -41,7 +39,7 @@ class StashBytes:
     peak: int
 
 
-def depth(plan: "Plan", stage: int) -> int:
+def depth(plan: PlannedTicks, stage: int) -> int:
     """How many later forwards of a stage run before its backward of a microbatch."""
     _require_stage(plan, stage)
     if not plan.training:
@@ -51,13 +49,13 @@ def depth(plan: "Plan", stage: int) -> int:
     return _FORWARDS_PER_STAGE[plan.schedule] * (plan.stages - 1 - stage)
 
 
-def slots(plan: "Plan", stage: int) -> int:
+def slots(plan: PlannedTicks, stage: int) -> int:
     """How many microbatches' residuals a stage holds at once; none in inference."""
     held = depth(plan, stage) + 1
     return held if plan.training else 0
 
 
-def slot(plan: "Plan", stage: int, microbatch: int) -> int:
+def slot(plan: PlannedTicks, stage: int, microbatch: int) -> int:
     """The slot of a microbatch: slots are used in turn."""
     if not plan.training:
         raise PlanError("An inference plan keeps no residuals, so it has no stash slots.")
@@ -68,14 +66,14 @@ def slot(plan: "Plan", stage: int, microbatch: int) -> int:
     return microbatch % slots(plan, stage)
 
 
-def total(plan: "Plan") -> int:
+def total(plan: PlannedTicks) -> int:
     """Slots over all stages and devices."""
     return sum(
         slots(plan, stage) * len(set(devices)) for stage, devices in enumerate(plan.placement)
     )
 
 
-def in_bytes(plan: "Plan", sizes: Sequence[Any]) -> StashBytes:
+def in_bytes(plan: PlannedTicks, sizes: Sequence[Any]) -> StashBytes:
     """Bytes from the size of one microbatch's residuals at each stage.
 
     A concurrent stage takes a list with a size for each member. Slots are allocated for good, so
@@ -97,7 +95,7 @@ def in_bytes(plan: "Plan", sizes: Sequence[Any]) -> StashBytes:
     return StashBytes(tuple(stages), devices, sum(stages), max(devices.values()))
 
 
-def _member_sizes(plan: "Plan", stage: int, size: Any) -> list[int]:
+def _member_sizes(plan: PlannedTicks, stage: int, size: Any) -> list[int]:
     members = len(plan.placement[stage])
     each: list[int] = list(size) if is_group(size) else [size] * members
     if len(each) != members or any(one < 0 for one in each):
@@ -108,6 +106,6 @@ def _member_sizes(plan: "Plan", stage: int, size: Any) -> list[int]:
     return each
 
 
-def _require_stage(plan: "Plan", stage: int) -> None:
+def _require_stage(plan: PlannedTicks, stage: int) -> None:
     if not 0 <= stage < plan.stages:
         raise PlanError(f"This plan has stages 0 to {plan.stages - 1}; asked for stage {stage}.")

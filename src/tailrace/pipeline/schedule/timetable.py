@@ -1,11 +1,11 @@
 """A plan as arrays: what an executor indexes by tick and stage."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tailrace.pipeline.schedule.plan import Plan
+from tailrace.pipeline.schedule import stash
+from tailrace.pipeline.schedule.planned_ticks import PlannedTicks
 
 IDLE = -1
 
@@ -24,7 +24,7 @@ class Timetable(NamedTuple):
     backward_slot: np.ndarray
 
 
-def timetable(plan: "Plan") -> Timetable:
+def timetable(plan: PlannedTicks) -> Timetable:
     """The arrays of a plan."""
     shape = (plan.num_ticks, plan.stages)
     forward = np.full(shape, IDLE, dtype=np.int32)
@@ -43,7 +43,7 @@ def timetable(plan: "Plan") -> Timetable:
             for unit in tick:
                 (forward if unit.kind == "F" else backward)[t, unit.stage] = unit.microbatch
     # A modulus of one keeps inference, which has no slots, free of a division by zero.
-    slots = np.array([max(plan.slots(stage), 1) for stage in range(plan.stages)])
+    slots = np.array([max(stash.slots(plan, stage), 1) for stage in range(plan.stages)])
     return Timetable(forward, backward, _slots(forward, slots), _slots(backward, slots))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.pipeline.schedule.units import Unit
-from tailrace.profiling.profile.texts import time_text
+from tailrace.profiling.profile.quantities import time_text
 from tailrace.profiling.programs.tick_times import MeasuredTicks
 
 WORK, SLOWEST, NEIGHBOUR, EXCHANGE, UPDATE, HOST = (

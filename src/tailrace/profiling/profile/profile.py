@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.errors import RunError
+from tailrace.profiling.profile.measurement import Measurement, Row
 from tailrace.profiling.profile.pipeline_times import PipelineTimes
 from tailrace.profiling.profile.texts import as_html, as_text, as_tree
 from tailrace.profiling.profile.treemap import treemap_svg
@@ -18,37 +19,7 @@ FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """What one scope costs in one phase, over all steps that were watched.
-
-    Attributes:
-        phase: forward, backward, optimizer, accumulation, replicas, stages, feeds, taps, loop.
-        scope: the path of the model's scope, as in the catalogue; "" outside of all.
-        seconds: of its operations themselves, over all threads and devices.
-        flops: floating-point operations.
-        bytes: read and written.
-        roofline: the share of the device's best that it reaches; None where it is not known.
-        runs: how many operations ran.
-        operations: seconds by operation, most expensive first.
-    """
-
-    phase: str
-    scope: str
-    seconds: float
-    flops: float
-    bytes: float
-    roofline: float | None
-    runs: int
-    operations: dict[str, float]
-
-    @property
-    def name(self) -> str:
-        """Phase and scope in one."""
-        return f"{self.phase} {self.scope}".strip()
-
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
+class Profile(Measurement):
     """A training step by scope. Prints as a table, most expensive first.
 
     Attributes:
@@ -63,26 +34,6 @@ class Profile:
         memory: bytes at the peak of memory, by owner, largest first.
         pipeline: what the cells of a pipeline's grid took, if it is one and they could be seen.
     """
-
-    rows: tuple[Row, ...]
-    steps: int
-    executions: int
-    wall_s: float
-    named: float
-    device: str
-    peak_flops: float
-    peak_bytes: float
-    memory: dict[str, int]
-    pipeline: PipelineTimes | None = None
-
-    @property
-    def seconds(self) -> float:
-        """The operations' own time, over all rows."""
-        return sum(row.seconds for row in self.rows)
-
-    def phase(self, name: str) -> float:
-        """The seconds of one phase."""
-        return sum(row.seconds for row in self.rows if row.phase == name)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
 from tailrace.messages import shown
-
-if TYPE_CHECKING:
-    from tailrace.profiling.profile.profile import Profile, Row
+from tailrace.profiling.profile.measurement import Measurement, Row
+from tailrace.profiling.profile.quantities import count_text, time_text
 
 _HEAD = ("phase", "scope", "time a step", "share", "FLOP a step", "bytes a step", "of roofline")
 _SHOWN = 30
 """Rows of a table; the rest is one line."""
 
 
-def as_text(profile: Profile) -> str:
+def as_text(profile: Measurement) -> str:
     """The table, most expensive first, and what is alive at the peak of memory."""
     rows = [_HEAD, *(_cells(row, profile) for row in profile.rows[:_SHOWN])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
@@ -35,7 +33,7 @@ def as_text(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def as_html(profile: Profile) -> str:
+def as_html(profile: Measurement) -> str:
     """The same as an HTML table with bars."""
     longest = max((row.seconds for row in profile.rows), default=0.0) or 1.0
     head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
@@ -54,7 +52,7 @@ def as_html(profile: Profile) -> str:
     )
 
 
-def as_tree(profile: Profile) -> str:
+def as_tree(profile: Measurement) -> str:
     """Phases, and the scopes in them, each with the time of all that is inside."""
     totals: dict[tuple[str, ...], float] = {}
     for row in profile.rows:
@@ -72,31 +70,7 @@ def as_tree(profile: Profile) -> str:
     )
 
 
-def time_text(seconds: float) -> str:
-    """Seconds in a unit that fits.
-
-    >>> time_text(0.00213), time_text(2.5e-6)
-    ('2.13 ms', '2.5 us')
-    """
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError
-
-
-def count_text(number: float) -> str:
-    """A number with a prefix.
-
-    >>> count_text(2.1e9), count_text(12)
-    ('2.1 G', '12 ')
-    """
-    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.3g} {prefix}"
-    return f"{number:.3g} "
-
-
-def _first_line(profile: Profile) -> str:
+def _first_line(profile: Measurement) -> str:
     wall = profile.wall_s / max(profile.steps, 1)
     return (
         f"{profile.steps} steps in {profile.executions} executions on {profile.device}: "
@@ -104,7 +78,7 @@ def _first_line(profile: Profile) -> str:
     )
 
 
-def _cells(row: Row, profile: Profile) -> tuple[str, ...]:
+def _cells(row: Row, profile: Measurement) -> tuple[str, ...]:
     steps = max(profile.steps, 1)
     return (
         row.phase,
@@ -117,7 +91,7 @@ def _cells(row: Row, profile: Profile) -> tuple[str, ...]:
     )
 
 
-def _memory(profile: Profile) -> str:
+def _memory(profile: Measurement) -> str:
     parts = [f"{shown(name)} {count_text(size)}B" for name, size in profile.memory.items()]
     most = 8
     rest = sum(list(profile.memory.values())[most:])

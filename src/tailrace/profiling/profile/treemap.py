@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
 from tailrace.messages import shown
-
-if TYPE_CHECKING:
-    from tailrace.profiling.profile.profile import Profile
+from tailrace.profiling.profile.measurement import Measurement
 
 _WIDTH, _HEIGHT, _HEAD = 900.0, 520.0, 16.0
 _COLOURS = {
@@ -38,7 +35,7 @@ class _Node:
             child.add(path[1:], seconds)
 
 
-def treemap_svg(profile: Profile) -> str:
+def treemap_svg(profile: Measurement) -> str:
     """The picture as SVG text; names come from a program and are escaped."""
     root = _Node("")
     for row in profile.rows:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,12 +24,9 @@ from tailrace.messages import logger, note_once
 from tailrace.program.memory import host_memory
 from tailrace.program.memory.host_memory import Moves
 from tailrace.program.memory.sharded_state import LEAST, Shares
+from tailrace.program.running.placement import Placement
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.tap import StopOnNonfinite
-
-if TYPE_CHECKING:
-    from tailrace.program.running.executable import Placement
-    from tailrace.program.step.training_step import Step, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +126,6 @@ class StateKeeping:
     def moves_memory(self) -> bool:
         """Whether leaves are really offloaded, or only the program order is as if they were."""
         return self.moves is not host_memory.NO_MOVES
-
-    # -- the update -----------------------------------------------------------------------------
-
-    def update(
-        self, step: Step, grads: Any, state: TrainState, taken: Any = None
-    ) -> tuple[Any, Any]:
-        """The parameters after a step, and the state as it is held; unchanged if not `taken`."""
-        from tailrace.program.memory.state_update import HeldUpdate  # it uses this module
-
-        return HeldUpdate(self, step, grads, state, taken).run()
 
 
 # -- deciding -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ gradients are ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,11 @@ import jax.numpy as jnp
 from tailrace.jaxprs.internals import nbytes
 from tailrace.jaxprs.marks import Tag, mark, path_name
 from tailrace.program.memory.host_memory import after_accumulation, in_parts
-from tailrace.program.memory.optimizer_state import is_tapped
+from tailrace.program.memory.optimizer_state import StateKeeping, is_tapped
 from tailrace.program.memory.update_graph import PIECE, WHOLE, Evaluation, UpdateGraph, Value
-from tailrace.program.step.training_step import apply_rule
-
-if TYPE_CHECKING:
-    from tailrace.program.memory.optimizer_state import StateKeeping
-    from tailrace.program.step.training_step import Step, TrainState
+from tailrace.program.step.train_state import TrainState
+from tailrace.program.step.update_rule import apply_rule
+from tailrace.taps.tap import Tap
 
 
 class HeldUpdate:
@@ -32,22 +30,29 @@ class HeldUpdate:
 
     Args:
         keeping: how each leaf of the state is held.
-        step: the training step.
+        optimizer: what makes the update; see `Step`.
+        taps: what is observed.
         grads: the gradients, reduced over replicas.
         state: parameters and state, as they are held.
         taken: whether the step is applied or skipped; None for always applied.
     """
 
     def __init__(
-        self, keeping: StateKeeping, step: Step, grads: Any, state: TrainState, taken: Any = None
+        self,
+        keeping: StateKeeping,
+        optimizer: Any,
+        taps: Sequence[Tap],
+        grads: Any,
+        state: TrainState,
+        taken: Any = None,
     ) -> None:
-        self.keeping, self.step = keeping, step
+        self.keeping, self.taps = keeping, taps
         forms = (_forms(grads), keeping.forms, _forms(state.params), _forms(taken))
         leaves, structure = jax.tree.flatten(forms)
 
         def rule(*leaves: Any) -> list[Any]:
             given = jax.tree.unflatten(structure, leaves)
-            return jax.tree.leaves(apply_rule(step.optimizer, *given))
+            return jax.tree.leaves(apply_rule(optimizer, *given))
 
         self.graph = UpdateGraph(rule, leaves)
         self.given = jax.tree.leaves((grads, state.optimizer_state, state.params, taken))
@@ -162,7 +167,7 @@ class HeldUpdate:
         return list(zip(self.names, self.graph.outputs, strict=True))
 
     def _is_tapped(self, name: str, value: Value) -> bool:
-        return is_tapped(self.step.taps, name, value.aval)
+        return is_tapped(self.taps, name, value.aval)
 
     def _is_wanted(self, number: int) -> bool:
         """All results except unobserved updates: parameters are computed without them."""

@@ -4,6 +4,7 @@ In: a traced loop, its state, and blocks of elements.
 Out: emissions on the device, and an array that is ready when the dispatch has finished.
 
     loop_runner            one loop and its executables; loop_state holds the arrays they overwrite
+    placement              where programs run, and how values get there
     executable             rewrites, compiles and dispatches a segment; segments cuts a program
     compilations           what was compiled and why; compiled_programs shares equal programs
     dispatch_lengths       the lengths of a loop's pieces; their constants are in feeds/dispatch_table

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tailrace.devices import devices
-from tailrace.errors import FeedError, ReplicaError
+from tailrace.errors import FeedError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers
@@ -27,6 +26,7 @@ from tailrace.program.running.agreement import Agreement
 from tailrace.program.running.compilations import Compilation, compiling
 from tailrace.program.running.compiled_programs import compiled_program
 from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
 from tailrace.spans.span import Execution, span
@@ -37,99 +37,6 @@ from tailrace.taps.wanted import Wanted, condense
 
 STEPS = ("steps",)
 """The key of the number of steps that ran, which programs emit if it is known only at run time."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where a program runs: one device, or the replicas of a mesh."""
-
-    replicas: int = 1
-    mesh: Mesh | None = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        mesh = devices.mesh(self.replicas) if self.replicas > 1 else None
-        object.__setattr__(self, "mesh", mesh)
-        if mesh is None and len({d.process_index for d in devices.available()}) > 1:
-            raise ReplicaError(
-                f"Each process computes at least one replica. Received: replicas=1 for "
-                f"{jax.process_count()} processes. Use replicas=None for one on each device, or "
-                f"replicas={jax.process_count()}."
-            )
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether this process has all the devices."""
-        return self.mesh is None or self.mesh.is_multi_process is False
-
-    @property
-    def local_replicas(self) -> int:
-        """The number of replicas that this process runs and feeds."""
-        if self.mesh is None:  # one device; or a pipeline whose stages are not known yet
-            return max(1, self.replicas // jax.process_count())
-        return devices.local_replicas(self.mesh)
-
-    @property
-    def device(self) -> Any:
-        """A device of this process, to query capabilities."""
-        return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
-
-    @property
-    def device_ids(self) -> tuple[int, ...]:
-        """The ids of all devices, in order."""
-        found = [self.everywhere] if self.mesh is None else self.mesh.devices.flat
-        return tuple(device.id for device in found)
-
-    @property
-    def everywhere(self) -> Any:
-        """The sharding of replicated values."""
-        return self._spread()
-
-    @property
-    def shared_out(self) -> Any:
-        """The sharding of elements: dim 1 is sharded over the replicas."""
-        return self._spread(None, devices.REPLICA)
-
-    def _spread(self, *axes: str | None) -> Any:
-        """A sharding over the mesh; without a mesh, the single device."""
-        if self.mesh is None:
-            return devices.available()[0]
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
-
-    def put(self, values: Sequence[Any]) -> list[Any]:
-        """Transfer values to the devices; those already there are not copied."""
-        return [self._place(value, self.everywhere) for value in values]
-
-    def own(self, value: Any) -> Any:
-        """A copy of a value on the devices that a loop may overwrite."""
-        return jnp.copy(self._place(value, self.everywhere))
-
-    def own_each(self, value: Any) -> Any:
-        """The same for a value that differs per replica: dim 0 is the replica dim."""
-        return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
-
-    def _place(self, value: Any, sharding: Any) -> Any:
-        """A value on the devices; with several processes, each has the value and places its part."""
-        if self.in_one_process:
-            return jax.device_put(value, sharding)
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return jax.jit(lambda x: x, out_shardings=sharding)(value)
-        array = np.asarray(value)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-    def readable(self, value: Any) -> Any:
-        """A value on the devices that this process can read alone; all processes must call this.
-
-        A replicated value is read from a local device; any other is gathered.
-        """
-        if self.in_one_process or value.is_fully_addressable:
-            return value
-        if not value.is_fully_replicated:
-            value = jax.jit(lambda x: x, out_shardings=self.everywhere)(value)
-        return value.addressable_data(0)
-
-    def to_host_memory(self, value: Any) -> Any:
-        """A value on the devices, moved to the memory of their host."""
-        return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))
 
 
 class Executable:

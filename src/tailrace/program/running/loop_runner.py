@@ -26,8 +26,9 @@ from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
-from tailrace.program.running.executable import Executable, Placement
+from tailrace.program.running.executable import Executable
 from tailrace.program.running.loop_state import LoopState, Numbers, Origin
+from tailrace.program.running.placement import Placement
 from tailrace.program.running.segments import Segment, cut
 from tailrace.program.tracing.replica_drift import check_in_step
 from tailrace.program.tracing.trace import top_loops, trace_program
@@ -123,6 +124,11 @@ class LoopRunner:
     def elements_per_pass(self) -> int:
         """The number of elements per iteration, over all replicas of this process."""
         return sum(self._loop.elements.values()) * self.placement.local_replicas
+
+    @property
+    def executables(self) -> Mapping[Hashable, Executable]:
+        """What was made of the loop so far, by what each is for."""
+        return self._executables
 
     @property
     def compiled_lengths(self) -> list[int | None]:

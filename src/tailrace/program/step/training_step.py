@@ -36,14 +36,17 @@ from tailrace.program.in_program import (
     tracing_training,
 )
 from tailrace.program.loops import repeat, repeat_with, whole
-from tailrace.program.running.executable import Placement
+from tailrace.program.memory.optimizer_state import StateKeeping
+from tailrace.program.memory.state_update import HeldUpdate
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.placement import Placement
 from tailrace.program.step import loss_scale as scaling
 from tailrace.program.step.accumulation import Accumulation
-from tailrace.program.step.loss_scale import LossScale, ScaleState
+from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision, same_dtypes
-from tailrace.spans.scopes import OPTIMIZER
+from tailrace.program.step.train_state import TrainState
+from tailrace.program.step.update_rule import apply_rule
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.catalogue import Entry, matches
 from tailrace.taps.probe import probed
@@ -51,19 +54,9 @@ from tailrace.taps.tap import Tap
 
 if TYPE_CHECKING:
     from tailrace.program.memory.activation_offload import HeldActivations
-    from tailrace.program.memory.optimizer_state import StateKeeping
 
 _ALONE = "params"
 """The name of parameters that are a single array: `grad/params`."""
-
-
-class TrainState(NamedTuple):
-    """The state that training carries from step to step."""
-
-    params: Any
-    optimizer_state: Any
-    model_state: Any = None
-    loss_scale: ScaleState | None = None
 
 
 class Yield(NamedTuple):
@@ -267,7 +260,8 @@ class Step:
             scale = self.loss_scale.next(scale, taken)
         grads = name_values("reduced", grads, _ALONE)
         if self.keeping is not None:
-            params, after = self.keeping.update(self, grads, state, taken)
+            held = HeldUpdate(self.keeping, self.optimizer, self.taps, grads, state, taken)
+            params, after = held.run()
         else:
             params, after = self._updated(grads, state, taken)
             after = name_values("optimizer", after)
@@ -331,38 +325,6 @@ class Step:
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def apply_rule(
-    optimizer: Any, grads: Any, state: Any, params: Any, taken: Any = None
-) -> tuple[Any, Any, Any]:
-    """The update, the new parameters and the new state of the optimizer.
-
-    If `taken` is false, the update is zero and nothing changes.
-    """
-    if taken is None:
-        return _applied(optimizer, grads, state, params)
-
-    def rule(grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
-        return _applied(optimizer, grads, state, params)
-
-    nothing = jax.tree.map(jnp.zeros_like, params)
-    return scaling.unless_skipped(rule, (grads, state, params), taken, (nothing, params, state))
-
-
-def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
-    if callable(apply := getattr(optimizer, "apply", None)):
-        with jax.named_scope(OPTIMIZER):
-            applied: Any = apply(grads, state, params)
-            after, new_state = applied
-            updates = jax.tree.map(jnp.subtract, after, params)
-    else:
-        import optax  # late: importing it takes a fifth of the time of importing JAX
-
-        with jax.named_scope(OPTIMIZER):
-            updates, new_state = optimizer.update(grads, state, params)
-            after = optax.apply_updates(params, updates)
-    return updates, after, jax.tree.map(_keep_dtype, state, new_state)
-
-
 def share_of(weight: Any, total: Any) -> Any:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
@@ -377,11 +339,6 @@ def _scalars(aux: Any, own: set[str]) -> dict[str, Any]:
         for name, (_, value) in zip(names, found, strict=True)
         if jnp.ndim(value) == 0
     }
-
-
-def _keep_dtype(before: Any, after: Any) -> Any:
-    """Cast optimizer state back to its dtype: the gradients' dtype may differ."""
-    return jnp.asarray(after, jnp.asarray(before).dtype)
 
 
 def _same_state(before: Any, after: Any, name: str) -> None:

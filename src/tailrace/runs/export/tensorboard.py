@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from tailrace.errors import MissingDependency, OptionError, RunError
-from tailrace.records.records import Record
+from tailrace.records.history import History
+from tailrace.records.records import Record, Records
 from tailrace.runs.tables.selection import chosen_keys
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
-
-if TYPE_CHECKING:
-    from tailrace.runs.reader import Run
 
 BIAS = 127
 MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np.sum}
 """How the values of one step become one; the mean where nothing else is said."""
 
 
-def write_events(run: Run, logdir: Any, select: Any = "*", every: int = 1) -> int:
+def write_events(
+    records: Records, history: History, logdir: Any, select: Any = "*", every: int = 1
+) -> int:
     """Write the history and the chosen records of a run; see `Run.to_tensorboard`."""
     try:
         from tensorboardX import SummaryWriter
@@ -37,7 +37,6 @@ def write_events(run: Run, logdir: Any, select: Any = "*", every: int = 1) -> in
         ) from error
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise OptionError(f"every is a number of steps of at least 1. Received: {every!r}.")
-    records, history = run.records, run.history
     keys = chosen_keys(records, select) if len(records) else []
     try:
         writer = SummaryWriter(str(Path(logdir)))

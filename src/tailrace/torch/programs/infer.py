@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from tailrace.feeds.feed import HandedFeed
 from tailrace.jaxprs.marks import name_values
 from tailrace.program.loops import repeat_with, whole
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.placement import Placement
 from tailrace.program.tracing.tap_selection import Sight, look
 from tailrace.records.records import Part, Records, take_records
 from tailrace.taps.catalogue import Catalogue, Entry, matches
@@ -50,7 +50,7 @@ class InferenceProgram:
         steps, replicas = options.device_iterations, options.replicas
         check_bytes(self._chosen(), steps, 1, replicas, options.observe_bytes)
         self.put(params, buffers)
-        self._portions = Portions(self.runner, self.sight, self._passes, forward.form.resident)
+        self.portions = Portions(self.runner, self.sight, self.passes, forward.form.resident)
 
     @property
     def catalogue(self) -> Catalogue:
@@ -69,12 +69,12 @@ class InferenceProgram:
 
     def compile(self) -> None:
         """Compile without running anything."""
-        self._portions.compile(self.loop_state)
+        self.portions.compile(self.loop_state)
 
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
         """One execution; returns what its taps emitted."""
         numbers = Numbers(self.seed, self.calls)
-        emitted, ticket = self._portions.dispatch(self.loop_state, numbers, blocks)
+        emitted, ticket = self.portions.dispatch(self.loop_state, numbers, blocks)
         jax.block_until_ready(ticket)
         parts = take_records(
             self._by_batch(emitted),
@@ -110,7 +110,7 @@ class InferenceProgram:
         return self.runner.begin(buffers, params)
 
     @property
-    def _passes(self) -> int:
+    def passes(self) -> int:
         """How many passes of the loop a call makes."""
         return self.options.device_iterations
 

@@ -15,9 +15,9 @@ from tailrace.jaxprs.marks import Tag, mark, path_name
 from tailrace.messages import note_once
 from tailrace.pipeline.running.forward_only import ForwardPipeline, ForwardRunner, stages_in
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.placement import Placement
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.reductions import StatsKey
@@ -102,7 +102,8 @@ class StagedInferenceProgram(InferenceProgram):
         return self.runner.begin((params, buffers), ())
 
     @property
-    def _passes(self) -> int:
+    def passes(self) -> int:
+        """How many passes the loop of one call makes."""
         return self.options.device_iterations // self.runner.per_pass
 
     def _looking(self) -> list[Any]:

@@ -79,6 +79,11 @@ class Portions:
             self._body = runner.observing(dataclasses.replace(sight, chosen=others).wanted)
 
     @property
+    def runners(self) -> tuple[LoopRunner, LoopRunner]:
+        """What runs all portions but the last, and what runs that one."""
+        return self._body, self._runner
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """How many elements each portion takes; none where the call is dispatched whole."""
         each = self._runner.elements_per_pass

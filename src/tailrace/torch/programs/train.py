@@ -30,10 +30,10 @@ from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.optim.loss_scaling import FACTOR
 from tailrace.torch.programs.portions import Portions
 from tailrace.torch.tracing.forward import Forward
-from tailrace.trainer.description import describe
+from tailrace.trainer.costs.memory_shortage import within_memory
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.journal import Journal
-from tailrace.trainer.memory_shortage import within_memory
+from tailrace.trainer.observation.description import describe
+from tailrace.trainer.observation.journal import Journal
 
 _HYPER = "optimizer_state/hyper"
 
@@ -116,11 +116,11 @@ class TrainingProgram:
         self._open = contextlib.ExitStack()
         self._open.enter_context(self.engine.delivering())
         self._open.enter_context(self.journal.open(lambda: describe(self.engine, steps)))
-        self._portions = Portions(runner, sight, steps, forward.form.resident)
+        self.portions = Portions(runner, sight, steps, forward.form.resident)
 
     def compile(self) -> None:
         """Compile without running anything."""
-        self._portions.compile(self.engine.loop_state)
+        self.portions.compile(self.engine.loop_state)
 
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
         """One execution; returns what its taps emitted."""
@@ -128,7 +128,7 @@ class TrainingProgram:
         self.journal.begin(engine.step, options.microbatches, options.replicas)
         numbers = Numbers(engine.seed, engine.step)
         with within_memory(engine, options.device_iterations):
-            emitted, ready = self._portions.dispatch(engine.loop_state, numbers, blocks)
+            emitted, ready = self.portions.dispatch(engine.loop_state, numbers, blocks)
         ticket = engine.dispatched(options.device_iterations, emitted, ready)
         results = engine.collect(ticket)
         self.journal.add(results)

@@ -25,7 +25,7 @@ from tailrace.torch.torchax.ops.compositions import (
     scatter_reduce_of,
 )
 from tailrace.torch.torchax.ops.matrices import MATRICES
-from tailrace.torch.torchax.versions import unnamed_device
+from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.tracing.watch import current_watch
 
 aten = torch.ops.aten

@@ -24,8 +24,9 @@ from torch.nn.modules import transformer
 from tailrace.errors import ProgramError, TailraceError
 from tailrace.jaxprs import internals
 from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
+from tailrace.torch.torchax.loading import environment
 from tailrace.torch.torchax.ops.table import REPLACED
-from tailrace.torch.torchax.versions import environment, unnamed_device
+from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.tracing.autocast import cast_arguments
 from tailrace.torch.tracing.backward_hooks import refusals
 from tailrace.torch.tracing.blocks import Staging

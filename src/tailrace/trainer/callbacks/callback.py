@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tailrace.records.history import History
 from tailrace.spans.span import span
 
-if TYPE_CHECKING:
-    from tailrace.records.history import History
-    from tailrace.trainer.trainer import Trainer
+AnyTrainer = Any
+"""The `tr.Trainer` that calls. Its file is above this one, so its class has no name here; a protocol in
+its place would make type checkers refuse callbacks whose methods say `trainer: tr.Trainer`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,26 +45,26 @@ class Callback:
         ...         print(f"epoch {epoch}: loss {logs['loss']:.3f} after {trainer.step} steps")
     """
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: AnyTrainer) -> None:
         """Before the first execution."""
 
-    def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
+    def on_execution_end(self, trainer: AnyTrainer, execution: Execution) -> None:
         """Once for each execution."""
 
-    def on_step_end(self, trainer: Trainer, step: int, values: dict[str, float]) -> None:
+    def on_step_end(self, trainer: AnyTrainer, step: int, values: dict[str, float]) -> None:
         """Once for each step, in order, before `on_execution_end`."""
 
-    def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, logs: dict[str, float]) -> None:
         """After each validation; `logs` has its values as `val_<name>`."""
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: AnyTrainer, epoch: int, logs: dict[str, float]) -> None:
         """After each epoch (a fit by steps is one), numbered over all fits of the trainer.
 
         `logs` has the means of loss and metrics over the steps of the epoch, and the values of the
         latest validation as `val_<name>`.
         """
 
-    def on_fit_end(self, trainer: Trainer, history: History) -> None:
+    def on_fit_end(self, trainer: AnyTrainer, history: History) -> None:
         """After the last execution, also when an exception ended the fit."""
 
     def get_state(self) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def listens(callback: Callback) -> bool:
     return _overrides(callback, "on_step_end") or _overrides(callback, "on_execution_end")
 
 
-def tell(callbacks: Sequence[Callback], trainer: Trainer, execution: Execution) -> None:
+def tell(callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution) -> None:
     """Tell all callbacks about an execution, step by step where they ask for that."""
     for callback in callbacks:
         with calling(callback):

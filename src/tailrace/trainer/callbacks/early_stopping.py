@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.errors import OptionError
 from tailrace.trainer.callbacks.callback import Callback
-from tailrace.trainer.monitoring import Monitor
+from tailrace.trainer.observation.monitoring import Monitor
 
 if TYPE_CHECKING:
     from tailrace.records.history import History

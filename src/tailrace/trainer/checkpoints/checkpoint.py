@@ -7,7 +7,7 @@ import os
 import re
 
 from tailrace.errors import OptionError
-from tailrace.trainer.monitoring import Monitor
+from tailrace.trainer.observation.monitoring import Monitor
 
 
 @dataclasses.dataclass(frozen=True)

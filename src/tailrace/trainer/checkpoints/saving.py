@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import note_once
 from tailrace.records.history import History
 from tailrace.spans.span import span
+from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
 from tailrace.trainer.checkpoints.snapshot import (
@@ -37,10 +38,9 @@ from tailrace.trainer.checkpoints.together import (
 from tailrace.trainer.checkpoints.writer import CheckpointWriter
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
-from tailrace.trainer.monitoring import Monitor
-
-if TYPE_CHECKING:
-    from tailrace.trainer.fitting.fit import Fit
+from tailrace.trainer.fitting.pace import Pace
+from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.observation.monitoring import Monitor
 
 
 def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) -> Saving | None:
@@ -75,6 +75,25 @@ class TakenUp:
     run_end: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class FitParts:
+    """What of a running fit goes into its checkpoints.
+
+    Attributes:
+        feed: where it reads.
+        callbacks: those that have a state keep it.
+        journal: its history and records.
+        progress: how far it is.
+        pace: how long its executions are.
+    """
+
+    feed: InfeedQueue
+    callbacks: Sequence[Callback]
+    journal: Journal
+    progress: Progress
+    pace: Pace
+
+
 class Saving:
     """The checkpoints of one fit.
 
@@ -91,7 +110,7 @@ class Saving:
         self._engine, self._duration = engine, duration
         self._writer = CheckpointWriter(checkpoint, number)
         self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
-        self._fit: Fit | None = None
+        self._fit: FitParts | None = None
 
     @property
     def directory(self) -> str:
@@ -177,7 +196,7 @@ class Saving:
                     f"with, or another directory."
                 )
 
-    def go_on(self, fit: Fit, taken: TakenUp, dataset: Any) -> None:
+    def go_on(self, fit: FitParts, taken: TakenUp, dataset: Any) -> None:
         """Bring a fit to where the one in the directory was: dataset and callbacks."""
         bring_to(fit.feed, dataset, taken.progress, taken.position)
         for callback, state in zip(fit.callbacks, taken.callbacks, strict=False):
@@ -186,7 +205,7 @@ class Saving:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def begin(self, fit: Fit, fresh: bool) -> None:
+    def begin(self, fit: FitParts, fresh: bool) -> None:
         """The fit begins; the state before its first step is kept too."""
         self._fit = fit
         self._writer.started_at(self._engine.step)

@@ -23,9 +23,9 @@ from tailrace.jaxprs.marks import current_trace, path_name
 from tailrace.messages import note_once
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.dispatch_lengths import piece_within
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import Numbers
+from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import Step
 from tailrace.trainer.evaluation.combining import Combined
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,22 +18,26 @@ from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.compilations import Compilation
 from tailrace.spans.span import span
-from tailrace.trainer.bundles import keep_bundle
-from tailrace.trainer.callbacks.callback import Callback, Execution, calling, listens, tell
+from tailrace.trainer.callbacks.callback import (
+    AnyTrainer,
+    Callback,
+    Execution,
+    calling,
+    listens,
+    tell,
+)
+from tailrace.trainer.checkpoints.saving import FitParts, Saving
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.interrupts import Interrupts
 from tailrace.trainer.fitting.pace import Pace
-from tailrace.trainer.fitting.progress_bar import ProgressBar
+from tailrace.trainer.fitting.progress_bar import ProgressView
 from tailrace.trainer.fitting.step_counts import note_left_out, too_short
 from tailrace.trainer.fitting.validation import Validation
-from tailrace.trainer.journal import Journal
-from tailrace.trainer.nonfinite_guard import too_many_skipped
-
-if TYPE_CHECKING:
-    from tailrace.trainer.checkpoints.saving import Saving
-    from tailrace.trainer.trainer import Trainer
+from tailrace.trainer.observation.bundles import keep_bundle
+from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.observation.nonfinite_guard import too_many_skipped
 
 
 class Fit:
@@ -60,7 +64,7 @@ class Fit:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: AnyTrainer,
         engine: Engine,
         feed: InfeedQueue,
         dataset: Any,
@@ -70,7 +74,7 @@ class Fit:
         validation: Validation,
         callbacks: list[Callback],
         saving: Saving | None,
-        bar: ProgressBar,
+        bar: ProgressView,
         timeout_s: float | None = None,
     ) -> None:
         self.trainer, self.engine, self.feed, self.journal = trainer, engine, feed, journal
@@ -86,6 +90,11 @@ class Fit:
         self._in_flight = 0 if waits else 1
         self._together = saving is not None and distributed.process_count() > 1
         self._signal: int | None = None
+
+    @property
+    def parts(self) -> FitParts:
+        """What of the fit goes into its checkpoints."""
+        return FitParts(self.feed, self.callbacks, self.journal, self.progress, self.pace)
 
     @property
     def asked(self) -> int | None:

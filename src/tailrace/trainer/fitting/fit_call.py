@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
@@ -18,9 +18,8 @@ from tailrace.feeds.elements import effective_batch_size
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.running.compilations import listening
 from tailrace.records.history import History
-from tailrace.trainer.callbacks.callback import Callback
+from tailrace.trainer.callbacks.callback import AnyTrainer, Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
-from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
@@ -28,10 +27,8 @@ from tailrace.trainer.fitting.interrupts import meaning
 from tailrace.trainer.fitting.notebook_view import progress_view
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.fitting.validation import Validation
-from tailrace.trainer.journal import Journal
-
-if TYPE_CHECKING:
-    from tailrace.trainer.trainer import Trainer
+from tailrace.trainer.observation.description import describe
+from tailrace.trainer.observation.journal import Journal
 
 
 @dataclasses.dataclass
@@ -86,7 +83,7 @@ class FitCall:
             journal.take_up(taken.history, taken.run_end)
         return taken
 
-    def prepare(self, trainer: Trainer, engine: Engine, journal: Journal, pace: Pace) -> Fit:
+    def prepare(self, trainer: AnyTrainer, engine: Engine, journal: Journal, pace: Pace) -> Fit:
         """The fit, ready to run on the program in use."""
         feed = engine.runner.infeeds[0]
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
@@ -115,8 +112,8 @@ class FitCall:
                 callback.on_fit_begin(fit.trainer)
             if saving is not None:
                 if taken is not None:
-                    saving.go_on(fit, taken, self.dataset)
-                saving.begin(fit, fresh=taken is None)
+                    saving.go_on(fit.parts, taken, self.dataset)
+                saving.begin(fit.parts, fresh=taken is None)
             fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
             fit.agree()
             if fit.asked is not None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.trainer.fitting.progress_bar import ProgressBar
+from tailrace.trainer.fitting.progress_bar import ProgressBar, ProgressView
 
 EVERY_S = 0.5
 """How often the output is redrawn at most."""
 
 
-class NotebookView(ProgressBar):
+class NotebookView(ProgressView):
     """Steps, speed, loss and its curve as HTML, redrawn in place.
 
     Args:
@@ -26,7 +26,7 @@ class NotebookView(ProgressBar):
     """
 
     def __init__(self, display: Any, total: int | None, batch: int | None, done: int = 0) -> None:
-        super().__init__(total, batch, shown=False, done=done)
+        self._total, self._batch, self._done = total, batch, done
         self._display, self._handle = display, None
         self._losses: list[float] = []
         self._began = self._drawn = 0.0
@@ -43,6 +43,9 @@ class NotebookView(ProgressBar):
         self._losses.append(loss)
         if time.monotonic() - self._drawn >= EVERY_S:
             self._draw()
+
+    def compiling(self, text: str) -> None:
+        """Not shown here: the output is redrawn when steps are done."""
 
     def __exit__(self, *_: Any) -> None:
         self._draw()
@@ -71,7 +74,7 @@ class NotebookView(ProgressBar):
 
 def progress_view(
     total: int | None, batch: int | None, shown: bool | None, done: int = 0
-) -> ProgressBar:
+) -> ProgressView:
     """What shows the progress of a fit: in a notebook an output of its own, else a line."""
     display = _notebook_display() if shown is not False else None
     if display is not None:

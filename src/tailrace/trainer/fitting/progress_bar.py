@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any
 
 
-class ProgressBar:
+class ProgressView(ABC):
+    """What shows the progress of a fit while it is open."""
+
+    @abstractmethod
+    def __enter__(self) -> ProgressView:
+        """Begin to show it."""
+
+    @abstractmethod
+    def advance(self, steps: int, loss: float) -> None:
+        """Some more steps are done; `loss` is that of the last one."""
+
+    @abstractmethod
+    def compiling(self, text: str) -> None:
+        """A program is being compiled; an empty text: no more."""
+
+    @abstractmethod
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Show it for the last time."""
+
+
+class ProgressBar(ProgressView):
     """A line in the terminal: steps, steps a second, loss, effective batch size, what is compiled.
 
     Args:

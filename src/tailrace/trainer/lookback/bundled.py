@@ -10,10 +10,10 @@ import numpy as np
 from tailrace.errors import CheckpointError
 from tailrace.records.records import Records
 from tailrace.taps.tap import parse_taps
-from tailrace.trainer.bundles import put_bundle, read_bundle
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.replay import Replay
 from tailrace.trainer.lookback.rerun import twin_of
+from tailrace.trainer.observation.bundles import put_bundle, read_bundle
 
 
 def replay_bundle(engine: Engine, bundle: Any, example: Any, observe: Any) -> Replay:

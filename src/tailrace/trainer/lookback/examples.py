@@ -18,8 +18,8 @@ from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.program.in_program import tracing_training
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_state import Numbers
+from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import Step
 from tailrace.trainer.engine import Engine
 

@@ -13,7 +13,7 @@ from tailrace.records.history import History
 from tailrace.runs.info import RUN_FILE
 from tailrace.runs.reader import Run, open_run
 from tailrace.runs.writer import RunWriter
-from tailrace.trainer.journal import Journal
+from tailrace.trainer.observation.journal import Journal
 
 
 @dataclasses.dataclass

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from tailrace.records.history import History
 from tailrace.records.html_table import html_table
+from tailrace.records.records import Records
+from tailrace.trainer.engine import Engine
 from tailrace.trainer.showing.summary import summarise
 
-if TYPE_CHECKING:
-    from tailrace.trainer.trainer import Trainer
 
-
-def trainer_text(trainer: Trainer) -> str:
+def trainer_text(engine: Engine, history: History, records: Records) -> str:
     """A trainer in a line or two."""
-    facts, history = trainer_facts(trainer), trainer.history
+    facts = trainer_facts(engine, history, records)
     first = ", ".join(f"{value} {name}" if name else value for name, value in facts)
     lines = [f"Trainer({first})"]
     if len(history):
@@ -22,33 +20,33 @@ def trainer_text(trainer: Trainer) -> str:
     return "\n".join(lines)
 
 
-def trainer_html(trainer: Trainer) -> str:
+def trainer_html(engine: Engine, history: History, records: Records) -> str:
     """The same as tables: what is trained, how far it is, and its curves."""
-    rows = [(name or "model", value) for name, value in trainer_facts(trainer)]
+    rows = [(name or "model", value) for name, value in trainer_facts(engine, history, records)]
     parts = [f"<b>Trainer</b>{html_table((), rows)}"]
-    if len(trainer.history):
-        parts.append(trainer.history._repr_html_())
-    summary = summarise(trainer.engine)._repr_html_()
+    if len(history):
+        parts.append(history._repr_html_())
+    summary = summarise(engine)._repr_html_()
     parts.append(f"<details><summary>parameters</summary>{summary}</details>")
-    if trainer.plan is not None:
-        parts.append(f"<details><summary>plan</summary>{trainer.plan._repr_html_()}</details>")
+    if engine.plan is not None:
+        parts.append(f"<details><summary>plan</summary>{engine.plan._repr_html_()}</details>")
     return "".join(parts)
 
 
-def trainer_facts(trainer: Trainer) -> list[tuple[str, str]]:
+def trainer_facts(engine: Engine, history: History, records: Records) -> list[tuple[str, str]]:
     """What a trainer is, as (name, value)."""
-    engine, pipeline = trainer.engine, trainer.pipeline
+    pipeline = engine.pipeline
     summary = summarise(engine)
     fn = engine.step_function.loss_fn
     facts = [("", getattr(fn, "__name__", type(fn).__name__))]
     facts.append(("parameters", f"{summary.parameters:,}"))
-    facts.append(("steps done", f"{trainer.step:,}"))
-    if trainer.accumulation.microbatches > 1:
-        facts.append(("microbatches", str(trainer.accumulation.microbatches)))
-    if trainer.replicas > 1:
-        facts.append(("replicas", str(trainer.replicas)))
+    facts.append(("steps done", f"{engine.step:,}"))
+    if engine.accumulation.microbatches > 1:
+        facts.append(("microbatches", str(engine.accumulation.microbatches)))
+    if engine.placement.replicas > 1:
+        facts.append(("replicas", str(engine.placement.replicas)))
     if pipeline is not None:
         facts.append(("stages", str(len(pipeline.sizes) or "traced")))
-    if len(trainer.records):
-        facts.append(("tensors recorded", str(len(trainer.records))))
+    if len(records):
+        facts.append(("tensors recorded", str(len(records))))
     return facts

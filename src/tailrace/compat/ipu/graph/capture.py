@@ -6,41 +6,14 @@ A value is captured by adding a zero to it: the gradient in that zero is the gra
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
+from tailrace.compat.ipu.graph.capture_context import GradientCaptureContext, active
 from tailrace.compat.ipu.graph.gradients import GradientTape, watched_zero
-
-
-class GradientCaptureContext:
-    """Gradients taken inside leave those of captured values here.
-
-    Attributes:
-        captured_gradients: for each tag a list with the gradient in each leaf of what was captured.
-    """
-
-    def __init__(self) -> None:
-        self.captured_gradients: dict[str, list[Any]] = {}
-        self.zeros: dict[str, list[Any]] = {}
-        self._token: Any = None
-
-    def __enter__(self) -> Any:
-        self._token = _active.set(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _active.reset(self._token)
-
-    def filled(self, found: list[Any]) -> None:
-        """Take over the gradients in the zeros, in order."""
-        rest = iter(found)
-        self.captured_gradients = {
-            tag: [next(rest) for _ in zeros] for tag, zeros in self.zeros.items()
-        }
 
 
 class GradientCaptureTape(GradientTape, GradientCaptureContext):
@@ -62,14 +35,6 @@ class GradientCaptureTape(GradientTape, GradientCaptureContext):
         # It is often asked behind its block: then it is opened once more.
         with contextlib.nullcontext() if active() is self else self:
             return super().gradient(target, sources)
-
-
-_active: contextvars.ContextVar[Any] = contextvars.ContextVar("ipu_capture", default=None)
-
-
-def active() -> Any:
-    """The context or tape that captures gradients now, or None."""
-    return _active.get()
 
 
 def capture_upstream_gradients(args: Any, tag: str = "") -> Any:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.compat.ipu.errors import IPUTypeError
+from tailrace.compat.ipu.graph.capture_context import active
 from tailrace.compat.ipu.graph.state import inside, is_variable, value_of
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
@@ -43,8 +44,6 @@ def gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise IPUTypeError(f"A loss is a float. Received: {loss.dtype}{list(loss.shape)}.")
-    from tailrace.compat.ipu.graph.capture import active
-
     context = active()
     zeros = [zero for each in context.zeros.values() for zero in each] if context else []
     found = _gradients_p.bind(loss, *map(_value, variables), *zeros)

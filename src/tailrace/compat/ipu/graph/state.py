@@ -18,11 +18,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from tailrace.errors import ProgramError
-from tailrace.jaxprs.marks import ProgramTrace, tracing
 
 
 class Prepare(BaseException):
@@ -203,31 +201,6 @@ def write_host(variable: Any, value: Any) -> None:
         variable.settle(value)
 
 
-def discover(function: Callable[..., Any], args: Sequence[Any], keep: Keep | None = None) -> Found:
-    """Look through `function(*args)`: which variables it reads, and which it changes."""
-    keep = keep or Keep()
-    for _ in range(_MOST_PREPARED):
-        found = Found(keep=keep)
-        keep.begin()
-        try:
-            # Keras makes the variables of layers built inside when its scope ends: outside the trace.
-            looking = Scope(found, looking=True)
-            with keras_scope(), scope_of(looking), tracing(ProgramTrace()):
-                jax.eval_shape(function, *args)
-        except Prepare as missing:
-            missing.action()
-            continue
-        return found
-    raise ProgramError(
-        "A program makes other variables each time it is traced. Make variables and optimizers outside "
-        "of it, or let it always make them in the same order."
-    )
-
-
-_MOST_PREPARED = 1000
-"""How often a program is looked through at most, until everything it needs is there."""
-
-
 @contextlib.contextmanager
 def scope_of(scope: Scope) -> Iterator[Scope]:
     """Make `scope` the current one."""
@@ -270,27 +243,3 @@ def _is_keras(variable: Any) -> bool:
 def is_variable(value: Any) -> bool:
     """Whether `value` is a variable, ours or Keras'."""
     return hasattr(value, "settle") or _is_keras(value)
-
-
-@contextlib.contextmanager
-def keras_scope() -> Iterator[None]:
-    """Reads and writes of Keras' variables go to the current scope inside, if Keras is loaded."""
-    keras = sys.modules.get("keras")
-    if keras is None:
-        yield
-        return
-    from tailrace.compat.ipu.graph.made_inside import (
-        optimizers_made_inside,  # which needs this file
-    )
-
-    optimizers_made_inside()
-
-    class ToScope(keras.StatelessScope):  # type: ignore[misc, name-defined]
-        def get_current_value(self, variable: Any) -> Any:
-            return inside("a Keras variable").read(variable)
-
-        def add_update(self, update: Any) -> None:
-            inside("a Keras variable").write(*update)
-
-    with ToScope():
-        yield

@@ -16,8 +16,9 @@ import numpy as np
 
 import tailrace as tr
 from tailrace.compat.ipu import config
+from tailrace.compat.ipu.graph.discovery import discover, keras_scope
 from tailrace.compat.ipu.graph.seeding import seeding
-from tailrace.compat.ipu.graph.state import Found, Scope, discover, keras_scope, scope_of, value_of
+from tailrace.compat.ipu.graph.state import Found, Scope, scope_of, value_of
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
 from tailrace.compat.ipu.pipelining.stage_model import (

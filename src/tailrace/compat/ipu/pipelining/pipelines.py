@@ -13,6 +13,7 @@ from typing import Any
 
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.result import Result
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.pipelining.forward_pipeline import Inference
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
@@ -61,8 +62,6 @@ class PipelineProgram:
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the function; its pipeline is dispatched where the function calls it."""
-        from tailrace.compat.ipu.ipu_compiler import Result
-
         token = _running.set(self)
         try:
             result = Result(self._computation(*inputs))

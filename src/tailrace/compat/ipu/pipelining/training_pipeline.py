@@ -18,12 +18,11 @@ import numpy as np
 import tailrace as tr
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
+from tailrace.compat.ipu.graph.discovery import discover, keras_scope
 from tailrace.compat.ipu.graph.seeding import seeding
 from tailrace.compat.ipu.graph.state import (
     Scope,
-    discover,
     inside,
-    keras_scope,
     scope_of,
     value_of,
     write_host,
@@ -36,6 +35,7 @@ from tailrace.compat.ipu.optimizers import (
     MapGradientOptimizer,
     Optimizer,
 )
+from tailrace.compat.ipu.pipelining.optimizer_output import OptimizerFunctionOutput
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
 from tailrace.compat.ipu.pipelining.stage_model import (
     need_outfeed,
@@ -143,8 +143,6 @@ class Training:
         return self._output.loss
 
     def _optimizer_output(self, out: Any) -> Any:
-        from tailrace.compat.ipu.ops.pipelining_ops import OptimizerFunctionOutput
-
         assert self.options.optimizer_function is not None
         values = list(out) if isinstance(out, list) else [out]
         for place, number in self._forwarded.items():

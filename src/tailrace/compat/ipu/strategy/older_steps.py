@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
+from tailrace.compat.ipu.graph.discovery import keras_scope
 from tailrace.compat.ipu.graph.gradients import evaluate
-from tailrace.compat.ipu.graph.state import Found, Scope, keras_scope, scope_of
+from tailrace.compat.ipu.graph.state import Found, Scope, scope_of
 from tailrace.messages import note_once
 
 _KINDS = {

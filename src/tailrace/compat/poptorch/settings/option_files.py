@@ -16,7 +16,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from tailrace.compat.poptorch import enums, locations, strategies
+from tailrace.compat.poptorch import enums
+from tailrace.compat.poptorch.settings import locations, strategies
 from tailrace.data.files import parse_json, read_bytes
 from tailrace.errors import TailraceError
 

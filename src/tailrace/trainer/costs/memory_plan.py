@@ -16,7 +16,7 @@ from tailrace.pipeline.running.pipeline_runner import place_pipeline
 from tailrace.program.memory.activation_offload import HeldActivations, activations_on_host
 from tailrace.program.memory.host_memory import check_activations
 from tailrace.program.memory.optimizer_state import StateKeeping, check_options, decide
-from tailrace.program.running.executable import Placement
+from tailrace.program.running.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tailrace.compat.poptorch.containers import noted
 from tailrace.compat.poptorch.enums import AutoStage, Liveness
+from tailrace.compat.poptorch.settings.containers import noted
 from tailrace.torch.errors import UsageError
 from tailrace.torch.tracing.blocks import Staging
 

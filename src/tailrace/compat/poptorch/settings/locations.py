@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tailrace.compat.poptorch.containers import OptionsDict, noted
+from tailrace.compat.poptorch.settings.containers import OptionsDict, noted
 from tailrace.torch.errors import UsageError
 
 

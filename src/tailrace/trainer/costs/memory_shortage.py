@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
 from tailrace.errors import DeviceMemoryError
 from tailrace.messages import size_text
-from tailrace.trainer.explain import explain
-
-if TYPE_CHECKING:
-    from tailrace.trainer.engine import Engine
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.placement import Placement
+from tailrace.program.step.train_state import TrainState
+from tailrace.trainer.costs.explanation import explain
+from tailrace.trainer.costs.memory_plan import MemoryPlan
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"
 """What XLA says first where memory is not enough."""
@@ -22,8 +24,27 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 _TEMPORARIES = "activations and temporaries"
 
 
+class Training(Protocol):
+    """What trains, as far as a shortage is described from it; `Engine` says what each is."""
+
+    step: int
+    memory: MemoryPlan
+    form: TrainState
+    placement: Placement
+
+    @property
+    def runner(self) -> LoopRunner:
+        """The program in use."""
+        ...
+
+    @property
+    def loop_state(self) -> LoopState:
+        """What it works on."""
+        ...
+
+
 @contextmanager
-def within_memory(engine: Engine, length: int) -> Iterator[None]:
+def within_memory(engine: Training, length: int) -> Iterator[None]:
     """Turn XLA's word for a lack of memory into sentences about this training.
 
     Args:
@@ -38,7 +59,7 @@ def within_memory(engine: Engine, length: int) -> Iterator[None]:
         raise DeviceMemoryError(describe_shortage(engine, length, str(error))) from error
 
 
-def describe_shortage(engine: Engine, length: int, said: str) -> str:
+def describe_shortage(engine: Training, length: int, said: str) -> str:
     """What took how much on each device, what would help, and what became of the state."""
     parts = _parts(engine, length)
     listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
@@ -55,7 +76,7 @@ def describe_shortage(engine: Engine, length: int, said: str) -> str:
     )
 
 
-def _parts(engine: Engine, length: int) -> dict[str, int]:
+def _parts(engine: Training, length: int) -> dict[str, int]:
     """Bytes on each device by what they hold, largest first."""
     form, keeping = engine.form, engine.memory.keeping
     sizes = {
@@ -78,7 +99,7 @@ def _parts(engine: Engine, length: int) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def _remedies(engine: Engine, parts: dict[str, int]) -> list[str]:
+def _remedies(engine: Training, parts: dict[str, int]) -> list[str]:
     """Options that would help, of those that are not in use; for the largest part first."""
     keeping, memory = engine.memory.keeping, engine.memory
     several = engine.placement.replicas > 1
@@ -104,7 +125,7 @@ def _remedies(engine: Engine, parts: dict[str, int]) -> list[str]:
     return [option for name in chosen for option in options[name] if option]
 
 
-def _is_whole(engine: Engine) -> bool:
+def _is_whole(engine: Training) -> bool:
     """Whether the state is still there: what an execution overwrites may go with it."""
     leaves = jax.tree.leaves(engine.runner.carried(engine.loop_state))
     return not any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tailrace.compat.poptorch import enums
-from tailrace.compat.poptorch.containers import OptionsDict, noted
+from tailrace.compat.poptorch.settings.containers import OptionsDict, noted
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
 from tailrace.torch.errors import UsageError

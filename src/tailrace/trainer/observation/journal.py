@@ -17,7 +17,7 @@ from tailrace.runs.profiles import PROFILE
 from tailrace.runs.tables.tables import READING
 from tailrace.runs.writer import RunWriter
 from tailrace.trainer.executions import Results
-from tailrace.trainer.logged_values import LoggedValues
+from tailrace.trainer.observation.logged_values import LoggedValues
 
 
 class Journal:

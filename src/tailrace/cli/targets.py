@@ -1,0 +1,55 @@
+"""What a command line names of the user's own code: MODULE:ATTRIBUTE."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tailrace.errors import OptionError, TailraceError
+
+
+def load(target: str, what: str = "a dataset", example: str = "mypackage.data:training_set") -> Any:
+    """The object at MODULE:ATTRIBUTE, also searched in the working directory.
+
+    >>> load("math:pi")
+    3.141592653589793
+    """
+    module_name, colon, attribute = target.partition(":")
+    if not (module_name and colon and attribute):
+        raise OptionError(
+            f"{what.capitalize()} is named as MODULE:ATTRIBUTE, for example {example}. "
+            f"Received: {target!r}."
+        )
+    # `python script.py` finds modules that lie beside it; an installed command does not.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if module_name.endswith(".py"):  # a file, as it was started
+        folder, module_name = os.path.split(os.path.abspath(module_name.removesuffix(".py")))
+        sys.path.insert(0, folder)
+    found = _guarded(
+        lambda: importlib.import_module(module_name), f"importing {module_name!r} raised"
+    )
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise OptionError(
+                f"{target!r} names no {what.split()[-1]}: {module_name!r} was imported, but it has no "
+                f"attribute {attribute!r}."
+            )
+        found = getattr(found, name)
+    return found
+
+
+def call(function: Callable[[], Any], target: str) -> Any:
+    """Call a function that `load` found; its exception becomes one sentence."""
+    return _guarded(function, f"{target} was called and raised")
+
+
+def _guarded(function: Callable[[], Any], what: str) -> Any:
+    """Call the user's code; its exception becomes one sentence."""
+    try:
+        return function()
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise OptionError(f"{what} {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""The parts of `poptorch.Options`: groups, locations, execution strategies, option files."""

@@ -1,0 +1,136 @@
+"""The arrays that batches are cut from, and how they are cut.
+
+Which examples are in batch number p is decided here, as a function of the fields and p alone.
+`Batches` is the recipe that users hold; `BatchIterator` reads it.
+"""
+
+from abc import ABC
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tailrace.data.counts import check_count
+from tailrace.data.leaves import to_numpy
+from tailrace.data.trees import (
+    Tree,
+    leaf_called,
+    leaves,
+    leaves_with_paths,
+    map_leaves,
+    map_with_paths,
+)
+from tailrace.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRecipe(ABC):
+    """How batches are cut from a tree of arrays; see `tr.batches` for the arguments."""
+
+    arrays: Tree
+    batch_size: int
+    _: KW_ONLY
+    shuffle: bool = False
+    seed: int = 0
+    repeat: bool = False
+    drop_remainder: bool | None = None
+    left_out: tuple[int, ...] = ()
+    """Rows that are in no batch; see `without`."""
+    num_examples: int = field(init=False)
+    """How many examples there are: the common leading size of the arrays, less what is left out."""
+    leaves: tuple[np.ndarray, ...] = field(init=False, repr=False)
+    """The arrays without their tree, in tree order."""
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size, at_least=1)
+        check_count("seed", self.seed, at_least=0)
+        arrays = map_with_paths(_as_array, self.arrays)
+        num_rows = _common_leading_size(leaves_with_paths(arrays))
+        left_out = tuple(sorted({int(row) for row in self.left_out}))
+        if left_out and not 0 <= left_out[0] <= left_out[-1] < num_rows:
+            raise DataError(
+                f"Rows that are left out are numbers from 0 to {num_rows - 1}. Received: {left_out}."
+            )
+        num_examples = num_rows - len(left_out)
+        if not num_examples:
+            raise DataError("There is nothing to cut batches from: all rows are left out.")
+        if self.drop_remainder is True and num_examples < self.batch_size:
+            raise DataError(
+                f"A batch of {self.batch_size} cannot be cut from {num_examples} examples, and "
+                f"drop_remainder=True drops what is smaller. Choose batch_size <= {num_examples}, "
+                "or drop_remainder=False."
+            )
+        if self.shuffle or self.left_out:
+            # np.take copies the whole of an array that is not contiguous, at every call.
+            arrays = map_leaves(np.ascontiguousarray, arrays)
+        # A frozen dataclass is written to once, here. The counts may have come as numpy's integers.
+        set_field = object.__setattr__
+        set_field(self, "arrays", arrays)
+        set_field(self, "batch_size", int(self.batch_size))
+        set_field(self, "seed", int(self.seed))
+        set_field(self, "num_examples", num_examples)
+        set_field(self, "left_out", left_out)
+        set_field(self, "leaves", tuple(leaves(arrays)))
+
+    @property
+    def drops(self) -> bool:
+        """Whether a smaller last batch is dropped; by default only evaluation keeps it."""
+        return self.drop_remainder is not False
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """The number of batches per pass over the arrays, with a smaller last one if it is kept."""
+        whole, rest = divmod(self.num_examples, self.batch_size)
+        return whole if self.drops or not rest else whole + 1
+
+    @property
+    def whole_batches_per_epoch(self) -> int:
+        """The number of full batches per pass over the arrays."""
+        return self.num_examples // self.batch_size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays: the memory to hold them on a device."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The indices of one epoch's examples, in the order of delivery."""
+        count = self.num_examples + len(self.left_out)
+        order = np.arange(count)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(count)
+        return order[~np.isin(order, self.left_out)] if self.left_out else order
+
+    @property
+    def ordered(self) -> bool:
+        """Whether batches are consecutive rows of the arrays, so that no indices are needed."""
+        return not self.shuffle and not self.left_out
+
+
+def _as_array(path: str, leaf: Any) -> np.ndarray:
+    array = to_numpy(path, leaf)
+    if array.ndim == 0:
+        raise DataError(
+            f"Every array needs a leading dimension to cut batches from, but {leaf_called(path)} "
+            f"is a single value ({leaf!r}). A list is read as a tree of arrays: write "
+            "np.asarray([...]) for an array of numbers."
+        )
+    return array
+
+
+def _common_leading_size(named: list[tuple[str, np.ndarray]]) -> int:
+    if not named:
+        raise DataError("There is nothing to cut batches from: the tree holds no array.")
+    first_path, first = named[0]
+    for path, array in named:
+        if 0 in array.shape:
+            raise DataError(
+                f"No dimension may have the size 0, but {leaf_called(path)} has the shape "
+                f"{array.shape}."
+            )
+        if len(array) != len(first):
+            raise DataError(
+                f"All arrays must have the same leading size, but {leaf_called(first_path)} has "
+                f"{len(first)} and {leaf_called(path)} has {len(array)}."
+            )
+    return len(first)

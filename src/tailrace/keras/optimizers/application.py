@@ -1,0 +1,33 @@
+"""One update by an optimizer of Keras, whichever of its methods was overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+def overrides(thing: Any, name: str, base: type) -> bool:
+    """Whether the class of `thing` has a version of its own of a method of `base`."""
+    return getattr(type(thing), name, None) is not getattr(base, name)
+
+
+def applied(
+    optimizer: Any, kept: Sequence[Any], grads: Sequence[Any], values: Sequence[Any], variables: Any
+) -> tuple[list[Any], list[Any]]:
+    """One update by an optimizer: the new values of the variables, and its own.
+
+    `stateless_apply` passes by an overridden `apply_gradients`; that is called here.
+    """
+    if not overrides(optimizer, "apply_gradients", keras.optimizers.Optimizer):
+        values, kept = optimizer.stateless_apply(list(kept), list(grads), list(values))
+        return list(values), list(kept)
+    own = optimizer.variables
+    mapping = [*zip(variables, values, strict=True), *zip(own, kept, strict=True)]
+    with keras.StatelessScope(state_mapping=mapping) as scope:
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+    return (
+        [scope.get_current_value(v) for v in variables],
+        [scope.get_current_value(v) for v in own],
+    )

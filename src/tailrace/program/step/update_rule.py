@@ -1,0 +1,51 @@
+"""What an optimizer makes of parameters: one rule for optax and for optimizers of other libraries."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.program.step import loss_scale as scaling
+from tailrace.spans.scopes import OPTIMIZER
+
+
+def apply_rule(
+    optimizer: Any, grads: Any, state: Any, params: Any, taken: Any = None
+) -> tuple[Any, Any, Any]:
+    """The update, the new parameters and the new state of the optimizer.
+
+    If `taken` is false, the update is zero and nothing changes.
+    """
+    if taken is None:
+        return _applied(optimizer, grads, state, params)
+
+    def rule(grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+        return _applied(optimizer, grads, state, params)
+
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    return scaling.unless_skipped(rule, (grads, state, params), taken, (nothing, params, state))
+
+
+def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+    if callable(apply := getattr(optimizer, "apply", None)):
+        with jax.named_scope(OPTIMIZER):
+            applied: Any = apply(grads, state, params)
+            after, new_state = applied
+            updates = jax.tree.map(jnp.subtract, after, params)
+    else:
+        import optax  # late: it takes a fifth as long to import as JAX itself
+
+        with jax.named_scope(OPTIMIZER):
+            updates, new_state = optimizer.update(grads, state, params)
+            after = optax.apply_updates(params, updates)
+    return updates, after, jax.tree.map(_keep_dtype, state, new_state)
+
+
+def _keep_dtype(before: Any, after: Any) -> Any:
+    """Cast optimizer state back to its dtype: the gradients' dtype may differ."""
+    return jnp.asarray(after, jnp.asarray(before).dtype)

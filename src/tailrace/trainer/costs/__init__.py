@@ -1,0 +1,1 @@
+"""What training takes: memory planned, explained and run out of; time by scope."""

@@ -1,0 +1,55 @@
+"""`trainer.explain`: what training on elements of a form will need."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from tailrace.errors import TailraceError
+from tailrace.feeds.elements import effective_batch_size
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
+from tailrace.pipeline.running.report import report as pipeline_report
+from tailrace.trainer.costs.explanation import Explanation, explain, flops_of
+from tailrace.trainer.engine import Engine
+
+
+def explained(engine: Engine, example: Any, length: int) -> Explanation:
+    """What training on elements like `example` will need, `length` steps to an execution."""
+    feed = engine.use([example])
+    state, count = engine.state, engine.accumulation.microbatches
+    batch = effective_batch_size(feed.spec(), count * engine.placement.replicas)
+    explanation = explain(
+        engine.runner,
+        engine.loop_state,
+        length,
+        parts={
+            "parameters": state.params,
+            "optimizer state": state.optimizer_state,
+            "model state": state.model_state,
+        },
+        keeping=engine.memory.keeping,
+        decisions=engine.memory.all_decisions,
+        effective_batch_size=batch,
+        microbatches=count,
+        flops_of_update=flops_of_update(engine),
+    )
+    if isinstance(engine.runner, PipelineRunner):
+        stages = pipeline_report(engine.runner.assembly, timed=False)
+        whole = ("parameters", "optimizer state", "model state")
+        rest = {name: n for name, n in explanation.parts.items() if name not in whole}
+        parts = {"parameters and state of stages": max(stages.held), **rest}
+        explanation = dataclasses.replace(explanation, parts=parts, pipeline=stages)
+    return explanation
+
+
+def flops_of_update(engine: Engine) -> float:
+    """The floating-point operations of the optimizer alone, once a step."""
+    optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
+    update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
+    held = keeping.forms if keeping is not None else state.optimizer_state
+    try:
+        return flops_of(update.lower(state.params, held, state.params))
+    except TailraceError:  # it means something inside a program only: small beside the rest
+        return 0.0
