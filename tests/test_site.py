@@ -97,3 +97,10 @@ def test_addresses_outside_the_site_are_known():
 def test_pages_are_in_plain_english(page):
     if page.name != "originals_names.md":  # made of the messages in src
         assert IDIOM.findall(prose(page)) == []
+
+
+def test_every_error_is_in_the_table_of_calls():
+    page = (DOCS / "reference" / "errors.md").read_text()
+    kinds = [kind for kind in vars(tr.errors).values() if isinstance(kind, type)]
+    names = [kind.__name__ for kind in kinds if issubclass(kind, tr.TailraceError)]
+    assert [name for name in names if not re.search(rf"`(tr\.)?{name}`", page)] == []
