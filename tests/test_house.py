@@ -339,21 +339,18 @@ OVERRIDING = {
         "PopDistStrategy",
         "_Settings",
     },
-    "compat/poptorch": {"Block", "PoplarExecutor", "_InferenceExecutor", "_TrainingExecutor"},
+    "compat/poptorch": {"Block", "_InferenceExecutor", "_TrainingExecutor"},
     "keras": {
         "CrossReplicaOptimizer",
         "GradientAccumulationOptimizer",
         "MapGradientOptimizer",
-        "Predicting",
-        "Stepping",
-        "Training",
     },
     "trainer/callbacks": {"CSVLogger", "EarlyStopping", "OnSpike"},
     # Two ways to do one thing, of which the second was written as a change of the first.
     "feeds": {"ResidentReader"},
     "pipeline": {"ForwardPipeline", "PipelineExecutable", "PipelineRunner", "PipelineStep"},
     "runs": {"BufferedStore"},
-    "torch": {"FollowingModel", "InferenceModel", "StagedInferenceProgram", "TrainingModel"},
+    "torch": {"StagedInferenceProgram"},
 }
 """Classes that replace a working method of a concrete class of ours, by folder. Let it shrink: an
 abstract class with two children, or an object that is given what differs, reads better."""
