@@ -86,7 +86,7 @@ def gpt_model(layers: int, width: int, length: int):
     """Parameters and loss function of a GPT in bfloat16, its vocabulary that of GPT-2."""
     heads, vocabulary = width // 64, 50304
     kernel = "cudnn" if jax.devices()[0].platform == "gpu" else None
-    keys = iter(jax.random.split(jax.random.key(0), 8))
+    keys = iter(jax.random.split(jax.random.key(0), 2 + 4 * layers))
 
     def normal(*shape):
         return jax.random.normal(next(keys), shape, jnp.float32) * 0.02
@@ -94,11 +94,16 @@ def gpt_model(layers: int, width: int, length: int):
     params = {
         "embed": normal(vocabulary, width),
         "position": normal(length, width),
-        "qkv": normal(layers, width, 3 * width),
-        "out": normal(layers, width, width),
-        "up": normal(layers, width, 4 * width),
-        "down": normal(layers, 4 * width, width),
-        "scale": jnp.ones((layers, 2, width)),
+        "blocks": [
+            {
+                "qkv": normal(width, 3 * width),
+                "out": normal(width, width),
+                "up": normal(width, 4 * width),
+                "down": normal(4 * width, width),
+                "scale": jnp.ones((2, width)),
+            }
+            for _ in range(layers)
+        ],
     }
 
     def norm(x, scale):
@@ -109,17 +114,17 @@ def gpt_model(layers: int, width: int, length: int):
     def loss_fn(params, tokens):
         p = jax.tree.map(lambda v: v.astype(jnp.bfloat16), params)
         x = p["embed"][tokens[:, :-1]] + p["position"]
-        for i in range(layers):
+        for i, (own, block) in enumerate(zip(params["blocks"], p["blocks"], strict=True)):
             with jax.named_scope(f"block_{i}"):
-                h = norm(x, params["scale"][i, 0])
-                qkv = (h @ p["qkv"][i]).reshape(*h.shape[:2], 3 * heads, 64)
+                h = norm(x, own["scale"][0])
+                qkv = (h @ block["qkv"]).reshape(*h.shape[:2], 3 * heads, 64)
                 with jax.named_scope("attention"):
                     q, k, v = jnp.split(qkv, 3, axis=2)
                     a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
-                x = x + a.reshape(h.shape) @ p["out"][i]
-                h = norm(x, params["scale"][i, 1])
+                x = x + a.reshape(h.shape) @ block["out"]
+                h = norm(x, own["scale"][1])
                 with jax.named_scope("mlp"):
-                    h = jax.nn.gelu(h @ p["up"][i]) @ p["down"][i]
+                    h = jax.nn.gelu(h @ block["up"]) @ block["down"]
                 x = x + h
         logits = (x @ p["embed"].T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()

@@ -307,7 +307,7 @@ def difference(found: Any, expected: Any, truth: Callable[[], Any]) -> str:
             try:
                 exact = exact or truth()
                 c = exact[0 if kind == "output" else 1][number]
-                if close(a, c, slack) or nearer(a, b, c):
+                if close(a, c.to(a.dtype), slack) or nearer(a, b, c):
                     continue
             except Exception:
                 exact = None
@@ -330,10 +330,16 @@ def close(a: torch.Tensor, b: torch.Tensor, slack: float = 0) -> bool:
 def nearer(a: torch.Tensor, b: torch.Tensor, exact: torch.Tensor) -> bool:
     """Whether ours is at most twice as far from the exact result as PyTorch's."""
     wide = exact.dtype
-    away, theirs = (float((x.to(wide) - exact).abs().max()) for x in (a, b))
+    exact = exact.to(a.dtype).to(wide)
+    away, theirs = (_distance(x.to(wide), exact) for x in (a, b))
     if math.isnan(theirs):  # overflown there
-        return away <= 0.05 * float(exact.abs().max())
+        return away <= 0.05 * float(exact[exact.isfinite()].abs().max())
     return away <= 2 * theirs
+
+
+def _distance(x: torch.Tensor, exact: torch.Tensor) -> float:
+    """How far apart two results are at most; infinities of one sign are not."""
+    return float(torch.where(x == exact, 0, (x - exact).abs()).max())
 
 
 def shown(t: torch.Tensor) -> str:

@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT / "src"))
 # Before JAX starts: tutorials train on four devices, and Keras runs on JAX.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TAILRACE_DEVICES", "4")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # no log lines in the outputs
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 project = "Tailrace"
 author = "the Tailrace developers"

@@ -157,9 +157,9 @@ def dataflow() -> str:
     text(
         100,
         420,
-        "While execution k runs, the elements of k + 1 are read and the results of k - 1 taken in.",
+        "While execution k runs, the elements of k + 1 are read and the results of k - 1 collected.",
     )
-    text(100, 438, "At most two blocks exist at a time, however many steps are asked for.")
+    text(100, 438, "At most two blocks exist at a time, for any number of steps.")
     return sketch.svg(1000, 450)
 
 
@@ -174,10 +174,10 @@ TAP = (
 )
 PIPELINE = (
     ("cut", "the model in pieces", "lowering/cut.py"),
-    ("halves", "forward, backward", "forward_backward.py"),
-    ("plain step", "a loop of units", "pipeline_step.py"),
+    ("stages", "forward, backward", "lowering/stage.py"),
+    ("plain step", "calls of stages", "pipeline_step.py"),
     ("plan", "which unit when", "schedule/plan.py"),
-    ("jobs", "equations by unit", "lowering/jobs.py"),
+    ("jobs", "calls by unit", "lowering/jobs.py"),
     ("layout", "values in buffers", "device_layout.py"),
     ("machine", "one device program", "running/emit_step.py"),
 )

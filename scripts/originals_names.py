@@ -24,13 +24,13 @@ TITLES = {"ipu": "TensorFlow for IPUs", "poptorch": "PopTorch"}
 
 HEAD = """# Every name of the originals
 
-*works*: as in the original. *differs*: works, with the difference said. *noted*: accepted, without
-effect, said once in the log. *refused*: an error whose text is the sentence here. The error for a name
-that neither had names the nearest ones. The guide about [moving](moving.md) says more about the names
-that programs use most.
+*works*: as in the original. *differs*: works, with the difference described. *noted*: accepted without
+effect, with one note in the log. *refused*: an error whose text is the sentence here. The error for an
+unknown name suggests the nearest ones. The guide to [moving](moving.md) says more about the names that
+programs use most.
 
-This page is made by `python scripts/originals_names.py`, from the lists in
-`src/tailrace/compat/originals/lists`, and each name is looked up when it is made.
+`python scripts/originals_names.py` writes this page from the lists in
+`src/tailrace/compat/originals/lists`, and looks up each name.
 """
 
 

@@ -11,6 +11,32 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
 MODULES = {"callbacks", "data", "distributed", "errors", "optimizers"}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+EXTERNAL = {
+    "https://docs.wandb.ai",
+    "https://github.com/pytorch/torchtitan",
+    "https://maxtext.readthedocs.io",
+    "https://ui.perfetto.dev",
+}
+"""Every address outside the site. Nothing is fetched here: open a new one before you add it."""
+IDIOM = re.compile(
+    r"\b(somebody|nobody|whoever|so many|for want of|told|mended|lies|stands|anew"
+    r"|inside of|outside of)\b"
+)
+"""Words that a native reader stops at."""
+
+
+def prose(page: pathlib.Path) -> str:
+    """A page without its code."""
+    return CODE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST name them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    headings = re.findall(r"^#{1,4} (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @pytest.mark.parametrize("name", sorted(set(tr.__all__) - MODULES))
@@ -48,3 +74,26 @@ def test_messages_of_the_troubleshooting_page_exist():
     )
     assert len(quoted) > 8
     assert [message for message in quoted if message not in source] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_find_them(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", prose(page)):
+        if "://" not in target:
+            aim = page.parent / target if target else page
+            assert anchor in anchors(aim), f"{aim.name} has no heading for #{anchor}"
+
+
+def test_addresses_outside_the_site_are_known():
+    found = {
+        address.rstrip("/")
+        for page in PAGES
+        for address in re.findall(r"https?://[^\s)>\]`\"']+", prose(page))
+    }
+    assert found == EXTERNAL
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_in_plain_english(page):
+    if page.name != "originals_names.md":  # made of the messages in src
+        assert IDIOM.findall(prose(page)) == []

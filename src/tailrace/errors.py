@@ -1,31 +1,31 @@
 """Every exception that Tailrace raises.
 
     TailraceError
-    ├── DeviceError            devices asked for and devices there do not fit
-    │   └── DeviceMemoryError  a device has not enough memory for an execution
+    ├── DeviceError            the requested devices do not exist
+    │   └── DeviceMemoryError  a device does not have enough memory for an execution
     ├── DataError              a dataset or one of its elements breaks a rule
     │   ├── ElementError       an element differs from the first one (leaf path, shape, dtype)
-    │   ├── DataExhausted      fewer elements than were asked for
+    │   ├── DataExhausted      fewer elements than requested
     │   ├── ProducerError      the dataset itself raised; its exception is the cause
-    │   └── DataTimeout        the dataset gave nothing for as long as `timeout_s` allows
-    ├── DistributedError       processes that do not come together, or run different programs
+    │   └── DataTimeout        the dataset gave no element within `timeout_s`
+    ├── DistributedError       processes that are missing, or run different programs
     ├── FeedError              an infeed or outfeed used in a way it does not allow
-    │   └── WaitStopped        waiting for data was ended from elsewhere, as by `trainer.stop()`
+    │   └── WaitStopped        a wait for data was stopped, as by `trainer.stop()`
     ├── ProgramError           a program or a loop cannot be built or run
     │   ├── ReplicaError       replicas that do not fit, or values that would drift apart
-    │   └── PipelineError      a model cannot be run as the pipeline that was asked for
+    │   └── PipelineError      a model cannot be run as the requested pipeline
     ├── OptionError            an option has a value it may not have
-    ├── SelectionError         no tensor has the name that was asked for
+    ├── SelectionError         no tensor has the requested name
     ├── PlanError              a pipeline schedule breaks a rule
     ├── RunError               a run directory cannot be written or read
     ├── CheckpointError        a checkpoint cannot be written or read, or does not fit
     ├── NonFiniteError         a NaN or Inf where `stop_on_nonfinite` watches
     ├── CorruptionError        the same computation gave other bits, where `sentinel=` watches
-    ├── VersionError           a package is of a version that Tailrace does not know
+    ├── VersionError           a package has a version that Tailrace does not support
     └── MissingDependency      an optional package is not installed
 
-Some also derive from the built-in class that a caller would expect (`ValueError`, `TypeError`),
-so that code which knows nothing of Tailrace can still catch them.
+Some also derive from the built-in class that a caller would expect (`ValueError`, `TypeError`), so that
+code that does not know Tailrace can catch them.
 """
 
 
@@ -34,11 +34,11 @@ class TailraceError(Exception):
 
 
 class DeviceError(TailraceError, RuntimeError):
-    """The devices asked for are not there, or can no longer be chosen."""
+    """The requested devices do not exist, or can no longer be chosen."""
 
 
 class DeviceMemoryError(DeviceError, MemoryError):
-    """A device has not enough memory for an execution; says what takes how much, and what helps."""
+    """A device does not have enough memory for an execution; the message lists uses and remedies."""
 
 
 class DataError(TailraceError, ValueError):
@@ -46,11 +46,11 @@ class DataError(TailraceError, ValueError):
 
 
 class ElementError(DataError):
-    """An element does not look like the first one; the text names the leaf."""
+    """An element differs from the first one; the message names the leaf."""
 
 
 class DataExhausted(DataError):
-    """More elements were asked for than the dataset has."""
+    """More elements were requested than the dataset has."""
 
 
 class ProducerError(DataError):
@@ -58,7 +58,7 @@ class ProducerError(DataError):
 
 
 class DataTimeout(DataError, TimeoutError):
-    """The dataset gave nothing for as long as `timeout_s` allows; the text names the element."""
+    """The dataset gave no element within `timeout_s`; the message names the element."""
 
 
 class FeedError(TailraceError, RuntimeError):
@@ -66,11 +66,11 @@ class FeedError(TailraceError, RuntimeError):
 
 
 class WaitStopped(FeedError):
-    """Waiting for data was ended from elsewhere; nothing is lost, and reading can go on."""
+    """A wait for data was stopped; nothing is lost, and reading can continue."""
 
 
 class DistributedError(TailraceError, RuntimeError):
-    """Processes do not come together, or one of them runs something else; the text names it."""
+    """Processes are missing, or one of them runs another program; the message names it."""
 
 
 class ProgramError(TailraceError, ValueError):
@@ -82,7 +82,7 @@ class ReplicaError(ProgramError):
 
 
 class PipelineError(ProgramError):
-    """A model cannot be run as the pipeline that was asked for."""
+    """A model cannot be run as the requested pipeline."""
 
 
 class OptionError(TailraceError, ValueError):
@@ -90,7 +90,7 @@ class OptionError(TailraceError, ValueError):
 
 
 class SelectionError(TailraceError, KeyError):
-    """A selection matches no tensor, or no metric has a name; the text lists the nearest names."""
+    """A selection matches no tensor, or no metric has a name; the message lists the nearest names."""
 
     __str__ = Exception.__str__  # a KeyError would show the sentence in quotes
 
@@ -100,20 +100,20 @@ class PlanError(TailraceError, ValueError):
 
 
 class RunError(TailraceError, OSError):
-    """A run directory cannot be written or read; the text says what is there all the same."""
+    """A run directory cannot be written or read; the message says what is still readable."""
 
 
 class CheckpointError(TailraceError, OSError):
-    """A checkpoint cannot be written or read, or belongs to another training; the text says why."""
+    """A checkpoint cannot be written or read, or belongs to another training; the message says why."""
 
 
 class NonFiniteError(TailraceError, ArithmeticError):
-    """A watched tensor became NaN or infinite; the text says where and when.
+    """A watched tensor became NaN or infinite; the message says where and when.
 
     Attributes:
-        step: the number of the first bad step.
-        culprit: what made the first bad value, with operation, scope, source and row; or None.
-        elements: those of the bad step, stacked leaf by leaf; or None.
+        step: the index of the first bad step.
+        culprit: the origin of the first bad value, with operation, scope, source and row; or None.
+        elements: the elements of the bad step, stacked leaf by leaf; or None.
     """
 
     step: int = -1
@@ -122,10 +122,10 @@ class NonFiniteError(TailraceError, ArithmeticError):
 
 
 class CorruptionError(TailraceError, RuntimeError):
-    """The same computation gave other bits: a memory or a processor is at fault.
+    """The same computation gave other bits: memory or a processor is faulty.
 
     Attributes:
-        step: where.
+        step: the index of the step.
         names: the tensors, or groups of tensors, that differ.
     """
 
@@ -134,15 +134,15 @@ class CorruptionError(TailraceError, RuntimeError):
 
 
 class VersionError(TailraceError, RuntimeError):
-    """A package has changed in what Tailrace relies on; the text says which versions go together."""
+    """A package changed something that Tailrace relies on; the message says which versions fit."""
 
 
 class MissingDependency(TailraceError, ImportError):
-    """An optional package is needed and not installed; the text says how to install it."""
+    """An optional package is needed and not installed; the message says how to install it."""
 
     @classmethod
     def for_feature(cls, feature: str, package: str, extra: str) -> "MissingDependency":
-        """The one sentence that every missing package is reported with."""
+        """The error for a missing package."""
         return cls(
             f"{feature} needs the package {package!r}, which is not installed. "
             f"Install it with: pip install 'tailrace[{extra}]'."

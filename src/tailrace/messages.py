@@ -1,4 +1,4 @@
-"""Things worth saying once: a decision taken for the user, an option that has no effect here.
+"""Messages to log once: a decision made for the user, an option without effect.
 
 Notes go through the standard logger `tailrace`; `logging.getLogger("tailrace").setLevel(...)`
 silences them. Errors are never notes.
@@ -20,12 +20,12 @@ def note_once(text: str, *, key: str | None = None) -> None:
 
 
 def forget_notes() -> None:
-    """Say everything again from now on (used between tests)."""
+    """Log every message again from now on (used between tests)."""
     _said.clear()
 
 
 def shown(text: str) -> str:
-    """A name that came from a file or from a user, safe to print: what does not print is escaped.
+    """A name from a file or a user, safe to print: unprintable characters are escaped.
 
     >>> print(shown("grad/w"), shown("evil\\x1b[2J\\nname"))
     grad/w evil\\x1b[2J\\nname
@@ -34,7 +34,7 @@ def shown(text: str) -> str:
 
 
 def size_text(count: float) -> str:
-    """Bytes for people.
+    """A number of bytes as readable text.
 
     >>> size_text(512), size_text(1_500_000)
     ('512 B', '1.5 MB')

@@ -1,7 +1,7 @@
-"""Seams: what we rely on of another package beyond its documented interface, each with a probe.
+"""Seams: undocumented behaviour of other packages that we rely on, each with a probe.
 
-A release of that package may change any of it without a word. A probe is a small use of the seam; where
-it fails, the reader gets one sentence that says what has changed and which versions go together.
+A release of such a package may change any of it without notice. A probe is a small use of the seam; if
+it fails, the user gets one sentence that says what has changed and which versions fit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tailrace.errors import VersionError
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """One thing relied on.
+    """One behaviour that we rely on.
 
     Attributes:
-        name: what it is, as the subject of "... has changed" or "... have changed".
-        used_for: what would not work without it.
-        probe: a small use of it, true if it is as we know it; it may raise as well.
-        late: probed only where it is used (and by `tailrace doctor`), because it is slow to reach.
+        name: its name, as the subject of "... has changed" or "... have changed".
+        used_for: the features that depend on it.
+        probe: a small use of it that returns true if it holds; it may also raise.
+        late: whether to probe it only when it is used (and by `tailrace doctor`), because it is slow.
     """
 
     name: str
@@ -31,20 +31,20 @@ class Seam:
     late: bool = False
 
     def holds(self) -> bool:
-        """Whether the seam is as we know it.
+        """Whether the seam holds.
 
         >>> Seam("addition", "sums", lambda: 1 + 1 == 2).holds()
         True
         """
         try:
             return bool(self.probe())
-        except Exception:  # whatever a changed interface raises
+        except Exception:  # a changed interface may raise anything
             return False
 
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """A package that we know from its inside: its version here, and the newest one tried."""
+    """A package with seams: its installed version, and the newest one tested."""
 
     title: str
     name: str
@@ -52,7 +52,7 @@ class Package:
     newest: str
 
     def unknown(self, what: str) -> VersionError:
-        """The one sentence for a seam that has changed.
+        """The error for a seam that has changed.
 
         >>> found = Package("JAX", "jax", "0.14.1", "0.12.0.1").unknown("scan's parameters")
         >>> str(found).partition(": ")[2]
@@ -71,7 +71,7 @@ class Package:
         return f"<{'.'.join(map(str, here))}" if here > tried else f"=={self.newest}"
 
     def check(self, seams: Iterable[Seam]) -> None:
-        """Raise the sentence for the first seam that does not hold."""
+        """Raise an error for the first seam that does not hold."""
         for seam in seams:
             if not seam.holds():
                 raise self.unknown(seam.name)

@@ -95,6 +95,7 @@ def test_devices_are_taken_again_and_again():
     assert devices.available() == everything
 
 
+@pytest.mark.cpu
 def test_nothing_happens_before_configuring():
     cfg = IPUConfig()
     cfg.auto_select_ipus = 2
@@ -118,6 +119,7 @@ def test_several_logical_devices():
         config.group(2)
 
 
+@pytest.mark.cpu
 def test_chosen_devices():
     configured(select_ipus=[3, 1])
     assert config.group(0) == [jax.devices()[3]]

@@ -147,7 +147,7 @@ def test_who_is_silent_is_named():
             one.beat(round_)
     assert all(one.silent(now()) is None for one in beats)
     beats[1]._heard[2] = ("1", now() - 1)
-    assert "process 2 was not heard of for 0.5 seconds, of 3 that" in beats[1].silent(now())
+    assert "process 2 has been silent for 0.5 seconds, of 3 that" in beats[1].silent(now())
     left.add(2)
     beats[1].beat(2)
     assert beats[1].silent(now()) is None  # it has ended: nobody waits for it
@@ -229,8 +229,6 @@ def test_a_process_that_is_stopped_ends_the_others_with_a_sentence(stopped):
         process.kill()
         process.stdout.close()
     assert time.monotonic() - began < 15
-    named = (
-        "process 1 was not heard of for 3" if stopped else "process 0 of 2, the coordinator, has"
-    )
+    named = "process 1 has been silent for 3" if stopped else "process 0 of 2, the coordinator, has"
     assert named in said
     assert wait_until_gone([pid for pid, _ in found.values()], 5)

@@ -107,7 +107,7 @@ def test_what_belongs_into_a_device_function_says_so():
         next(iterator)
     with pytest.raises(tr.TailraceError, match="tk.repeat means something only in a device"):
         tk.repeat(2, lambda: None)
-    with pytest.raises(tr.TailraceError, match="stands in a loop on the device"):
+    with pytest.raises(tr.TailraceError, match="is in a loop on the device"):
         strategy.run(lambda it: next(it), [iterator])
     with pytest.raises(tr.TailraceError, match="strategy.run takes a function"):
         strategy.run(3)

@@ -8,6 +8,7 @@ from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both,
 import tailrace.keras as tk
 from oracles import assert_bits_equal, assert_close
 from tailrace.feeds import dispatch_table
+from tailrace.keras.data.copied_batches import copying
 from tailrace.keras.programs import train
 from tailrace.keras.programs.pacing import Pacing
 
@@ -130,6 +131,24 @@ def test_batches_that_are_overwritten_are_copied_in_time():
     assert_close(pair[1].get_weights(), pair[0].get_weights())
 
 
+@pytest.mark.parametrize("kind", ["dataset", "workers", "generator"])
+def test_what_a_source_overwrites_is_copied(kind):
+    """As on an accelerator, where Keras reads a batch before it hands out the one before."""
+    x, y = digits_like(32)
+    source = OneBuffer(x, y)
+    if kind == "workers":
+        source.workers = 3
+    made = copying((source[n] for n in range(4)) if kind == "generator" else source)
+    if kind != "generator":
+        assert (made.num_batches, made.workers) == (4, source.workers)
+        made = [made[n] for n in range(4)]
+    found = list(made)
+    np.testing.assert_array_equal(np.concatenate([batch[0] for batch in found]), x)
+    np.testing.assert_array_equal(np.concatenate([batch[1] for batch in found]), y)
+    assert copying(x) is x
+
+
+@pytest.mark.cpu  # an accelerator takes larger pieces
 def test_pieces_of_an_execution():
     size = 100_480  # 32 x 784 floats, and as many labels
     assert Pacing(100).piece(size, 100) == 100

@@ -30,8 +30,16 @@ def test_the_names_of_the_contract_are_there_and_described(name):
     assert inspect.getdoc(getattr(tk, name))
 
 
+@pytest.mark.parametrize("name", [name for name in dir(tk) if not name.startswith("_")])
+def test_every_public_name_has_an_example(name):
+    value = getattr(tk, name)
+    ours = getattr(value, "__module__", "").startswith("tailrace")
+    if ours and callable(value) and not inspect.ismodule(value):
+        assert ">>>" in (inspect.getdoc(value) or ""), f"tk.{name} has no example"
+
+
 def modules():
-    return [info.name for info in pkgutil.iter_modules(tk.__path__, "tailrace.keras.")]
+    return [info.name for info in pkgutil.walk_packages(tk.__path__, "tailrace.keras.")]
 
 
 @pytest.mark.parametrize("name", modules())

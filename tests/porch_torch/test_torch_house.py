@@ -46,6 +46,15 @@ def test_every_public_name_is_described(package):
                     assert inspect.getdoc(found), f"{name}.{member}"
 
 
+@pytest.mark.parametrize("name", [name for name in dir(tt) if not name.startswith("_")])
+def test_every_public_name_has_an_example(name):
+    value = getattr(tt, name)
+    ours = getattr(value, "__module__", "").startswith("tailrace")
+    is_error = inspect.isclass(value) and issubclass(value, BaseException)
+    if ours and callable(value) and not inspect.ismodule(value) and not is_error:
+        assert ">>>" in (inspect.getdoc(value) or ""), f"tt.{name} has no example"
+
+
 def test_names_of_the_contract():
     names = "training_model inference_model OutputMode DataLoader optim Block BeginBlock"
     for name in (*names.split(), "print_tensor", "identity_loss"):

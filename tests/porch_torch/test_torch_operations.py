@@ -140,6 +140,48 @@ def test_normalizing_a_row_of_zeros():
     )
 
 
+# -- matrices -------------------------------------------------------------------------------------
+
+DETERMINANTS = {"linalg.det": torch.linalg.det, "det": torch.det, "method": torch.Tensor.det}
+
+
+@pytest.mark.parametrize("name", DETERMINANTS)
+def test_determinants_of_matrices_without_rows_are_1(name):
+    def both(a, b, c):
+        found = [DETERMINANTS[name](x).reshape(-1) for x in (a, b, c)]
+        return torch.cat(found)
+
+    compare(both, torch.randn(2, 3, 3), torch.randn(0, 0), torch.randn(2, 0, 0))
+
+
+@pytest.mark.parametrize("driver", [None, "gels", "gelsy"])
+def test_least_squares(driver):
+    a, b = torch.randn(2, 5, 3), torch.randn(2, 5, 2)
+
+    def solved(a, b):
+        found = torch.linalg.lstsq(a, b, driver=driver)
+        return torch.cat([part.float().reshape(-1) for part in found])
+
+    # Whatever PyTorch gives the gradient of: the solution alone has one in each of the drivers.
+    assert_close(ours(solved, a, b)[0], solved(a, b).numpy())
+    compare(lambda a, b: torch.linalg.lstsq(a, b, driver=driver).solution, a, b)
+    compare(lambda a, b: torch.linalg.lstsq(a, b, driver=driver)[0], a, b[..., 0])
+
+
+def test_least_squares_whose_residuals_depend_on_values_are_refused():
+    with pytest.raises(tr.TailraceError, match="driver='gelsd' cannot run on the device"):
+        ours(lambda a, b: torch.linalg.lstsq(a, b, driver="gelsd")[0], torch.eye(3, 2), ROWS[:3])
+
+
+def test_gradients_of_long_products_in_16_bits_are_summed_in_32():
+    a, b = torch.randn(2, 2).half(), torch.randn(64, 64).half()
+    found, (grad, _) = ours(torch.kron, a, b)
+    weights = torch.as_tensor(np.cos(np.arange(found.size))).reshape(found.shape)
+    a, b = a.double().requires_grad_(), b.double()
+    (torch.kron(a, b) * weights).sum().backward()
+    assert_close(grad, a.grad.half().numpy())
+
+
 # -- attention and convolutions -------------------------------------------------------------------
 
 torch.manual_seed(0)

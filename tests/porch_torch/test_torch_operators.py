@@ -15,6 +15,9 @@ NAMES = {
     "cummax": torch.float32,
     "cumsum": torch.float16,
     "index_add": torch.int64,
+    "kron": torch.bfloat16,
+    "linalg.lstsq": torch.float32,
+    "matrix_exp": torch.float16,
     "nn.functional.adaptive_max_pool2d": torch.float32,
     "nn.functional.layer_norm": torch.float16,
     "nn.functional.max_unpool2d": torch.float32,
@@ -53,3 +56,9 @@ def test_what_differs_is_found(operators):
     assert "shape [1]" in module.difference(([torch.ones(1)], []), one, None)
     assert "1 gradients" in module.difference((one[0], one[0]), one, None)
     assert module.difference(one, one, lambda: one) == ""
+    # What overflows in the dtype is infinite, also where PyTorch gets NaN on the way.
+    nothing = ([torch.tensor([torch.nan]).half()], [])
+    exact = ([torch.tensor([1e6], dtype=torch.float64)], [])
+    for found, right in ((torch.inf, True), (6e4, False)):
+        text = module.difference(([torch.tensor([found]).half()], []), nothing, lambda: exact)
+        assert (text == "") is right

@@ -11,8 +11,10 @@ import pytest
 import tailrace as tr
 from tailrace.cli import main
 from tailrace.profiling.profile.profile import Profile, Row
+from tailrace.profiling.programs.device_operations import Operation
 from tailrace.profiling.programs.hlo_costs import bytes_moved, flops
 from tailrace.profiling.programs.hlo_text import parse
+from tailrace.profiling.programs.named_operations import programs_of, resolved
 from tailrace.profiling.programs.op_names import place_of
 
 ROWS, STEPS = 32, 6
@@ -210,7 +212,63 @@ def test_costs_of_instructions():
     assert sum(bytes_moved(one, module) for one in entry) >= 4 * (8 * 32 + 32 * 4 + 8 * 4)
 
 
+LIBRARIES = """HloModule jit_f
+
+ENTRY %main (a: f32[4,8,32], b: f32[4,32,16], x: f32[2,8,8,3], k: f32[3,3,3,6], y: f32[2,8,8,6], q: bf16[2,4,64,16]) -> f32[] {
+  %a = f32[4,8,32]{2,1,0} parameter(0)
+  %b = f32[4,32,16]{2,1,0} parameter(1)
+  %x = f32[2,8,8,3]{3,2,1,0} parameter(2)
+  %k = f32[3,3,3,6]{3,2,1,0} parameter(3)
+  %y = f32[2,8,8,6]{3,2,1,0} parameter(4)
+  %q = bf16[2,4,64,16]{3,2,1,0} parameter(5)
+  %gemm = (f32[4,8,16]{2,1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"]}}}
+  %conv = (f32[2,8,8,6]{3,2,1,0}, u8[1000000]{0}) custom-call(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convForward"
+  %filter = (f32[3,3,3,6]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %input = (f32[2,8,8,3]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %attention = (bf16[2,4,64,16]{3,2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %c = f32[] constant(0)
+}
+"""  # noqa: E501
+
+
+def test_costs_of_what_libraries_compute():
+    """Products, convolutions with their gradients, attention; the room they work in is no result."""
+    module = parse(LIBRARIES)
+    found = {name: flops(one, module) for name, one in module.instructions.items()}
+    assert found["gemm"] == 2 * 4 * 8 * 32 * 16
+    products = 2 * (2 * 8 * 8 * 6) * (3 * 3 * 3)
+    assert found["conv"] == found["filter"] == found["input"] == products
+    assert found["attention"] == 2 * 2 * (2 * 4 * 64 * 64 * 16)
+
+
 def test_replicas_have_a_phase_of_their_own():
     profile = trainer(replicas=2, accumulation=1, observe=()).profile(data(), executions=1)
     assert profile.phase("replicas") > 0
     assert profile.named >= 0.95
+
+
+GRAPHS = """HloModule jit_f
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %loop_add_fusion.3 = f32[8]{0} negate(f32[8]{0} %a), metadata={op_name="jit(f)/jvp(head)/neg"}
+  ROOT %tanh.1 = f32[8]{0} tanh(%loop_add_fusion.3), metadata={op_name="jit(f)/jvp(head)/tanh"}
+}
+"""
+
+
+def test_kernels_of_a_graph_have_the_names_of_instructions():
+    """A GPU's profiler names the graph; the kernels in it have names of instructions or a library's."""
+
+    class Compiled:
+        def as_text(self):
+            return GRAPHS
+
+    def ran(name, in_graph=True):
+        return Operation(0, "stream", name, "jit_f", 7, 1, 0, 5, in_graph)
+
+    operations = [ran("tanh.1", in_graph=False), ran("loop_add_fusion_3"), ran("nvjet_tst_64x8")]
+    programs = programs_of(operations, [Compiled()])
+    found = resolved(operations, programs)
+    assert [one.name for one in found] == ["tanh.1", "loop_add_fusion.3", "nvjet_tst_64x8"]
+    assert [programs[7].place(one.name) is not None for one in found] == [True, True, False]

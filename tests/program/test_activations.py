@@ -160,7 +160,7 @@ def test_with_the_optimizers_state_on_the_host_and_in_shares(as_if_moved, monkey
     both = {"accumulation": 2, "replicas": 2}
     held = trained(*MODELS["deep"], **dict.fromkeys(others, True), **both)
     told = " ".join(held.decisions)
-    assert ("lie in the host's memory" in told) == (STATE in others)
+    assert ("are in the host's memory" in told) == (STATE in others)
     assert ("shared out over 2 replicas" in told) == (SHARES in others)
     assert_close(held.state, trained(*MODELS["deep"], offloaded=False, **both).state)
 
@@ -348,7 +348,7 @@ def test_what_is_sent_goes_to_the_hosts_memory():
     assert "host" in policy.lower()
     held, told = activation_offload.activations_on_host(Device(), pipelined=True)
     assert held is not None
-    assert told == ("Activations: what forwards keep for backwards lies in the host's memory.",)
+    assert told == ("Activations: what forwards keep for backwards is in the host's memory.",)
 
 
 @pytest.mark.parametrize("name", ["deep", "scanned"])

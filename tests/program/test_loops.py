@@ -318,7 +318,7 @@ def test_while_loop_sentences():
             2, lambda v: tr.while_loop(lambda v: v < 3, body, v, infeed, maximum_iterations=2), v
         )
 
-    refused(nested, 0.0, text="must stand at the top of a program, not inside another loop")
+    refused(nested, 0.0, text="must be at the top of a program, not inside another loop")
 
 
 def test_elements_that_do_not_fit_the_body():
@@ -344,7 +344,7 @@ def test_an_infeed_loop_in_a_branch_is_refused():
         fed = lambda v: tr.repeat(2, lambda v, x: v + x, v, infeed=infeed)  # noqa: E731
         return jax.lax.cond(v > 0, fed, lambda v: v, v)
 
-    refused(program, 1.0, text="may not stand inside lax.cond or lax.switch")
+    refused(program, 1.0, text="may not be inside lax.cond or lax.switch")
 
 
 def test_an_outfeed_in_a_loop_of_unknown_length_is_refused():

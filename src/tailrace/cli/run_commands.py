@@ -16,7 +16,7 @@ def histogram(subparsers: Subparsers) -> None:
         "histogram",
         help="draw the histogram of gradients (or other tensors) of a run",
         description="Draw the values of tensors by binary exponent, with the limits of float16, "
-        "bfloat16 and float8, and say what share lies beyond them. The run needs taps with "
+        "bfloat16 and float8, and say what share is beyond them. The run needs taps with "
         "reduce='histogram' (or 'tensor').",
     )
     _add_run(parser)
@@ -82,7 +82,7 @@ def tensorboard(subparsers: Subparsers) -> None:
     _add_run(parser, select="*")
     parser.add_argument("logdir", metavar="LOGDIR", help="where the event files go")
     parser.add_argument(
-        "--every", type=int, default=1, help="write every so many steps (default: %(default)s)"
+        "--every", type=int, default=1, help="write every N-th step (default: %(default)s)"
     )
     parser.set_defaults(run=_run_tensorboard)
 
@@ -140,7 +140,7 @@ def add_select(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def selected(arguments: argparse.Namespace) -> Any:
-    """What `--select` says: one selection, or a list."""
+    """The value of `--select`: one selection, or a list."""
     given = arguments.select or [arguments.default_select]
     return given[0] if len(given) == 1 else given
 

@@ -10,7 +10,7 @@ from tailrace.errors import OptionError, TailraceError
 
 
 def load(target: str, what: str = "a dataset", example: str = "mypackage.data:training_set") -> Any:
-    """The object at MODULE:ATTRIBUTE, looked for in the working directory as well.
+    """The object at MODULE:ATTRIBUTE, also searched in the working directory.
 
     >>> load("math:pi")
     3.141592653589793
@@ -21,7 +21,7 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
             f"{what.capitalize()} is named as MODULE:ATTRIBUTE, for example {example}. "
             f"Received: {target!r}."
         )
-    # `python script.py` finds modules that lie beside it; an installed command does not.
+    # `python script.py` finds modules in the script's directory; an installed command does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if module_name.endswith(".py"):  # a file, as it was started
@@ -41,12 +41,12 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
 
 
 def call(function: Callable[[], Any], target: str) -> Any:
-    """Call a function that `load` found; what it raises comes back as one sentence."""
+    """Call a function that `load` found; its exception becomes one sentence."""
     return _guarded(function, f"{target} was called and raised")
 
 
 def _guarded(function: Callable[[], Any], what: str) -> Any:
-    """Call into the user's own code; what it raises comes back as one sentence."""
+    """Call the user's code; its exception becomes one sentence."""
     try:
         return function()
     except TailraceError:

@@ -1,15 +1,22 @@
-"""What comes in: datasets of every kind behind one face.
+"""Input: datasets of every kind behind one interface.
+
+In: arrays, iterables, functions, and datasets of tf.data, grain and PyTorch.
+Out: a `Dataset`: a stream of elements, each a tree of NumPy arrays, with a position if it has one.
 
     batches                  arrays in memory as a stream of batches: the recipe
-    batch_iterator           its running half, which can be read in three ways and set to any place
-    dataset                  the face that every dataset has inside
-    adapters                 as_dataset: iterables, functions, and sentences for what is no dataset
+    batch_iterator           its iterator: three ways to read, and seeking
+    dataset                  the interface of every dataset
+    adapters                 as_dataset: iterables, functions, and errors for anything else
     foreign                  tf.data, grain and PyTorch, recognised without importing them
+    resumable                iterators with get_state and set_state
+    form_runs                a dataset as runs of elements of equal shapes
     digits                   real handwritten digits without a download
-    trees                    the form of an element, and what its leaves are called
-    leaves, dtypes, counts   what a leaf becomes, may hold; how a number is checked
+    files                    reading untrusted files, and writing files atomically
+    trees                    flattening and rebuilding elements, and naming their leaves
+    leaves, dtypes, counts   conversion of leaves, allowed dtypes, checks of numbers
 
-Nothing in this room imports JAX.
+Rule: nothing here imports JAX, so that data can be inspected and benchmarked without starting it. That
+is why `trees` exists beside `jax.tree`.
 """
 
 from tailrace.data.adapters import as_dataset

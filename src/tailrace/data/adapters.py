@@ -1,7 +1,7 @@
-"""`as_dataset`: whatever holds data, as a `Dataset`; and sentences for what does not.
+"""`as_dataset`: any source of data as a `Dataset`, and errors for anything else.
 
-A list is a sequence of elements. A tuple or a dict is one element, or arrays that nobody has cut
-into batches yet; it is never a dataset.
+A list is a sequence of elements. A tuple or a dict is one element, or arrays that are not cut into
+batches yet; it is never a dataset.
 """
 
 import inspect
@@ -40,14 +40,14 @@ class ArrayBatches(Dataset):
 
 
 class PlainIterable(Dataset):
-    """Anything that gives a new iterator whenever it is asked for one."""
+    """Anything that returns a new iterator from each `iter()`."""
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self._iterable = iterable
         self.name = type(iterable).__name__
         try:
             self.length = len(iterable)  # pyright: ignore[reportArgumentType]
-        except TypeError:  # no length, or one that cannot be told
+        except TypeError:  # no length, or an unknown one
             self.length = None
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
@@ -56,23 +56,23 @@ class PlainIterable(Dataset):
 
 
 class OneShotIterator(Dataset):
-    """An iterator or generator: what was read is gone."""
+    """An iterator or generator, which can be read only once."""
 
     restartable = False
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        # One map for all: elements that a caller has not taken stay in the one iterator.
+        # One map for all callers: elements that one did not take stay in the shared iterator.
         self._iterator = resumable(to_numpy_tree, iterator)
         called = getattr(iterator, "__name__", None)
         self.name = f"{type(iterator).__name__} {called}" if called else type(iterator).__name__
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
-        """The one iterator, where it stands."""
+        """The iterator, at its current position."""
         return self._iterator
 
 
 class FromFunction(Dataset):
-    """A function without arguments that makes the iterable; called for each iteration."""
+    """A function without arguments that returns an iterable; called for each iteration."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -80,11 +80,11 @@ class FromFunction(Dataset):
         _check_takes_no_arguments(function)
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
-        """A fresh iterator, over what the function returns this time."""
+        """A new iterator over a new result of the function."""
         return self.make().iterate(epoch)
 
     def make(self) -> Dataset:
-        """Call the function: the dataset that it returns this time."""
+        """Call the function, and return its result as a dataset."""
         made = self._function()
         try:
             if callable(made) and not isinstance(made, Iterable):
@@ -97,10 +97,10 @@ class FromFunction(Dataset):
 
 
 def as_dataset(obj: Any) -> Dataset:
-    """Give `obj` the face of a `Dataset`, or say why that cannot be done.
+    """Wrap `obj` as a `Dataset`, or raise an error that says why it cannot be one.
 
     Args:
-        obj: what `tr.batches` returns, any iterable or iterator whose elements are arrays or trees
+        obj: the result of `tr.batches`, any iterable or iterator whose elements are arrays or trees
             of arrays, a function without arguments that returns such an iterable, a
             `tf.data.Dataset`, a grain dataset or loader, a PyTorch `DataLoader`, or a `Dataset`.
 
@@ -108,8 +108,7 @@ def as_dataset(obj: Any) -> Dataset:
         A `Dataset`. Nothing is read yet.
 
     Raises:
-        DataError: `obj` is no stream of elements; arrays that were passed by themselves are sent
-            to `tr.batches`.
+        DataError: `obj` is no stream of elements; for plain arrays the message recommends `tr.batches`.
 
     >>> import numpy as np
     >>> data = as_dataset([{"x": np.zeros(2)}, {"x": np.ones(2)}])
@@ -145,7 +144,7 @@ def _refuse(obj: Any) -> NoReturn:
 
 
 def _refuse_arrays(obj: Any) -> None:
-    """Arrays that were passed as they are, in the belief that they would be cut into batches."""
+    """Refuse plain arrays, which the caller may expect to be cut into batches."""
     if _is_array(obj):
         what = "an array"
     elif isinstance(obj, (tuple, Mapping)):
@@ -166,7 +165,7 @@ def _is_array(obj: Any) -> bool:
 
 
 def _are_unlike_arrays(members: list[Any]) -> bool:
-    # [images, labels]: no stream could hold both, since all elements of a stream are alike.
+    # [images, labels]: not a stream, since all elements of a stream have the same shape.
     kinds = {
         (tuple(a.shape), str(a.dtype)) for a in members if _is_array(a) and hasattr(a, "shape")
     }
@@ -181,12 +180,12 @@ def _check_takes_no_arguments(function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some built-in functions have no signature to look at
+        return  # some built-in functions have no signature
     try:
         signature.bind()
     except TypeError:
         raise DataError(
-            "A function that stands for a dataset is called without arguments, but "
+            "A function given as a dataset is called without arguments, but "
             f"{_function_name(function)}{signature} needs some. Wrap it: "
             f"lambda: {_function_name(function)}(...)."
         ) from None

@@ -1,7 +1,7 @@
-"""A place in the stream of a `Batches` recipe, and the ways to read on from there.
+"""An iterator over the stream of a `Batches` recipe.
 
-There are three: one batch (`next`), many stacked (`read`), and only the numbers of the examples
-(`indices`). They share one position, and which batch has which examples never depends on them.
+There are three ways to read: one batch (`next`), many stacked (`read`), and only the indices of the
+examples (`indices`). They share one position and give the same batches.
 """
 
 from collections.abc import Callable
@@ -18,35 +18,35 @@ Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
 class BatchIterator:
-    """A place in the stream of a `Batches` recipe, and the ways to read on from there.
+    """An iterator over the stream of a `Batches` recipe, with a position.
 
-    `next`, `read` and `indices` may be mixed; each continues where the last one stopped. Not safe
-    for use from several threads at once.
+    `next`, `read` and `indices` may be mixed; each continues where the last one stopped. Not safe for
+    use from several threads at once.
     """
 
     def __init__(self, batches: BatchRecipe, epoch: int = 0) -> None:
         self.batches = batches
         self.first_epoch = epoch
         self._position = 0
-        self._order: tuple[int, np.ndarray] | None = None  # the epoch whose order is at hand
+        self._order: tuple[int, np.ndarray] | None = None  # the cached order of one epoch
 
     @property
     def position(self) -> int:
-        """Batches delivered so far, counted from where this iterator began."""
+        """The number of batches delivered by this iterator."""
         return self._position
 
     def seek(self, position: Any) -> None:
-        """Go to any position, forwards or back; the next batch is the one with that number."""
+        """Seek to a position, forwards or back; the next batch is the one with that index."""
         check_count("position", position, at_least=0)
         if not self.batches.repeat and position > self.batches.batches_per_epoch:
             raise DataError(
-                f"A position lies within the stream, which has {self.batches.batches_per_epoch} "
+                f"A position is within the stream, which has {self.batches.batches_per_epoch} "
                 f"batches. Received: position={position}. Use repeat=True to go on past the end."
             )
         self._position = int(position)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the stream stands, as plain values that JSON can hold."""
+        """The position in the stream, as values for JSON."""
         return {**self._identity(), "position": self._position}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class BatchIterator:
             rows = self._order_of(epoch)[start:stop]
             taken = (np.take(leaf, rows, axis=0, mode="clip") for leaf in recipe.leaves)
         else:
-            # Copies: whoever receives a batch may write to it, and devices may alias it.
+            # Copies: the caller may write to a batch, and devices may alias it.
             taken = (leaf[start:stop].copy() for leaf in recipe.leaves)
         batch = rebuild(recipe.arrays, taken)
         self._position += 1
@@ -99,14 +99,14 @@ class BatchIterator:
         """Up to `n` batches at once, stacked: each leaf has the shape [m, batch_size, ...].
 
         Args:
-            n: how many batches to read at most.
-            allocate: called as `allocate(shape, dtype)` once for each leaf, in tree order; what it
-                returns is filled and handed back. It must not be memory that is still in use.
+            n: the most batches to read.
+            allocate: called as `allocate(shape, dtype)` once for each leaf, in tree order; the result
+                is filled and returned. It must not be memory that is still in use.
 
         Returns:
             The tree of stacked arrays and m, the number of batches in them. m < n at the end of
-            the stream, and before a smaller last batch (`drop_remainder=False`): that one does not
-            stack and is left to `next`.
+            the stream, and before a smaller last batch (`drop_remainder=False`), which cannot be
+            stacked and is left for `next`.
         """
         spans = self._spans(n)
         count = sum(stop - start for _, start, stop in spans)
@@ -121,16 +121,16 @@ class BatchIterator:
                 if order is None:
                     np.copyto(target[here], source[rows].reshape(-1, size, *source.shape[1:]))
                 else:
-                    # With mode="raise" numpy gathers into a buffer first and copies that to `out`.
+                    # Not mode="raise", with which NumPy gathers into a buffer and copies that to `out`.
                     np.take(source, order, axis=0, out=target[here], mode="clip")
             done = here.stop
         self._position += count
         return rebuild(recipe.arrays, iter(stacked)), count
 
     def indices(self, n: int) -> np.ndarray:
-        """Like `read`, but only which examples the batches consist of: an array [m, batch_size].
+        """Like `read`, but only the indices of the examples: an array [m, batch_size].
 
-        For arrays that were put on a device once: `leaf[indices]` there is what `read` gives here.
+        For arrays that are on a device: `leaf[indices]` there equals the result of `read` here.
         """
         spans = self._spans(n)
         size = self.batches.batch_size
@@ -146,7 +146,7 @@ class BatchIterator:
         return found
 
     def _spans(self, n: int) -> list[tuple[int, int, int]]:
-        """The next `n` batches at most as (epoch, first, last + 1), none of them a smaller one."""
+        """At most the next `n` batches as (epoch, first, last + 1), without a smaller last one."""
         check_count("n", n, at_least=0)
         recipe = self.batches
         per_epoch, whole = recipe.batches_per_epoch, recipe.whole_batches_per_epoch
@@ -158,7 +158,7 @@ class BatchIterator:
             if stop > start:
                 spans.append((epoch, start, stop))
             if whole < per_epoch and stop == whole:
-                break  # a smaller batch stands next
+                break  # the next batch is a smaller one
             n -= stop - start
             position += stop - start
         return spans
@@ -166,6 +166,6 @@ class BatchIterator:
     def _order_of(self, epoch: int) -> np.ndarray:
         epoch += self.first_epoch
         if self._order is None or self._order[0] != (epoch if self.batches.shuffle else 0):
-            # What is not shuffled has one order for all epochs.
+            # Without shuffling, all epochs have the same order.
             self._order = (epoch if self.batches.shuffle else 0, self.batches.order(epoch))
         return self._order[1]

@@ -35,11 +35,11 @@ class BatchRecipe(ABC):
     repeat: bool = False
     drop_remainder: bool | None = None
     left_out: tuple[int, ...] = ()
-    """Rows that are in no batch; see `without`."""
+    """Rows that no batch contains; see `without`."""
     num_examples: int = field(init=False)
-    """How many examples there are: the common leading size of the arrays, less what is left out."""
+    """The number of examples: the common leading size of the arrays, without the rows left out."""
     leaves: tuple[np.ndarray, ...] = field(init=False, repr=False)
-    """The arrays without their tree, in tree order."""
+    """The arrays as a flat list, in tree order."""
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size, at_least=1)
@@ -61,9 +61,9 @@ class BatchRecipe(ABC):
                 "or drop_remainder=False."
             )
         if self.shuffle or self.left_out:
-            # np.take copies the whole of an array that is not contiguous, at every call.
+            # np.take copies an array that is not contiguous as a whole, at every call.
             arrays = map_leaves(np.ascontiguousarray, arrays)
-        # A frozen dataclass is written to once, here. The counts may have come as numpy's integers.
+        # object.__setattr__, because the dataclass is frozen. Counts may be NumPy integers.
         set_field = object.__setattr__
         set_field(self, "arrays", arrays)
         set_field(self, "batch_size", int(self.batch_size))
@@ -74,27 +74,27 @@ class BatchRecipe(ABC):
 
     @property
     def drops(self) -> bool:
-        """Whether a smaller last batch is dropped; where nothing was said, only evaluation keeps it."""
+        """Whether a smaller last batch is dropped; by default only evaluation keeps it."""
         return self.drop_remainder is not False
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches in one pass over the arrays, a smaller last one included if it is kept."""
+        """The number of batches per pass over the arrays, with a smaller last one if it is kept."""
         whole, rest = divmod(self.num_examples, self.batch_size)
         return whole if self.drops or not rest else whole + 1
 
     @property
     def whole_batches_per_epoch(self) -> int:
-        """Batches of the full size in one pass over the arrays."""
+        """The number of full batches per pass over the arrays."""
         return self.num_examples // self.batch_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all the arrays: what it takes to hold them on a device."""
+        """The bytes of all arrays: the memory to hold them on a device."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def order(self, epoch: int) -> np.ndarray:
-        """The examples of one epoch in the order in which they are delivered."""
+        """The indices of one epoch's examples, in the order of delivery."""
         count = self.num_examples + len(self.left_out)
         order = np.arange(count)
         if self.shuffle:
@@ -103,7 +103,7 @@ class BatchRecipe(ABC):
 
     @property
     def ordered(self) -> bool:
-        """Whether batches are consecutive rows of the arrays, which need no indices."""
+        """Whether batches are consecutive rows of the arrays, so that no indices are needed."""
         return not self.shuffle and not self.left_out
 
 

@@ -1,10 +1,10 @@
-"""Arrays in memory, as a stream of batches that can be read in any way and is always the same.
+"""Arrays in memory as a deterministic stream of batches.
 
-`Batches` is the recipe: the arrays and how to cut them (batch_recipe.py). `BatchIterator` is the
-running half: it has a position, which can be saved and set. Batch number p of the stream is a
-function of the recipe and p alone, because epoch e is shuffled by a generator seeded with (seed,
-e). So it does not matter whether the stream is read one batch at a time, many at once, or as
-indices into arrays that already lie on a device; nor where reading stopped and started again.
+`Batches` is the recipe: the arrays and how to cut them (batch_recipe.py). `BatchIterator` has a
+position, which can be saved and restored. Batch p of the stream depends only on the recipe and p,
+because epoch e is shuffled by a generator seeded with (seed, e). So it does not matter whether the
+stream is read one batch at a time, many at once, or as indices into arrays on a device; nor where
+reading stopped and resumed.
 """
 
 from dataclasses import dataclass, replace
@@ -20,27 +20,27 @@ from tailrace.errors import DataError
 
 
 class EndlessError(DataError, TypeError):
-    """`len()` of a stream without end; a TypeError, so that `list()` and its like get past it."""
+    """`len()` of an endless stream; a TypeError, so that `list()` ignores it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batches(BatchRecipe):
     """A recipe for batches over a tree of arrays; make it with `tr.batches`.
 
-    Iterating it gives a fresh `BatchIterator` each time. The arrays are held, not copied (a
-    shuffled array that is not contiguous is made so, once): do not write to them while they are
-    being read.
+    Iterating it gives a new `BatchIterator` each time. The arrays are referenced, not copied (except
+    that a shuffled array that is not contiguous is made so, once): do not write to them while they are
+    read.
     """
 
     def keeping_rows(self) -> "Batches":
-        """The same batches with a smaller last one, unless it was said that it is dropped."""
+        """The same batches with a smaller last one, unless `drop_remainder=True`."""
         return self if self.drop_remainder is not None else replace(self, drop_remainder=False)
 
     def without(self, rows: Any) -> "Batches":
-        """The same batches without some rows: those behind them move up.
+        """The same batches without some rows: later rows move up.
 
         Args:
-            rows: numbers of rows of the arrays, such as `explain_step` names.
+            rows: indices of rows of the arrays, such as `explain_step` reports.
 
         >>> list(batches(np.arange(5), 2).without([1]))
         [array([0, 2]), array([3, 4])]
@@ -49,15 +49,15 @@ class Batches(BatchRecipe):
         return replace(self, left_out=(*self.left_out, *more))
 
     def rows(self, first: int, count: int, epoch: int = 0) -> np.ndarray:
-        """Which examples the batches number `first` to `first + count` consist of.
+        """The indices of the examples in batches `first` to `first + count`.
 
         Args:
-            first: the number of a batch, counted from the start of `epoch`.
-            count: how many batches; an execution takes steps x microbatches x replicas of them.
-            epoch: where counting starts; `tr.Trainer` counts its epochs over all fits.
+            first: the index of a batch, counted from the start of `epoch`.
+            count: the number of batches; an execution takes steps x microbatches x replicas of them.
+            epoch: the epoch where counting starts; `tr.Trainer` counts its epochs over all fits.
 
         Returns:
-            Row numbers, [count, batch_size].
+            Row indices, [count, batch_size].
 
         >>> batches(np.arange(6), 2).rows(1, 2).tolist()
         [[2, 3], [4, 5]]
@@ -67,10 +67,10 @@ class Batches(BatchRecipe):
         return iterator.indices(count)
 
     def iterate(self, epoch: int = 0) -> BatchIterator:
-        """An iterator that begins at `epoch`: over that epoch alone, or without end if repeating.
+        """An iterator that starts at `epoch`: over that epoch only, or endless if repeating.
 
-        A finite recipe has the same order each time it is iterated; a loop over epochs passes their
-        number here so that each of them is shuffled differently.
+        A finite recipe has the same order each time it is iterated; a loop over epochs passes the epoch
+        here so that each is shuffled differently.
         """
         check_count("epoch", epoch, at_least=0)
         return BatchIterator(self, int(epoch))
@@ -109,12 +109,12 @@ def batches(
 
     Args:
         arrays: an array, or a tree of them (dicts, tuples, lists), all with the same leading size.
-            Anything that `np.asarray` takes is an array. Their dtypes are kept: uint8 images stay
+            Anything that `np.asarray` accepts is an array. Dtypes are kept: uint8 images stay
             uint8 until they are on the device.
-        batch_size: examples in one batch.
-        shuffle: take the examples in a new random order in each epoch.
-        seed: chooses those orders. Epoch e depends on (seed, e) and on nothing else.
-        repeat: start over at the end, without end.
+        batch_size: the number of examples per batch.
+        shuffle: whether to use a new random order in each epoch.
+        seed: the seed of those orders. The order of epoch e depends only on (seed, e).
+        repeat: whether to start over at the end, forever.
         drop_remainder: whether to drop a last batch with fewer than `batch_size` examples. None:
             training drops it, because a step is compiled for one shape; `evaluate` and `predict`
             take every row.

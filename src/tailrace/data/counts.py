@@ -1,4 +1,4 @@
-"""Numbers with a lower limit, checked with one sentence."""
+"""Checks of numbers with a lower limit."""
 
 from typing import Any
 
@@ -25,11 +25,11 @@ def check_number(
     """A finite number, Python's or numpy's, within the limit; or an error that names it.
 
     Args:
-        name: what the argument is called.
-        value: what was given.
-        at_least: the smallest that is allowed.
-        positive: whether it must be larger than that.
-        error: what to raise.
+        name: the name of the argument.
+        value: its value.
+        at_least: the smallest allowed value.
+        positive: whether the value must be larger than that.
+        error: the error class to raise.
 
     >>> check_number("timeout_s", np.float32(2))
     2.0

@@ -1,4 +1,4 @@
-"""The one face that every dataset has inside Tailrace, whatever it was outside."""
+"""The interface that every dataset has inside Tailrace, whatever its library."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -10,11 +10,12 @@ from tailrace.data.trees import Tree
 class Dataset(ABC):
     """A stream of elements, each a tree of numpy arrays; make one with `as_dataset`.
 
-    Which object owns what: the adapter (a subclass of this, one for each kind of source) knows how
-    a source is read and turns its leaves into numpy arrays; the infeed compares elements with the
-    first one, counts them and moves them to the device; neither knows of the other's concern.
+    Responsibilities: the adapter (a subclass, one for each kind of source) reads a source and converts
+        its
+    leaves to NumPy arrays; the infeed checks elements against the first one, counts them and transfers
+    them to the device.
 
-    A source of your own can be given this face by deriving from it:
+    To add a kind of source, derive from it:
 
     >>> import numpy as np
     >>> class Squares(Dataset):
@@ -27,27 +28,27 @@ class Dataset(ABC):
     """
 
     name: str
-    """What messages call it."""
+    """Its name in messages."""
 
     length: int | None = None
-    """How many elements one iteration gives, if that is known for certain."""
+    """The number of elements per iteration, if it is known for certain."""
 
     endless: bool = False
-    """Whether it is known to go on forever (False: it ends, or nobody knows)."""
+    """Whether it is known to be endless (False: it ends, or that is unknown)."""
 
     restartable: bool = True
-    """Whether each iteration begins anew (False: a one-shot iterator, which goes on instead)."""
+    """Whether each iteration starts from the beginning (False: a one-shot iterator continues)."""
 
     fast: Batches | None = None
-    """The arrays behind the stream, where they are in memory: then `iterate` gives a
-    `BatchIterator`, with its position, `read` and `indices`."""
+    """The arrays of the stream, if they are in memory: `iterate` then returns a `BatchIterator`, with a
+    position, `read` and `indices`."""
 
     @abstractmethod
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
-        """An iterator from the beginning, or where a one-shot source stands.
+        """An iterator from the beginning, or from the current position of a one-shot source.
 
-        `epoch` is how often the source was iterated before. Only what shuffles by epoch number
-        (`tr.batches`) looks at it.
+        `epoch` is the number of earlier iterations. Only sources that shuffle by epoch (`tr.batches`)
+        use it.
         """
 
     def __iter__(self) -> Iterator[Tree]:

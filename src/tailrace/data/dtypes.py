@@ -1,4 +1,4 @@
-"""Which arrays can go to a device at all, asked in one place."""
+"""The dtypes that can be transferred to a device."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from tailrace.data.trees import leaf_called
 from tailrace.errors import DataError
 
 # Booleans, integers, floats, complex numbers. The dtypes of ml_dtypes (bfloat16, float8, int4) are
-# of kind "V" to numpy, as structured arrays and raw bytes are; those two are told apart below.
+# of kind "V" to NumPy, as are structured arrays and raw bytes; `is_numeric` distinguishes them.
 _NUMERIC_KINDS = frozenset("biufc")
 
 _WHAT_THE_KIND_IS = {
@@ -21,7 +21,7 @@ _WHAT_THE_KIND_IS = {
 
 
 def is_numeric(dtype: np.dtype) -> bool:
-    """Whether arrays of `dtype` hold numbers or booleans, bfloat16 and its like included.
+    """Whether arrays of `dtype` hold numbers or booleans, including bfloat16 and float8.
 
     >>> is_numeric(np.dtype("uint8")), is_numeric(np.dtype("U3"))
     (True, False)

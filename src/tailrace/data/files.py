@@ -1,8 +1,8 @@
-"""Files from elsewhere, read with care; and files that appear whole or not at all.
+"""Reading untrusted files, and writing files atomically.
 
-A file may be a pipe that never says anything, a device that never ends, or a few bytes that claim to be
-terabytes. So only regular files are opened, and a size is compared with the limit before memory is
-taken. The limit is for people: it can be raised.
+A path may be a pipe that never delivers, a device that never ends, or a few bytes that claim to be
+terabytes. So only regular files are opened, and a size is compared with a limit before memory is
+allocated. Users can raise the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT = "TAILRACE_READ_LIMIT"
 """The environment variable that sets the limit, in bytes, or as `8GiB`."""
 
 DEFAULT_LIMIT = 4 << 30
-"""Bytes that one array of a file may take in memory, unless the limit is raised."""
+"""The default limit of the bytes of one array from a file."""
 
 _DESCRIPTION_SHARE, _DESCRIPTION_LEAST = 64, 1 << 20
 """A description (JSON) takes many times more memory than it has bytes; a short one is always read."""
@@ -32,7 +32,7 @@ _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def read_limit(given: Any = None) -> int:
-    """The limit in bytes: what is given, what the environment says, or the default.
+    """The limit in bytes: the argument, the environment variable, or the default.
 
     >>> read_limit("2GiB"), read_limit(1000)
     (2147483648, 1000)
@@ -56,7 +56,7 @@ def read_limit(given: Any = None) -> int:
 def too_large(
     what: str, size: int, limit: int, error: type[TailraceError], share: int = 1
 ) -> TailraceError:
-    """What to say of a size beyond the limit, of which `limit` is the given share."""
+    """The error for a size beyond the limit, of which `limit` is the given fraction."""
     enough = _round(size * share)
     return error(
         f"{what} takes {size:,} bytes, and at most {limit:,} are read from a file unless you ask for "
@@ -66,7 +66,7 @@ def too_large(
 
 
 def _round(size: int) -> str:
-    """A limit that is enough, in words.
+    """A sufficient limit, as text.
 
     >>> _round(5 << 30), _round(1 << 20)
     ('6GiB', '1GiB')
@@ -75,12 +75,12 @@ def _round(size: int) -> str:
 
 
 def open_regular(path: str | os.PathLike[str], error: type[TailraceError]) -> BinaryIO:
-    """A regular file, opened for reading; anything else is refused, and never waited for.
+    """Open a regular file for reading; anything else is refused without waiting for it.
 
     Raises:
         OSError: as `open` does.
     """
-    # Without waiting: a pipe that nobody writes to would never open.
+    # Non-blocking: opening a pipe without a writer would never return.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     handle = os.open(path, flags)
     kind = os.fstat(handle).st_mode
@@ -105,9 +105,9 @@ def read_bytes(
 
     Args:
         path: the file.
-        error: what a pipe, a device or too large a file is refused with.
-        limit: in bytes; None: as `read_limit` says.
-        description: whether it is JSON, of which less is read.
+        error: the error class for a pipe, a device or a file that is too large.
+        limit: the limit in bytes; None for that of `read_limit`.
+        description: whether it is JSON, which has a smaller limit.
 
     Raises:
         OSError: as `open` does.
@@ -120,7 +120,7 @@ def read_bytes(
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise too_large(f"The file '{shown(str(path))}'", size, most, error, share)
-        return file.read(size)  # one that grows meanwhile is read as far as it was
+        return file.read(size)  # not further, if it has grown meanwhile
 
 
 def read_head(path: str | os.PathLike[str], count: int, error: type[TailraceError]) -> bytes:
@@ -130,7 +130,7 @@ def read_head(path: str | os.PathLike[str], count: int, error: type[TailraceErro
 
 
 def parse_json(text: bytes | str) -> Any:
-    """JSON; a ValueError for whatever is wrong with it.
+    """Parse JSON; raises a ValueError for any defect.
 
     >>> parse_json(b'{"a": 1}')
     {'a': 1}
@@ -144,7 +144,7 @@ def parse_json(text: bytes | str) -> Any:
 def read_json(
     path: str | os.PathLike[str], error: type[TailraceError], limit: int | None = None
 ) -> Any:
-    """The JSON in a file of a size that fits a description.
+    """The JSON in a file, within the limit for descriptions.
 
     Raises:
         OSError: as `open` does.
@@ -155,9 +155,10 @@ def read_json(
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes its name when the context ends without an error.
+    """A file to write that gets its name when the context ends without an error.
 
-    Until then it is beside it under another name. A link of that name is not followed.
+    Until then it has a temporary name in the same directory. An existing link is replaced, not
+    followed.
     """
     part = path.with_name(f"{path.name}.part")
     with contextlib.suppress(FileNotFoundError):

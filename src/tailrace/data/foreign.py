@@ -1,9 +1,8 @@
 """Datasets of other libraries, one small class each.
 
-Nothing here imports those libraries. An object can only be one of theirs if its module was loaded
-by whoever made it, so `FOREIGN` is a table by module name, and an entry is asked only when that
-module is in `sys.modules`; it gets the loaded module and the object, and answers with an adapter
-or with None.
+Nothing here imports those libraries. An object can be one of theirs only if its module is loaded
+already, so `FOREIGN` is a table by module name, and an entry is consulted only if that module is in
+`sys.modules`; it gets the module and the object, and returns an adapter or None.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from tailrace.errors import DataError
 
 
 class TensorFlowDataset(Dataset):
-    """A `tf.data.Dataset`. Its arrays are TensorFlow's own memory, read-only and not copied."""
+    """A `tf.data.Dataset`. Its arrays alias TensorFlow's memory: read-only and not copied."""
 
     def __init__(self, tf: ModuleType, dataset: Any) -> None:
         _refuse_what_tensorflow_cannot_hand_over(tf, dataset.element_spec)
@@ -29,7 +28,7 @@ class TensorFlowDataset(Dataset):
         self.endless = cardinality == tf.data.INFINITE_CARDINALITY
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
-        """A fresh iterator; a shuffle in the dataset reshuffles as it was told to."""
+        """A new iterator; a shuffle in the dataset reshuffles if it is configured to."""
         return map(to_numpy_tree, self._dataset.as_numpy_iterator())
 
 
@@ -42,7 +41,7 @@ class GrainDataset(Dataset):
     def __init__(self, grain: ModuleType, dataset: Any) -> None:
         self._dataset = dataset
         self.name = f"grain {type(dataset).__name__}"
-        # The length of a MapDataset counts what a filter will leave out, so it is only a bound.
+        # The length of a MapDataset counts elements that a filter will drop: it is only a bound.
         self.endless = isinstance(dataset, grain.MapDataset) and len(dataset) >= self._ENDLESS
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
@@ -71,8 +70,8 @@ def _torch_element(element: Tree) -> Tree:
 
 
 def _lists_to_tuples(tree: Tree) -> Tree:
-    # default_collate turns the tuple that a dataset returns into a list; what was written as
-    # `return image, label` is to arrive as (image, label).
+    # default_collate turns the tuple that a dataset returns into a list; undo that, so that
+    # `return image, label` arrives as (image, label).
     if isinstance(tree, list) or type(tree) is tuple:
         return tuple(_lists_to_tuples(child) for child in tree)
     if isinstance(tree, dict):

@@ -1,6 +1,7 @@
-"""A dataset as runs of elements that look alike: most often one run, and a smaller last batch.
+"""A dataset as runs of elements of equal shapes: usually one run and a smaller last batch.
 
-Programs are compiled for elements of one form. Whoever must take every row reads a dataset run by run.
+Programs are compiled for elements of one shape. `evaluate` and `predict`, which must use every row,
+read a dataset run by run.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from tailrace.data.trees import Tree, leaves_with_paths, map_leaves
 
 
 def form_runs(dataset: Any) -> Iterator[Any]:
-    """Datasets of one form each that are, one after the other, the whole of `dataset`.
+    """Split `dataset` into consecutive datasets whose elements have equal shapes.
 
-    Each must be read to its end before the next is asked for.
+    Each must be read to its end before the next is requested.
 
     >>> import numpy as np
     >>> [len(list(run)) for run in form_runs([(np.ones(4),), (np.ones(4),), (np.ones(3),)])]
@@ -39,7 +40,7 @@ def form_runs(dataset: Any) -> Iterator[Any]:
 
 
 class _Run(Dataset):
-    """The elements of an iterator, as long as they look like the first of them."""
+    """The elements of an iterator while they have the shapes of the first one."""
 
     restartable = False
 
@@ -48,7 +49,7 @@ class _Run(Dataset):
         self.following: Tree | None = None
 
     def iterate(self, epoch: int = 0) -> Iterator[Tree]:
-        """The elements; the first of another form is kept as `following`."""
+        """The elements; the first one of another shape is kept as `following`."""
         form = None
         for element in self.elements:
             found = _form(element)
@@ -60,7 +61,7 @@ class _Run(Dataset):
 
 
 def _parts_of_arrays(batches: Batches) -> Iterator[Any]:
-    """The whole batches, still as a recipe, and the rest as one element."""
+    """The full batches, still as a recipe, and the rest as one element."""
     whole, size = batches.whole_batches_per_epoch, batches.batch_size
     if batches.repeat or whole:
         yield dataclasses.replace(batches, drop_remainder=True)

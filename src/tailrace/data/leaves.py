@@ -1,4 +1,4 @@
-"""How each kind of leaf becomes a numpy array, without a copy where that can be."""
+"""Conversion of each kind of leaf to a NumPy array, without a copy if possible."""
 
 import sys
 from types import ModuleType
@@ -43,11 +43,11 @@ def to_numpy_tree(tree: Tree) -> Tree:
     {'x': [array(1.), array(2.)]}
     """
     if type(tree) is tuple and all(type(x) is np.ndarray and x.dtype.kind in _PLAIN for x in tree):
-        return tree  # what most datasets yield; the walk below would take longer than a small step
+        return tree  # the common case: the traversal below would take longer than a small step
     try:
         return map_leaves(_to_numpy_without_path, tree)
     except DataError:
-        # Once more, with paths, for the sake of the sentence: paths cost more than the conversion.
+        # Again with paths, for the message: paths cost more than the conversion.
         return map_with_paths(to_numpy, tree)
 
 
@@ -56,11 +56,11 @@ def _to_numpy_without_path(leaf: Any) -> np.ndarray:
 
 
 def _torch_to_numpy(torch: ModuleType, tensor: Any) -> np.ndarray:
-    """The tensor's own memory as an array (a copy only if it is on a device or conjugated)."""
+    """An array that aliases the tensor's memory (a copy if it is on a device or conjugated)."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name == "bfloat16" or name.startswith("float8_"):
-        # PyTorch knows no numpy type for these; ml_dtypes (which comes with JAX) has them under
-        # the same names, so the bits travel as integers and are then called what they are.
+        # PyTorch has no NumPy dtype for these; ml_dtypes (a dependency of JAX) has them under the same
+        # names, so the bits are viewed as integers and then as that dtype.
         import ml_dtypes
 
         bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)

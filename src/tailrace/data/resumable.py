@@ -1,7 +1,7 @@
-"""Sources that know where they are: `get_state` and `set_state` of an iterator.
+"""Iterators with a position: `get_state` and `set_state`.
 
-`tr.batches`, Grain's iterators and loaders with `state_dict` continue in constant time. All other
-sources are read from their start, and what was used before is skipped.
+`tr.batches`, Grain's iterators and loaders with `state_dict` resume in constant time. All other
+sources are read from their start, and the elements used before are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ResumableMap(Iterator[Element], Generic[Element]):
         function: applied to each element.
         source: the iterator.
         get_state: returns the state of the source.
-        set_state: makes the source go on from a state.
+        set_state: makes the source continue from a state.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ResumableMap(Iterator[Element], Generic[Element]):
         return self._function(next(self._source))
 
     def set_state(self, state: Any) -> None:
-        """Go on from a state; some sources then have another iterator."""
+        """Continue from a state; some sources then have another iterator."""
         self._source = self._set_state(state) or self._source
 
 
@@ -66,7 +66,7 @@ def can_go_back(source: Any) -> bool:
 
 
 def encode_state(state: Any) -> dict[str, Any]:
-    """A state as JSON can hold it."""
+    """A state as a value for JSON."""
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode("ascii")}
     try:
@@ -79,5 +79,5 @@ def encode_state(state: Any) -> dict[str, Any]:
 
 
 def decode_state(encoded: dict[str, Any]) -> Any:
-    """The state again."""
+    """The inverse of `encode_state`."""
     return base64.b64decode(encoded["bytes"]) if "bytes" in encoded else encoded["json"]

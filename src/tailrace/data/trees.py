@@ -1,12 +1,11 @@
-"""Nested arrays without JAX: how an element is taken apart, rebuilt, and how its leaves are called.
+"""Trees of arrays without JAX: flattening and rebuilding elements, and naming their leaves.
 
-An element is a tree: dicts, tuples, lists and named tuples are its branches, `None` is a branch
-with nothing on it, and everything else is a leaf. That is JAX's own reading of containers, so what
-passes here can be handed to a program unchanged. A leaf's path is written the way one would index
-it: `['image']`, `[0]['mask']`, `.label`.
+An element is a tree: dicts, tuples, lists and named tuples are nodes, `None` is an empty node, and
+everything else is a leaf. These are JAX's rules, so an accepted element can be passed to a program
+unchanged. A leaf's path is written as an index expression: `['image']`, `[0]['mask']`, `.label`.
 
-Paths are text and cost time to write: streams of elements are walked by `map_leaves`, and the
-walk with paths is for what happens once and for errors.
+Building paths takes time: streams of elements are mapped by `map_leaves`, and the functions with paths
+are for errors and one-time work.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +15,9 @@ Tree = Any
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """A tree of the same form whose leaves are `function(leaf)`.
+    """A tree of the same structure whose leaves are `function(leaf)`.
 
-    Mappings of any kind come back as plain dicts, in their own order.
+    Mappings of any kind are returned as plain dicts, in the same order.
 
     >>> map_leaves(str, {"a": (1, 2), "b": None})
     {'a': ('1', '2'), 'b': None}
@@ -31,7 +30,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
         return make(children)
     if isinstance(tree, list):
         return [map_leaves(function, child) for child in tree]
-    # The exact type first: asking for the abstract one costs ten times as much.
+    # The exact type first: an isinstance check against the abstract one takes ten times as long.
     if type(tree) is dict or isinstance(tree, Mapping):
         return {key: map_leaves(function, child) for key, child in tree.items()}
     return function(tree)
@@ -49,7 +48,7 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def rebuild(form: Tree, values: Iterator[Any]) -> Tree:
-    """A tree of the form of `form` whose leaves are taken from `values`, in order.
+    """A tree with the structure of `form` whose leaves are taken from `values`, in order.
 
     >>> rebuild({"x": 0, "y": (0, 0)}, iter("abc"))
     {'x': 'a', 'y': ('b', 'c')}
@@ -96,7 +95,7 @@ def map_with_paths(function: Callable[[str, Any], Any], tree: Tree) -> Tree:
 
 
 def leaf_called(path: str) -> str:
-    """How a sentence names the leaf at `path`.
+    """The name of the leaf at `path`, for messages.
 
     >>> leaf_called("['x']"), leaf_called("")
     ("leaf ['x']", 'the array')
@@ -116,7 +115,7 @@ def describe(tree: Tree, limit: int = 160) -> str:
 
 
 class _Shown(str):
-    """Text that shows without quotes inside a printed tree."""
+    """Text that prints without quotes inside a tree."""
 
     __slots__ = ()
     __repr__ = str.__str__

@@ -1,4 +1,4 @@
-"""Which devices this process trains on, and the mesh that replicas (and stages) form on them."""
+"""The devices that this process trains on, and the mesh of replicas (and stages) on them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ _default: Any = None  # the default device that we gave JAX
 def configure(devices: int | None = None, platform: str | None = None) -> list[Any]:
     """Choose the devices of this process; call it before anything else uses JAX.
 
-    Virtual CPU devices are made only where there is no accelerator, or where `platform="cpu"` asks
-    for them. Without this call, and without the environment variable `TAILRACE_DEVICES`, all
-    devices that JAX finds may be used.
+    Virtual CPU devices are created only if there is no accelerator, or with `platform="cpu"`. Without
+    this call, and without the environment variable `TAILRACE_DEVICES`, all devices that JAX finds may
+    be used.
 
-    A `platform` becomes JAX's own default too, so that plain programs beside a Tailrace one compute on
-    the same kind of device: with `platform="cpu"` on a machine with a GPU, `jnp.ones(3)` is made on
-    the CPU. What was chosen for JAX itself before (`JAX_PLATFORMS`, `jax_default_device`) stays.
+    A `platform` becomes JAX's default too, so that plain JAX code in the same process uses the same
+    kind of
+    device: with `platform="cpu"` on a machine with a GPU, `jnp.ones(3)` is on the CPU. An explicit
+        choice
+    for JAX (`JAX_PLATFORMS`, `jax_default_device`) is kept.
 
     Args:
-        devices: how many; with several processes, in each of them. None: all there are.
-        platform: "cpu", "gpu" or "tpu". None: what JAX prefers.
+        devices: the number of devices; with several processes, in each of them. None for all.
+        platform: "cpu", "gpu" or "tpu". None for JAX's preference.
 
     Returns:
-        The devices chosen.
+        The chosen devices.
 
     >>> len(configure(devices=1))
     1
@@ -62,25 +64,25 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
 
 
 def _make_default() -> None:
-    """Let plain JAX compute on the first device chosen, unless it was told something else."""
+    """Make the first chosen device JAX's default, unless JAX is configured otherwise."""
     global _default
     own = [device for device in _chosen or () if device.process_index == jax.process_index()]
     config: Any = jax.config
     asked = config.jax_default_device
-    told = config.jax_platforms or (asked is not None and asked is not _default)
-    if told or not own:
+    configured = config.jax_platforms or (asked is not None and asked is not _default)
+    if configured or not own:
         return
-    # Where JAX prefers that platform anyway nothing is set: a default device is part of the key by
-    # which JAX finds compiled programs again.
+    # If JAX prefers that platform anyway, nothing is set: a default device is part of the key of JAX's
+    # compilation cache.
     preferred = jax.default_backend() if asked is None else None
     _default = None if own[0].platform == preferred else own[0]
     config.update("jax_default_device", _default)
 
 
 def offer_cpu_devices(count: int) -> None:
-    """Ask for virtual CPU devices, unless JAX has started or somebody has asked for a number.
+    """Request virtual CPU devices, unless JAX has started or a number was requested already.
 
-    With an accelerator they change nothing: its devices come first.
+    With an accelerator this has no effect: its devices come first.
     """
     asked = os.environ.get("TAILRACE_DEVICES") or "host_platform_device_count" in os.environ.get(
         "XLA_FLAGS", ""
@@ -90,18 +92,18 @@ def offer_cpu_devices(count: int) -> None:
 
 
 def use(devices: list[Any] | None) -> None:
-    """Take these devices, in this order, from now on; None: all there are (for front ends)."""
+    """Use these devices, in this order, from now on; None for all (for front ends)."""
     global _chosen
     _chosen = None if devices is None else list(devices)
 
 
 def chosen() -> list[Any] | None:
-    """The devices chosen, or None if nobody has chosen yet."""
+    """The chosen devices, or None if none were chosen."""
     return None if _chosen is None else list(_chosen)
 
 
 def available() -> list[Any]:
-    """The devices chosen, or all there are."""
+    """The chosen devices, or all."""
     if _chosen is not None:
         return list(_chosen)
     wanted = asked_devices()
@@ -109,7 +111,7 @@ def available() -> list[Any]:
 
 
 def platform() -> str:
-    """The platform that programs are compiled for: that of the devices chosen, not JAX's default."""
+    """The platform that programs are compiled for: that of the chosen devices, not JAX's default."""
     return available()[0].platform
 
 
@@ -134,14 +136,14 @@ def mesh(replicas: int, stages: int = 1) -> Mesh:
 
 
 def local_replicas(mesh: Mesh) -> int:
-    """How many of the replicas of a mesh this process computes, or has a stage of."""
+    """The number of a mesh's replicas that this process runs, or runs a stage of."""
     here = jax.process_index()
     rows = mesh.devices.reshape(mesh.shape[REPLICA], -1)
     return sum(any(device.process_index == here for device in row) for row in rows)
 
 
 def _evenly(found: list[Any], needed: int) -> list[Any]:
-    """The first `needed` devices; with several processes, equally many of each."""
+    """The first `needed` devices; with several processes, the same number from each."""
     each = _by_process(found)
     if len(each) == 1:
         return found[:needed]
@@ -156,13 +158,13 @@ def _evenly(found: list[Any], needed: int) -> list[Any]:
 
 
 def _by_process(found: list[Any]) -> list[list[Any]]:
-    """Devices by the process that they belong to, in the order of processes."""
+    """Devices grouped by process, in the order of processes."""
     numbers = sorted({device.process_index for device in found})
     return [[device for device in found if device.process_index == n] for n in numbers]
 
 
 def resolve_replicas(replicas: int | None, per_copy: int = 1) -> int:
-    """The number of replicas: as given, or devices divided by what one copy needs."""
+    """The number of replicas: as given, or the devices divided by the devices per copy."""
     if replicas is None:
         count = len(available())
         if count % per_copy:
@@ -188,7 +190,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _ask_for_cpu_devices(devices: int | None) -> bool:
-    """Ask JAX for virtual CPU devices; False if it has started and can no longer be asked."""
+    """Request virtual CPU devices from JAX; False if it has started already."""
     if devices is None:
         return True
     try:

@@ -1,7 +1,7 @@
-"""What the environment asks for; read when `tailrace` is imported, without JAX.
+"""Environment variables; read when `tailrace` is imported, without JAX.
 
-TAILRACE_DEVICES   how many virtual CPU devices there are
-TAILRACE_CACHE     a directory that keeps compiled programs for later processes
+TAILRACE_DEVICES   the number of virtual CPU devices
+TAILRACE_CACHE     a directory for compiled programs, shared with later processes
 """
 
 import contextlib
@@ -12,17 +12,17 @@ from tailrace.errors import DeviceError
 
 VARIABLE, CACHE = "TAILRACE_DEVICES", "TAILRACE_CACHE"
 COORDINATOR, PROCESSES, PROCESS = "TAILRACE_COORDINATOR", "TAILRACE_PROCESSES", "TAILRACE_PROCESS"
-"""What `tailrace launch` sets in each process; `tr.distributed.initialize` reads it."""
+"""Set by `tailrace launch` in each process, and read by `tr.distributed.initialize`."""
 
 TOO_LATE = (
     "TAILRACE_DEVICES is set, but JAX had started before Tailrace was imported. Import tailrace first, "
     "before anything that uses JAX."
 )
-"""What to do where the variable asks for enough devices, and they are not there."""
+"""Advice if the variable requests enough devices but they do not exist."""
 
 
 def asked_devices() -> int | None:
-    """The number of devices that `TAILRACE_DEVICES` asks for, or None."""
+    """The number of devices that `TAILRACE_DEVICES` requests, or None."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -35,15 +35,15 @@ def asked_devices() -> int | None:
 
 
 def apply_environment() -> None:
-    """Hand on to JAX what `TAILRACE_DEVICES` and `TAILRACE_CACHE` say.
+    """Pass the values of `TAILRACE_DEVICES` and `TAILRACE_CACHE` to JAX.
 
-    JAX is not imported for this: it reads its own variables when it is.
+    This does not import JAX, which reads its environment variables when it is imported.
     """
     devices = asked_devices()
     if devices is not None:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         if (jax := sys.modules.get("jax")) is not None:
-            # Where it has started, too few devices are refused when they are used.
+            # If JAX has started already, too few devices raise an error when they are used.
             with contextlib.suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", devices)
     if directory := os.environ.get(CACHE):
@@ -51,7 +51,7 @@ def apply_environment() -> None:
 
 
 def _keep_programs(directory: str) -> None:
-    """Let JAX's compilation cache keep whatever takes a second to compile, in a directory."""
+    """Let JAX's compilation cache keep programs that take a second to compile, in a directory."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", directory)
     if (jax := sys.modules.get("jax")) is not None and not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", directory)

@@ -1,4 +1,4 @@
-"""What devices can compute at most: the denominator of a share of the peak (MFU)."""
+"""The peak performance of devices: the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PEAKS = {
     "TPU v4": 275e12,
     "TPU v3": 123e12,
 }
-"""Floating-point operations a second of one device, 16 bits, without sparsity, as their makers say."""
+"""16-bit FLOPs per second of one device, without sparsity, by the vendors' data sheets."""
 
 
 def peak_of(kind: str) -> float | None:
-    """The peak of a kind of device, as JAX names it; None if it is not known.
+    """The peak FLOPs of a device kind, as JAX names it; None if unknown.
 
     >>> peak_of("NVIDIA H200"), peak_of("cpu")
     (989000000000000.0, None)

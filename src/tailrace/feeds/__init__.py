@@ -1,13 +1,20 @@
-"""Host and device: the infeed and the outfeed.
+"""Data between host and device: the infeed and the outfeed.
 
-In: datasets (`data`) or blocks that a caller has; and what a program sends out.
-Out: blocks of elements on the device (`feed.Staged`), and outputs in the order they were sent.
+In: datasets (`data`), or blocks of elements that a caller passes in; and the values a program sends
+out.
+Out: blocks of elements on the device (`feed.Staged`), and sent values in the order they were sent.
 
-    feed         the interface of what a program reads; HandedFeed for callers with blocks
-    infeed       reads a dataset ahead in a thread; reader stacks, buffers and transfer move
-    outfeed      what a program sent, on the host
-    dispatch_table  how much a dispatch takes: every tuned number, with its measurement
-    waiting      waiting with a limit; background is the one kind of thread
+    feed             the interface a program reads from; HandedFeed for callers that have the elements
+    elements         shape, dtype and structure of an element, and passing it to a function
+    infeed           prefetches a dataset in a thread
+    reader           stacks elements into blocks; buffers reuses their memory, transfer moves them
+    device_dataset   a reader for datasets that are kept on the device
+    dispatch_table   how much a dispatch takes: every tuned number, with its measurement
+    outfeed          values a program sent, on the host
+    waiting          waiting with a time limit; background is the only kind of thread
+    benchmark        the speed of a dataset, and whether it is the bottleneck
 
-Rule: programs see `Feed`, never a dataset. Only the infeed's thread waits inside a dataset.
+Rules. Programs see a `Feed`, never a dataset. Only the infeed's thread may block inside a dataset;
+everyone else waits for that thread, with a limit. A block on the host is never written again once a
+device has it, since a CPU device aliases it.
 """

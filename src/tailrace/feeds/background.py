@@ -1,4 +1,4 @@
-"""One background thread that does one thing after another, and never keeps the process alive."""
+"""A background thread that runs calls one after another and never keeps the process alive."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from concurrent.futures import Future
 from typing import Any
 
 STOP_S = 10.0
-"""How long `stop` waits for what is being done, in seconds."""
+"""How long `stop` waits for the current call, in seconds."""
 
 
 class Worker:
     """A named daemon thread with a queue of calls.
 
-    The pool of the standard library joins its threads when the interpreter exits, so a dataset that
-    blocks for ever would keep the process from ending. This thread is left behind instead.
+    The standard library's pool joins its threads when the interpreter exits, so a dataset that blocks
+    forever would keep the process from exiting. This thread is abandoned instead.
 
     >>> worker = Worker("doctest")
     >>> worker.submit(sum, [1, 2]).result()
@@ -36,7 +36,7 @@ class Worker:
         return future
 
     def stop(self, wait_s: float = STOP_S) -> None:
-        """End the thread after what it does now; calls not begun should be cancelled before."""
+        """End the thread after its current call; cancel calls that have not started first."""
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=wait_s)
@@ -53,4 +53,4 @@ def _work(calls: queue.SimpleQueue[Any]) -> None:
                 future.set_result(function(*args, **kwargs))
             except BaseException as error:
                 future.set_exception(error)
-        del call, future, function, args, kwargs  # nothing is kept alive while the thread waits
+        del call, future, function, args, kwargs  # or the waiting thread would keep them alive

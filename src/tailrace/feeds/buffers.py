@@ -1,9 +1,11 @@
-"""Memory for blocks of elements, used again when nobody looks at it any more.
+"""Memory for blocks of elements, reused once no array refers to it.
 
 Fresh memory costs more than copying into it: the system maps and clears it page by page. A block is
-lent out as an array; when the last array on it is gone, and with it what JAX holds of it, the memory
-goes back into the pool, wherever that happens.
+lent out as an array; when the last reference to it is gone, JAX's included, the memory returns to the
+pool, in whichever thread that happens.
 """
+
+# pyright: reportUnnecessaryComparison=false
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-# XLA on the CPU uses an array as it is, without copying it, if it starts on such a boundary.
+# XLA's CPU backend uses an array in place, without a copy, if it starts on such a boundary.
 _ALIGNMENT = 64
 LENT_FROM = 1 << 20
-"""Smaller blocks come from the allocator, which maps nothing for them."""
+"""Smaller blocks come from the allocator, which need not map pages for them."""
 MOST_IDLE = 1 << 30
-"""Bytes that wait to be used again; what would be more is given back to the system."""
+"""The most bytes kept for reuse; the rest is returned to the system."""
 
 
 class _Pool:
-    """Memory that waits to be used again. Its methods may be interrupted by themselves at any point:
-    the garbage collector returns memory whenever it likes, so nothing here takes a lock."""
+    """Memory kept for reuse. Its methods must be reentrant: the garbage collector may return memory at
+    any point, even inside one of them, so nothing here takes a lock."""
 
     def __init__(self) -> None:
         self._idle: dict[int, deque[np.ndarray]] = {}
@@ -31,36 +33,36 @@ class _Pool:
 
     @property
     def idle_bytes(self) -> int:
-        """How much waits."""
+        """The bytes kept for reuse."""
         waiting = [*self._idle.copy().items(), *self._older.copy().items()]
         return sum(size * len(same) for size, same in waiting)
 
     def take(self, size: int) -> np.ndarray:
-        """Memory of a size: some that waits, or fresh."""
+        """Memory of this size, reused or fresh."""
         for waiting in (self._idle, self._older):
             with contextlib.suppress(KeyError, IndexError):
                 return waiting[size].pop()
         return np.empty(size, np.uint8)
 
     def give_back(self, memory: np.ndarray) -> None:
-        """Nobody uses it any more."""
+        """Return memory that is no longer in use."""
         if self.idle_bytes + memory.nbytes <= MOST_IDLE:
             self._idle.setdefault(memory.nbytes, deque()).append(memory)
 
     def trim(self) -> None:
-        """Give back to the system what was not taken since the last time."""
+        """Return to the system what was not reused since the last call."""
         self._older, self._idle = self._idle, {}
 
 
 class _Lent:
-    """What the arrays on lent memory keep alive, and which returns it when they are gone."""
+    """The owner of lent memory: arrays keep it alive, and it returns the memory when they are gone."""
 
     def __init__(self, pool: _Pool, size: int) -> None:
         self._memory, self._give_back = pool.take(size), pool.give_back
         self.__array_interface__ = self._memory.__array_interface__
 
     def __del__(self) -> None:
-        if MOST_IDLE is not None:  # at the end of the process it is, and nothing is used again
+        if MOST_IDLE is not None:  # None while the interpreter shuts down
             self._give_back(self._memory)
 
 
@@ -68,17 +70,17 @@ _pool = _Pool()
 
 
 def trim() -> None:
-    """Give back to the system what was not used since the last time this was called."""
+    """Return to the system what was not reused since the last call."""
     _pool.trim()
 
 
 def idle_bytes() -> int:
-    """How many bytes wait to be used again."""
+    """The bytes kept for reuse."""
     return _pool.idle_bytes
 
 
 def allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Memory with any contents, which a CPU device uses without a copy.
+    """Uninitialized memory that a CPU device can use without a copy.
 
     Never write to it again once a device has it: the device may alias it.
 

@@ -1,8 +1,10 @@
-"""Small datasets kept on the device whole: only the indices of each batch travel.
+"""Small datasets kept entirely on the device: only the indices of each batch are transferred.
 
-A block of elements is then one gather on the device, made while the previous execution runs. The
-program does not notice: it gets the same stacked arrays.
+A block of elements is then one gather on the device, dispatched while the previous execution runs. The
+program is the same: it receives the same stacked arrays.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -21,22 +23,22 @@ from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.reader import Block, Reader, batch_spec
 
 MOST_BYTES = 1 << 30
-"""Larger datasets are not kept on the device unless `resident=True` asks for it."""
+"""Larger datasets are kept on the device only with `resident=True`."""
 
 
 def resident_pays(batches: Batches) -> bool:
     """Whether keeping the arrays on the device is worth it.
 
-    On an accelerator each block would cross the bus otherwise. On a CPU the gather would take time
-    from the very cores that train, and there is no bus.
+    On an accelerator it saves the transfer of each block over the bus. On a CPU there is no bus, and
+    the gather would take time from the cores that train.
     """
     whole = batches.drops or batches.num_examples % batches.batch_size == 0
-    alone = jax.process_count() == 1  # otherwise each process has arrays of its own
+    alone = jax.process_count() == 1  # otherwise each process has different arrays
     return alone and whole and devices.platform() != "cpu" and batches.nbytes <= MOST_BYTES
 
 
 class ResidentReader(Reader):
-    """A reader whose blocks on the host are indices, and on the device elements."""
+    """A reader whose blocks are indices on the host and elements on the device."""
 
     def __init__(self, dataset: Batches, epoch: int | None = None) -> None:
         super().__init__(dataset, epoch)
@@ -44,7 +46,7 @@ class ResidentReader(Reader):
         self._on_device: dict[Any, tuple[Any, ...]] = {}
 
     def spec(self) -> ElementSpec:
-        """The form of the elements; known without reading one."""
+        """Shapes and dtypes of the elements; known without reading one."""
         if self._spec is None:
             batch = self._batches
             if not batch.drops and batch.num_examples % batch.batch_size:
@@ -55,9 +57,9 @@ class ResidentReader(Reader):
         return self._spec
 
     def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
-        """The elements that a block of indices stands for, with room for more."""
+        """The elements at a block of indices, padded to `room` rows."""
         (indices,) = block
-        if room > len(indices):  # row 0 again: indices are small, and one gather serves all lengths
+        if room > len(indices):  # padded with row 0, so that one compiled gather serves all lengths
             more = np.zeros((room - len(indices), *indices.shape[1:]), indices.dtype)
             indices = np.concatenate([indices, more])
         arrays = self._on_device.get(sharding)
@@ -74,7 +76,7 @@ class ResidentReader(Reader):
         return _gather(sharding)(arrays, jax.device_put(indices, sharding))
 
     def elements_of(self, block: Block) -> Block:
-        """The elements that indices stand for."""
+        """The elements at these indices."""
         return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
 
     def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:

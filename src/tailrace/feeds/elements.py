@@ -1,4 +1,7 @@
-"""What one element of a dataset looks like, and how it becomes the arguments of a function."""
+"""The structure, shapes and dtypes of a dataset's elements, and passing an element to a function."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from tailrace.messages import note_once
 
 @dataclasses.dataclass(frozen=True)
 class ElementSpec:
-    """The form that every element of a dataset has.
+    """Structure, shapes and dtypes that every element of a dataset has.
 
     Attributes:
-        structure: the tree of an element.
-        leaves: shape and dtype of each leaf, as the device will see them.
-        paths: how each leaf is called in messages.
-        dtypes: the dtype of each leaf as the dataset delivers it.
+        structure: the tree structure of an element.
+        leaves: shape and dtype of each leaf on the device.
+        paths: the name of each leaf in messages.
+        dtypes: the dtype of each leaf in the dataset.
     """
 
     structure: Any
@@ -34,7 +37,7 @@ class ElementSpec:
 
     @classmethod
     def of(cls, element: Any) -> ElementSpec:
-        """The form of `element`; a DataError if no program could be fed with it."""
+        """The spec of `element`; raises a DataError if it cannot be fed to a program."""
         try:
             with_paths, structure = jax.tree_util.tree_flatten_with_path(element)
         except ValueError as error:  # keys that cannot be sorted
@@ -66,11 +69,11 @@ class ElementSpec:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
     def tree(self) -> Any:
-        """The form as a tree of `jax.ShapeDtypeStruct`."""
+        """The spec as a tree of `jax.ShapeDtypeStruct`."""
         return jax.tree.unflatten(self.structure, self.leaves)
 
     def conform(self, element: Any, number: int) -> list[Any]:
-        """The leaves of element `number`, checked against the form; an ElementError otherwise."""
+        """The leaves of element `number`, checked against the spec; raises an ElementError."""
         try:
             leaves, structure = jax.tree.flatten(element)
         except ValueError:  # keys that cannot be sorted
@@ -121,11 +124,11 @@ def call_with_element(function: Callable[..., Any], first: Sequence[Any], elemen
 def bind_element(
     function: Callable[..., Any], given: int, element: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How an element is handed to a function that gets `given` other positional arguments first.
+    """Positional and keyword arguments for an element, after `given` other positional arguments.
 
-    A tuple or list becomes positional arguments; a dict keyword arguments, if they fit; a function
-    that takes exactly one more positional argument gets the element whole. A named tuple is handed
-    over whole where one argument is taken, and as positional arguments otherwise.
+    A tuple or list becomes positional arguments; a dict becomes keyword arguments if they fit; a
+    function that takes exactly one more positional argument gets the whole element. A named tuple is
+    passed whole to a function that takes one argument, and as positional arguments otherwise.
 
     >>> bind_element(lambda state, x, y: None, 1, (1, 2))
     ((1, 2), {})
@@ -143,7 +146,7 @@ def bind_element(
     before = (None,) * given
     ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((element,), {})]
     if isinstance(element, tuple | list):
-        # What has named fields is a thing of its own: whole, if it can be.
+        # A named tuple is one object to its author: passed whole if the function allows it.
         named = hasattr(element, "_fields")
         ways.insert(1 if named else 0, (tuple(element), {}))
     if isinstance(element, dict) and all(isinstance(key, str) for key in element):
@@ -171,6 +174,6 @@ def _describe(element: Any) -> str:
 
 
 def effective_batch_size(spec: ElementSpec, elements: int) -> int | None:
-    """Examples in a step of so many elements; None where elements have no common leading dim."""
+    """Examples in a step of `elements` elements; None if the leaves have no common leading dim."""
     sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
     return min(sizes) * elements if len(sizes) == 1 else None

@@ -1,8 +1,8 @@
-"""What a program reads elements from: a feed.
+"""Feeds: the sources that programs read elements from.
 
-A traced program names its feeds; a dispatch gets a block of elements for each. `InfeedQueue` reads
-blocks from a dataset. `HandedFeed` is for callers that have the elements themselves: they give the
-block to the dispatch, and the feed only says what elements look like.
+A traced program refers to its feeds; each dispatch gets a block of elements from each of them.
+`InfeedQueue` reads blocks from a dataset. `HandedFeed` is for callers that have the elements: they pass
+the block to the dispatch, and the feed only describes the elements.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tailrace.errors import FeedError
 from tailrace.feeds.elements import ElementSpec
 
 Block = list[np.ndarray]
-"""Elements stacked leaf by leaf, on the host."""
+"""Elements on the host, stacked leaf by leaf."""
 
 
 @dataclasses.dataclass(eq=False)
 class Staged:
-    """The elements of one execution: on the host, and on the device.
+    """The elements of one execution, on the host and on the device.
 
     Attributes:
         host: the elements, stacked over all replicas of this process.
-        device: the same on the device, possibly with room for more rows.
-        count: how many there are for each replica.
-        replicas: how many replicas share them.
-        first: the number of the first one in its dataset; -1 if that is unknown.
+        device: the same on the device, possibly padded with unused rows.
+        count: the number of elements per replica.
+        replicas: the number of replicas that share them.
+        first: the index of the first element in its dataset; -1 if unknown.
     """
 
     host: Block
@@ -40,28 +40,28 @@ class Staged:
 
     @property
     def room(self) -> int:
-        """How many elements for each replica the arrays on the device have room for."""
+        """The number of elements per replica that the arrays on the device have room for."""
         return len(self.device[0]) if self.device else self.count
 
     def cut(self, count: int) -> Staged:
-        """The first `count` elements for each replica, without room for more."""
+        """The first `count` elements per replica, without padding."""
         host = [leaf[: count * self.replicas] for leaf in self.host]
         device = tuple(leaf[:count] for leaf in self.device)
         return Staged(host, device, count, self.replicas, self.first)
 
     def unused(self, used: int) -> Block:
-        """What is left on the host after the first `used` elements (over all replicas)."""
+        """The elements on the host after the first `used` (over all replicas)."""
         return [leaf[used:] for leaf in self.host]
 
 
 class Feed(abc.ABC):
-    """Elements for programs, or what is known of elements that callers hand over."""
+    """A source of elements for programs, or the description of elements that callers pass in."""
 
     replicas: int | None = None
     """The number of replicas that share the elements; None before the first use."""
 
     reading: tuple[int, int, int] | None = None
-    """Of the block taken last: epoch, number of its first element, how many; None if unknown."""
+    """The last block taken: epoch, index of its first element, number of elements; None if unknown."""
 
     @abc.abstractmethod
     def spec(self) -> ElementSpec:
@@ -71,15 +71,15 @@ class Feed(abc.ABC):
     def take(
         self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
     ) -> Staged:
-        """The next `count` elements for each replica, on the device."""
+        """The next `count` elements per replica, on the device."""
 
     def bind_replicas(self, replicas: int) -> None:
-        """A feed hands out its elements to one number of replicas for good."""
+        """Bind the feed to a number of replicas, for its lifetime."""
         self.check_replicas(replicas)
         self.replicas = replicas
 
     def check_replicas(self, replicas: int) -> None:
-        """Refuse a number of replicas other than the one the feed is bound to."""
+        """Raise an error for a number of replicas other than the bound one."""
         if self.replicas is not None and self.replicas != replicas:
             raise FeedError(
                 f"An infeed belongs to the number of replicas it was first used with, because they "
@@ -89,19 +89,19 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def started(self, ticket: Any) -> None:
-        """Say that a block runs, and which array will be ready when it is used up."""
+        """Report that a block's execution was dispatched; `ticket` is ready when it has finished."""
 
     @abc.abstractmethod
     def put_back(self, staged: Staged, used: int) -> None:
-        """Return what a program did not read; `used` counts elements over all replicas."""
+        """Return the elements a program did not read; `used` counts those it read on all replicas."""
 
     @abc.abstractmethod
     def elements_of(self, block: Any) -> Any:
-        """The elements that rows of a staged block on the host stand for, on the host."""
+        """The elements of a staged block, on the host; its rows may be indices."""
 
     @abc.abstractmethod
     def rest(self) -> None:
-        """End threads and let go of what is staged; the feed can be used again."""
+        """Stop threads and release staged blocks; the feed can be used again."""
 
 
 class HandedFeed(Feed):
@@ -121,21 +121,21 @@ class HandedFeed(Feed):
     def take(
         self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
     ) -> Staged:
-        """There is nothing to take: the caller of the dispatch has the elements."""
+        """Raise an error: the caller of the dispatch has the elements."""
         del sharding, then, room
-        raise FeedError(f"This feed has no elements of its own. Hand {count} over to the dispatch.")
+        raise FeedError(f"This feed holds no elements. Pass {count} to the dispatch.")
 
     def started(self, ticket: Any) -> None:
-        """Nothing waits for blocks here."""
+        """Do nothing: no thread waits for blocks here."""
 
     def put_back(self, staged: Staged, used: int) -> None:
-        """The caller still has what a failed dispatch did not use."""
+        """Do nothing: the caller still has the elements that a failed dispatch did not use."""
 
     def rest(self) -> None:
-        """There is no thread to end."""
+        """Do nothing: there is no thread."""
 
     def elements_of(self, block: Any) -> Any:
-        """The elements that a block on the host stands for; rows may be numbers of a dataset."""
+        """The elements of a block on the host; its rows may be indices into a dataset."""
         return [leaf.elements() if hasattr(leaf, "elements") else leaf for leaf in block]
 
     def __repr__(self) -> str:

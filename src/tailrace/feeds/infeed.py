@@ -1,17 +1,19 @@
-"""The infeed: elements of a dataset, staged on the device one execution ahead.
+"""The infeed: elements of a dataset, prefetched to the device one execution ahead.
 
     dataset ── Reader ──▶ block on the host ──▶ block on the device ──▶ program
                └────────── thread "tailrace-infeed" ──────────┘
 
-While one execution runs, the thread reads and moves the elements of the next. At most
-1 + `prefetch` blocks exist at a time, however long the dataset: before it stages another, the thread
-waits until an execution that holds one is over. What was staged and not used goes back to the reader,
-so nothing is lost and nothing is read twice, whatever is executed next.
+While one execution runs, the thread reads and transfers the elements of the next. At most 1 +
+`prefetch` blocks exist at a time, however long the dataset is: before it stages another block, the
+thread waits for an execution that holds one to finish. Staged elements that were not used go back to
+the reader, so nothing is lost or read twice, whatever runs next.
 
-A dataset may block. Only the thread ever waits inside it; everyone else waits for the thread, with
-`patience`: it notes what is late, and can have a limit. A reading that was given up goes on in the
-thread, and what it reads is taken up by the next use of the queue.
+A dataset may block. Only the thread ever waits inside it; everyone else waits for the thread with a
+`Patience`, which logs long waits and can have a limit. A read that the caller gave up on continues in
+the thread, and the next use of the queue picks up its result.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from tailrace.feeds.waiting import Patience
 from tailrace.spans.span import counter, is_traced, span
 
 LEAVE_S = 0.5
-"""How long a queue that is put to rest waits for an element, before it leaves it behind."""
+"""How long `rest` waits for an element, in seconds, before it abandons the read."""
 
 
 class InfeedQueue(Feed):
@@ -47,14 +49,14 @@ class InfeedQueue(Feed):
     Args:
         dataset: any iterable of array trees, `tr.batches(...)`, a `tf.data.Dataset`, a `grain`
             dataset or a PyTorch `DataLoader`.
-        prefetch: how many executions are staged ahead of the one that runs; 0 reads only when asked.
-        resident: whether arrays given by `tr.batches` are kept on the device whole, so that only
-            indices travel. None decides: on an accelerator, if they are small.
-        timeout_s: the longest wait for one element, which `tr.errors.DataTimeout` then names. None: no
-            limit. A wait of more than 30 s is noted either way.
+        prefetch: the number of executions staged ahead of the running one; 0 reads on demand.
+        resident: whether to keep the arrays of `tr.batches` on the device, so that only indices are
+            transferred. None: on an accelerator, if they are small.
+        timeout_s: the longest wait for one element; `tr.errors.DataTimeout` then names it. None: no
+            limit. A wait of more than 30 s is logged in any case.
 
     Attributes:
-        patience: how waits for data end; what drives the queue may give it another one.
+        patience: the limits of waits for data; the owner of the queue may replace it.
 
     >>> infeed = InfeedQueue([1.0, 2.0, 3.0])
     >>> infeed.spec().leaves[0].dtype
@@ -81,8 +83,8 @@ class InfeedQueue(Feed):
             )
         if resident and jax.process_count() > 1:
             raise OptionError(
-                "resident=True keeps one dataset on all devices, but each process has a dataset of "
-                "its own. Leave resident out."
+                "resident=True keeps one dataset on all devices, but each process has a different "
+                "dataset. Leave resident out."
             )
         self.dataset = dataset
         self.prefetch = prefetch
@@ -92,21 +94,21 @@ class InfeedQueue(Feed):
         self._reader: Reader | ResidentReader | None = None
         self._epoch: int | None = None
         self._staged: deque[tuple[tuple[int, Any, int | None], Future[Staged]]] = deque()
-        self._late: tuple[Any, Future[Any]] | None = None  # a reading that was given up
+        self._late: tuple[Any, Future[Any]] | None = None  # a read that the caller gave up on
         self._running: deque[Any] = deque()
-        self._handed = 0  # blocks taken, of which nobody has said yet that they run
+        self._handed = 0  # blocks taken whose execution has not been reported yet
         self._taken = 0
         self._thread: Worker | None = None
         self._lock = threading.RLock()
         self._closed = False
 
-    # -- what programs use ----------------------------------------------------------------------
+    # -- used by programs -----------------------------------------------------------------------
 
     def spec(self) -> ElementSpec:
-        """The form of an element, learnt from the first one."""
+        """The spec of an element, from the first one."""
         with self._lock:
             reader = self._open()
-            if not reader.has_spec:  # or what is staged would be waited for, and moved again
+            if not reader.has_spec:  # settling would wait for staged blocks and transfer them again
                 self._settle()
                 self._in_thread(reader.fetch_first)
             return reader.spec()
@@ -114,15 +116,15 @@ class InfeedQueue(Feed):
     def take(
         self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
     ) -> Staged:
-        """The next `count` elements for each replica, on the device.
+        """The next `count` elements per replica, on the device.
 
         Args:
             count: elements per replica.
-            sharding: a `jax.sharding.NamedSharding` that spreads dim 1 over replicas, or a device.
-            then: what will be taken next (0: nothing), so that it can be staged meanwhile. None
-                guesses the same again.
-            room: for how many the arrays on the device have room, if for more; what is in the
-                other rows is not said.
+            sharding: a `jax.sharding.NamedSharding` that shards dim 1 over replicas, or a device.
+            then: the `count` of the next call (0 for none), to prefetch it. None assumes the same
+                again.
+            room: the number of rows of the arrays on the device, if more than `count`; the content of
+                the other rows is unspecified.
         """
         with self._lock:
             self._check_open()
@@ -134,13 +136,14 @@ class InfeedQueue(Feed):
             if is_traced():
                 counter("infeed depth", self._depth())
             with span("dataset wait", elements=count):
-                self._wait_for(future)  # an interrupt here leaves the block where it is
+                self._wait_for(future)  # popped only afterwards: an interrupt here loses nothing
             self._staged.popleft()
             staged = future.result()
             self._handed = 1
             self.reading = (self._epoch or 0, staged.first, count * staged.replicas)
             self._taken += count * staged.replicas
-            # Now, not once the block runs: on a GPU a dispatch returns when most of it is over.
+            # Prefetch now, not after the dispatch: on a GPU a dispatch may return only when most of the
+            # execution is over, and the copy would no longer overlap with it.
             following = count if then is None else then
             if following:
                 for _ in range(self.prefetch - len(self._staged)):
@@ -148,7 +151,7 @@ class InfeedQueue(Feed):
             return staged
 
     def started(self, ticket: Any) -> None:
-        """Say that the block was handed over, and which array will be ready when it is used up."""
+        """Report that a block's execution was dispatched; `ticket` is ready when it has finished."""
         with self._lock:
             if self._closed:
                 return
@@ -156,7 +159,7 @@ class InfeedQueue(Feed):
             self._handed = 0
 
     def put_back(self, staged: Staged, used: int) -> None:
-        """Return what a program did not read; `used` counts elements over all replicas."""
+        """Return the elements a program did not read; `used` counts those it read on all replicas."""
         with self._lock:
             self._settle()
             self._handed = 0
@@ -165,18 +168,18 @@ class InfeedQueue(Feed):
             self._taken -= len(unused[0])
 
     def elements_of(self, block: Block) -> Block:
-        """The elements that rows of a staged block on the host stand for, on the host."""
+        """The elements of a staged block, on the host; its rows may be indices."""
         with self._lock:
             return self._open().elements_of(block)
 
     def remaining(self, at_most: int) -> int:
-        """How many of the next `at_most` elements there are (they are read, and kept)."""
+        """How many of the next `at_most` elements exist (they are read ahead and kept)."""
         with self._lock:
             self._settle()
             return self._in_thread(self._open().available, at_most)
 
     def need(self, count: int) -> None:
-        """Raise what reading the next `count` elements raises, if anything; they are kept."""
+        """Raise the error that reading the next `count` elements would raise; they are kept."""
         with self._lock:
             self._settle()
             self._in_thread(self._open().available, count, True)
@@ -187,12 +190,12 @@ class InfeedQueue(Feed):
         return as_dataset(self.dataset).restartable
 
     def get_state(self) -> dict[str, Any]:
-        """Where programs are in the dataset, as JSON can hold it; what was read ahead is unread."""
+        """The position of programs in the dataset, as JSON; prefetched elements count as unread."""
         with self._lock:
             return {"elements": self._taken, **self._open().state_at(self._taken)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where `get_state` was called, in an equal dataset read from its start."""
+        """Seek to the position of `get_state`, in an equal dataset read from its start."""
         with self._lock:
             self._settle()
             self._open().go_to(state)
@@ -200,32 +203,34 @@ class InfeedQueue(Feed):
 
     @property
     def position(self) -> int:
-        """How many elements have been handed to programs so far."""
+        """The number of elements given to programs so far."""
         return self._taken
 
-    # -- life -----------------------------------------------------------------------------------
+    # -- lifetime -------------------------------------------------------------------------------
 
     def restart(self, dataset: Any = None, epoch: int | None = None) -> None:
-        """Begin again: with the same dataset or another; `epoch` orders shuffled `tr.batches`."""
+        """Restart with the same dataset or another; `epoch` sets the order of shuffled `tr.batches`."""
         with self._lock:
             if dataset is None or dataset is self.dataset:
                 self._settle()
-            else:  # another one: whatever the old one blocks on is no concern any more
+            else:  # another dataset: do not wait for whatever the old one blocks on
                 self._leave()
                 if self._late is not None and self._thread is not None:
-                    self._thread.stop(0.0)  # it waits inside the old one: a new thread reads
+                    self._thread.stop(
+                        0.0
+                    )  # it is stuck in the old dataset: a new thread takes over
                     self._thread = None
                 self._late = None
             self.dataset = self.dataset if dataset is None else dataset
             self._reader, self._epoch, self._taken = None, epoch, 0
 
     def start_epoch(self, dataset: Any, epoch: int) -> None:
-        """Read a dataset from the start of an epoch; a one-shot iterator goes on where it is."""
+        """Read a dataset from the start of an epoch; a one-shot iterator continues where it is."""
         if self.restartable:
             self.restart(dataset, epoch)
 
     def adopt(self, other: InfeedQueue) -> None:
-        """Go on with the dataset of another queue, from where that one stands."""
+        """Continue with the dataset of another queue, from its current position."""
         with self._lock:
             self._settle()
             other._settle()
@@ -238,16 +243,16 @@ class InfeedQueue(Feed):
             self._settle()
             reader = self._open()
             self._in_thread(reader.available, found, True)
-            block = reader.read(found)  # they wait in the reader: nothing blocks here
+            block = reader.read(found)  # already buffered in the reader: this does not block
             if found:
                 fill = [leaf[-1:].repeat(count - found, axis=0) for leaf in block]
-            else:  # another process has elements left, and this one computes along
+            else:  # another process has elements left, and this one must take part in its steps
                 fill = [np.zeros((count, *leaf.shape[1:]), leaf.dtype) for leaf in block]
             reader.put_back(fill)
             reader.put_back(block)
 
     def rest(self) -> None:
-        """End the thread and let go of what is staged; the queue can be used again."""
+        """Stop the thread and release staged blocks; the queue can be used again."""
         with self._lock:
             self._leave()
             thread, self._thread = self._thread, None
@@ -258,7 +263,7 @@ class InfeedQueue(Feed):
         buffers.trim()
 
     def close(self) -> None:
-        """End the thread for good. A closed queue cannot be used again."""
+        """Stop the thread. A closed queue cannot be used again."""
         self.rest()
         self._closed = True
         self._reader = None
@@ -296,14 +301,14 @@ class InfeedQueue(Feed):
     def _stage_now(
         self, reader: Reader | ResidentReader, count: int, sharding: Any, room: int | None
     ) -> Staged:
-        """In the thread: wait for room, read a block, move it."""
+        """In the thread: wait for a free block, read elements into it, transfer it."""
         while self._running and self._blocks_alive() > self.prefetch:
             with span("room wait"):
                 _wait(self._running.popleft())
         replicas = self.replicas or 1
         if isinstance(sharding, jax.sharding.NamedSharding):
             mesh: Any = sharding.mesh
-            replicas = local_replicas(mesh)  # each process feeds its own
+            replicas = local_replicas(mesh)  # each process feeds its replicas
         first = reader.number
         with span("dataset read", elements=count * replicas):
             host = reader.read(count * replicas)
@@ -320,15 +325,15 @@ class InfeedQueue(Feed):
         return Staged(host, device, count, replicas, first)
 
     def _blocks_alive(self) -> int:
-        """How many blocks take memory: in executions, handed over, and staged."""
+        """The number of blocks in memory: in flight, taken, and staged."""
         return len(self._running) + self._handed + self._depth()
 
     def _depth(self) -> int:
-        """How many blocks are staged, ready to be taken."""
+        """The number of staged blocks that are ready."""
         return sum(future.done() for _, future in list(self._staged))
 
     def _settle(self) -> None:
-        """Bring the reader to where programs are: everything staged and not taken goes back."""
+        """Return all staged blocks to the reader, so that its position is that of the programs."""
         if self._late is not None:
             reader, future = self._late
             self._wait_for(future)
@@ -336,26 +341,26 @@ class InfeedQueue(Feed):
             if reader is self._reader:
                 self._take_back(future)
         while self._staged:
-            future = self._staged[-1][1]  # the last one first: blocks go back in front of others
+            future = self._staged[-1][1]  # last one first: each block is put back before the others
             if not future.cancel():
                 self._wait_for(future)
                 self._take_back(future)
             self._staged.pop()
 
     def _leave(self) -> None:
-        """Like `_settle`, but a reading that blocks is left behind, to be taken up later."""
+        """Like `_settle`, but a read that blocks is abandoned, to be picked up later."""
         if self._late is not None:
             return
         reader = self._reader
         if reader is None:
             return
-        # What waits for the device comes to an end; only a dataset may block for ever.
+        # A wait for the device always ends; only a dataset may block forever.
         blocks = Patience(stopped=lambda: reader.waited_s() > LEAVE_S)
         patience, self.patience = self.patience, blocks
         try:
             self._settle()
         except WaitStopped:
-            # One thread does one thing at a time: this is the block it reads, others are cancelled.
+            # The thread runs one call at a time: this block is being read, later ones were cancelled.
             self._late = (self._reader, self._staged.popleft()[1])
         finally:
             self.patience = patience
@@ -366,7 +371,7 @@ class InfeedQueue(Feed):
             self._reader.put_back(future.result().host)
 
     def _in_thread(self, read: Callable[..., Any], *args: Any) -> Any:
-        """Call something that may wait for the dataset, where only the thread waits in it."""
+        """Call a function that may block in the dataset, on the thread."""
         own = self._thread is None
         worker = self._worker()
         future = worker.submit(read, *args)
@@ -377,7 +382,7 @@ class InfeedQueue(Feed):
                 self._late = (self._reader, future)
             raise
         finally:
-            if own:  # nothing is staged: who never takes a block need not know of the thread
+            if own:  # started for this call only: a caller that never takes a block keeps no thread
                 self._thread = None
                 worker.stop(0.0 if self._late else STOP_S)
         return future.result()
@@ -395,5 +400,5 @@ def _wait(ticket: Any) -> None:
     try:
         jax.block_until_ready(ticket)
     except Exception:
-        # The execution failed; its caller has the exception. Here only its memory matters.
+        # The execution failed; its caller gets the exception. Only its memory matters here.
         return

@@ -1,8 +1,11 @@
-"""The outfeed: what a program sends out, waiting on the host in the order it was sent.
+"""The outfeed: values a program sends out, queued on the host in the order they were sent.
 
 Values leave a program stacked, one block per execution. A block is copied to the host while the next
-execution runs and is taken apart only when somebody reads it.
+execution runs, and is split into elements only when it is read.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -19,41 +22,54 @@ import numpy as np
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.waiting import Runs
-from tailrace.jaxprs.marks import Tag, Weakly, current_trace, mark
+from tailrace.jaxprs.marks import Tag, WeakQueue, current_trace, mark
 from tailrace.messages import note_once
 
 
 class OutfeedMode(enum.StrEnum):
-    """What an outfeed keeps: every element until it is dequeued, or the last one of an execution."""
+    """Which elements an outfeed keeps: all until they are dequeued, or the last of an execution.
+
+    >>> OutfeedQueue(mode=OutfeedMode.LAST).mode
+    <OutfeedMode.LAST: 'last'>
+    """
 
     ALL = "all"
     LAST = "last"
 
 
 MOST_BYTES = 4 << 30
-"""Bytes that may wait in a queue unless told otherwise."""
+"""The default limit of the bytes that may wait in a queue."""
 
 FULL = ("raise", "drop_oldest")
-"""What a queue may do that is full."""
+"""What a full queue may do."""
 
 
 class OutfeedQueue:
-    """A queue that takes values out of a running program.
+    """A queue that receives values from a running program.
 
     Args:
         mode: "all" keeps every element, "last" only the last one of an execution.
         live: whether elements arrive while the program runs. A loop at the top of the program is
-            then run in short dispatches; deeper inside, a callback sends each element.
-        most_bytes: how much may wait to be dequeued.
-        when_full: what happens beyond that: "raise" ends the program with a sentence, and what waits
-            is kept; "drop_oldest" forgets the oldest executions, and says so once.
+            then run in short dispatches; in inner loops, a callback sends each element.
+        most_bytes: the most bytes that may wait to be dequeued.
+        when_full: what happens beyond that: "raise" ends the program with an error and keeps the queue;
+            "drop_oldest" drops the oldest executions, with one warning.
 
     `enqueue` is called in a program, everything else on the host. With one replica and T the shape
     of a leaf, `dequeue()` gives `[k, *T]` in mode "all" and `T` in mode "last"; with R replicas,
     `[k, R, *T]` and `[R, *T]`.
 
     Attributes:
-        dropped: how many executions were dropped because nobody dequeued.
+        dropped: the number of executions dropped because the queue was full.
+
+    Example:
+        >>> import tailrace as tr
+        >>> outfeed = tr.OutfeedQueue()
+        >>> def body(x):
+        ...     outfeed.enqueue({"x": x})
+        ...     return 2 * x
+        >>> print(tr.compile(lambda x: tr.repeat(3, body, x))(1.0), outfeed.dequeue()["x"])
+        8.0 [1. 2. 4.]
     """
 
     def __init__(
@@ -96,7 +112,7 @@ class OutfeedQueue:
     # -- in a program ---------------------------------------------------------------------------
 
     def enqueue(self, values: Any) -> Any:
-        """Send `values` (a tree) out of the program, each time this is reached; returns them."""
+        """Send `values` (a tree) out of the program each time this call runs; returns them."""
         trace = current_trace("OutfeedQueue.enqueue")
         structure = jax.tree.structure(values)
         if not structure.num_leaves:
@@ -112,7 +128,7 @@ class OutfeedQueue:
     # -- on the host ----------------------------------------------------------------------------
 
     def dequeue(self) -> Any:
-        """Everything that waits, as one tree of arrays; what is returned is gone from the queue."""
+        """Remove all queued elements and return them as one tree of arrays."""
         with self._changed:
             blocks, structure, shapes = list(self._blocks), self._structure, self._shapes
             self._blocks.clear()
@@ -133,15 +149,15 @@ class OutfeedQueue:
         return jax.tree.unflatten(structure, leaves)
 
     def __iter__(self) -> Iterator[Any]:
-        """Elements that wait now, one by one; ends when the queue is empty."""
+        """The queued elements, one by one; ends when the queue is empty."""
         self._check_all("Iterating over an outfeed")
         while (block := self._next_block()) is not None:
             yield from block.elements()
 
     def stream(self, timeout_s: float = 60.0) -> Iterator[Any]:
-        """Elements one by one, waiting for more until the program that sends them has ended.
+        """Elements one by one as they arrive, until the program that sends them has ended.
 
-        Meant for a thread beside the one that runs the program. If no program is running and none
+        Meant for another thread than the one that runs the program. If no program is running and none
         has delivered anything, it waits for one to start, `timeout_s` seconds at most.
         """
         self._check_all("Streaming an outfeed")
@@ -152,7 +168,7 @@ class OutfeedQueue:
             yield from block.elements()
 
     def __len__(self) -> int:
-        """How many elements wait."""
+        """The number of queued elements."""
         return sum(block.count() for block in list(self._blocks))
 
     def __bool__(self) -> bool:
@@ -161,18 +177,18 @@ class OutfeedQueue:
     def __repr__(self) -> str:
         return f"OutfeedQueue(mode={str(self.mode)!r}, live={self.live})"
 
-    # -- what programs use ----------------------------------------------------------------------
+    # -- used by programs -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A program that sends to this queue starts."""
+        """Report that a program that sends to this queue starts."""
         self._runs.begin()
 
     def end(self) -> None:
-        """That program has ended, one way or the other."""
+        """Report that the program has ended, successfully or not."""
         self._runs.end()
 
     def check_fits(self, structure: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
-        """Refuse a program, before it runs, whose elements are not like those that wait here."""
+        """Refuse a program, before it runs, whose elements differ from the queued ones."""
         with self._changed:
             if self._structure is not None and self._structure != structure:
                 raise FeedError(
@@ -186,9 +202,9 @@ class OutfeedQueue:
     def deliver(
         self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
     ) -> None:
-        """Take over what one execution sent: leaves with `loops` leading loop dims, on the device.
+        """Queue the values of one execution: leaves on the device with `loops` leading loop dims.
 
-        With several replicas their dim comes first and is moved behind the loops here.
+        With several replicas, the replica dim comes first; it is moved behind the loop dims here.
         """
         block = _Block(structure, leaves, valid, loops, replicas)
         with self._changed:
@@ -202,7 +218,7 @@ class OutfeedQueue:
             self._changed.notify_all()
 
     def _make_room(self, size: int) -> None:
-        """Keep what waits within `most_bytes`, in the way that was chosen."""
+        """Keep the queue within `most_bytes`, by the `when_full` policy."""
         waiting = sum(block.nbytes for block in self._blocks)
         if waiting + size <= self.most_bytes or self.mode is OutfeedMode.LAST:
             return
@@ -243,7 +259,7 @@ class OutfeedQueue:
         )
 
     def _unlike(self, structure: Any, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
-        """Which leaf of an element is not like those that wait."""
+        """A message about the leaf that differs from those of the queued elements."""
         numbered = jax.tree.unflatten(structure, range(len(shapes)))
         for path, number in jax.tree_util.tree_flatten_with_path(numbered)[0]:
             (was, old), (now, new) = self._shapes[number], shapes[number]
@@ -265,7 +281,7 @@ class OutfeedQueue:
 
 
 def _path_called(path: Any) -> str:
-    """How a sentence names the leaf at a path."""
+    """The name of the leaf at a path, for messages."""
     return leaf_called(jax.tree_util.keystr(path))
 
 
@@ -282,8 +298,8 @@ def _check_can_leave(called: str, value: Any) -> None:
         )
 
 
-class OutfeedTarget(Weakly):
-    """Which queue a mark sends to, and the tree of what it sends."""
+class OutfeedTarget(WeakQueue):
+    """The queue that a mark sends to, and the structure of the element."""
 
     def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
         super().__init__(queue)
@@ -291,7 +307,7 @@ class OutfeedTarget(Weakly):
 
 
 class _Block:
-    """What one execution sent: [loops..., *T] on the device, or [count, *T] once on the host."""
+    """Values of one execution: [loops..., *T] on the device, or [count, *T] once on the host."""
 
     def __init__(
         self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
@@ -309,7 +325,7 @@ class _Block:
         return [((*replica, *leaf.shape[lead:]), leaf.dtype) for leaf in self._leaves]
 
     def surely_has_elements(self) -> bool:
-        """Whether there is an element in it for sure, as far as can be told without waiting."""
+        """Whether it certainly has an element, as far as is known without waiting for the device."""
         looped = self._leaves[0].shape[(self._replicas > 1) :][: self._loops]
         return self._valid is None and 0 not in looped
 
@@ -318,12 +334,12 @@ class _Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """The bytes it occupies."""
         held = self._leaves if self._settled is None else self._settled
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in held)
 
     def settle(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device's memory."""
         self.to_host()
 
     def to_host(self) -> list[np.ndarray]:
@@ -331,7 +347,7 @@ class _Block:
             self._settled = [self._flatten(np.asarray(leaf)) for leaf in self._leaves]
             if self._valid is not None:
                 made = self._flatten(np.asarray(self._valid))
-                # A branch is taken by all replicas or by none, or there would be no order.
+                # All replicas take a branch or none does; otherwise elements would have no order.
                 made = made.reshape(len(made), -1).all(axis=1)
                 self._settled = [leaf[made] for leaf in self._settled]
             self._leaves, self._valid = [], None
@@ -350,7 +366,7 @@ class _Block:
 
 
 def _alone(array: np.ndarray) -> np.ndarray:
-    """An array that keeps no much larger one alive: results of an execution share a buffer."""
+    """A copy if the array would keep a much larger one alive: results of one run share a buffer."""
     whole: Any = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base

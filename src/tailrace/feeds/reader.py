@@ -1,8 +1,11 @@
-"""Reading a dataset in blocks: many elements stacked in arrays, and some of them put back.
+"""Reading a dataset in blocks: elements stacked into arrays, with put-back.
 
-A reader is used by one thread at a time. Nothing that it was asked for is lost: when the dataset
-ends or fails in the middle of a block, what was read until then stays for the next reading.
+A reader is used by one thread at a time. No element is lost: when the dataset ends or fails in the
+middle of a block, the elements read so far stay for the next read.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -27,17 +30,17 @@ from tailrace.feeds.transfer import put, with_room
 from tailrace.messages import logger
 
 SKIPPED_AT_ONCE = 64
-"""Elements that are skipped are read this many at a time."""
+"""The number of elements read at a time while skipping."""
 
 SHOWN_EVERY_S = 5.0
-"""How often skipping tells how far it is, in seconds."""
+"""How often skipping logs its progress, in seconds."""
 
 _END = object()
-"""Stands for the element after the last one; `None` could be an element."""
+"""Marks the end of a dataset; `None` could be an element."""
 
 
 def batch_spec(batches: BatchRecipe) -> ElementSpec:
-    """The form of the batches of a recipe, from its arrays."""
+    """The spec of the batches of `tr.batches`, from its arrays."""
     size = min(batches.batch_size, batches.num_examples)
     return ElementSpec.of(
         jax.tree.map(
@@ -54,7 +57,7 @@ class Reader:
         self.name = source.name
         self._source: Iterator[Any] = self._opened(source, epoch or 0)
         self._first: Any = None  # in a tuple, once it is fetched
-        self._asked: float | None = None  # since when the dataset has been asked for an element
+        self._asked: float | None = None  # when the current read began
         self._waiting: deque[Block] = deque()
         self._spec: ElementSpec | None = None
         self._plain: list[tuple[tuple[int, ...], np.dtype]] | None = None
@@ -62,17 +65,17 @@ class Reader:
         self.delivered = 0
         self._produced = 0
         self._states: deque[tuple[int, Any]] = deque()
-        """States of the source, and how many elements it had given by then; the oldest first."""
+        """States of the source, with the number of elements read before each; oldest first."""
 
     @property
     def has_spec(self) -> bool:
-        """Whether the form of the elements is known already."""
+        """Whether the spec of the elements is known already."""
         return self._spec is not None
 
     def spec(self) -> ElementSpec:
-        """The form of the elements, learnt from the first of them (which is not lost)."""
+        """The spec of the elements, from the first of them (which is not lost)."""
         if self._spec is None and isinstance(self._source, BatchIterator):
-            # Known without reading: a first element read alone would have to be copied again.
+            # From the arrays, without reading: a first element read alone would be copied twice.
             self._spec = batch_spec(self._source.batches)
         if self._spec is None:
             self.fetch_first()
@@ -92,17 +95,17 @@ class Reader:
         return self._spec
 
     def fetch_first(self) -> None:
-        """Read the first element, if the form of the elements is not known without it."""
+        """Read the first element, if the spec is not known without it."""
         known = self._spec is not None or isinstance(self._source, BatchIterator)
         if not known and self._first is None:
             self._first = (self._next(),)
 
     def awaited(self) -> str:
-        """What a reading waits for, in words."""
+        """The element that a read waits for, for messages."""
         return f"element {self._produced} of the dataset ({self.name})"
 
     def waited_s(self) -> float:
-        """For how long the dataset has been asked for an element that it has not given."""
+        """For how long the dataset has been busy with the next element, in seconds."""
         asked = self._asked
         return 0.0 if asked is None else time.monotonic() - asked
 
@@ -132,17 +135,17 @@ class Reader:
         return blocks[0] if len(blocks) == 1 else self._join(blocks)
 
     def put_back(self, block: Block, *, uncount: bool = True) -> None:
-        """Make `block` the next thing that is read."""
+        """Make the next read start with `block`."""
         if len(block[0]):
             self._waiting.appendleft(block)
             self.delivered -= len(block[0]) if uncount else 0
 
     def available(self, count: int, needed: bool = False) -> int:
-        """How many of the next `count` elements there are; they stay where they are.
+        """How many of the next `count` elements exist; they are not consumed.
 
         Args:
             count: how many to look for.
-            needed: whether fewer are an error.
+            needed: whether fewer than `count` are an error.
         """
         try:
             block = self.read(count)
@@ -155,16 +158,16 @@ class Reader:
 
     @property
     def number(self) -> int:
-        """The number of the next element, as its source counts: an audit relies on nothing else."""
+        """The index of the next element, by the source's count, which an audit relies on."""
         source = self._source
         made = source.position if isinstance(source, BatchIterator) else self._produced
         waiting = sum(len(block[0]) for block in self._waiting)
         return made - waiting - (self._first is not None)
 
     def state_at(self, position: int) -> dict[str, Any]:
-        """What leads to element number `position` again: a state of the source, and what to skip.
+        """A state to resume from element `position`: a state of the source and a number to skip.
 
-        A source with a position of its own (`tr.batches`) is not asked: its elements are numbered.
+        For a source that can seek (`tr.batches`) the index is enough.
         """
         while len(self._states) > 1 and self._states[1][0] <= position:
             self._states.popleft()
@@ -174,7 +177,7 @@ class Reader:
         return {"source": encode_state(state), "source_at": produced}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Make element number `state["elements"]` the next one; none behind it may have been taken."""
+        """Seek to element `state["elements"]`; no element after it may have been taken."""
         position = int(state["elements"])
         if isinstance(self._source, BatchIterator):
             self._source.seek(position)
@@ -191,7 +194,7 @@ class Reader:
         self._skip(position - done)
 
     def _skip(self, count: int) -> None:
-        """Read elements that were used before, and let go of them."""
+        """Read elements that were used before, and drop them."""
         shown = time.monotonic()
         for start in range(0, count, SKIPPED_AT_ONCE):
             self.read(min(SKIPPED_AT_ONCE, count - start))
@@ -203,24 +206,24 @@ class Reader:
                 )
 
     def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
-        """Move a block into arrays with `room` rows; those behind it hold nothing in particular.
+        """Transfer a block into arrays with `room` rows; the rows after it are uninitialized.
 
-        On a CPU this aliases the block, which is why nobody writes to it again.
+        On a CPU this aliases the block, so the block must not be written again.
         """
         if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
-            # Each process has the elements of its own replicas.
+            # Each process has the elements of its local replicas.
             place = jax.make_array_from_process_local_data
             return tuple(place(sharding, with_room(leaf, room)) for leaf in block)
         return tuple(put(leaf, sharding, room) for leaf in block)
 
     def elements_of(self, block: Block) -> Block:
-        """The elements that a block on the host stands for: itself."""
+        """The elements of a block on the host: the block itself."""
         return block
 
-    # -- from the dataset itself ----------------------------------------------------------------
+    # -- reading the dataset --------------------------------------------------------------------
 
     def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:
-        """`before`, then up to `count` more elements, and what stopped it if there are fewer."""
+        """`before`, then up to `count` more elements, and the error if there are fewer."""
         assert self._spec is not None
         if can_go_back(self._source) and not self._ended:
             self._states.append((self._produced, self._source.get_state()))  # type: ignore[attr-defined]
@@ -236,7 +239,7 @@ class Reader:
     def _read_singly(
         self, count: int, before: Sequence[Block]
     ) -> tuple[Block, BaseException | None]:
-        # Into the block that is returned, behind what waited: nothing is copied twice.
+        # Directly into the returned block, after the elements put back: nothing is copied twice.
         first = sum(len(block[0]) for block in before)
         block = self._new_block(first + count)
         for target, *waited in zip(block, *before, strict=True):
@@ -250,7 +253,7 @@ class Reader:
                     return [leaf[:row] for leaf in block], None
                 self._store(element, block, row)
         except TailraceError as error:
-            self._ended = error  # or the element that is wrong would be passed over silently
+            self._ended = error  # or the next read would silently skip the wrong element
             return [leaf[:row] for leaf in block], error
         return block, None
 
@@ -269,7 +272,7 @@ class Reader:
         try:
             return ElementSpec.of(first)
         except TailraceError as error:
-            self._ended = error  # it is not passed over: the next reading says the same
+            self._ended = error  # not skipped: the next read raises the same error
             raise
 
     def _next(self) -> Any:
@@ -310,10 +313,10 @@ class Reader:
         if not self._is_plain(element):
             leaves = self._spec.conform(element, self._produced - 1)
         for leaf, target in zip(leaves, block, strict=True):
-            target[row] = leaf  # narrows 64 bits on the way, without a second copy
+            target[row] = leaf  # also narrows 64 bits, without a second copy
 
     def _is_plain(self, element: Any) -> bool:
-        """Whether an element is the expected tuple of arrays; cheaper to see than any tree."""
+        """Whether an element is the expected tuple of arrays; cheaper than flattening a tree."""
         if self._plain is None or type(element) is not tuple or len(element) != len(self._plain):
             return False
         for leaf, (shape, dtype) in zip(element, self._plain, strict=True):

@@ -1,13 +1,15 @@
-"""Moving arrays to the device: large ones in pieces, short ones into arrays with room for more.
+"""Transfers to the device: large arrays in chunks, short blocks into padded arrays.
 
-One transfer of pageable memory keeps one core busy copying, which is slower than the bus: so large
-arrays cross it in pieces beside each other. On a CPU device there is nothing to gain: it uses arrays
-where they are.
+One transfer of pageable memory keeps one core busy with a copy that is slower than the bus, so large
+arrays are transferred in parallel chunks. A CPU device gains nothing: it uses arrays in place.
 
-A program whose number of passes is data reads arrays with room for the most that it can make. A
-shorter block is copied into such an array where that is cheapest: on the host for a CPU, where rows
-that nobody writes cost nothing; on the device for an accelerator, so that only real rows travel.
+A program whose trip count is data reads arrays with room for the largest count. A shorter block is
+padded where that is cheapest: on the host for a CPU, where unwritten rows cost nothing; on the device
+for an accelerator, so that only real rows are transferred.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from tailrace.devices import devices
 from tailrace.feeds.buffers import allocate
 
 PIECE, MOST_PIECES = 1 << 21, 16
-"""Bytes of a piece on its way to a device, and how many there are at most."""
+"""The bytes of a chunk, and the largest number of chunks in flight."""
 
 
 def put(array: np.ndarray, sharding: Any, room: int = 0) -> Any:
-    """An array, moved to where `sharding` says; it must not change until it has arrived."""
+    """Transfer an array to `sharding`; it must not change until the transfer has finished."""
     if _on_cpu():
         return jax.device_put(with_room(array, room), sharding)
     pieces = min(MOST_PIECES, array.nbytes // PIECE, len(array)) if array.ndim else 1
@@ -41,7 +43,7 @@ def put(array: np.ndarray, sharding: Any, room: int = 0) -> Any:
 
 
 def with_room(array: np.ndarray, room: int) -> np.ndarray:
-    """The rows of an array in front of others, up to `room` in all, that hold anything."""
+    """An array padded to `room` rows; the added rows are uninitialized."""
     if not array.ndim or room <= len(array):
         return array
     whole = allocate((room, *array.shape[1:]), array.dtype)

@@ -1,4 +1,4 @@
-"""Waiting with an end: for data that is late, and for what a running program still has to send."""
+"""Waiting with a limit: for late data, and for values that a running program has yet to send."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from tailrace.messages import logger
 Item = TypeVar("Item")
 
 NOTE_S = 30.0
-"""After how long a wait for data is noted; then after twice as long, and so on."""
+"""Seconds after which a wait for data is logged; then after twice as long, and so on."""
 
 LOOK_S = 0.2
-"""How often a wait looks whether it shall end."""
+"""How often a wait checks whether it should end, in seconds."""
 
 
 class Awaited(Protocol):
-    """What is read from, as one sees it who waits for it."""
+    """A source of data, from the view of a caller that waits for it."""
 
     def awaited(self) -> str:
-        """What is awaited, in words: which element of which dataset."""
+        """What is awaited, for messages: which element of which dataset."""
         ...
 
     def waited_s(self) -> float:
-        """For how long it has been awaited; 0 where nothing is."""
+        """For how long it has been awaited, in seconds; 0 if nothing is."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Lasting:
-    """Something that is awaited from now on."""
+    """Something that is awaited from now on, under a fixed description."""
 
     what: str
     since: float = dataclasses.field(default_factory=time.monotonic)
 
     def awaited(self) -> str:
-        """What is awaited, in words."""
+        """What is awaited, for messages."""
         return self.what
 
     def waited_s(self) -> float:
-        """For how long it has been awaited."""
+        """For how long it has been awaited, in seconds."""
         return time.monotonic() - self.since
 
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How long data is waited for, and what else ends a wait.
+    """The limits of a wait for data.
 
     Attributes:
-        timeout_s: the longest wait for one element, in seconds; None: without a limit, but noted
+        timeout_s: the longest wait for one element, in seconds; None for no limit, with a log message
             after `NOTE_S`.
-        stopped: asked every so often; the wait ends with `WaitStopped` when it says True.
+        stopped: polled during the wait, which ends with `WaitStopped` when it returns True.
     """
 
     timeout_s: float | None = None
@@ -68,10 +68,10 @@ class Patience:
             check_number("timeout_s", self.timeout_s, positive=True, error=OptionError)
 
     def wait_for(self, future: Future[Any], source: Awaited) -> None:
-        """Wait until `future` is done, however it ends.
+        """Wait until `future` is done, with a result or an exception.
 
         Args:
-            future: what is waited for. It may wait for the device too: that is not counted.
+            future: what to wait for. Its own waits for the device do not count.
             source: what it reads from.
         """
         note_at = NOTE_S
@@ -91,10 +91,10 @@ class Patience:
 
 
 class Runs:
-    """The runs of programs that send to one place, seen from the threads that read there.
+    """The running programs that send to one queue, as seen by the threads that read it.
 
     Attributes:
-        changed: guards what is sent; notified when something arrives, starts or ends.
+        changed: guards the queue; notified when a value arrives, or a program starts or ends.
     """
 
     def __init__(self) -> None:
@@ -103,13 +103,13 @@ class Runs:
         self._ended = 0
 
     def begin(self) -> None:
-        """A program that sends there starts."""
+        """Report that a program that sends to the queue starts."""
         with self.changed:
             self._running += 1
             self.changed.notify_all()
 
     def end(self) -> None:
-        """That program has ended, one way or the other."""
+        """Report that the program has ended, successfully or not."""
         with self.changed:
             self._running -= 1
             self._ended += 1
@@ -124,13 +124,14 @@ class Runs:
     ) -> Iterator[Item]:
         """Items as they arrive, until the program that sends them has ended.
 
-        If nothing waits and no program runs, one is waited for, `timeout_s` seconds at most.
+        If nothing is queued and no program runs, wait for one to start, for at most `timeout_s`
+        seconds.
 
         Args:
-            take: the next item, or None if none waits.
-            waits: whether an item waits.
+            take: returns the next item, or None if none is queued.
+            waits: whether an item is queued.
             timeout_s: how long to wait for a program to start.
-            what: the place, for the message.
+            what: the queue, for the message.
         """
         with self.changed:
             seen = self._ended if not waits() and not self._running else self._ended - 1

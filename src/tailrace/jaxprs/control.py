@@ -1,15 +1,18 @@
-"""Equations that hold programs, as objects with names: loops, branches and calls.
+"""Equations that contain programs, as typed objects: loops, branches and calls.
 
-`control(eqn)` reads an equation; what it returns knows the programs inside, splits operands and results
-by their roles, and emits the equation again around other functions:
+`control(eqn)` reads an equation. The object it returns lists the programs inside, splits operands and
+results by role, and emits the equation again with other functions in place of those programs:
 
     Scan    lax.scan, and tr.repeat        body
     While   lax.while_loop                 condition, body
     Cond    lax.cond and lax.switch        branches
-    Call    jit, checkpoint, functions with a derivative of their own, units of a pipeline
+    Call    jit, checkpoint, functions with a custom derivative, units of a pipeline
 
-No other room reads the parameters of an equation.
+No other package reads the parameters of an equation: their names change between JAX versions.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 T = TypeVar("T")
 
 Function = Callable[[list[Any]], list[Any]]
-"""A program as a function: it takes its inputs and returns its results, as flat lists."""
+"""A program as a function from a flat list of inputs to a flat list of results."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class Inner:
     """A program inside an equation.
 
     Attributes:
-        number: which of the programs in that equation it is; the position of what is inside has it.
+        number: the index of the program within its equation; it is part of a `Position`.
         jaxpr: the program.
         consts: its constants.
     """
@@ -45,22 +48,22 @@ class Inner:
 
     @classmethod
     def of(cls, number: int, closed: ClosedJaxpr) -> Inner:
-        """A closed program, as number `number` of its equation."""
+        """A closed program, with index `number` in its equation."""
         return cls(number, closed.jaxpr, tuple(closed.consts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """A loop whose length is known.
+    """A loop whose length is known at compile time.
 
     Attributes:
         eqn: the equation.
-        body: takes constants, what is carried, one row of each operand that is gone over.
-        num_consts: how many constants there are.
-        num_carry: how many values are carried.
-        length: the number of passes.
-        reverse: whether the last row comes first.
-        unroll: how many passes the compiled loop makes at a time.
+        body: takes constants, the carry, and one row of each scanned operand.
+        num_consts: the number of constants.
+        num_carry: the number of carried values.
+        length: the number of iterations.
+        reverse: whether it scans from the last row to the first.
+        unroll: how many iterations the compiled loop unrolls.
     """
 
     eqn: JaxprEqn
@@ -77,7 +80,7 @@ class Scan:
         return (self.body,)
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Operands, of the equation or of its body: constants, carried, gone over."""
+        """Split operands, of the equation or of its body, into constants, carry and scanned."""
         end = self.num_consts + self.num_carry
         return (
             list(operands[: self.num_consts]),
@@ -86,7 +89,7 @@ class Scan:
         )
 
     def split_results(self, results: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Results, of the equation or of its body: carried, stacked."""
+        """Split results, of the equation or of its body, into carry and stacked."""
         return list(results[: self.num_carry]), list(results[self.num_carry :])
 
     def again(
@@ -95,7 +98,7 @@ class Scan:
         operands: Sequence[Any],
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda one_pass: one_pass,
     ) -> list[Any]:
-        """Emit the loop with another body; `wrap` is applied to the function of one pass."""
+        """Emit the loop with another body; `wrap` is applied to the function of one iteration."""
         consts, init, xs = self.split(operands)
 
         def one_pass(carry: Any, x: Any) -> Any:
@@ -107,9 +110,9 @@ class Scan:
         return [*carry, *ys]
 
     def piece(self, length: int, carried: Sequence[Any]) -> JaxprEqn:
-        """The equation of a `tr.repeat` for `length` passes that go on from `carried`.
+        """The equation of a `tr.repeat` for `length` iterations that continue from `carried`.
 
-        Its last operand is the counter, which counts on from piece to piece.
+        Its last operand is the counter, which continues from piece to piece.
         """
         consts, _, rows = self.split(self.eqn.invars)
         params = {**self.eqn.params, "length": length}
@@ -118,14 +121,14 @@ class Scan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class While:
-    """A loop whose length only the running program knows.
+    """A loop whose length is known only at run time.
 
     Attributes:
         eqn: the equation.
-        condition: takes its constants and what is carried; returns whether to go on.
-        body: takes its constants and what is carried; returns what is carried.
-        condition_consts: how many constants the condition has.
-        body_consts: how many the body has.
+        condition: takes its constants and the carry; returns whether to continue.
+        body: takes its constants and the carry; returns the next carry.
+        condition_consts: the number of constants of the condition.
+        body_consts: the number of constants of the body.
     """
 
     eqn: JaxprEqn
@@ -140,7 +143,7 @@ class While:
         return (self.condition, self.body)
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Operands: the condition's constants, the body's, carried."""
+        """Split operands into the condition's constants, the body's constants and the carry."""
         start = self.condition_consts + self.body_consts
         return (
             list(operands[: self.condition_consts]),
@@ -179,20 +182,21 @@ class Cond:
 
     @staticmethod
     def split(operands: Sequence[T]) -> tuple[T, list[T]]:
-        """Operands: which branch, and what all branches take."""
+        """Split operands into the branch index and the operands of the branches."""
         index, *others = operands
         return index, others
 
     def again(self, branches: Sequence[Function], operands: Sequence[Any]) -> list[Any]:
         """Emit the choice with other branches."""
         index, others = self.split(operands)
+        # Each lambda binds its function as a default: a closure would see only the last one.
         functions = [lambda *values, f=function: f(list(values)) for function in branches]
         return list(lax.switch(index, functions, *others))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A program that is merely called, on the operands as they are.
+    """A program that is called once, on the operands unchanged.
 
     Attributes:
         eqn: the equation.
@@ -214,12 +218,12 @@ class Call:
 
     @property
     def is_remat(self) -> bool:
-        """Whether it is a `jax.checkpoint`, or the recomputation that one asks for."""
+        """Whether it is a `jax.checkpoint`, or the recomputation that one causes."""
         return internals.is_remat(self.eqn)
 
     @property
     def is_custom(self) -> bool:
-        """Whether it calls a function that has its own derivative."""
+        """Whether it calls a function with a custom derivative."""
         return internals.is_custom(self.eqn)
 
     @property
@@ -229,11 +233,13 @@ class Call:
 
     @property
     def is_barrier(self) -> bool:
-        """Whether the compiler must not merge it with what it recomputes."""
+        """Whether the compiler must not merge it with the computation it repeats."""
         return internals.is_barrier(self.eqn)
 
     def again(self, function: Function, operands: Sequence[Any]) -> list[Any]:
-        """Emit another program in place of the one called; recomputed where that one is."""
+        """Emit another program in place of the one called; under `jax.checkpoint` if that one was."""
+        # A jit's boundary has no meaning to XLA, so the contents are inlined. A checkpoint's does: it
+        # decides what the backward pass recomputes, so it is put around the new function.
         if not self.is_remat:
             return function(list(operands))
         params = internals.parameters(self.eqn)
@@ -249,7 +255,7 @@ Control = Scan | While | Cond | Call
 
 
 def control(eqn: JaxprEqn) -> Control | None:
-    """What an equation with programs inside is; None if it has none, or is opaque."""
+    """An equation that contains programs, as an object; None if it has none, or is opaque."""
     if eqn.primitive is primitives.scan_p:
         return as_scan(eqn)
     if eqn.primitive is primitives.while_p:
@@ -264,12 +270,12 @@ def control(eqn: JaxprEqn) -> Control | None:
 
 
 def programs_in(eqn: JaxprEqn) -> list[Jaxpr]:
-    """All programs inside an equation, those of opaque ones too; a position counts these."""
+    """All programs inside an equation, opaque ones included; a `Position` indexes this list."""
     return [inner for _, _, inner, _ in internals.inner_jaxprs(eqn)]
 
 
 def as_scan(eqn: JaxprEqn) -> Scan:
-    """An equation that is known to be a scan."""
+    """Read an equation that is known to be a scan."""
     params = eqn.params
     body = Inner.of(0, params["jaxpr"])
     sizes = internals.scan_sizes(eqn)
@@ -277,12 +283,12 @@ def as_scan(eqn: JaxprEqn) -> Scan:
 
 
 def scan_of(eqn: JaxprEqn) -> Scan | None:
-    """An equation as a scan; None if it is none."""
+    """An equation as a scan; None if it is not one."""
     return as_scan(eqn) if eqn.primitive is primitives.scan_p else None
 
 
 def jit_of(eqn: JaxprEqn) -> Call | None:
-    """An equation as a `jit` call; None if it is none."""
+    """An equation as a `jit` call; None if it is not one."""
     if eqn.primitive is not primitives.jit_p:
         return None
     called = internals.contents(eqn)

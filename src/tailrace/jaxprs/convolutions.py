@@ -1,10 +1,11 @@
-"""Convolutions inside loops, in a form that XLA's CPU compiler makes fast code of.
+"""Convolutions inside loops, in a form that XLA's CPU compiler turns into fast code.
 
-That compiler brings the convolutions of a program's entry computation into the one order that its
-library takes (batch, space, features; kernels space, in, out), and leaves those in the body of a loop
-as they are: any other order, which every gradient has, runs in a plain loop over scalars, 10 to 80
-times slower. So they are emitted in that order here, transposed before and after. The library is slow
-where groups are thin and in three dimensions, in entries too: there other forms are faster.
+For convolutions in a program's entry computation, that compiler transposes operands into the one layout
+its library accepts (batch, space, features; kernels space, in, out). It does not do so in the body of a
+loop: any other layout, and every gradient has another one, runs as a naive loop over scalars, 10 to 80
+times slower. So this module emits them in the library's layout, with explicit transposes. The library
+itself is slow for small groups and in three dimensions, in entry computations too; other forms are
+faster there.
 
 `python -m benchmarks.convolutions` measures each kind. Milliseconds on 2 cores, float32, as XLA runs it
 in the entry / in a scan / in the scan in the form chosen here:
@@ -19,9 +20,12 @@ in the entry / in a scan / in the scan in the form chosen here:
     3 dims, 3x3x3, 32 channels, 10x10x10, batch 2: forward         13.6 / 16.8 /  5.4   matmuls
     the same, strided, input gradient                              82.0 / 18.0 /  7.6   matmuls
 
-The library's form has the bits of one jit call a step, which runs the same kernel; the others, and
-weight gradients of groups, add up in another order.
+The library's form is bit-equal to one jit call per step, which runs the same kernel; the other forms,
+and weight gradients of grouped convolutions, sum in another order.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -39,12 +43,12 @@ from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
 MOST_TERMS = 64
-"""A sum over positions is written out: up to this many, which 7x7 and 3x3x3 kernels have."""
+"""A sum over positions is unrolled up to this many terms; 7x7 and 3x3x3 kernels fit."""
 
 THIN = 4
-"""Products of values, in place of products of matrices, where a group has this many weights."""
+"""Up to this many weights per group, elementwise products replace matrix products."""
 
-_DTYPES = ("float32", "bfloat16", "float16")  # those of the library; others run as they did
+_DTYPES = ("float32", "bfloat16", "float16")  # the library's; other dtypes are left alone
 _CALLS = {
     *("jit", "pjit", "checkpoint", "remat2", "closed_call", "scan", "while", "cond"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
@@ -60,7 +64,7 @@ def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
 
 
 def fast_form(eqn: JaxprEqn) -> Callable[[Any, Any], Any] | None:
-    """A faster function of the operands of a convolution; None: it is emitted as it is."""
+    """A faster function of a convolution's operands; None if it is best emitted unchanged."""
     if eqn.primitive is not primitives.conv_general_dilated_p:
         return None
     kind = Kind.of(eqn)
@@ -72,7 +76,7 @@ def fast_form(eqn: JaxprEqn) -> Callable[[Any, Any], Any] | None:
 
 
 def _with_fast_forms(eqn: JaxprEqn) -> JaxprEqn:
-    """The equation, with the convolutions in the programs inside it replaced, one for one."""
+    """The equation, with every convolution in the programs inside it replaced by one equation."""
     if eqn.primitive.name not in _CALLS:
         return eqn
     changed = {
@@ -82,7 +86,7 @@ def _with_fast_forms(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _replaced(value: Any) -> Any:
-    """A parameter of an equation; the same object where there is nothing to replace."""
+    """A parameter of an equation; the same object if there is nothing to replace."""
     if isinstance(value, tuple | list):
         items = [_replaced(item) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
@@ -100,7 +104,7 @@ def _replaced_in(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _called(eqn: JaxprEqn) -> JaxprEqn | None:
-    """One equation that calls the fast form, in place of a convolution; None: there is none."""
+    """One equation that calls the fast form of a convolution; None if there is no faster form."""
     form = fast_form(eqn)
     if form is None:
         return None
@@ -108,6 +112,7 @@ def _called(eqn: JaxprEqn) -> JaxprEqn | None:
     def convolution(lhs: Any, rhs: Any) -> Any:
         return form(lhs, rhs)
 
+    # One equation for one: a jit call keeps the length of the program, and so every position in it.
     (call,) = jax.make_jaxpr(jax.jit(convolution))(*_forms(*eqn.invars)).jaxpr.eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
@@ -117,15 +122,15 @@ def _called(eqn: JaxprEqn) -> JaxprEqn | None:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a convolution is, whatever the order of its dimensions.
+    """A convolution, independent of the layout of its operands.
 
     Attributes:
         params: the equation's parameters.
-        dtype: of the result.
-        operand_dtypes: the names of those of the operands.
-        lhs: the shape of the left operand as batch, *space, features.
-        rhs: the shape of the kernel as *space, in, out.
-        space: the extents of the result in space.
+        dtype: the dtype of the result.
+        operand_dtypes: the names of the operands' dtypes.
+        lhs: the shape of the left operand as (batch, *space, features).
+        rhs: the shape of the kernel as (*space, in, out).
+        space: the spatial shape of the result.
     """
 
     params: dict[str, Any]
@@ -151,11 +156,11 @@ class Kind:
 
     @property
     def groups(self) -> int:
-        """How many convolutions side by side it is."""
+        """The number of independent convolutions it consists of."""
         return self.params["feature_group_count"] * self.params["batch_group_count"]
 
     def fastest(self) -> Callable[[Kind, Any, Any], Any] | None:
-        """The form that was measured to be the fastest of those for this kind."""
+        """The form that measured fastest for this kind; None to leave it unchanged."""
         left, right = self.operand_dtypes
         if left not in _DTYPES or left != right or 0 in (*self.lhs, *self.rhs, *self.space):
             return None
@@ -169,7 +174,8 @@ class Kind:
                 return products_by_output
         elif self.groups > 1:
             if inner * outer // self.groups <= THIN and positions <= MOST_TERMS:
-                # Out of order it does not go to the library, and is as fast if it sums over inputs.
+                # In another layout XLA does not call its library, and is as fast if it sums over
+                # inputs.
                 return products_by_kernel if inner == 1 or self._in_order() else None
         elif results <= min(positions, MOST_TERMS) and self._slow_in_library():
             return matmuls_by_output
@@ -178,12 +184,12 @@ class Kind:
         return None if self._in_order() else library
 
     def _slow_in_library(self) -> bool:
-        """Whether a convolution with a large kernel and a small result, a weight gradient, is."""
+        """Whether the library is slow at it: a large kernel and a small result (weight gradients)."""
         alone, spread = math.prod(self.space) == 1, max(self.params["lhs_dilation"]) > 1
         return math.prod(self.rhs[:-2]) > 1 and (alone or spread or len(self.space) == 3)
 
     def _in_order(self) -> bool:
-        """Whether the library takes it as it is."""
+        """Whether the library accepts its layout unchanged."""
         left, kernel, out = self.params["dimension_numbers"]
         orders = (_last(left), (*kernel[2:], kernel[1], kernel[0]), _last(out))
         same = all(order == tuple(range(len(self.lhs))) for order in orders)
@@ -195,12 +201,12 @@ def _forms(*variables: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def _last(spec: Sequence[int]) -> tuple[int, ...]:
-    """From batch, features, *space to batch, *space, features."""
+    """From (batch, features, *space) to (batch, *space, features)."""
     return (spec[0], *spec[2:], spec[1])
 
 
 def _ordered(kind: Kind, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """The operands, features last; groups of the batch become groups of features."""
+    """The operands with features last; batch groups become feature groups."""
     left, kernel, _ = kind.params["dimension_numbers"]
     lhs = lhs.transpose(_last(left))
     rhs = rhs.transpose(*kernel[2:], kernel[1], kernel[0])
@@ -212,7 +218,7 @@ def _ordered(kind: Kind, lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
 
 def _restored(kind: Kind, out: Any) -> Any:
-    """The result in the order of the equation."""
+    """The result in the layout of the equation."""
     now = _last(kind.params["dimension_numbers"][2])
     return out.astype(kind.dtype).transpose([now.index(dim) for dim in range(len(now))])
 
@@ -226,7 +232,7 @@ def _padded(kind: Kind, lhs: Any) -> Any:
 def _windows(
     lhs: Any, places: Sequence[int], steps: Sequence[int], sizes: Sequence[int], strides: Any
 ) -> Any:
-    """For each place in space, every `strides`-th of the entries from there: (place, entries)."""
+    """For each position in space, that position and the strided slice that starts there."""
     for place in itertools.product(*map(range, places)):
         starts = [at * step for at, step in zip(place, steps, strict=True)]
         ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, sizes, strides, strict=True)]
@@ -238,7 +244,7 @@ def _windows(
 
 
 def library(kind: Kind, lhs: Any, rhs: Any) -> Any:
-    """The order that the library takes, the transposes written out."""
+    """The layout that the library accepts, with explicit transposes."""
     params = kind.params
     lhs, rhs = _ordered(kind, lhs, rhs)
     space = "012"[: len(kind.space)]
@@ -258,7 +264,7 @@ def library(kind: Kind, lhs: Any, rhs: Any) -> Any:
 
 
 def matmuls_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
-    """The sum over the kernel's positions of shifted values times a matrix."""
+    """Sum over the kernel's positions: shifted input times one matrix each."""
     params, total = kind.params, jnp.float32(0)
     lhs, rhs = _ordered(kind, lhs, rhs)
     over = (params["rhs_dilation"], kind.space, params["window_strides"])
@@ -268,7 +274,7 @@ def matmuls_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
 
 
 def matmuls_by_output(kind: Kind, lhs: Any, rhs: Any) -> Any:
-    """For each position of the result, which has few, one matrix product over the kernel."""
+    """One matrix product over the whole kernel for each position of the (small) result."""
     params = kind.params
     lhs, rhs = _ordered(kind, lhs, rhs)
     over = (params["window_strides"], kind.rhs[:-2], params["rhs_dilation"])
@@ -292,7 +298,7 @@ def _dot(kind: Kind, a: Any, b: Any, over_a: Any, over_b: Any) -> Any:
 
 
 def products_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
-    """The sum over the kernel's positions of shifted values times weights, for thin groups."""
+    """Sum over the kernel's positions: shifted input times weights, elementwise, for small groups."""
     params, total = kind.params, jnp.float32(0)
     lhs, rhs = _ordered(kind, lhs, rhs)
     *_, inner, outer = rhs.shape
@@ -306,7 +312,7 @@ def products_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
 
 
 def products_by_output(kind: Kind, lhs: Any, rhs: Any) -> Any:
-    """The weight gradient of thin groups: for each of its positions, one reduction a weight."""
+    """Weight gradient of small groups: for each position of the result, one reduction per weight."""
     params = kind.params
     left, kernel, _ = params["dimension_numbers"]
     lhs = lhs.transpose(left[1], *left[2:], left[0])  # what is summed over first, groups last

@@ -11,10 +11,10 @@ from tailrace.jaxprs.walk import walk
 
 
 def model_flops(equations: Sequence[JaxprEqn]) -> float:
-    """Operations of matrix products and convolutions, forward and backward, in all loops.
+    """FLOPs of matrix products and convolutions, forward and backward, times the loops around them.
 
-    What a backward pass only computes again does not count: a model's FLOPs are those of its formula.
-    A loop whose length only the running program knows counts once.
+    Recomputation in the backward pass does not count: a model's FLOPs are those of its formula. A loop
+    whose length is known only at run time counts once.
     """
     return sum(
         multiplications(place.equation) * math.prod(around.length or 1 for around in place.loops())

@@ -1,21 +1,23 @@
-"""Numbers in a program that can be arguments of it instead, without a change of one bit.
+"""Literals of a program that can become arguments without changing one bit of its results.
 
-A learning rate is a literal of the traced step. As an argument of the compiled program it can be
-another one in the next trainer, without compiling again. But XLA computes with constants what it does
-not with arguments, and that rounds differently:
+A learning rate is a literal of the traced step. If it is an argument of the compiled program, the next
+trainer can use another one without compiling again. But XLA simplifies expressions with constants, not
+with arguments, and the simplified form rounds differently:
 
-    (x * 2.1) * 0.3  becomes  x * 0.63     likewise sums; an argument is multiplied after 2.1
+    (x * 2.1) * 0.3  becomes  x * 0.63     likewise sums; with an argument there are two products
     x / 0.3          becomes  x * 3.333
-    0.3 * x + y * z  is one product, and one that is fused with the sum; which is which depends on 0.3
-    x * 1, x + 0, 0.5 * a + 0.5 * b   have forms of their own
-    0.3 * (a @ b)    on a GPU, 0.3 becomes a number of the matrix product, if nothing else uses that
+    0.3 * x + y * z  fuses one of the two products with the sum (FMA); which one depends on 0.3
+    x * 1, x + 0, 0.5 * a + 0.5 * b   have special rules
+    0.3 * (a @ b)    on a GPU, 0.3 becomes a parameter of the matmul kernel if nothing else uses a @ b
 
-So a number is free only where no such rule of XLA's simplifier applies: none of the values beside it is
-a product (sum) with a constant, it is no power of two, and it is used by operations of a short list:
-products, sums and bounds. (A comparison or a choice changes what XLA fuses, and so the order of sums.)
-It also has to be a number that can differ between two runs of the same code: one that is written in the
-line of source which uses it cannot.
+So a literal is free only where no such rule of XLA's simplifier applies: no other operand of its
+operation is a product (sum) with a constant, it is not a power of two, and only operations of a short
+list use it: products, sums and bounds. (A comparison or a select changes what XLA fuses, and so the
+order of sums.) It must also be a number that can differ between two runs of the same code: a number
+that is written out in the source line that uses it cannot.
 """
+
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ class FreeNumbers:
 
     Attributes:
         values: the arguments, in order.
-        places: which of them a literal is, by the literal's identity.
-        around: the equations that have such literals inside, by identity.
+        places: the index of a literal's argument, by the literal's identity.
+        around: the equations that contain such literals, by identity.
     """
 
     values: tuple[Any, ...] = ()
@@ -55,7 +57,7 @@ class FreeNumbers:
 
 
 def free_numbers(equations: Sequence[JaxprEqn], on_cpu: bool) -> FreeNumbers:
-    """The numbers of these equations that can be arguments."""
+    """Find the literals of these equations that can be arguments."""
     judge = _Judge(on_cpu)
     opened = _opened(equations)
     bound: set[int] = set()
@@ -66,7 +68,7 @@ def free_numbers(equations: Sequence[JaxprEqn], on_cpu: bool) -> FreeNumbers:
         if allowed and judge.is_free(value):
             free[mark] = value
         else:
-            bound.add(mark)  # the same literal may be used at several places
+            bound.add(mark)  # one literal object may have several uses; one bound use binds it
     values: dict[Any, int] = {}
     found: list[Any] = []
     places: dict[int, int] = {}
@@ -74,7 +76,8 @@ def free_numbers(equations: Sequence[JaxprEqn], on_cpu: bool) -> FreeNumbers:
     for mark, value in free.items():
         if mark in bound:
             continue
-        # A number that comes from one line of source is one argument, wherever it is used.
+        # One number from one source line is one argument however often it is used: the number of
+        # arguments must not grow with the number of parameters that an optimizer updates.
         key = (_form(value), float(_value(value)), _lines(value)[:1])
         if key not in values:
             values[key] = len(found)
@@ -86,18 +89,18 @@ def free_numbers(equations: Sequence[JaxprEqn], on_cpu: bool) -> FreeNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class _Judge:
-    """Whether XLA computes the same with a number as an argument."""
+    """Decides whether XLA computes the same bits with a number as an argument."""
 
     on_cpu: bool
 
     def is_free(self, value: Value) -> bool:
-        """Whether all uses of a value allow it."""
+        """Whether every use of a value allows it."""
         return bool(value.users) and all(self._allows(*use) for use in value.uses())
 
     def _allows(self, operation: Operation, index: int, value: Value) -> bool:
         others = operation.others(index)
         if all(other.constant for other in others):
-            return False  # XLA computes it once and for all
+            return False  # constant folding: XLA computes the result at compile time
         name, (result, *_) = operation.name, operation.results or [value]
         if name in _BOUNDS:
             return True
@@ -111,6 +114,9 @@ class _Judge:
 
     def _ends(self, result: Value, meets: Callable[[Operation, int, Value], bool]) -> bool:
         return not any(meets(*use) or use[0].name == UNKNOWN for use in result.uses())
+
+    # XLA's simplifier looks one operation back (is the other operand a product with a constant?) and
+    # one ahead (does the result meet another constant?). The next three mirror it.
 
     def _product_with_constant(self, value: Value) -> bool:
         made_by = value.source().made_by
@@ -142,11 +148,13 @@ class _Judge:
 
 
 def _is_product(value: Value) -> bool:
-    """Whether an addition of a value may be fused with the multiplication that makes it."""
+    """Whether XLA may fuse a sum of this value with the multiplication that makes it (FMA)."""
     made_by = value.source().made_by
     if made_by is None:
         return False
-    if made_by.name == "div":  # XLA multiplies by the inverse of what is a constant, or spread
+    if (
+        made_by.name == "div"
+    ):  # by a constant or a broadcast, XLA multiplies with the inverse instead
         below = made_by.inputs[1]
         return below.source().constant or below.is_spread or below.shape != made_by.inputs[0].shape
     return made_by.name in (*_PRODUCTS, UNKNOWN)
@@ -161,7 +169,7 @@ def _sum_with_constant(value: Value) -> bool:
 
 
 def _has_constant(product: Operation, depth: int) -> bool:
-    """Whether a constant is a factor of a product, or of one of its factors."""
+    """Whether a constant is a factor of a product, or of a factor that is itself a product."""
     for value in product.inputs:
         source = value.source()
         if source.constant:
@@ -175,7 +183,7 @@ def _has_constant(product: Operation, depth: int) -> bool:
 
 
 def _opened(equations: Sequence[JaxprEqn]) -> set[int]:
-    """The equations that are emitted as their contents, by identity."""
+    """The equations that are inlined when the program is emitted, by identity."""
     found: set[int] = set()
     for eqn in equations:
         if is_opened(eqn):
@@ -197,7 +205,7 @@ def _can_differ(value: Value) -> bool:
         return False
     number = float(literal.val)
     if not math.isfinite(number) or abs(math.frexp(number)[0]) in (0.0, 0.5):
-        return False  # zero, powers of two: XLA has rules of their own for these
+        return False  # zero and powers of two: XLA has special rules for these
     written = {aval.dtype.type(n) for line in _lines(value) for n in _written(*line)}
     return aval.dtype.type(abs(number)) not in written
 
@@ -219,7 +227,7 @@ def _lines(value: Value) -> tuple[tuple[str, int], ...]:
 
 @functools.cache
 def _written(path: str, line: int) -> frozenset[float]:
-    """The numbers that are written in a line of source."""
+    """The numbers written in a source line."""
     found = re.findall(
         r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", linecache.getline(path, line)
     )

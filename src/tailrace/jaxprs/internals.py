@@ -1,12 +1,15 @@
-"""The one place that touches JAX below its public surface, and the only one with version branches.
+"""The only module that uses JAX below its public API, and the only one with version branches.
 
 Supported: jax 0.10.1, 0.11 and 0.12. Everything here comes from `jax.extend` and `jax.interpreters`,
-which promise less than `jax` itself: when a new JAX release breaks us, it breaks here. What is relied
-on is listed, with a probe each, in `jax_seams.py`.
+which promise less than `jax` itself: when a new JAX release breaks us, it breaks here. `jax_seams.py`
+lists everything we rely on, with a probe for each.
 
-Under the upgrade flags of JAX 0.12 (remat3, custom_vjp3, custom_jvp3) one primitive holds an object
-that says what is called, in place of a primitive each; `operation` and `parameters` read both forms.
+Under the upgrade flags of JAX 0.12 (remat3, custom_vjp3, custom_jvp3) one primitive that carries an
+object replaces a primitive for each kind of call; `operation` and `parameters` read both forms.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -65,8 +68,10 @@ __all__ = [
     "batching",
     "bind_again",
     "compiler_options",
+    "separate_kernels",
     "contents",
     "coordination_client",
+    "debug_effect",
     "define_marker",
     "is_backward",
     "is_barrier",
@@ -105,39 +110,39 @@ __all__ = [
 def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
     """A primitive that returns its operands unchanged and is never removed as dead code.
 
-    The derivative rules are the caller's to add; everything else (evaluation, lowering, batching,
-    keeping it alive) is the same for every marker.
+    The caller adds derivative rules; evaluation, lowering, batching and dead-code rules are the same
+    for every marker.
 
     Args:
-        name: the primitive's.
-        is_shown: whether an equation with such parameters shows something to somebody. It is kept
-            even where JAX looks at nothing but effects: in a loop that is differentiated.
+        name: the primitive's name.
+        is_shown: whether an equation with these parameters has a visible effect (an enqueue, a print).
+            Such an equation survives even where JAX keeps only effects: in a differentiated loop.
     """
     marker = Primitive(name)
     marker.multiple_results = True
     marker.def_impl(lambda *values, **_: list(values))
     marker.def_effectful_abstract_eval(
-        lambda *avals, **params: (list(avals), _debug_effect() if is_shown(**params) else set())
+        lambda *avals, **params: (list(avals), debug_effect() if is_shown(**params) else set())
     )
     mlir.register_lowering(marker, lambda _context, *values, **__: list(values))
     batching.primitive_batchers[marker] = lambda values, dims, **params: (
         marker.bind(*values, **params),
         dims,
     )
-    # A mark whose result nobody uses must survive: it says "show this", not "compute with this".
-    # The equation comes last; since 0.12 what is live of the inputs is handed over before it.
+    # A mark whose result is unused must survive: it says "show this", not "compute with this".
+    # The equation is the last argument; since 0.12 the liveness of the inputs comes before it.
     pe.dce_rules[marker] = lambda *live: ([True] * len(live[-1].invars), live[-1])
     return marker
 
 
 @functools.cache
-def _debug_effect() -> set[Any]:
-    """What `jax.debug` has its equations kept by, wherever effects are allowed at all."""
+def debug_effect() -> set[Any]:
+    """The effect that keeps equations of `jax.debug` alive wherever effects are allowed."""
     return set(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
 
 
 def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """Emit `eqn` once more, on other inputs, under whatever trace is current."""
+    """Emit `eqn` again on other inputs, under the current trace."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     # Until 0.10.1 a pair (functions, params); a bare dict of params in between.
     functions, params = bound if isinstance(bound, tuple) else ([], bound)
@@ -146,13 +151,13 @@ def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
 
 
 def equation_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """What is emitted inside carries the equation's own name stack and user traceback."""
+    """A context whose equations get the name stack and the user traceback of `eqn`."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
 def name_stack_of(eqn: JaxprEqn) -> str:
-    """The scopes that an equation was traced in, outermost first, separated by slashes."""
+    """The scopes an equation was traced in, outermost first, separated by slashes."""
     return str(eqn.source_info.name_stack)
 
 
@@ -165,11 +170,11 @@ _SAME = {
     "CustomJVPTraced": "custom_jvp_call",
     "eval_jaxpr": "closed_call",  # since 0.11
 }
-"""Operations that have other names in newer versions or under upgrade flags."""
+"""Operations with other names in newer versions or under upgrade flags."""
 
 
 def operation(eqn: JaxprEqn) -> str:
-    """What an equation does, by the name that its primitive has in JAX 0.10."""
+    """The operation of an equation, by the name of its primitive in JAX 0.10."""
     name = eqn.primitive.name
     if name == _HELD:
         name = type(eqn.params["_prim"]).__name__
@@ -177,17 +182,17 @@ def operation(eqn: JaxprEqn) -> str:
 
 
 def parameters(eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters of an equation, or of the object that it calls."""
+    """The parameters of an equation, or of the object it carries."""
     return eqn.params["_prim"].params if eqn.primitive.name == _HELD else eqn.params
 
 
 def is_custom(eqn: JaxprEqn) -> bool:
-    """Whether an equation calls a function that has its own derivative."""
+    """Whether an equation calls a function with a custom derivative."""
     return operation(eqn) in ("custom_jvp_call", "custom_vjp_call")
 
 
 def is_remat(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `jax.checkpoint`, or the recomputation that one asks for."""
+    """Whether an equation is a `jax.checkpoint`, or the recomputation that one causes."""
     return operation(eqn) == "remat2"
 
 
@@ -215,25 +220,26 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]
 
 
 def value_of(known: dict[Any, Any], var: Any) -> Any:
-    """The value of a variable that was computed, or of a literal, which is its own."""
+    """The value of a variable (looked up in `known`) or of a literal."""
     return var.val if isinstance(var, Literal) else known[var]
 
 
 def variables(operands: Iterable[Any]) -> list[Any]:
-    """Those of an equation's operands, or of a program's results, that are no literals."""
+    """Operands of an equation, or results of a program, without the literals."""
     return [var for var in operands if isinstance(var, Var)]
 
 
 def nbytes(form: Any) -> int:
-    """The bytes of an array of this shape and dtype; a random key, which tells no size, counts 8."""
+    """The bytes of an array of this shape and dtype; a random key, whose size is hidden, counts 8."""
     return math.prod(form.shape) * getattr(form.dtype, "itemsize", 8)
 
 
 def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
-    """The one program that an equation such as `jit` or `remat` merely calls, or None.
+    """The one program that an equation such as `jit` or `remat` calls, or None.
 
-    With its index among `inner_jaxprs`. What it takes and returns has the forms of the equation's own
-    operands and results: the function of two numbers inside a reduction is not called on arrays.
+    With its index in `inner_jaxprs`. Its inputs and results must have the shapes and dtypes of the
+    equation's: this excludes the scalar function inside a reduction, which is not called on the
+    operands.
     """
     for number, (_, _, inner, consts) in enumerate(inner_jaxprs(eqn)):
         if _same_forms(inner.invars, eqn.invars) and _same_forms(inner.outvars, eqn.outvars):
@@ -252,9 +258,9 @@ def _form(aval: Any) -> Any:
 def without_dead_code(
     closed: ClosedJaxpr, used: list[bool], keep: list[bool]
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """A program that computes only the outputs in use, and which inputs it takes.
+    """A program that computes only the used outputs, and a flag per input: whether it is still taken.
 
-    Inputs that it does not need are dropped, unless `keep` says that they stay.
+    Inputs that become unused are dropped, unless `keep` is true for them.
     """
     jaxpr, needed = pe.dce_jaxpr(closed.jaxpr, used, instantiate=keep)
     return ClosedJaxpr(jaxpr, closed.consts), list(needed)
@@ -262,7 +268,7 @@ def without_dead_code(
 
 def coordination_client() -> Any:
     """The connection of this process to the service that `jax.distributed` started."""
-    from jax.experimental import multihost_utils  # late: only programs of several processes need it
+    from jax.experimental import multihost_utils  # late: only multi-process programs need it
 
     try:
         return multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
@@ -288,7 +294,7 @@ def function_name(eqn: JaxprEqn) -> str:
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried (in this order)."""
+    """The number of constants and the number of carried values among a scan's operands."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # since 0.11
@@ -296,18 +302,18 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def keeps_apart(eqn: JaxprEqn) -> bool:
-    """Whether a recomputation must not be merged with the original that it repeats."""
+    """Whether a recomputation must not be merged with the computation it repeats."""
     prevent = parameters(eqn).get("prevent_cse", True)
     return any(prevent) if isinstance(prevent, tuple | list) else bool(prevent)
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
-    """Whether a recomputation keeps itself apart; under remat3 an equation before it does."""
+    """Whether a recomputation itself prevents merging; under remat3 an equation before it does."""
     return "differentiated" in eqn.params and keeps_apart(eqn)
 
 
 def replayed(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(*args)`, a list, emitted as what it is: a forward pass, repeated for its backward."""
+    """Emit `function(*args)`, a list, marked as a forward pass that is repeated for its backward."""
     leaves, structure = jax.tree.flatten(args)
     again = jax.checkpoint(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
     closed = jax.make_jaxpr(again)(*leaves)
@@ -331,10 +337,11 @@ def _replay(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
 
 
 def scopes_of(eqn: JaxprEqn) -> list[tuple[str, int]]:
-    """The named scopes of an equation, outermost first: name, and which entry of that scope.
+    """The named scopes of an equation, outermost first: name, and the identity of that scope's entry.
 
-    The identity is that of JAX's own object, which differentiation carries along. Where a pass is
-    differentiated once more, for its recomputation, the scopes around it come up again: once is enough.
+    The identity is that of JAX's scope object, which differentiation preserves: it tells two entries of
+    scopes with the same name apart. A pass that is differentiated again, for its recomputation, lists
+    the scopes around it twice; here each appears once.
     """
     stack = eqn.source_info.name_stack.stack
     found = {id(item): item.name for item in stack if type(item).__name__ == "Scope"}
@@ -342,7 +349,7 @@ def scopes_of(eqn: JaxprEqn) -> list[tuple[str, int]]:
 
 
 def scope_names(chain: Iterable[JaxprEqn]) -> list[str]:
-    """The names of the scopes of equations inside each other, each scope once."""
+    """The names of the scopes of a chain of nested equations, each scope once."""
     found = {identity: name for eqn in chain for name, identity in scopes_of(eqn)}
     return list(found.values())
 
@@ -360,7 +367,7 @@ _OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.se
 
 
 def is_library(path: str) -> bool:
-    """Whether a file is ours or a library's, not the user's, wherever the user's own files lie."""
+    """Whether a file belongs to us or to a library, not to the user, wherever the user's files are."""
     _, installed, inside = path.replace(os.sep, "/").rpartition("site-packages/")
     return path.startswith(_OWN_FILES) or bool(installed and inside.split("/")[0] in _LIBRARIES)
 
@@ -376,9 +383,9 @@ def user_frame(eqn: JaxprEqn) -> str:
 
 
 def lines_of(eqn: JaxprEqn) -> tuple[tuple[str, int], ...]:
-    """File and line of each call that led to an equation, innermost first, up to our own code.
+    """File and line of each call that led to an equation, innermost first, up to Tailrace's code.
 
-    Functions of JAX come last: what they are called from says more.
+    JAX's functions come last: their callers are more telling.
     """
     trace = eqn.source_info.traceback
     inside, around = [], []
@@ -395,24 +402,33 @@ def _is_jax(path: str) -> bool:
 
 
 def key_generator(dtype: Any) -> str:
-    """The name of the generator that random keys of a dtype belong to."""
+    """The name of the random generator that keys of this dtype belong to."""
     return dtype._impl.name
 
 
 def trace_level() -> Any:
-    """Which function is being traced: equal for calls in the same one, unequal inside another."""
+    """A token for the function being traced: equal within one function, different in another."""
     return get_opaque_trace_state()
 
 
 def compiler_options(equations: Iterable[JaxprEqn], platform: str) -> dict[str, str] | None:
-    """Options that a program of these equations must be compiled with to be right; None for none.
+    """Compiler options that a program of these equations needs for correct results; None for none.
 
-    JAX 0.10's CPU compiler hands reductions over windows (max pooling) to a library, which reads the
-    wrong entries where the operand is a reshaped slice of what a loop goes over.
+    JAX 0.10's CPU compiler hands window reductions (max pooling) to a library that reads wrong elements
+    if the operand is a reshaped slice of a scanned array.
     """
     if version()[:2] != (0, 10) or platform != "cpu" or not _has_windows(equations):
         return None
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+
+
+def separate_kernels(platform: str) -> dict[str, str]:
+    """Options by which a profiler sees each kernel under the name of its instruction.
+
+    A GPU launches many kernels as one graph, and its profiler names the graph alone. A graph that must
+    have more kernels than any program is never made; what the kernels compute is the same.
+    """
+    return {"xla_gpu_graph_min_graph_size": "2147483647"} if platform == "gpu" else {}
 
 
 def _has_windows(equations: Iterable[JaxprEqn]) -> bool:

@@ -1,8 +1,11 @@
-"""Everything that Tailrace relies on of JAX beyond its documented interface, with a probe each.
+"""Everything Tailrace relies on in JAX beyond its documented API, with a probe for each.
 
-The probes run once, before the first program of a process is traced, on one small program that has an
+The probes run once per process, before the first program is traced, on one small program that has an
 equation of every kind we read. `tailrace doctor` prints them as a table.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _checked = False
 
 
 def check() -> None:
-    """Raise a `VersionError` with one sentence if JAX is not as we know it; once in a process."""
+    """Raise a `VersionError` if JAX does not behave as expected; runs once per process."""
     global _checked
     if _checked:
         return
@@ -78,7 +81,7 @@ _FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 
 @functools.cache
 def _sample(which: str) -> list[JaxprEqn]:
-    """The equations of a small program: "plain", one of every kind, or "gradient"."""
+    """The equations of a small program: "plain" (one of every kind) or "gradient"."""
     function = _everything if which == "plain" else jax.grad(_marked)
     return list(jax.make_jaxpr(function)(_FLOAT).jaxpr.eqns)
 
@@ -178,7 +181,8 @@ def _unused(x: Any) -> Any:
 
 
 def _dead_code() -> bool:
-    closed = jax.make_jaxpr(lambda x: _unused(x))(_FLOAT)  # a new one: JAX keeps what it has pruned
+    # A new lambda each time: JAX caches pruned programs by function.
+    closed = jax.make_jaxpr(lambda x: _unused(x))(_FLOAT)
     left, needed = internals.without_dead_code(closed, [False], [False])
     return len(left.jaxpr.eqns) == 1 and needed == [True]
 
@@ -246,6 +250,6 @@ SEAMS = (
     Seam("the trace that operations go to", "tapes outside of programs", _recorded, late=True),
     Seam("the level of tracing", "tr.key and feeds in nested functions", _levels),
     Seam("the type of random keys", "run directories, checkpoints", _keys),
-    Seam("the effect of jax.debug", "enqueues in loops", lambda: internals._debug_effect()),
+    Seam("the effect of jax.debug", "enqueues in loops", lambda: bool(internals.debug_effect())),
     Seam("the connection to its coordination service", "several processes", _client, late=True),
 )

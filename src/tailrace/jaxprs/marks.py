@@ -1,16 +1,19 @@
-"""Marks: identity operations that say something about a value inside a traced program.
+"""Marks: identity operations that carry information about a value inside a traced program.
 
-A Python side effect cannot say "send this out" from inside `jax.grad`: it would leak tracers. A mark
-can, because it is an equation of the program: it survives differentiation, `jit`, `scan`, `remat` and
-`vmap`, and is found again when the program's jaxpr is read. Four kinds of equation exist:
+A Python side effect cannot request "send this out" from inside `jax.grad`: it would leak tracers. A
+mark can, because it is an equation of the program: it survives differentiation, `jit`, `scan`, `remat`
+and `vmap`, and is found when the program's jaxpr is read. Four kinds of equation exist:
 
-* `mark(values, tag)` returns its values. The tag says who they are and what is wanted of them.
-* `dequeue(counter, queue, ...)` stands for the next element of an infeed.
-* `ambient(what)` stands for a number that only the running program knows (a key, a counter).
+* `mark(values, tag)` returns its values. The tag names them and says what to do with them.
+* `dequeue(counter, queue, ...)` represents the next element of an infeed.
+* `ambient(what)` represents a number that is known only at run time (a key, a counter).
 * `unit(program, operands, ...)` calls a program: the forward or backward of a stage of a pipeline.
 
-Outside a program they do nothing (marks) or are refused by their public wrappers.
+Outside a program, marks are no-ops; the public wrappers of the others raise an error.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ import dataclasses
 import itertools
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,15 +39,15 @@ FORWARD, TANGENT, COTANGENT = "forward", "tangent", "cotangent"
 
 @dataclasses.dataclass(frozen=True)
 class Tag:
-    """What a mark says.
+    """The content of a mark.
 
     Attributes:
-        role: what the mark is for: "loop", "outfeed", "value", "print", "stage", ...
+        role: the purpose of the mark: "loop", "outfeed", "value", "print", "stage", ...
         name: the name of the value, by the contract ("grad/dense/kernel"), or a title.
-        payload: what the role needs besides: a queue, print options, a loop's length.
-        follow_gradient: whether the gradient that flows back through the mark is marked too.
-        direction: which of the two this is; set by differentiation, not by the caller.
-        site: numbers the call that made the mark, so that a lost one can be named.
+        payload: additional data of the role: a queue, print options, a loop's length.
+        follow_gradient: whether to mark the gradient that flows back through the mark too.
+        direction: `FORWARD`, `TANGENT` or `COTANGENT`; set by differentiation, not by the caller.
+        site: the number of the call that made the mark, so that an error can name a lost one.
     """
 
     role: str
@@ -72,9 +75,9 @@ def mark(values: Any, tag: Tag) -> Any:
 
 
 def name_values(kind: str, tree: Any, alone: str = "0") -> Any:
-    """Mark every leaf of `tree` as `kind/path`, so that observers find it by that name.
+    """Mark every leaf of `tree` as `kind/path`, the name by which observers find it.
 
-    A tree that is one single array has no path; it is called `kind/alone`.
+    A tree that is a single array has no path; its name is `kind/alone`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     named = [
@@ -131,30 +134,32 @@ ad.primitive_jvps[dequeue_p] = lambda primals, tangents, **params: (
 )
 
 
-class Weakly:
-    """A queue, referred to without keeping it: JAX keeps what equations hold in its caches."""
+class WeakQueue:
+    """A weak reference to a queue: JAX's caches keep alive whatever an equation's parameters hold."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = weakref.ref(queue)
 
     @property
     def queue(self) -> Any:
-        """The queue, which the traced program keeps alive."""
+        """The queue; the traced program keeps it alive."""
         queue = self._queue()
         assert queue is not None
         return queue
 
 
 def dequeue(counter: Any, queue: Any, spec: Any) -> Any:
-    """The next element of `queue`, whose leaves look like `spec`."""
+    """The next element of `queue`, whose leaves have the shapes and dtypes of `spec`."""
     leaves, structure = jax.tree.flatten(spec)
     avals = tuple(internals.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
     current_trace("tr.repeat").feeds.append(queue)
-    # The counter makes the equation vary with the loop: differentiation would move it out otherwise.
-    return jax.tree.unflatten(structure, dequeue_p.bind(counter, queue=Weakly(queue), avals=avals))
+    # The counter makes the equation loop-variant: without it, differentiation would hoist the equation
+    # out of the loop and every iteration would see the same element.
+    out = dequeue_p.bind(counter, queue=WeakQueue(queue), avals=avals)
+    return jax.tree.unflatten(structure, out)
 
 
-# -- numbers that the running program supplies --------------------------------------------------
+# -- numbers that are known at run time ---------------------------------------------------------
 
 _AMBIENT = {
     "key": lambda: jax.eval_shape(lambda: jax.random.key(0)),
@@ -173,25 +178,25 @@ ambient_p.def_abstract_eval(_ambient_aval)
 
 
 def ambient(what: str, call: int, depth: int) -> Any:
-    """A value known only while the program runs; `depth` counts the loops around the call."""
+    """A value known only at run time; `depth` is the number of loops around the call."""
     return ambient_p.bind(what=what, call=call, depth=depth)
 
 
 # -- units of a pipeline ------------------------------------------------------------------------
-# One equation each, so that an executor can run them elsewhere and at other times; whoever runs the
-# program plainly finds their contents in it.
+# One equation each, so that an executor can run them on another device and at another time; running
+# the program as written executes their contents in place.
 
 unit_p.multiple_results = True
 unit_p.def_abstract_eval(lambda *_, program, **__: [var.aval for var in program.jaxpr.outvars])
 
 
 def unit(program: Any, operands: Sequence[Any], kind: str, stage: int, member: int) -> list[Any]:
-    """Call `program`, the "F" or "B" of a member of a stage."""
+    """Call `program`, the forward ("F") or backward ("B") of a member of a stage."""
     return unit_p.bind(*operands, program=program, kind=kind, stage=stage, member=member)
 
 
 # -- reductions over replicas -------------------------------------------------------------------
-# An own primitive, because the program is traced before it is spread over replicas: no axis exists.
+# Not `lax.psum`: the program is traced before it is replicated, so no mesh axis exists yet.
 
 cross_replica_p.def_abstract_eval(
     lambda value, *, mean: internals.ShapedArray(value.shape, reduced_dtype(value.dtype, mean))
@@ -212,9 +217,9 @@ gather_p.def_abstract_eval(
 
 @dataclasses.dataclass(eq=False)
 class ProgramTrace:
-    """What is known while the function of a program is traced.
+    """State of the trace of a program's function.
 
-    `feeds` keeps the queues alive that the program uses: its equations refer to them weakly.
+    `feeds` keeps the program's queues alive: its equations refer to them weakly.
     """
 
     replicas: int = 1
@@ -225,7 +230,7 @@ class ProgramTrace:
     draws_keys: bool = False
 
     def new_site(self, what: str) -> int:
-        """Number a call that must be found again in the traced program, and note where it stands."""
+        """Number a call that must appear in the traced program, and record its source line."""
         number = len(self.sites)
         frame = next(
             (
@@ -246,7 +251,7 @@ _current: contextvars.ContextVar[ProgramTrace | None] = contextvars.ContextVar(
 
 
 def current_trace(caller: str) -> ProgramTrace:
-    """The program being traced; an error naming `caller` if there is none."""
+    """The program being traced; an error that names `caller` if there is none."""
     trace = _current.get()
     if trace is None:
         raise ProgramError(
@@ -262,7 +267,7 @@ def is_tracing() -> bool:
 
 
 @contextlib.contextmanager
-def tracing(trace: ProgramTrace) -> Iterator[ProgramTrace]:
+def tracing(trace: ProgramTrace) -> Generator[ProgramTrace]:
     """Make `trace` the current one."""
     token = _current.set(trace)
     try:
@@ -272,8 +277,8 @@ def tracing(trace: ProgramTrace) -> Iterator[ProgramTrace]:
 
 
 @contextlib.contextmanager
-def inside_loop(trace: ProgramTrace) -> Iterator[None]:
-    """Count one more loop around whatever is traced inside."""
+def inside_loop(trace: ProgramTrace) -> Generator[None]:
+    """Count one more loop around everything traced in this context."""
     trace.loops += 1
     try:
         yield

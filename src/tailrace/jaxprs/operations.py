@@ -1,4 +1,6 @@
-"""What single operations do: the names of primitives, and what is read from their parameters."""
+"""Properties of single operations, from the name and the parameters of a primitive."""
+
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -20,26 +22,26 @@ _ELEMENTWISE = frozenset((
     "stop_gradient", "sub", "tan", "tanh", "xor",
 ))
 # fmt: on
-"""Operations whose result at an index depends on their operands at that index alone."""
+"""Operations whose result at an index depends only on the operands at that index."""
 
 _COMPARISONS = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
 
 _SAME_VALUE = frozenset(("copy", "copy_p", "convert_element_type", "reshape", "squeeze"))
-"""Operations that leave a number what it is."""
+"""Operations that do not change the numbers."""
 
 
 _REARRANGEMENTS = _SAME_VALUE | {
     *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "iota", "name", "pad", "rev"),
     *("slice", "split", "stack", "stop_gradient", "tile", "transpose", "unstack"),
 }
-"""Operations that compute nothing, and that XLA makes part of the operation behind them."""
+"""Operations without arithmetic, which XLA fuses into their consumers."""
 
 _ARITHMETIC = _ELEMENTWISE - _REARRANGEMENTS
 _CHEAP = _ELEMENTWISE | _REARRANGEMENTS
 
 
 def name_of(eqn: JaxprEqn) -> str:
-    """The name that JAX has for an operation."""
+    """JAX's name of an operation."""
     return eqn.primitive.name
 
 
@@ -51,48 +53,48 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
     shapes = {_shape(var) for var in eqn.invars}
     if is_fill(eqn):
         return shapes == {()} and shape != ()
-    if is_reshape(eqn):  # the order of the elements stays
+    if is_reshape(eqn):  # elementwise only if it keeps the order of the elements
         return eqn.params.get("dimensions") is None and shapes != {()}
     return eqn.primitive.name in _ELEMENTWISE and shape != () and shapes <= {shape, ()}
 
 
 def is_arithmetic(eqn: JaxprEqn) -> bool:
-    """Whether an operation computes each number of its result from those in the same place."""
+    """Whether an operation does arithmetic element by element."""
     return eqn.primitive.name in _ARITHMETIC
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
-    """Whether an operation computes nothing: casts, broadcasts, slices, other shapes, constants."""
+    """Whether an operation does no arithmetic: casts, broadcasts, slices, reshapes, constants."""
     return internals.operation(eqn) in _REARRANGEMENTS
 
 
 def keeps_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint`: keep what is expensive to compute, and masks, which are small."""
+    """A policy for `jax.checkpoint`: save expensive results, and masks, which are small."""
     return primitive.name in _COMPARISONS or primitive.name not in _CHEAP
 
 
 def is_reshape(eqn: JaxprEqn) -> bool:
-    """Whether an operation gives its operand another shape."""
+    """Whether an operation is a reshape."""
     return eqn.primitive.name == "reshape"
 
 
 def is_fill(eqn: JaxprEqn) -> bool:
-    """Whether an operation repeats its operand along dims."""
+    """Whether an operation broadcasts its operand."""
     return eqn.primitive.name == "broadcast_in_dim"
 
 
 def is_select(eqn: JaxprEqn) -> bool:
-    """Whether an operation chooses between its operands, element by element (`jnp.where`)."""
+    """Whether an operation selects between its operands element by element (`jnp.where`)."""
     return eqn.primitive.name == "select_n"
 
 
 def stops_gradient(eqn: JaxprEqn) -> bool:
-    """Whether no gradient flows through an operation by its own word."""
+    """Whether an operation is an explicit `stop_gradient`."""
     return eqn.primitive.name == "stop_gradient"
 
 
 def keeps_value(eqn: JaxprEqn) -> bool:
-    """Whether an operation leaves a number what it is: a copy, a cast, another shape."""
+    """Whether an operation leaves its numbers unchanged: a copy, a cast, a reshape."""
     return eqn.primitive.name in _SAME_VALUE
 
 
@@ -102,7 +104,7 @@ def checkpoint_of(eqn: JaxprEqn) -> str | None:
 
 
 def call_name(eqn: JaxprEqn) -> str:
-    """The name of the function that an equation calls; empty if it calls none by name."""
+    """The name of the function that an equation calls; empty if it has no name or is no call."""
     name = eqn.params.get("name") if eqn.primitive is primitives.jit_p else None
     if internals.is_custom(eqn):
         name = internals.function_name(eqn)

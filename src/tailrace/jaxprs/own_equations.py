@@ -1,4 +1,4 @@
-"""Reading the equations that `marks.py` makes: what each asks for, None for any other equation."""
+"""Readers for the equations that `marks.py` emits; they return None for any other equation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tailrace.jaxprs.marks import (
 
 @dataclasses.dataclass(frozen=True)
 class Ambient:
-    """A number that only the running program knows.
+    """A number that is known only at run time.
 
     Attributes:
         what: "key", "step", "microbatch" or "replica".
-        call: which call of `tr.key()` it is.
-        depth: how many loops are around the call.
+        call: the number of the `tr.key()` call.
+        depth: the number of loops around the call.
     """
 
     what: str
@@ -37,10 +37,10 @@ class Unit:
     """The forward or backward of a member of a stage.
 
     Attributes:
-        program: what it computes.
+        program: the program it calls.
         kind: "F" or "B".
-        stage: which stage.
-        member: which member of it.
+        stage: the index of the stage.
+        member: the index of the member within the stage.
     """
 
     program: Any
@@ -55,7 +55,7 @@ class Unit:
 
 
 def is_made_by(eqn: JaxprEqn, primitive: Primitive) -> bool:
-    """Whether an equation is one of a primitive that was defined with `internals.Primitive`."""
+    """Whether an equation applies `primitive`."""
     return eqn.primitive is primitive
 
 
@@ -70,7 +70,7 @@ def is_mark(eqn: JaxprEqn) -> bool:
 
 
 def has_role(eqn: JaxprEqn, role: str) -> bool:
-    """Whether an equation is a mark for something."""
+    """Whether an equation is a mark with this role."""
     return eqn.primitive is mark_p and eqn.params["tag"].role == role
 
 
@@ -85,7 +85,7 @@ def is_dequeue(eqn: JaxprEqn) -> bool:
 
 
 def ambient_in(eqn: JaxprEqn) -> Ambient | None:
-    """The number that an equation stands for."""
+    """The run-time number that an equation represents."""
     return Ambient(**eqn.params) if eqn.primitive is ambient_p else None
 
 
@@ -95,17 +95,17 @@ def unit_in(eqn: JaxprEqn) -> Unit | None:
 
 
 def reduction_in(eqn: JaxprEqn) -> str | None:
-    """ "mean" or "sum": how an equation reduces over replicas."""
+    """The reduction over replicas that an equation performs: "mean" or "sum"."""
     if eqn.primitive is not cross_replica_p:
         return None
     return "mean" if eqn.params["mean"] else "sum"
 
 
 def gathered_in(eqn: JaxprEqn) -> int | None:
-    """From how many replicas an equation gathers values."""
+    """The number of replicas that an equation gathers values from."""
     return eqn.params["replicas"] if eqn.primitive is gather_p else None
 
 
 def joins_replicas(eqn: JaxprEqn) -> bool:
-    """Whether all replicas take part in an equation together."""
+    """Whether an equation is a collective over all replicas."""
     return eqn.primitive in (cross_replica_p, gather_p)

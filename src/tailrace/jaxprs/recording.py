@@ -1,10 +1,13 @@
-"""Operations that run one by one on real arrays, kept so that they can be differentiated afterwards.
+"""Operations that run one by one on concrete arrays, recorded so that they can be differentiated later.
 
-While a `Recording` is open, JAX hands every operation to it. It computes the result as always and keeps
-the operation with the arrays that went in and came out. A gradient is asked for afterwards: the
-operations between the sources and the target are then run once more, as one function that JAX
-differentiates. Arrays are known by identity, so each must be kept, and is.
+While a `Recording` is open, JAX passes every operation to it. It computes the result as usual and
+records the operation with its input and output arrays. To compute a gradient, the operations between
+sources and targets run again as one function that JAX differentiates. Arrays are identified by `id`,
+so the recording keeps every one of them alive: a freed array's id could be reused.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from tailrace.jaxprs.internals import Trace, jaxpr_as_fun, set_current_trace, ta
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation that ran.
+    """One recorded operation.
 
     Attributes:
-        again: runs it, on other arrays.
-        taken: what went in.
-        made: what came out.
+        again: runs it on other arrays.
+        taken: its input arrays.
+        made: its output arrays.
     """
 
     again: Callable[..., Any]
@@ -34,7 +37,7 @@ class Operation:
 
 
 class Recording(Trace):
-    """Keeps the operations that run while it is open; a context manager.
+    """Records the operations that run while it is open; a context manager.
 
     >>> x = jnp.float32(3.0)
     >>> with Recording() as recording:
@@ -59,14 +62,14 @@ class Recording(Trace):
     def __exit__(self, *error: Any) -> None:
         self._open.pop().__exit__(*error)
 
-    # -- what JAX calls -------------------------------------------------------------------------
+    # -- called by JAX --------------------------------------------------------------------------
 
     def stage_value(self, val: Any) -> Any:
-        """A value as it is."""
+        """A value, unchanged."""
         return self._around.stage_value(val)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        """Run an operation and keep it."""
+        """Run an operation and record it."""
 
         def again(*arrays: Any) -> Any:
             return primitive.bind(*arrays, **params)
@@ -80,7 +83,7 @@ class Recording(Trace):
     def process_custom_jvp_call(
         self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **options: Any
     ) -> Any:
-        """Run a function that has a forward rule of its own, and keep it with the rule."""
+        """Run a function with a custom JVP rule, and record it with the rule."""
         return self._with_rule(
             lambda trace, arrays: trace.process_custom_jvp_call(
                 primitive, fun, jvp, arrays, **options
@@ -91,7 +94,7 @@ class Recording(Trace):
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **options: Any
     ) -> Any:
-        """Run a function that has a backward rule of its own, and keep it with the rule."""
+        """Run a function with a custom VJP rule, and record it with the rule."""
         return self._with_rule(
             lambda trace, arrays: trace.process_custom_vjp_call(
                 primitive, fun, fwd, bwd, arrays, **options
@@ -106,23 +109,23 @@ class Recording(Trace):
             return process(inner, arrays)
 
         with set_current_trace(self._around):
-            # Traced, because such a function can be called once only.
+            # Traced to a jaxpr, because JAX lets such a function object be called only once.
             again = jaxpr_as_fun(jax.make_jaxpr(call)(*tracers))
             out = again(*tracers)
         self.operations.append(Operation(again, list(tracers), list(out)))
         return out
 
-    # -- afterwards -----------------------------------------------------------------------------
+    # -- gradients ------------------------------------------------------------------------------
 
     def gradients(
         self, targets: Sequence[Any], sources: Sequence[Any], given: Sequence[Any] | None = None
     ) -> list[Any]:
-        """The gradient of the sum of the targets in each source; None where no target depends on it.
+        """Gradients of the sum of the targets with respect to each source; None if independent of it.
 
         Args:
-            targets: arrays that were made while it was open.
-            sources: arrays that went in.
-            given: what each element of the targets is weighted with; None: 1.
+            targets: arrays computed while the recording was open.
+            sources: arrays that operations took as inputs.
+            given: the weight of each element of the targets; None for 1.
         """
         way = self._way(targets, sources)
         depends = {id(array) for operation in way for array in operation.taken}
@@ -156,7 +159,10 @@ class Recording(Trace):
         return forward
 
     def _way(self, targets: Sequence[Any], sources: Sequence[Any]) -> list[Operation]:
-        """The operations between the sources and the targets, in order."""
+        """The operations between the sources and the targets, in order.
+
+        Forward from the sources, then backward from the targets: the way is what both directions reach.
+        """
         touched, forward = {id(source) for source in sources}, []
         for operation in self.operations:
             begins_here = any(id(array) in touched for array in operation.taken)
@@ -172,7 +178,7 @@ class Recording(Trace):
 
 
 def _run(operations: Sequence[Operation], known: dict[int, Any]) -> None:
-    """Run operations again; `known` has the arrays that differ from those of before, by identity."""
+    """Run operations again; `known` maps the id of an original array to its replacement."""
     for operation in operations:
         out = operation.again(*(known.get(id(array), array) for array in operation.taken))
         made = out if isinstance(out, list | tuple) else [out]

@@ -1,8 +1,11 @@
-"""Sums and means over replicas: their dtypes, and how they are computed.
+"""Sums and means over replicas: their dtypes and their computation.
 
-A mean is never larger than the largest of its values, but the sum it is made of may be: two float16
-values of 40,000 have a mean and no sum. So the sum of a mean has 32 bits at least, as in `jnp.mean`.
+A mean is never larger than the largest of its values, but the sum it is computed from may overflow: two
+float16 values of 40,000 have a mean but no sum. So a mean is summed in at least 32 bits, as in
+`jnp.mean`.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tailrace.spans.scopes import REPLICAS
 
 
 def reduced_dtype(dtype: Any, mean: bool) -> Any:
-    """The dtype of a sum or mean over replicas of values of a dtype, as in `jax.numpy`.
+    """The dtype of a sum or mean over replicas, by the rules of `jax.numpy`.
 
     >>> [str(reduced_dtype(jnp.dtype(d), mean=True)) for d in ("float16", "int8", "bool")]
     ['float16', 'float32', 'float32']
@@ -29,7 +32,7 @@ def reduced_dtype(dtype: Any, mean: bool) -> Any:
 
 
 def reduced(value: Any, axis: str | None, mean: bool) -> Any:
-    """The sum or the mean of `value` over the replicas of a mesh axis; None: there is one."""
+    """The sum or mean of `value` over the replicas of a mesh axis; `axis` is None for one replica."""
     dtype = reduced_dtype(value.dtype, mean)
     if axis is None:
         return value.astype(dtype)

@@ -1,4 +1,7 @@
-"""Stretches of equations: what they read and make, what depends on what, and running them."""
+"""Stretches of equations: live-ins and live-outs, dependences between values, and running them."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ Emit = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
-    """Equations that are computed together.
+    """Consecutive equations that are computed together.
 
     Attributes:
         equations: in order.
-        reads: the variables that they use and do not make (live-in), in the order of first use.
-        makes: the variables that they make and that are used after them (live-out), in order.
+        reads: the live-ins, variables that they use but do not define, in the order of first use.
+        makes: the live-outs, variables that they define and that are used later, in order.
     """
 
     equations: tuple[JaxprEqn, ...]
@@ -32,12 +35,12 @@ class Stretch:
 
 
 def stretch(equations: Sequence[JaxprEqn], later: Iterable[Any]) -> Stretch:
-    """Equations as a stretch, if the variables `later` are used after it."""
+    """Equations as a stretch; `later` are the variables used after it."""
     return Stretch(tuple(equations), live_ins(equations), live_outs(equations, later))
 
 
 def stretches(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Any]) -> list[Stretch]:
-    """Groups of equations that follow each other, and whose `results` (or literals) are wanted."""
+    """Consecutive groups of equations as stretches; `results` are the program's outputs."""
     later = set(variables(results))
     found = []
     for group in reversed(groups):
@@ -47,14 +50,14 @@ def stretches(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Any]) -> l
 
 
 def live_ins(equations: Iterable[JaxprEqn]) -> tuple[Var, ...]:
-    """The variables that equations use and do not make, in the order of first use."""
+    """The variables that equations use but do not define, in the order of first use."""
     equations = list(equations)
     made = set(made_by(equations))
     return tuple(var for var in used_by(equations) if var not in made)
 
 
 def live_outs(equations: Iterable[JaxprEqn], later: Iterable[Any]) -> tuple[Var, ...]:
-    """The variables that equations make and that are among `later`, in order."""
+    """The variables that equations define and that are in `later`, in order."""
     later = later if isinstance(later, set | frozenset | dict) else set(later)
     return tuple(var for var in made_by(equations) if var in later)
 
@@ -65,20 +68,20 @@ def used_by(equations: Iterable[JaxprEqn]) -> dict[Var, None]:
 
 
 def made_by(equations: Iterable[JaxprEqn]) -> list[Var]:
-    """The variables that equations make, in order."""
+    """The variables that equations define, in order."""
     return [var for eqn in equations for var in eqn.outvars]
 
 
 def makers(equations: Iterable[JaxprEqn]) -> dict[Var, int]:
-    """The index of the equation that makes each variable."""
+    """The index of the equation that defines each variable."""
     return {var: index for index, eqn in enumerate(equations) for var in eqn.outvars}
 
 
-# -- what depends on what -----------------------------------------------------------------------
+# -- dependences --------------------------------------------------------------------------------
 
 
 def computed_from(equations: Iterable[JaxprEqn], start: Iterable[Any]) -> set[Any]:
-    """`start`, and the floats that are computed from it: the variables that gradients reach."""
+    """`start` and the floats computed from it: the variables that gradients flow through."""
     active = set(start)
     for eqn in equations:
         if any(var in active for var in variables(eqn.invars)):
@@ -87,7 +90,7 @@ def computed_from(equations: Iterable[JaxprEqn], start: Iterable[Any]) -> set[An
 
 
 def needed_for(equations: Sequence[JaxprEqn], results: Iterable[Any]) -> list[JaxprEqn]:
-    """The equations that `results` are computed by, in order."""
+    """The equations needed to compute `results`, in order."""
     needed, found = set(variables(results)), []
     for eqn in reversed(equations):
         if any(var in needed for var in eqn.outvars):
@@ -97,7 +100,7 @@ def needed_for(equations: Sequence[JaxprEqn], results: Iterable[Any]) -> list[Ja
 
 
 def useful_for(equations: Sequence[JaxprEqn], results: Iterable[Any]) -> set[Any]:
-    """`results`, and the variables that they are computed from."""
+    """`results` and the variables they are computed from."""
     results = variables(results)
     return {*results, *used_by(needed_for(equations, results))}
 
@@ -112,14 +115,16 @@ def crossing_bytes(
     results: Iterable[Any],
     nbytes: Callable[[Any], int] = internals.nbytes,
 ) -> list[int]:
-    """For each equation the bytes that are made before it and used by it or after it.
+    """For each equation, the bytes of the variables that are live just before it.
 
-    One more entry for the end: the bytes of the results.
+    A last entry counts the bytes of the results.
     """
     last: dict[Any, int] = {}
     for index, eqn in enumerate(equations):
         last.update((var, index) for var in variables(eqn.invars))
     last.update((var, len(equations)) for var in variables(results))
+    # Changes at the ends of live ranges, summed once at the end: linear in the size of the program,
+    # where looking up the live set at each equation would be quadratic.
     change = [0] * (len(equations) + 2)
     for var, index in makers(equations).items():
         if last.get(var, -1) > index:
@@ -136,7 +141,7 @@ def crossing_bytes(
 
 
 def bound(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> dict[Any, Any]:
-    """The values that a program starts from, by variable."""
+    """A program's constants and inputs, by variable."""
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, inputs, strict=True))
     return known
@@ -145,7 +150,7 @@ def bound(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> dict[An
 def run(
     equations: Iterable[JaxprEqn], known: dict[Any, Any], emit: Emit = internals.bind_again
 ) -> None:
-    """Emit equations whose operands are in `known`, and add what they make."""
+    """Emit equations whose operands are in `known`, and add their results to it."""
     for eqn in equations:
         with internals.equation_context(eqn):
             made = emit(eqn, [internals.value_of(known, var) for var in eqn.invars])
@@ -153,7 +158,7 @@ def run(
 
 
 def results_of(known: dict[Any, Any], outvars: Iterable[Any]) -> list[Any]:
-    """The values of a program's results."""
+    """Look up the values of a program's results."""
     return [internals.value_of(known, var) for var in outvars]
 
 
@@ -162,7 +167,7 @@ def opened(
     forms: Sequence[Any],
     opens: Callable[[JaxprEqn], bool] = lambda eqn: True,
 ) -> ClosedJaxpr:
-    """The same program, with the contents of its `jit` calls (those that `opens`) in their place."""
+    """The same program with its `jit` calls inlined, those for which `opens` is true."""
 
     def emit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         call = jit_of(eqn) if opens(eqn) else None

@@ -1,8 +1,10 @@
-"""A program as a graph of values: what makes each, and what uses it, as XLA sees it.
+"""A program as a graph of values: the producer and the users of each, as XLA sees them.
 
-Calls are looked through, since XLA puts their contents in their place. Loops are not: what a loop
-carries begins and ends at its border. What a loop only reads is the same value inside.
+Calls are transparent, since XLA inlines them. Loops are not: carried values begin and end at the loop's
+border, because XLA's simplifier does not look across it. A loop's constants are the same value inside.
 """
+
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position, concerns_us
 
 BORDER, UNKNOWN = "border", "unknown"
-"""Operations that are none: the end of a loop, and what XLA may open or not."""
+"""Pseudo-operations: a loop's border, and a construct that XLA may or may not inline."""
 
 _SAME = frozenset(
     ["broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape",
      "rev", "slice", "squeeze", "transpose"]
 )  # fmt: skip
-"""Operations that compute nothing new, element by element, apart from sign, shape and dtype."""
+"""Operations that change at most the sign, shape and dtype of their operand's elements."""
 
 Around = tuple[int, ...]
 
@@ -35,12 +37,12 @@ class Value:
 
     Attributes:
         shape: its shape.
-        made_by: the operation, with its inputs; None for an argument.
-        literal: the literal that it is, if it is one.
-        constant: whether it is known when the program is compiled.
-        users: the operations that use it, and as which operand.
-        around: the equations around the one that uses a literal, by identity; outermost first.
-        equation: that equation.
+        made_by: the operation that computes it; None for an argument.
+        literal: the literal, if it is one.
+        constant: whether it is known at compile time.
+        users: the operations that use it, each with the index of the operand.
+        around: of a literal, the ids of the equations around the one that uses it, outermost first.
+        equation: of a literal, the equation that uses it.
     """
 
     shape: tuple[int, ...] = ()
@@ -52,14 +54,17 @@ class Value:
     equation: JaxprEqn | None = None
 
     def source(self) -> Value:
-        """The value that this one is, but for its sign, exponent, shape and dtype."""
+        """The value this one equals up to sign, exponent, shape and dtype.
+
+        XLA's rules see through such operations, so every question about a value is about its source.
+        """
         value = self
         while value.made_by is not None and (kept := value.made_by.kept) is not None:
             value = kept
         return value
 
     def uses(self) -> Iterator[tuple[Operation, int, Value]]:
-        """The operations that use it, also in another shape; as which operand, and in which shape."""
+        """Its uses, through reshapes and the like: operation, operand index, and the value used."""
         for operation, index in self.users:
             if operation.kept is self:
                 yield from operation.results[0].uses()
@@ -68,7 +73,7 @@ class Value:
 
     @property
     def is_spread(self) -> bool:
-        """Whether it is a smaller value, repeated."""
+        """Whether it is the broadcast of a smaller value."""
         value = self
         while value.made_by is not None and (kept := value.made_by.kept) is not None:
             if value.made_by.name == "broadcast_in_dim":
@@ -78,14 +83,14 @@ class Value:
 
     @property
     def is_power_of_two(self) -> bool:
-        """Whether it is a literal with which a product is exact, in whatever order."""
+        """Whether it is a literal power of two: products with it are exact, in any order."""
         number = self.source().literal
         return number is not None and abs(math.frexp(_float(number))[0]) == 0.5
 
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """An equation that computes something; its name, inputs and results."""
+    """A node of the graph: the name, inputs and results of an equation."""
 
     name: str
     inputs: list[Value]
@@ -93,7 +98,7 @@ class Operation:
 
     @property
     def kept(self) -> Value | None:
-        """The input that the result is, but for its sign, exponent, shape and dtype; or None."""
+        """The input that the result equals up to sign, exponent, shape and dtype; or None."""
         if self.name in _SAME:
             return self.inputs[0]
         if self.name in ("mul", "div") and self.inputs[1].is_power_of_two:
@@ -101,7 +106,7 @@ class Operation:
         return self.inputs[1] if self.name == "mul" and self.inputs[0].is_power_of_two else None
 
     def others(self, index: int) -> list[Value]:
-        """The inputs but one."""
+        """All inputs except the one at `index`."""
         return [value for number, value in enumerate(self.inputs) if number != index]
 
 
@@ -109,7 +114,7 @@ class ValueGraph(Visitor[Value, Around]):
     """The values of a program.
 
     Attributes:
-        literals: every literal that an equation uses, one for each use.
+        literals: every use of a literal, as a value.
     """
 
     def __init__(self, equations: Sequence[JaxprEqn]) -> None:
@@ -117,24 +122,24 @@ class ValueGraph(Visitor[Value, Around]):
         self.run_equations(equations, _Arguments(), ())
 
     def constant(self, value: Any, var: Any) -> Value:
-        """A literal, or a constant of a program inside."""
+        """A literal, or a constant of an inner program."""
         literal = var if isinstance(var, Literal) else None
         return Value(_shape(var), literal=literal, constant=True)
 
     def plain(
         self, eqn: JaxprEqn, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
-        """One operation; a mark is none."""
+        """One operation; marks are transparent."""
         self._note(eqn, inputs, around)
         return inputs if is_mark(eqn) else self._made(eqn.primitive.name, inputs, eqn.outvars)
 
     def call(self, call: Call, inputs: list[Value], around: Around, here: Position) -> list[Value]:
-        """The contents."""
+        """The contents of the call, in its place."""
         self._note(call.eqn, inputs, around)
         return self.run_inner(call.program, inputs, (*around, id(call.eqn)), here)
 
     def scan(self, scan: Scan, inputs: list[Value], around: Around, here: Position) -> list[Value]:
-        """A body between two borders; a single pass may be opened."""
+        """The body between two borders; XLA may inline a loop of one iteration."""
         self._note(scan.eqn, inputs, around)
         kind = BORDER if scan.length > 1 or concerns_us(scan.eqn) else UNKNOWN
         consts, *_ = scan.split(inputs)
@@ -146,11 +151,11 @@ class ValueGraph(Visitor[Value, Around]):
     def while_loop(
         self, loop: While, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
-        """Its programs, of which nothing is known from outside."""
+        """Its programs, opaque from outside: how often they run is unknown."""
         return self._closed(loop, inputs, around, here)
 
     def cond(self, cond: Cond, inputs: list[Value], around: Around, here: Position) -> list[Value]:
-        """Its branches, of which nothing is known from outside."""
+        """Its branches, opaque from outside: which one runs is unknown."""
         return self._closed(cond, inputs, around, here)
 
     def _closed(
@@ -178,7 +183,7 @@ class ValueGraph(Visitor[Value, Around]):
 
 
 class _Arguments(dict[Any, Value]):
-    """The values of variables; one that nothing made is an argument."""
+    """The values of variables; a variable that no equation defined is an argument."""
 
     def __missing__(self, var: Any) -> Value:
         value = self[var] = Value(_shape(var))
@@ -186,13 +191,13 @@ class _Arguments(dict[Any, Value]):
 
 
 def is_opened(eqn: JaxprEqn) -> bool:
-    """Whether an equation is emitted as its contents, or may be without a change for XLA."""
+    """Whether an equation is inlined when the program is emitted, or could be with equal results."""
     found = control(eqn)
     return concerns_us(eqn) or (isinstance(found, Call) and (found.is_jit or found.is_custom))
 
 
 def _float(literal: Literal) -> float:
-    """The number that a literal is; zero for an array."""
+    """A scalar literal as a number; zero for an array."""
     return float(literal.val) if _shape(literal) == () else 0.0
 
 

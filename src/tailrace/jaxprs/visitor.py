@@ -1,8 +1,12 @@
-"""The one way to follow a program through its loops, branches and calls.
+"""The single traversal of a program through its loops, branches and calls.
 
-A visitor runs a program equation by equation on values of its own kind: arrays that are being traced,
-numbers, flags. Subclasses fill in a hook for each kind of equation; `control.py` has what they get.
+A visitor interprets a program equation by equation on values of some type: traced arrays, numbers,
+flags. Subclasses implement a hook for each kind of equation; `control.py` defines the objects that the
+hooks receive.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -22,10 +26,10 @@ Around = TypeVar("Around")
 
 
 class Visitor(abc.ABC, Generic[Value, Around]):
-    """Runs programs on values of any kind.
+    """Interprets programs on values of any type.
 
-    `Around` is what a visitor hands down from a program to those inside it (a frame, say); `here` is
-    the position of an equation.
+    `Around` is context that a visitor passes down from a program to its inner programs (a frame, say);
+    `here` is the position of an equation.
     """
 
     def run(
@@ -36,7 +40,7 @@ class Visitor(abc.ABC, Generic[Value, Around]):
         around: Around,
         position: Position = (),
     ) -> list[Value]:
-        """The results of a program."""
+        """Interpret a program; returns its results."""
         known: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             known[var] = self.constant(const, var)
@@ -47,7 +51,7 @@ class Visitor(abc.ABC, Generic[Value, Around]):
     def run_inner(
         self, inner: Inner, inputs: Sequence[Value], around: Around, here: Position
     ) -> list[Value]:
-        """The results of a program inside the equation at `here`."""
+        """Interpret a program inside the equation at `here`; returns its results."""
         return self.run(inner.jaxpr, inner.consts, inputs, around, (*here, inner.number))
 
     def run_equations(
@@ -58,9 +62,9 @@ class Visitor(abc.ABC, Generic[Value, Around]):
         position: Position = (),
         first: int = 0,
     ) -> None:
-        """Run equations whose values so far are in `known`, and add theirs.
+        """Interpret equations whose operands are in `known`, and add their results to it.
 
-        `position` is that of the program they are in, and `first` the index of the first in it.
+        `position` is that of the program that contains them, `first` the index of the first one in it.
         """
         for index, eqn in enumerate(equations, start=first):
             here = (*position, index)
@@ -92,15 +96,15 @@ class Visitor(abc.ABC, Generic[Value, Around]):
     # -- hooks ----------------------------------------------------------------------------------
 
     def constant(self, value: Any, var: Any) -> Any:
-        """The value of a constant or a literal; `var` has its form."""
+        """The value of a constant or a literal; `var.aval` has its shape and dtype."""
         return value
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager[Any]:
-        """What is entered while an equation is run."""
+        """A context manager to enter while an equation is interpreted."""
         return contextlib.nullcontext()
 
     def enters(self, eqn: JaxprEqn, here: Position) -> bool:
-        """Whether an equation's programs are followed; otherwise it is `plain`."""
+        """Whether to descend into an equation's programs; otherwise it is `plain`."""
         return True
 
     def made(
@@ -111,76 +115,77 @@ class Visitor(abc.ABC, Generic[Value, Around]):
         around: Around,
         here: Position,
     ) -> list[Value]:
-        """Called behind each equation; what it returns are the equation's results."""
+        """Called after each equation; returns the equation's results, possibly changed."""
         return outputs
 
     @abc.abstractmethod
     def plain(
         self, eqn: JaxprEqn, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
-        """An equation that is not followed."""
+        """An equation that is not entered."""
 
     def opaque(
         self, eqn: JaxprEqn, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
-        """An equation without programs that can be followed."""
+        """An equation without programs that can be entered."""
         return self.plain(eqn, inputs, around, here)
 
     @abc.abstractmethod
     def scan(self, scan: Scan, inputs: list[Value], around: Around, here: Position) -> list[Value]:
-        """A loop whose length is known."""
+        """A loop whose length is known at compile time."""
 
     @abc.abstractmethod
     def while_loop(
         self, loop: While, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
-        """A loop whose length is not."""
+        """A loop whose length is known only at run time."""
 
     @abc.abstractmethod
     def cond(self, cond: Cond, inputs: list[Value], around: Around, here: Position) -> list[Value]:
-        """A choice between programs."""
+        """A choice between branches."""
 
     @abc.abstractmethod
     def call(self, call: Call, inputs: list[Value], around: Around, here: Position) -> list[Value]:
-        """A call: jit, checkpoint, a function with its own derivative, a unit of a pipeline."""
+        """A call: jit, checkpoint, a function with a custom derivative, a unit of a pipeline."""
 
 
 class Emitter(Visitor[Any, Around]):
-    """A visitor of values that are traced or computed: it emits a program once more.
+    """A visitor whose values are arrays, traced or concrete: it emits the program again.
 
-    Equations keep their names and source lines. Loops, branches and calls are emitted again around
-    what their programs become; a function with a derivative of its own becomes its contents.
+    Equations keep their names and source lines. Loops, branches and calls are emitted around the
+    rewritten programs; a function with a custom derivative is inlined, because programs are rewritten
+    after differentiation, when its rule has been applied already.
     """
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager[Any]:
-        """The equation's names and source lines."""
+        """Keep the equation's name stack and source lines."""
         return internals.equation_context(eqn)
 
     @abc.abstractmethod
     def enters(self, eqn: JaxprEqn, here: Position) -> bool:
-        """Whether something in an equation changes; otherwise it is emitted whole."""
+        """Whether something inside an equation changes; otherwise it is emitted whole."""
 
     def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Around, here: Position) -> list[Any]:
-        """The equation as it is."""
+        """Emit the equation unchanged."""
         return internals.bind_again(eqn, inputs)
 
     def scan(self, scan: Scan, inputs: list[Any], around: Around, here: Position) -> list[Any]:
-        """The loop around its new body."""
+        """Emit the loop with its rewritten body."""
         return scan.again(self._function(scan.body, around, here), inputs)
 
     def while_loop(
         self, loop: While, inputs: list[Any], around: Around, here: Position
     ) -> list[Any]:
-        """The loop around its new condition and body."""
+        """Emit the loop with its rewritten condition and body."""
         parts = [self._function(inner, around, here) for inner in loop.inside]
         return loop.again(parts[0], parts[1], inputs)
 
     def cond(self, cond: Cond, inputs: list[Any], around: Around, here: Position) -> list[Any]:
-        """The choice between its new branches."""
+        """Emit the choice with its rewritten branches."""
         return cond.again([self._function(one, around, here) for one in cond.branches], inputs)
 
     def call(self, call: Call, inputs: list[Any], around: Around, here: Position) -> list[Any]:
-        """The contents, recomputed where they were."""
+        """Emit the rewritten contents, under `jax.checkpoint` if they were."""
         return call.again(self._function(call.program, around, here), inputs)
 
     def _function(self, inner: Inner, around: Around, here: Position) -> Any:

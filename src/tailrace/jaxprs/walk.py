@@ -1,8 +1,8 @@
-"""Reading a traced program: every equation, where it stands, and what surrounds it.
+"""Iteration over a traced program: every equation, with its position and its surroundings.
 
 A position is a tuple of numbers: the index of an equation, then the index of the program inside that
-equation, then the index of an equation there, and so on. It names an equation for good, also where
-two equations share one inner program.
+equation, then the index of an equation there, and so on. It identifies an equation even if two
+equations share one inner program object, where `id(eqn)` would be ambiguous.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LOOP, SCAN, WHILE, BRANCH, REPLAY, CALL = "loop", "scan", "while", "branch", "re
 
 @dataclasses.dataclass(frozen=True)
 class Surrounding:
-    """One thing that an equation stands inside of.
+    """One construct around an equation.
 
     Attributes:
-        kind: `LOOP` (made by Tailrace), `SCAN` or `WHILE` (the user's own), `BRANCH` of a condition,
+        kind: `LOOP` (made by Tailrace), `SCAN` or `WHILE` (the user's), `BRANCH` of a condition,
             `REPLAY` (a recomputation in the backward pass), or a plain `CALL`.
-        length: how often it runs; None when only the running program knows.
+        length: the number of iterations; None if it is known only at run time.
         tag: the tag of a loop made by Tailrace.
-        scopes: the name stack of the equation that makes it.
-        stage: the number of the stage of a pipeline that a call is.
+        scopes: the name stack of its equation.
+        stage: the pipeline stage that it is a call of, if any.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Surrounding:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """An equation and where it stands."""
+    """An equation and its position."""
 
     equation: JaxprEqn
     position: Position
@@ -62,11 +62,11 @@ class Place:
 
     @property
     def replayed(self) -> bool:
-        """Whether this only repeats, for the backward pass, what was computed forward already."""
+        """Whether it recomputes, for the backward pass, what the forward pass computed already."""
         return any(around.kind == REPLAY for around in self.inside)
 
     def loops(self) -> tuple[Surrounding, ...]:
-        """What repeats this equation, outermost first."""
+        """The loops around this equation, outermost first."""
         return tuple(a for a in self.inside if a.kind in (LOOP, SCAN, WHILE))
 
 
@@ -75,7 +75,7 @@ def walk(
     position: Position = (),
     inside: tuple[Surrounding, ...] = (),
 ) -> Iterator[Place]:
-    """Every equation of a program and of the programs inside it, in the order they run."""
+    """Every equation of a program and of its inner programs, in execution order."""
     for index, eqn in enumerate(equations):
         here = (*position, index)
         yield Place(eqn, here, inside)
@@ -84,7 +84,7 @@ def walk(
 
 
 def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
-    """What an equation is to the program inside it."""
+    """An equation as the surrounding of a program inside it."""
     scopes = internals.name_stack_of(eqn)
     tag = loop_tag(inner)
     if eqn.primitive is primitives.scan_p:
@@ -100,12 +100,12 @@ def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
 
 
 def loop_tag(body: Jaxpr) -> Tag | None:
-    """The tag of the Tailrace loop whose body this is, or None if it is no such body."""
+    """The tag of the Tailrace loop whose body this is, or None for any other program."""
     return next((tag_in(eqn) for eqn in body.eqns if has_role(eqn, "loop")), None)
 
 
 def tag_of(place: Place) -> Tag | None:
-    """The tag of an equation that is a mark and says something new (not a replay), else None."""
+    """The tag of a mark that is not the replay of an earlier one, else None."""
     tag = tag_in(place.equation)
     if tag is None or (place.replayed and tag.direction == FORWARD):
         return None
@@ -113,9 +113,9 @@ def tag_of(place: Place) -> Tag | None:
 
 
 def by_surrounding(items: Mapping[Position, Iterable[Item]]) -> dict[Position, list[Item]]:
-    """For each equation that holds chosen ones, what belongs to those.
+    """For each equation that contains chosen ones, the items of those.
 
-    So whether anything inside an equation is chosen is one look-up, however many are chosen.
+    Whether anything inside an equation is chosen is then one look-up, however many are chosen.
     """
     found: dict[Position, list[Item]] = {}
     for position, each in items.items():
@@ -125,7 +125,7 @@ def by_surrounding(items: Mapping[Position, Iterable[Item]]) -> dict[Position, l
 
 
 def concerns_us(eqn: JaxprEqn) -> bool:
-    """Whether an equation must be resolved before XLA may see the program."""
+    """Whether an equation must be replaced before XLA compiles the program: it contains one of ours."""
     return eqn.primitive in _OURS or any(
         concerns_us(inner_eqn)
         for _, _, inner, _ in internals.inner_jaxprs(eqn)
@@ -137,7 +137,7 @@ _OURS: set[Any] = {mark_p, dequeue_p, ambient_p, cross_replica_p, gather_p, unit
 
 
 def elements_read(equations: Sequence[JaxprEqn]) -> dict[Any, int]:
-    """How many elements of each infeed one run of a program reads (at most, in a while loop)."""
+    """The number of elements of each infeed that one run reads (an upper bound for while loops)."""
     counts: dict[Any, int] = {}
     for place in walk(equations):
         queue = queue_in(place.equation)
@@ -150,7 +150,7 @@ def elements_read(equations: Sequence[JaxprEqn]) -> dict[Any, int]:
 
 
 def acts_on_host(equations: Sequence[JaxprEqn]) -> bool:
-    """Whether any equation, or one inside it, has effects; those of marks do not count."""
+    """Whether any equation, or one inside it, has effects other than those of marks."""
 
     def acts(eqn: JaxprEqn) -> bool:
         if eqn.primitive is mark_p or not eqn.effects:

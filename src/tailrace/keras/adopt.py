@@ -38,6 +38,7 @@ _HOOKED = (
 _ADDED = (
     "records",
     "tensors",
+    "replay",
     "save_assets",
     "set_gradient_accumulation_options",
     "set_pipelining_options",

@@ -17,17 +17,22 @@ from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
+from tailrace.keras.checkpoints.past_fit import PastFit, PastTraining, replay_fit
 from tailrace.keras.data.batch_counts import (
-    batches_in,
-    check_accumulation,
-    counted,
     remainders,
 )
-from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
+from tailrace.keras.data.copied_batches import copied
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.pipelines.assignment import Assigning
 from tailrace.keras.pipelines.stage_scope import in_scope
+from tailrace.keras.programs.call_pacing import (
+    listen,
+    listen_to_steps,
+    pacing_of_fit,
+    pacing_of_test,
+    resident_rows,
+)
 from tailrace.keras.programs.logs import Number
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
@@ -36,6 +41,8 @@ from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
+from tailrace.trainer.checks import check_fingerprint
+from tailrace.trainer.lookback.replay import Replay
 
 ASSET = "tailrace.json"
 """The file, among the assets of a saved model, that says what the model is set to."""
@@ -46,18 +53,6 @@ _SINGLE = (
     "train_on_batch, test_on_batch and predict_on_batch take one batch, and a step of this model takes "
     "{} (replicas x microbatches). Give that many batches to fit, evaluate or predict instead."
 )
-
-
-class Watch(keras.callbacks.Callback):
-    """Tells the program when an epoch begins."""
-
-    def __init__(self, program: Any) -> None:
-        super().__init__()
-        self._pacing = program
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count the batches of this epoch."""
-        self._pacing.begin_epoch()
 
 
 class Adopted(Setters, Assigning):
@@ -75,13 +70,23 @@ class Adopted(Setters, Assigning):
         self.model, self.settings = model, settings
         self.programs: dict[str, Any] = {}
         self._running: dict[str, Pacing] = {}
-        self._active: Any = None
+        self.active: Any = None
+        """The program that ran last."""
+        self.past: PastFit | None = None
+        """The past that runs again, while it does."""
         self.kept_fits = 0
         """How many fits kept checkpoints so far."""
 
     # -- compile --------------------------------------------------------------------------------
 
-    def compile(self, *args: Any, observe: Any = (), run_dir: Any = None, **kwargs: Any) -> None:
+    def compile(
+        self,
+        *args: Any,
+        observe: Any = (),
+        run_dir: Any = None,
+        fingerprint: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Keras' `compile`, and what Tailrace adds to it.
 
         Args:
@@ -89,6 +94,8 @@ class Adopted(Setters, Assigning):
             observe: taps (`tr.Tap`), or selections whose statistics are wanted; what they saw is in
                 `model.records` after a fit.
             run_dir: a new directory that keeps history and records while training goes on.
+            fingerprint: keep 8 bytes for each group of tensors after each execution, in checkpoints and
+                in the run directory: `tk.of(model).replay` proves by them what a past step was.
             **kwargs: as in Keras.
         """
         model, settings = self.model, self.settings
@@ -99,6 +106,7 @@ class Adopted(Setters, Assigning):
         PLAIN["compile"](model, *args, **kwargs)
         settings.check_compiled(model.run_eagerly, model.jit_compile)
         settings.observe, settings.run_dir = observe, run_dir
+        settings.fingerprint = check_fingerprint(fingerprint)
         model.steps_per_execution = _count(model.steps_per_execution)
         self.forget_programs()
 
@@ -152,15 +160,53 @@ class Adopted(Setters, Assigning):
         bound.apply_defaults()
         call = bound.arguments
         keeping = self._keeping_of(checkpoint, call)
-        pacing = self._pacing_of_fit(call)
-        pacing.resident = self._resident_rows(call)
+        pacing = pacing_of_fit(self.model, self.settings, call)
+        pacing.resident = resident_rows(self.settings, call)
+        call["x"] = copied(call["x"])
+        call["validation_data"] = copied(call["validation_data"])
         if keeping is None:
-            self.listen(pacing, call)
+            listen(self.model, self.settings, pacing, call)
             with self.while_running("train", pacing), remainders(pacing.drops):
                 return plain(**call)
         with keeping.open():
             self.kept_fits += 1
             return fit_kept(self, keeping, pacing, call)
+
+    def replay(
+        self, step: int, *args: Any, observe: Any = (), checkpoint: Any, **kwargs: Any
+    ) -> Replay:
+        """Run a past step again, look at it with any taps, and say whether it is what happened.
+
+        The fit runs again from the nearest checkpoint before the step, on the same batches, without
+        validation. Losses and, with `compile(fingerprint=True)`, the state after each execution are
+        compared with what was recorded. The model is afterwards as before.
+
+        Args:
+            step: the number of the step: optimizer steps of this model, counted from 0 over all fits.
+            *args: as in the fit that trained it: `x`, `y`, ...
+            observe: taps.
+            checkpoint: the directory that `fit(checkpoint=...)` was given.
+            **kwargs: as in that fit. Of its callbacks, give those that change the training, such as
+                keras.callbacks.LearningRateScheduler: they hear of the steps again.
+
+        Returns:
+            The records of the step by name, with `proved` (None where nothing was recorded) and
+            `differences`; see `tr.Trainer.replay`.
+        """
+        bound = inspect.signature(PLAIN["fit"]).bind(self.model, *args, **kwargs)
+        bound.apply_defaults()
+        call = bound.arguments
+        if not self.model.compiled or self._keras_runs("train") or not trains_by_engine(self.model):
+            raise OptionError(
+                "A replay runs the training program of a model again. Received: a model that is not "
+                "compiled, or that a loop of Keras or a `train_step` of its own trains. Compile it as "
+                "it was for the fit, without run_eagerly and train_step."
+            )
+        # Validation is left out; its split of the data is not.
+        call["verbose"], call["validation_freq"] = 0, call["epochs"] + 1
+        pacing = pacing_of_fit(self.model, self.settings, call)
+        pacing.resident = resident_rows(self.settings, call)
+        return replay_fit(self, step, observe, checkpoint, pacing, call)
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
         """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""
@@ -175,38 +221,6 @@ class Adopted(Setters, Assigning):
             )
         return kept
 
-    def listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
-        """Find out who wants to hear of batches, and hear of epochs ourselves."""
-        callbacks = call["callbacks"]
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks.callbacks.append(Watch(pacing))
-            return
-        listed = keras.tree.flatten(callbacks) if callbacks else []
-        call["callbacks"] = [Watch(pacing), *listed]
-        if call["verbose"] != 0 and not any(
-            isinstance(one, keras.callbacks.ProgbarLogger) for one in listed
-        ):
-            pacing.bar = keras.callbacks.ProgbarLogger()
-            pacing.bar.async_safe = True  # or Keras would wait for the logs of each execution
-            call["callbacks"].append(pacing.bar)
-        if self.settings.options.asynchronous_callbacks:
-            pacing.every_step = listed
-        stepwise = overrides(self.model, "train_step", keras.Model)  # its logs are all there is
-        listening = [one for one in call["callbacks"] if _listens(one)]
-        pacing.heard = stepwise or bool(listening) or logs_of_its_own(self.model)
-        pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
-
-    def _listen_to_steps(self, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:
-        """Find out who wants to hear of every step of an evaluation or prediction."""
-        callbacks = call.get("callbacks")
-        if not callbacks or not self.settings.options.asynchronous_callbacks:
-            return
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = callbacks.callbacks
-        own = (Watch, keras.callbacks.ProgbarLogger, keras.callbacks.History)
-        pacing.phase = phase
-        pacing.every_step = [c for c in keras.tree.flatten(callbacks) if not isinstance(c, own)]
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `evaluate`: many batches to an execution, on the device."""
         model, plain = self.model, PLAIN["evaluate"]
@@ -214,11 +228,15 @@ class Adopted(Setters, Assigning):
             return plain(model, *args, **kwargs)
         validating = kwargs.get("_use_cached_eval_dataset", False)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
-        pacing = self._pacing_of_test(bound.arguments, validating)
-        self._listen_to_steps("test", pacing, bound.arguments)
+        pacing = pacing_of_test(
+            model, self.settings, bound.arguments, validating, self._running.get("train")
+        )
+        listen_to_steps(self.settings, "test", pacing, bound.arguments)
         several = self.settings.replicas > 1
+        if "x" in bound.arguments:
+            bound.arguments["x"] = copied(bound.arguments["x"])
         with self.while_running("test", pacing, same_execution=validating), remainders(several):
-            return plain(model, *args, **kwargs)
+            return plain(*bound.args, **bound.kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `predict`: many batches to an execution, on the device."""
@@ -226,16 +244,19 @@ class Adopted(Setters, Assigning):
         if self._keras_runs("predict"):
             return plain(model, *args, **kwargs)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
-        pacing = self._pacing_of_test(bound.arguments, False)
-        self._listen_to_steps("predict", pacing, bound.arguments)
+        pacing = pacing_of_test(model, self.settings, bound.arguments)
+        listen_to_steps(self.settings, "predict", pacing, bound.arguments)
+        if "x" in bound.arguments:
+            bound.arguments["x"] = copied(bound.arguments["x"])
         with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
-            return plain(model, *args, **kwargs)
+            return plain(*bound.args, **bound.kwargs)
 
     # -- what Keras' trainer asks for -----------------------------------------------------------
 
     def make_train_function(self, force: bool = False) -> Any:
         """The function that trains for one execution."""
-        return self._make("train", Training if trains_by_engine(self.model) else Stepping, force)
+        kind = Training if trains_by_engine(self.model) else Stepping
+        return self._make("train", kind if self.past is None else PastTraining, force)
 
     def make_test_function(self, force: bool = False) -> Any:
         """The function that evaluates for one execution."""
@@ -247,8 +268,8 @@ class Adopted(Setters, Assigning):
 
     def jax_state_sync(self) -> None:
         """Give the variables their values back."""
-        if self._active is not None:
-            self._active.fill()
+        if self.active is not None:
+            self.active.fill()
         PLAIN["jax_state_sync"](self.model)
 
     def compute_loss_and_updates(
@@ -282,7 +303,7 @@ class Adopted(Setters, Assigning):
         """The metrics now; with replicas, as `set_replication_options` says."""
         found = PLAIN["get_metrics_result"](self.model)
         settings = self.settings
-        latest = getattr(self._active, "latest", None)
+        latest = getattr(self.active, "latest", None)
         if settings.replicas == 1 or settings.merges_metrics or not latest:
             return found
         return {
@@ -336,7 +357,7 @@ class Adopted(Setters, Assigning):
 
     def run(self, mode: str, program: Any, state: Any, iterator: Iterator[Any]) -> Any:
         """One execution of a program; called by Keras' trainer."""
-        self._active = program
+        self.active = program
         running = self._running.get(mode)
         program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
         try:
@@ -375,63 +396,6 @@ class Adopted(Setters, Assigning):
             if program is not None:
                 program.end()
 
-    def _pacing_of_fit(self, call: dict[str, Any]) -> Pacing:
-        settings = self.settings
-        settings.check_pipeline()
-        replicas, count = settings.replicas, settings.microbatches
-        steps, split = call["steps_per_epoch"], call["validation_split"]
-        share = 1.0 - split if split and call["validation_data"] is None else 1.0
-        size = batches_in(call["x"], call["batch_size"], steps, share)
-        epochs = max(0, call["epochs"] - call["initial_epoch"])
-        counts = settings.counts(steps, size, self.model.steps_per_execution, epochs)
-        check_accumulation(counts, count, replicas, settings.is_pipelined)
-        return Pacing(
-            execution=counts.execution,
-            unit=count * replicas,
-            replicas=replicas,
-            batches=counts.batches,
-            ahead=settings.options.prefetch > 0,
-            drops=(steps or size or 0) % replicas != 0,
-        )
-
-    def _resident_rows(self, call: dict[str, Any]) -> Rows | None:
-        """The arrays that `fit` is given, where they are kept on the device whole."""
-        settings = self.settings
-        asked, one_device = (
-            settings.options.resident,
-            settings.replicas == 1 and not settings.is_pipelined,
-        )
-        found = rows_of(call) if one_device and asked is not False else None
-        if asked and found is None:
-            raise OptionError(
-                f"resident=True keeps the arrays given to fit on the one device that trains: numpy "
-                f"arrays, whose floats are of the type that Keras computes in "
-                f"({keras.config.floatx()}), not split by validation_split. Received: "
-                f"{'other data' if one_device else 'a model with replicas or stages'}. Leave it out."
-            )
-        if found is None or asked or keeps(found.arrays, call["epochs"] - call["initial_epoch"]):
-            return found
-        return None
-
-    def _pacing_of_test(self, call: dict[str, Any], validating: bool) -> Pacing:
-        settings = self.settings
-        replicas, steps = settings.replicas, call.get("steps")
-        outer = self._running.get("train")
-        if validating and outer is not None:  # as many batches to an execution as in training
-            counts = counted(steps, None, outer.execution // replicas, replicas)
-        elif validating:  # in an epoch of Keras' own loop
-            counts = counted(steps, None, self.model.steps_per_execution, replicas)
-        else:
-            size = batches_in(call.get("x"), call.get("batch_size"), steps)
-            counts = settings.counts(steps, size, self.model.steps_per_execution)
-        return Pacing(
-            execution=counts.execution,
-            unit=replicas,
-            replicas=replicas,
-            batches=counts.batches,
-            ahead=settings.options.prefetch > 0,
-        )
-
 
 class _Function:
     """What Keras' trainer calls for one execution."""
@@ -451,18 +415,6 @@ def trains_by_engine(model: Any) -> bool:
     """
     own = any(overrides(model, one, keras.Model) for one in ("train_step", _LOSS))
     return not own and bool(model.trainable_variables)
-
-
-def logs_of_its_own(model: Any) -> bool:
-    """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
-    names = ("compute_metrics", "get_metrics_result")
-    return any(overrides(model, name, keras.Model) for name in names)
-
-
-def _listens(callback: Any) -> bool:
-    """Whether a callback does something before or after a batch."""
-    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-    return any(overrides(callback, name, keras.callbacks.Callback) for name in names)
 
 
 def _count(value: Any) -> int:

@@ -61,6 +61,9 @@ class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
         outfeed_mode: "all" (the default) or "last"; see `tr.OutfeedQueue`.
         filters: a name is chosen if any of these strings is part of it. None chooses all, and so
             does the one string "none"; an empty list, nothing.
+
+    >>> MaybeOutfeedQueue(filters=["Dense_1"]).selects("Dense_1/out")
+    True
     """
 
     def __init__(self, outfeed_mode: Any = None, filters: Sequence[str] | None = None) -> None:
@@ -81,8 +84,12 @@ class Outfeed(keras.layers.Layer):
     """Sends its inputs to an outfeed, under its own name, and passes them on.
 
     Args:
-        outfeed_queue: a `tr.OutfeedQueue` for this layer alone.
+        outfeed_queue: a `tr.OutfeedQueue` for this layer only.
         **kwargs: as for any layer.
+
+    >>> layer = Outfeed(OutfeedQueue(), name="hidden")
+    >>> layer(np.ones(2)).tolist()  # outside of a program nothing is sent
+    [1.0, 1.0]
     """
 
     def __init__(self, outfeed_queue: OutfeedQueue | None = None, **kwargs: Any) -> None:
@@ -111,8 +118,12 @@ class MaybeOutfeed(keras.layers.Layer):
 
     Args:
         maybe_outfeed_queue: the queue, for all such layers of a model.
-        final_outfeed: whether this is the last of them: what was chosen is then sent.
+        final_outfeed: whether this is the last of them, which sends the selected values.
         **kwargs: as for any layer.
+
+    >>> layer = MaybeOutfeed(MaybeOutfeedQueue(), name="hidden")
+    >>> layer(np.ones(2)).tolist()  # outside of a program nothing is sent
+    [1.0, 1.0]
     """
 
     def __init__(
@@ -154,6 +165,9 @@ class OutfeedOptimizerMode(enum.StrEnum):
     """Which gradients an `OutfeedOptimizer` sends.
 
     `AFTER_COMPUTE`: those of each batch. `BEFORE_APPLY`: those that are applied, after accumulation.
+
+    >>> OutfeedOptimizerMode("before_apply")
+    <OutfeedOptimizerMode.BEFORE_APPLY: 'before_apply'>
     """
 
     AFTER_COMPUTE = "after_compute"
@@ -172,7 +186,12 @@ class OutfeedOptimizer(Wrapper):
             `Dense_128/kernel:0_grad`.
         outfeed_optimizer_mode: see `OutfeedOptimizerMode`.
         name: the name of the wrapper.
-        model: the model that is trained, which has the names.
+        model: the trained model, which has the names of the variables.
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> queue = MaybeOutfeedQueue(filters=["kernel"])
+    >>> OutfeedOptimizer(keras.optimizers.SGD(0.5), queue, model=model).mode
+    <OutfeedOptimizerMode.BEFORE_APPLY: 'before_apply'>
     """
 
     def __init__(
@@ -300,6 +319,11 @@ class OutfeedCallback(keras.callbacks.Callback):
     Args:
         outfeed_queue: a `MaybeOutfeedQueue`, or a `tr.OutfeedQueue` of an `Outfeed` layer.
         name: a heading.
+
+    >>> OutfeedCallback(MaybeOutfeedQueue(), name="Activations").on_epoch_end(0)
+    <BLANKLINE>
+    Activations
+    No data enqueued
     """
 
     def __init__(self, outfeed_queue: Any, name: str = "OutfeedCallback") -> None:

@@ -68,6 +68,15 @@ class Balance:
         stages: what each stage will do.
         cut: the first operation of each stage after the first.
         function: the model.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, tailrace as tr
+        >>> def model(params, x):
+        ...     return jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]).mean()
+        >>> params = [np.ones((16, 16), np.float32)] * 2
+        >>> balance = tr.balance(model, params, np.ones((8, 16), np.float32), stages=2)
+        >>> len(balance.stages), balance.speedup > 1
+        (2, True)
     """
 
     stages: tuple[ProposedStage, ...]

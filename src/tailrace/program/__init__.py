@@ -1,13 +1,16 @@
-"""One device program: tracing, loops, steps, and how they are run.
+"""One device program: tracing it, its loops, the training step, and running it.
 
 In: a Python function, its feeds, and taps.
-Out: a device program, dispatched in pieces; what it emitted, by key.
+Out: a device program, dispatched in pieces; its emissions, by key.
 
-    compile, loops, observe, in_program   what users call
+    compile, loops, observe, in_program   the public functions
+    optimizers                            optax wrappers for hand-written loops
     tracing                               from a function to a checked jaxpr
     step                                  the training step
-    memory                                state and activations elsewhere than on the device
-    running                               executables and what they work on
+    memory                                sharded optimizer state, offload of state and activations
+    running                               executables, their state, and dispatch lengths
+    nonfinite                             finds the operation that made the first NaN or Inf
 
-Rule: no epochs and no callbacks here; that is `trainer`. Equations are read through `jaxprs`.
+Rules. No epochs and no callbacks: those belong to `trainer`. Equations are read through `jaxprs`. Only
+`running` dispatches; everything before it is a pure function of shapes.
 """

@@ -1,4 +1,6 @@
-"""`tr.compile`: a function becomes a device program, with its feeds attached."""
+"""`tr.compile`: turns a function into a device program, with its feeds attached."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -38,22 +40,21 @@ def compile(
     observe: Any = (),
     observe_bytes: int = MOST_BYTES,
 ) -> Program:
-    """Make a device program of `function`.
+    """Compile `function` to a device program.
 
-    The program is compiled when it is first called, for the shapes of the arguments it then gets. A
-    call is one dispatch, except that a loop at the top of the program runs in several when its
-    elements would take too much memory at once, or when an outfeed in it is live. The arguments of
-    a call are never overwritten.
+    The program is compiled on the first call, for the shapes of its arguments. A call is one dispatch,
+    except that a top-level loop runs in several dispatches if its elements would take too much memory
+    at once, or if it contains a live outfeed. The arguments of a call are never overwritten.
 
     Args:
         function: called with arrays (trees of them); may use `tr.repeat`, `tr.while_loop`, feeds,
             `tr.key()` and all of JAX. It returns a tree of arrays.
-        replicas: how many copies of the program run side by side, each on its own elements. None:
-            as many as there are devices.
-        seed: where the keys of `tr.key()` come from.
-        observe: taps (`tr.Tap`), or selections whose statistics are wanted; `program.records` has
-            what they saw in the latest call. A pass of an outermost loop counts as a step.
-        observe_bytes: the most that the records of one loop may take; more is refused before it
+        replicas: the number of copies of the program that run in parallel, each on different elements.
+            None: one per device.
+        seed: the seed of the keys of `tr.key()`.
+        observe: taps (`tr.Tap`), or selections to compute statistics of; `program.records` has the
+            records of the latest call. An iteration of an outermost loop counts as a step.
+        observe_bytes: the most bytes that the records of one loop may take; more is refused before it
             runs.
 
     Example:
@@ -70,7 +71,7 @@ def compile(
     if any(isinstance(tap, StopOnNonfinite) for tap in taps):
         raise OptionError(
             "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
-            "apart. In a program of your own, tap the tensors and look at their NaN counts."
+            "apart. In a hand-written program, tap the tensors and look at their NaN counts."
         )
     return Program(
         function,
@@ -85,8 +86,14 @@ class Program:
     """A compiled function; made by `tr.compile`, called like the function.
 
     Attributes:
-        executions: how many times something was dispatched to the devices.
-        steps: how many passes of outermost loops were run; a call without loops is one step.
+        executions: the number of dispatches so far.
+        steps: the number of iterations of outermost loops so far; a call without loops is one step.
+
+    Example:
+        >>> import tailrace as tr
+        >>> program = tr.compile(lambda x: tr.repeat(3, lambda x: 2 * x, x))
+        >>> print(program(1.0), program.executions, program.steps)
+        8.0 1 3
     """
 
     def __init__(
@@ -111,7 +118,7 @@ class Program:
         self._versions: dict[Hashable, _Version] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Run the program; returns what the function returns."""
+        """Run the program; returns the function's result."""
         version = self._version(args)
         traced = version.traced
         state = LoopState(dict(zip(traced.jaxpr.constvars, version.consts, strict=True)))
@@ -128,11 +135,11 @@ class Program:
                     self._run_in_pieces(version, segment, state)
                 else:
                     self._run_once(version, segment, state)
-            # Without a loop of its own, the whole call is a step: the next one gets other keys.
+            # Without a loop, the whole call is a step, so that the next call gets other keys.
             self.steps += not version.has_loops
         finally:
             if any(queue.live for queue in traced.outfeeds):
-                jax.effects_barrier()  # elements may still be on their way, by callback
+                jax.effects_barrier()  # callbacks may still have elements to deliver
             for queue in traced.outfeeds:
                 queue.end()
         return jax.tree.unflatten(
@@ -151,18 +158,19 @@ class Program:
         self.steps += version.steps_of(segment) if passes is None else int(jnp.max(passes.value))
 
     def _run_in_pieces(self, version: _Version, segment: Segment, state: LoopState) -> None:
-        # The first piece would overwrite what the caller, or a later segment, still holds.
+        # A copy: the first piece overwrites its operands, which the caller or a later segment may use.
         for result, start in segment.start:
             state.values[result] = self.placement.own(value_of(state.values, start))
         live = any(queue.live for queue in version.traced.outfeeds)
         done, length = 0, segment.length
-        if not live and version.piece(segment) == length:  # cut to look into it, not for its size
+        if not live and version.piece(segment) == length:  # separate for its taps, not for its size
             self._need_elements(segment)
         most = version.piece(segment)
         piece = version.live_pieces.get(segment.first, 1) if live else most
         measuring = live and segment.first not in version.live_pieces
         first, every = self.steps, version.sight.period
-        # Pieces of one length that end where taps look need no count; a loop of fixed length is faster.
+        # If all pieces have one length and end where taps look, the length can be static, which is
+        # faster; otherwise one executable with a dynamic length serves all of them.
         alike = not (live or length % piece or first % every or piece % every)
         executable = version.executable(segment, piece if alike else most, every, not alike)
         while done < length:
@@ -175,7 +183,7 @@ class Program:
             self.executions += 1
             self._deliver(version, emitted, first + done, now, every)
             done += now
-            # The first run of anything compiled is slow, whatever it computes: measure the next one.
+            # The first run of an executable is slow whatever it computes: measure the next one.
             if measuring and not fresh and now == piece:
                 jax.block_until_ready(ticket)
                 elapsed = agreed_seconds(max(time.perf_counter() - started, 1e-6))
@@ -187,7 +195,7 @@ class Program:
         self.steps += length
 
     def _need_elements(self, segment: Segment) -> None:
-        """All elements of a loop are there before its first piece runs, or none is consumed."""
+        """Check that all elements of a loop exist before its first piece consumes any."""
         for queue, count in segment.elements.items():
             queue.bind_replicas(self.placement.replicas)
             queue.need(count * segment.length * self.placement.local_replicas)
@@ -231,7 +239,7 @@ class Program:
 
 
 class _Version:
-    """A program for arguments of one form: how it is cut, and what is compiled of it."""
+    """A program for arguments of given shapes: its segments and their executables."""
 
     def __init__(self, traced: Traced, placement: Placement, taps: Sequence[Tap]) -> None:
         self.traced, self._placement = traced, placement
@@ -253,7 +261,7 @@ class _Version:
     def executable(
         self, segment: Segment, length: int | None = None, period: int = 1, counted: bool = False
     ) -> Executable:
-        """The executable of a segment; a loop has one of fixed length, and one for all lengths."""
+        """The executable of a segment; a loop has one of fixed length and one of dynamic length."""
         key = (segment.first, length, period, counted)
         if key not in self._executables:
             self._executables[key] = Executable(
@@ -267,7 +275,7 @@ class _Version:
         return self._executables[key]
 
     def check_records(self, most: int) -> None:
-        """Refuse taps that would return more than `most` bytes from one loop."""
+        """Refuse taps that would return more than `most` bytes per loop."""
         chosen = self.sight.chosen
         if chosen:
             count, replicas = max(one.microbatches for one in chosen), self._placement.replicas
@@ -276,21 +284,21 @@ class _Version:
             check_bytes([one for one in chosen if not one.loops], 1, 1, replicas, most)
 
     def piece(self, segment: Segment) -> int:
-        """How many passes of a loop one dispatch runs, for the memory that its elements take."""
+        """The number of iterations per dispatch of a loop, limited by the memory of its elements."""
         bytes_per_pass = sum(
             queue.spec().nbytes * count for queue, count in segment.elements.items()
         )
         return piece_within(segment.length, bytes_per_pass * self._placement.local_replicas)
 
     def steps_of(self, segment: Segment) -> int:
-        """How many passes the loops at the top of a segment run."""
+        """The number of iterations of a segment's top-level loops."""
         last = segment.first + len(segment.equations)
         loops = [i for i in top_loops(self.traced) if segment.first <= i < last]
         return sum(as_scan(self.traced.jaxpr.eqns[i]).length for i in loops)
 
     def _wants_pieces(self, segment: Segment) -> bool:
         live = any(out.queue.live and out.at_top for out in self.traced.outfeeds.values())
-        # Records are tagged with the steps of one loop, so with taps each loop is dispatched alone.
+        # Records carry the steps of one loop, so with taps each loop is dispatched alone.
         observed = bool(self.sight.chosen)
         return segment.length > 0 and (live or observed or self.piece(segment) < segment.length)
 

@@ -1,10 +1,13 @@
-"""What a function may ask for while it runs inside a program: keys, counters, other replicas."""
+"""Functions to call inside a program: random keys, counters, reductions over replicas."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -19,7 +22,7 @@ def training() -> bool:
     """Whether a training step is being traced: a Python bool, to choose what a model computes.
 
     True while the loss of a training step is traced; False in `evaluate`, `predict` and everywhere
-    else. A loss function with dropout asks it, and needs no second function for evaluation.
+    else. With it, a loss function with dropout needs no second version for evaluation.
 
     >>> training()
     False
@@ -28,8 +31,8 @@ def training() -> bool:
 
 
 @contextlib.contextmanager
-def tracing_training(wanted: bool = True) -> Iterator[None]:
-    """While a training step (or, with False, anything else inside one) is traced."""
+def tracing_training(wanted: bool = True) -> Generator[None]:
+    """A context for tracing a training step (or, with False, anything else inside one)."""
     token = _training.set(wanted)
     try:
         yield
@@ -40,10 +43,17 @@ def tracing_training(wanted: bool = True) -> Iterator[None]:
 def key() -> jax.Array:
     """A random key for this call, in this step, of this microbatch, on this replica.
 
-    It is folded from the seed of the program, the step, the microbatch, the replica and the number
-    of the call, so it is the same whatever the schedule, and a recomputation gets it again. Inside
-    a `vmap` or a `scan` of the model the key does not vary: fold the index in with
+    It is derived from the program's seed, the step, the microbatch, the replica and the index of the
+    call, so it does not depend on the schedule, and a recomputation gets the same key. Inside a `vmap`
+    or a `scan` of the model the key does not vary: fold the index in with
     `jax.random.fold_in`.
+
+    Example:
+        >>> import jax, tailrace as tr
+        >>> program = tr.compile(lambda: jax.random.normal(tr.key()), seed=1)
+        >>> first, second = program(), program()
+        >>> bool(first == second)
+        False
     """
     trace = current_trace("tr.key()")
     trace.draws_keys = True
@@ -51,30 +61,61 @@ def key() -> jax.Array:
 
 
 def step() -> jax.Array:
-    """The number of the step that is computed, from 0, as an int32 scalar."""
+    """The index of the current step, from 0, as an int32 scalar.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda x: tr.repeat(4, lambda x: x + tr.step(), x))(0))
+        6
+    """
     trace = current_trace("tr.step()")
     return ambient("step", -1, trace.loops)
 
 
 def microbatch() -> jax.Array:
-    """The number of the microbatch in its step, from 0, as an int32 scalar."""
+    """The index of the microbatch in its step, from 0, as an int32 scalar.
+
+    Example:
+        >>> import tailrace as tr
+        >>> inner = lambda x: tr.repeat(3, lambda x: x + tr.microbatch(), x)
+        >>> print(tr.compile(lambda x: tr.repeat(2, inner, x))(0))
+        6
+    """
     trace = current_trace("tr.microbatch()")
     return ambient("microbatch", -1, trace.loops)
 
 
 def replica() -> jax.Array:
-    """The number of the replica that computes, from 0, as an int32 scalar."""
+    """The index of this replica, from 0, as an int32 scalar.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda: tr.replica(), replicas=1)())
+        0
+    """
     current_trace("tr.replica()")
     return ambient("replica", -1, 0)
 
 
 def cross_replica_mean(values: Any) -> Any:
-    """The mean of `values` (a tree) over all replicas, on each of them."""
+    """The mean of `values` (a tree) over all replicas, on each of them.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda x: tr.cross_replica_mean(x), replicas=1)(3.0))
+        3.0
+    """
     return _cross_replica(values, "tr.cross_replica_mean", mean=True)
 
 
 def cross_replica_sum(values: Any) -> Any:
-    """The sum of `values` (a tree) over all replicas, on each of them."""
+    """The sum of `values` (a tree) over all replicas, on each of them.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda x: tr.cross_replica_sum(x), replicas=1)(3.0))
+        3.0
+    """
     return _cross_replica(values, "tr.cross_replica_sum", mean=False)
 
 

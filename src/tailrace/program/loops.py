@@ -1,5 +1,8 @@
 """Loops that run on the device: `repeat` and `while_loop`, with or without an infeed."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,14 +30,14 @@ def repeat(
     """Run `body` n times on the device.
 
     Args:
-        n: how often. An integer; without an infeed it may also be a value of the program.
+        n: the number of iterations. An integer; without an infeed it may also be a traced value.
         body: called as `body(inputs, *element)`, returns the next `inputs`. Without `inputs` it is
             called as `body(*element)` and returns nothing.
-        inputs: one tree of arrays, carried from pass to pass.
-        infeed: where each pass takes an element from.
+        inputs: one tree of arrays, carried from iteration to iteration.
+        infeed: the queue that each iteration takes an element from.
 
     Returns:
-        What the last pass returned.
+        The result of the last iteration.
 
     Example:
         >>> import tailrace as tr
@@ -53,7 +56,7 @@ def repeat_with(
     inputs: Any = _NOTHING,
     infeed: Feed | None = None,
 ) -> Any:
-    """`repeat`, with `call(body, carried, element)` deciding how the body gets its element."""
+    """`repeat`, where `call(body, carried, element)` passes the element to the body."""
     trace = current_trace("tr.repeat")
     carries = inputs is not _NOTHING
     carry = jax.tree.map(jnp.asarray, inputs) if carries else None
@@ -77,18 +80,23 @@ def while_loop(
     infeed: Feed | None = None,
     maximum_iterations: int | None = None,
 ) -> Any:
-    """Run `body` on the device for as long as `condition(inputs)` holds.
+    """Run `body` on the device while `condition(inputs)` holds.
 
     Args:
         condition: called as `condition(inputs)`, returns a boolean scalar.
         body: called as `body(inputs, *element)`, returns the next `inputs`.
-        inputs: one tree of arrays, carried from pass to pass.
-        infeed: where each pass takes an element from. Elements that were not read go back.
-        maximum_iterations: stop after so many passes. Required with an infeed, because that many
-            elements must be there before the execution starts, and with an outfeed inside.
+        inputs: one tree of arrays, carried from iteration to iteration.
+        infeed: the queue that each iteration takes an element from. Unread elements go back to it.
+        maximum_iterations: an upper bound on the iterations. Required with an infeed, because that many
+            elements must be ready before the execution starts, and with an outfeed inside.
 
     Returns:
-        What the last pass returned, or `inputs` if there was none.
+        The result of the last iteration, or `inputs` if there was none.
+
+    Example:
+        >>> import tailrace as tr
+        >>> print(tr.compile(lambda x: tr.while_loop(lambda x: x < 100, lambda x: 2 * x, x))(3))
+        192
     """
     trace = current_trace("tr.while_loop")
     carry = jax.tree.map(jnp.asarray, inputs)
@@ -105,8 +113,8 @@ def while_loop(
         )
     if infeed is not None and trace.loops:
         raise ProgramError(
-            "tr.while_loop with an infeed must stand at the top of a program, not inside another "
-            "loop: nobody could say before the execution how many elements it reads. Use tr.repeat "
+            "tr.while_loop with an infeed must be at the top of a program, not inside another loop: "
+            "the number of elements it reads would not be known before the execution. Use tr.repeat "
             "inside, or feed the outer loop."
         )
     one_pass = _loop_body(trace, call_with_element, body, infeed, maximum_iterations, True)
@@ -158,7 +166,7 @@ def _loop_body(
 
 
 def whole(body: Callable[..., Any], first: tuple[Any, ...], element: Any) -> Any:
-    """Hand over an element as one argument, whatever its structure (for `repeat_with`)."""
+    """Pass an element as one argument, whatever its structure (for `repeat_with`)."""
     return body(*first, element)
 
 
@@ -172,7 +180,7 @@ def _need_static(n: Any, infeed: Any) -> None:
 
 
 def _same_form(before: Any, after: Any) -> Any:
-    """What a body returns, checked to have the form of what it got."""
+    """A body's result, checked to have the structure, shapes and dtypes of its input."""
     old, structure = jax.tree_util.tree_flatten_with_path(before)
     new, found = jax.tree.flatten(after)
     if structure != found:

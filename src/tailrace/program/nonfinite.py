@@ -1,14 +1,16 @@
-"""Which operation made the first NaN or Inf: a step is run once more, one operation at a time.
+"""Finds the operation that made the first NaN or Inf: runs a step again, one operation at a time.
 
-Slow, and only run after a guard has stopped the training. Loops are unrolled, so that the pass in
-which it happened is known; everything is computed eagerly, so that operands can be looked at.
+Slow, and only used after a guard has stopped the training. Loops are unrolled, so that the iteration is
+known; everything is computed eagerly, so that operands can be inspected.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,22 +28,22 @@ from tailrace.taps.frame import Block, Frame
 from tailrace.taps.rewrite import Resolver
 
 INFEED = "infeed"
-"""The operation of a culprit that no operation made: the data were bad."""
+"""The operation of a culprit if no operation made the bad value: the data were bad."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """Where the first bad value was made.
+    """The origin of the first bad value.
 
     Attributes:
         operation: the name of the operation.
-        scope: the named scopes it stands in.
+        scope: the named scopes around it.
         source: `file:line` of the user's code.
-        microbatch: in which microbatch of the step.
-        low: the smallest of its operands' finite values.
-        high: the largest of them.
-        row: the first index along the leading dim at which the result is bad; -1 for a scalar.
-        made: what it made: "NaN" or "Inf".
+        microbatch: the index of the microbatch in the step.
+        low: the smallest finite value of its operands.
+        high: the largest finite value of its operands.
+        row: the first index along the leading dim where the result is bad; -1 for a scalar.
+        made: the bad value: "NaN" or "Inf".
         backward: whether it belongs to the backward pass.
     """
 
@@ -69,21 +71,21 @@ class Culprit:
 
 
 class Finder(Visitor[Any, Frame]):
-    """Runs a program eagerly and remembers the first operation that made a bad value of good ones.
+    """Runs a program eagerly and records the first operation with good operands and a bad result.
 
-    Loops are run pass by pass, and only the branch that is taken.
+    Loops run iteration by iteration; of a choice, only the taken branch runs.
     """
 
     def __init__(self) -> None:
         self.culprit: Culprit | None = None
         self.bad: list[str] = []
         self._chain: list[JaxprEqn] = []
-        """The equation at hand, behind those that it stands in, from the outermost."""
+        """The current equation, preceded by those around it, outermost first."""
         self._resolver = Resolver()
 
     @contextlib.contextmanager
-    def context(self, eqn: JaxprEqn) -> Iterator[None]:
-        """Note what an equation stands in."""
+    def context(self, eqn: JaxprEqn) -> Generator[None]:
+        """Track the equations around an equation."""
         self._chain.append(eqn)
         try:
             with internals.equation_context(eqn):
@@ -99,7 +101,7 @@ class Finder(Visitor[Any, Frame]):
         around: Frame,
         here: Position,
     ) -> list[Any]:
-        """Look at what an operation made, and at values that have names."""
+        """Inspect the results of an operation, and named values."""
         tag = tag_in(eqn)
         looks = self.culprit is None and tag is None and ambient_in(eqn) is None
         if looks and not programs_in(eqn):
@@ -113,7 +115,7 @@ class Finder(Visitor[Any, Frame]):
     def _inspect(self, eqn: JaxprEqn, inputs: list[Any], outputs: list[Any], frame: Frame) -> None:
         before = [_floats(value) for value in inputs]
         if is_select(eqn) and not self.bad:
-            # NaN throughout, though no tensor was bad so far: a mark for what is wrong, as meant.
+            # All NaN, though no tensor was bad so far: the program marks an error on purpose.
             before = [v for v in before if v is None or not v.size or not np.isnan(v).all()]
         for output in outputs:
             values = _floats(output)
@@ -122,7 +124,7 @@ class Finder(Visitor[Any, Frame]):
             had_nan = any(v is not None and np.isnan(v).any() for v in before)
             had_other = any(v is not None and not np.isfinite(v).all() for v in before)
             nan = np.isnan(values).any()
-            # Infinities may be meant (a mask); a NaN never is, so it may also come of infinities.
+            # An Inf may be intended (a mask), a NaN never is; so a NaN made from infinities counts.
             if (had_nan if nan else had_other) and not is_dequeue(eqn):
                 continue
             bad = np.isnan(values) if nan else np.isinf(values)
@@ -143,12 +145,12 @@ class Finder(Visitor[Any, Frame]):
             return
 
     def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """One operation."""
+        """Run one operation."""
         outputs = self._resolver.resolve(eqn, inputs, around)
         return convolutions.bind_again(eqn, inputs) if outputs is None else outputs
 
     def call(self, call: Call, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """The contents; of a recomputation, marks say nothing new."""
+        """Run the contents; in a recomputation, marks are ignored."""
         replaying = around.replaying
         around.replaying = replaying or call.is_replay
         outputs = self.run_inner(call.program, inputs, around, here)
@@ -180,21 +182,21 @@ class Finder(Visitor[Any, Frame]):
         return carry
 
     def cond(self, cond: Cond, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """The branch that is taken."""
+        """Run the taken branch."""
         index, operands = cond.split(inputs)
         number = int(np.clip(int(index), 0, len(cond.branches) - 1))
         return self.run_inner(cond.branches[number], operands, around, here)
 
 
 def find_culprit(traced: Any, args: list[Any], frame: Frame) -> Finder:
-    """Run a program eagerly on `args`; what made its first bad value, and which tensors are bad."""
+    """Run a program eagerly on `args`, to find the first bad value and the bad tensors."""
     finder = Finder()
     finder.run(traced.jaxpr, traced.consts, args, frame)
     return finder
 
 
 def step_block(leaves: list[np.ndarray]) -> Block:
-    """Elements kept on the host, as the block that a replay reads."""
+    """Elements kept on the host, as a block for a replay to read."""
     return Block(tuple(jnp.asarray(leaf) for leaf in leaves))
 
 

@@ -1,4 +1,6 @@
-"""`tr.observe`: look into any JAX function while it runs compiled."""
+"""`tr.observe`: observe tensors inside any compiled JAX function."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -35,18 +37,18 @@ def observe(
 ) -> Observed:
     """Wrap a function of arrays so that a call returns `(output, records)`.
 
-    The function is traced and compiled as with `jax.jit`. Its tensors are named as the contract
-    says: `input/...` and `output/...` for arguments and results, `activation/<scope>` and
-    `activation/<scope>:<operation>` for what it computes, `cotangent/<scope>` for the gradient of
-    what leaves a scope, where the function differentiates and it can be told beyond doubt.
+    The function is traced and compiled as with `jax.jit`. Its tensors are named `input/...` and
+    `output/...` for arguments and results, `activation/<scope>` and `activation/<scope>:<operation>`
+    for intermediate values, and `cotangent/<scope>` for the gradient of a scope's output, if the
+    function differentiates and the gradient is unambiguous.
 
     Args:
         function: any JAX function, such as a training step.
-        taps: taps (`tr.Tap`), or selections whose statistics are wanted. A call counts as one step.
-        seed: where the keys of `tr.key()` come from.
-        observe_bytes: the most that the records of one call may take; more is refused before it
+        taps: taps (`tr.Tap`), or selections to compute statistics of. A call counts as one step.
+        seed: the seed of the keys of `tr.key()`.
+        observe_bytes: the most bytes that the records of one call may take; more is refused before it
             runs.
-        device: the device of JAX to run on; None: the first one.
+        device: the JAX device to run on; None for the first one.
 
     Example:
         >>> import jax, jax.numpy as jnp, tailrace as tr
@@ -65,13 +67,13 @@ def observe(
     if any(isinstance(tap, StopOnNonfinite) for tap in taps):
         raise OptionError(
             "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
-            "apart. In a function of your own, tap the tensors and look at their NaN counts."
+            "apart. In a plain function, tap the tensors and look at their NaN counts."
         )
     return Observed(function, taps, seed, observe_bytes, device)
 
 
 class Observed:
-    """A function that also returns what was observed in it; made by `tr.observe`."""
+    """A function that also returns the records of its taps; made by `tr.observe`."""
 
     def __init__(
         self,

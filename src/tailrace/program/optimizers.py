@@ -1,13 +1,17 @@
-"""Optimizers for hand-written loops: gradients averaged over replicas, or accumulated over passes.
+"""Optimizers for hand-written loops: gradients averaged over replicas, or accumulated over iterations.
 
-Both wrap an optax transformation and are one themselves, so they go wherever one goes:
+Both wrap an optax transformation and are themselves optax transformations:
 
     tr.optimizers.cross_replica(optax.adam(1e-3))
     tr.optimizers.gradient_accumulation(tr.optimizers.cross_replica(optax.adam(1e-3)), 8)
 
-`tr.Trainer` does both by itself: there, `gradient_accumulation` is refused, and `cross_replica` adds
-nothing.
+`tr.Trainer` does both by itself: it refuses `gradient_accumulation`, and `cross_replica` is a no-op in
+it.
 """
+
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def _checked(optimizer: Any) -> Any:
 
 
 class AccumulationState(NamedTuple):
-    """What `gradient_accumulation` carries.
+    """The state of `gradient_accumulation`.
 
     Attributes:
         count: microbatches accumulated so far, modulo their number.
@@ -76,13 +80,13 @@ def gradient_accumulation(
 ) -> Any:
     """`optimizer`, run once for every `microbatches` updates, on their accumulated gradient.
 
-    For loops written with `tr.repeat`, whose length must be a multiple of `microbatches`. In
-    between, updates are zero and the optimizer's own state, with its counters, stays as it is.
+    For loops written with `tr.repeat`, whose length must be a multiple of `microbatches`. In between,
+    updates are zero and the wrapped optimizer's state, with its counters, does not change.
 
     Args:
         optimizer: an optax transformation.
-        microbatches: how many gradients make a step.
-        dtype: of the accumulators; see `tr.Accumulation`.
+        microbatches: the number of gradients per step.
+        dtype: the dtype of the accumulators; see `tr.Accumulation`.
         reduction: "sum", "mean" or "running_mean".
     """
     import optax
@@ -111,8 +115,8 @@ def gradient_accumulation(
             return jax.tree.map(jnp.zeros_like, grads), total, state.inner
 
         updates, accumulated, inner = lax.cond(count == microbatches - 1, apply, wait, None)
-        # Between steps each replica has its own; when a loop ends, whose length is a multiple of
-        # the count, they are empty on all of them.
+        # Between steps accumulators differ between replicas; at the end of a loop, whose length is a
+        # multiple of the count, they are zero on all of them.
         accumulated = mark(accumulated, Tag("equal at the end"))
         return updates, AccumulationState((count + 1) % microbatches, accumulated, inner)
 

@@ -1,7 +1,7 @@
-"""What taps deliver, on the host: records, histograms, printed tensors, and where they are sent.
+"""Results of taps on the host: records, histograms, printed tensors, and the interface of sinks.
 
-In: emissions of an execution, and which taps chose them (`records.take_records`).
+In: the emissions of an execution, and the taps they belong to (`records.take_records`).
 Out: `Records` and `History` for users; a `Finished` execution for a sink.
-Rule: this room knows no files: `sinks` is the interface that `runs` implements. Here values come
-to the host; before, they are on the device.
+Rule: nothing here writes files: `sinks` is the interface that `runs` implements. Values are copied to
+the host here; before, they are on the device.
 """

@@ -15,7 +15,7 @@ _ELLIPSIS = "..."
 
 
 class FloatFormat(enum.StrEnum):
-    """How floats are written: fixed or scientific notation, whichever suits, or as Python does."""
+    """The notation of floats: fixed, scientific, whichever fits, or Python's."""
 
     AUTO = "auto"
     FIXED = "fixed"
@@ -25,19 +25,19 @@ class FloatFormat(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class PrintOptions:
-    """How an array is written.
+    """The layout of a printed array.
 
     Args:
-        summarise_threshold: of arrays with more values than this, only the edges are shown; 0 shows
-            all of every array.
-        edge_items: how many values are shown at each end of a dim that is summarised.
-        max_line_width: a longer row goes on in the next line; 0 never breaks a row.
-        digits: digits of a float, those before the point included; 0 writes it as Python does,
+        summarise_threshold: arrays with more values than this show only their edges; 0 shows all values
+            of every array.
+        edge_items: the number of values shown at each end of a summarised dim.
+        max_line_width: a longer row continues in the next line; 0 never breaks a row.
+        digits: the digits of a float, including those before the point; 0 for Python's notation,
             unaligned.
         float_format: "auto", "fixed", "scientific" or "none".
-        separator: what stands between two values of a row.
-        open_bracket: what a dim begins with.
-        close_bracket: what it ends with.
+        separator: the text between two values of a row.
+        open_bracket: the text at the start of a dim.
+        close_bracket: the text at its end.
 
     >>> print(PrintOptions(digits=3).format(np.float32([1, 2.5]), "x"))
     x: (1.00, 2.50)
@@ -80,7 +80,7 @@ class PrintOptions:
             ) from None
 
     def format(self, array: Any, title: str = "") -> str:
-        """An array as text, behind `title: ` if there is a title."""
+        """An array as text, after `title: ` if there is a title."""
         values = np.asarray(array)
         head = f"{title}: " if title else ""
         if values.ndim == 0:
@@ -96,7 +96,7 @@ class PrintOptions:
         return bool(self.summarise_threshold) and values.size > self.summarise_threshold
 
     def _edges(self, shape: tuple[int, ...], summarised: bool) -> list[list[int | None]]:
-        """For each dim the indices that are shown; None stands for those left out."""
+        """For each dim the indices to show; None marks an omission."""
         edge = self.edge_items
         return [
             [*range(edge), None, *range(size - edge, size)]
@@ -115,7 +115,7 @@ class PrintOptions:
         indent: int,
         taken: int,
     ) -> list[str]:
-        """The lines of an array; the first one without its indent, which is `taken` already."""
+        """The lines of an array; the first one without its indent, since `taken` columns are used."""
         if len(shown) == 1:
             return self._row(values, shown[0], write, indent, taken)
         lines = [self.open_bracket]
@@ -137,7 +137,7 @@ class PrintOptions:
         indent: int,
         taken: int,
     ) -> list[str]:
-        """One row, broken behind separators where it would get too long."""
+        """One row, broken after separators where it would become too long."""
         words = [_ELLIPSIS if index is None else write(values[index]) for index in shown]
         lines, line = [], " " * taken + self.open_bracket
         start = len(line)
@@ -156,7 +156,7 @@ class PrintOptions:
     # -- one value ------------------------------------------------------------------------------
 
     def _writer(self, shown: np.ndarray) -> Callable[[Any], str]:
-        """How each value is written, so that all that are shown get the same width."""
+        """A function that formats a value such that all shown values have the same width."""
         write = self._unaligned(shown)
         raw = self.float_format is FloatFormat.NONE or self.digits == 0
         if raw and _is_float(shown.dtype):
@@ -180,7 +180,7 @@ class PrintOptions:
     def _is_scientific(self, largest: float, whole: int) -> bool:
         if self.float_format is not FloatFormat.AUTO:
             return self.float_format is FloatFormat.SCIENTIFIC
-        # Fixed notation would need more digits than there are, or show hardly any but zeros.
+        # Fixed notation would need more digits than available, or show mostly zeros.
         return whole > self.digits or 0 < largest < min(1.0, 10.0 ** (2 - self.digits))
 
 
@@ -202,10 +202,10 @@ def format_tensor(
     open_bracket: str = "(",
     close_bracket: str = ")",
 ) -> str:
-    """An array as text; see `PrintOptions` for what the arguments mean.
+    """An array as text; see `PrintOptions` for the arguments.
 
-    A row stands in one line, if it fits. With two dims or more, brackets that hold rows have lines
-    of their own and each level is indented by one space.
+    A row is on one line, if it fits. With two dims or more, brackets around rows are on separate lines
+    and each level is indented by one space.
 
     >>> print(format_tensor(np.int32([[1, 20], [3, 4]]), "x", separator=" "))
     x: (
@@ -227,7 +227,7 @@ def format_tensor(
 
 
 def _is_float(dtype: Any) -> bool:
-    # The narrow floats (bfloat16, float8) are no floats to numpy: they are of kind "V".
+    # NumPy does not treat the narrow floats (bfloat16, float8) as floats: their kind is "V".
     return dtype.kind in "fcV"
 
 

@@ -1,11 +1,11 @@
-"""A small curve for a notebook: how a number went, step by step."""
+"""A small curve for a notebook: a number over steps."""
 
 from __future__ import annotations
 
 import numpy as np
 
 MOST_POINTS = 200
-"""Steps beyond that share a point: their mean."""
+"""The most points; further steps share a point, their mean."""
 
 
 def small_curve(values: np.ndarray, width: int = 240, height: int = 48) -> str:

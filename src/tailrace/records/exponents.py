@@ -13,7 +13,7 @@ BIAS = 127
 
 
 def count_exponents(values: Any) -> np.ndarray:
-    """The histogram of an array, bin for bin as a tap with `reduce="histogram"` makes it.
+    """The histogram of an array, with the bins of a tap with `reduce="histogram"`.
 
     >>> counts = count_exponents([1.0, 1.5, 0.0, float("nan")])
     >>> int(counts[127]), int(counts[257]), int(counts[256])
@@ -27,7 +27,7 @@ def count_exponents(values: Any) -> np.ndarray:
 
 
 def format_sentences(counts: np.ndarray) -> list[str]:
-    """What each narrow format would do to the values, a sentence each.
+    """The effect of each narrow format on the values, one sentence each.
 
     >>> counts = np.zeros(258, int)
     >>> counts[127], counts[127 - 30] = 3, 1

@@ -1,4 +1,4 @@
-"""An outfeed that takes named tensors and sends those whose name passes a filter."""
+"""An outfeed that collects named tensors and sends those whose name passes a filter."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from tailrace.jaxprs.marks import ProgramTrace, current_trace
 
 
 class MaybeOutfeedQueue:
-    """Collects named values in a program and sends the chosen ones out together.
+    """Collects named values in a program and sends the selected ones out together.
 
     Args:
         mode: as in `tr.OutfeedQueue`.
-        filters: a name is chosen if any of these strings is part of it (upper and lower case
-            differ). None chooses all, and so does the one string "none"; an empty list, nothing.
+        filters: a name is selected if it contains any of these strings (case-sensitive). None selects
+            all, and so does the single string "none"; an empty list selects nothing.
 
     In a program, call `maybe_outfeed(name, value)` for each value and `maybe_enqueue()` once after
-    the last. Collected values are those of the program that is being traced: a second program, or a
-    second trace, starts with none. Both calls belong to the same function: what is collected inside
-    `jax.grad`, `jax.jit`, `lax.scan` and their like must be enqueued inside too, because nothing of
-    it exists outside.
+    the last. Values are collected per trace: a second program, or a second trace, starts with none.
+    Both calls belong in the same function: values collected inside `jax.grad`, `jax.jit`, `lax.scan`
+    and the like must be enqueued inside too, because they do not exist outside.
 
     >>> import jax.numpy as jnp, tailrace as tr
     >>> queue = MaybeOutfeedQueue(filters=["Dense_1"])
@@ -43,7 +42,7 @@ class MaybeOutfeedQueue:
     ) -> None:
         self.queue = OutfeedQueue(mode)
         self.filters = process_filters(filters)
-        # JAX sorts the keys of a plain dict; here the order of collection is promised.
+        # JAX sorts the keys of a plain dict, but the order of collection is part of the contract.
         self._collected: OrderedDict[str, Any] = OrderedDict()
         self._trace: ProgramTrace | None = None
         self._level: Any = None
@@ -61,7 +60,7 @@ class MaybeOutfeedQueue:
     # -- in a program ---------------------------------------------------------------------------
 
     def maybe_outfeed(self, key: str, value: Any) -> Any:
-        """Collect `value` (a tree) under `key` if the filters choose it; returns `value`."""
+        """Collect `value` (a tree) under `key` if the filters select it; returns `value`."""
         trace = current_trace("MaybeOutfeedQueue.maybe_outfeed")
         if not self.selects(key):
             return value
@@ -75,7 +74,7 @@ class MaybeOutfeedQueue:
         return value
 
     def maybe_enqueue(self) -> dict[str, Any] | None:
-        """Send what was collected, if anything was; returns it, marked, or None."""
+        """Send the collected values, if any; returns them, marked, or None."""
         trace = current_trace("MaybeOutfeedQueue.maybe_enqueue")
         if trace is not self._trace or not self._collected:
             return None
@@ -90,11 +89,11 @@ class MaybeOutfeedQueue:
     # -- on the host ----------------------------------------------------------------------------
 
     def maybe_dequeue(self) -> dict[str, Any] | None:
-        """What waits in the queue, by name; None if no program sends anything to it."""
+        """The queued values, by name; None if no program sends anything."""
         return self.dequeue() if self._enqueued else None
 
     def dequeue(self) -> dict[str, Any]:
-        """What waits in the queue, by name, in the order it was collected."""
+        """The queued values, by name, in the order of collection."""
         return dict(self.queue.dequeue())
 
     def __repr__(self) -> str:

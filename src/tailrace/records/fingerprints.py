@@ -5,7 +5,7 @@
     loss, elements                       of all its steps: every loss, and every element consumed
     chain                                of all these, and of all executions before
 
-Each is a digest (`taps/bit_digests.py`). Zero stands for "not computed".
+Each is a digest (`taps/bit_digests.py`). Zero means "not computed".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIELDS = {
     "optimizer": "optimizer_state/",
     "model_state": "model_state/",
 }
-"""What the names of the leaves of a training state begin with, by group."""
+"""The prefixes of the names of a training state's leaves, by group."""
 
 
 def group_of(leaf: str) -> str:
@@ -38,7 +38,7 @@ def group_of(leaf: str) -> str:
 
 
 def state_groups(names: Sequence[str], digests: np.ndarray) -> dict[str, int]:
-    """The fingerprints of a state: the digests of its leaves, added up by group."""
+    """The fingerprints of a state: the digests of its leaves, summed by group."""
     found = dict.fromkeys(FIELDS, 0)
     for name, value in zip(names, digests, strict=True):
         group = group_of(name)
@@ -47,7 +47,7 @@ def state_groups(names: Sequence[str], digests: np.ndarray) -> dict[str, int]:
 
 
 def loss_fingerprint(losses: np.ndarray, first_step: int) -> int:
-    """The fingerprint of losses [steps, microbatches, replicas]: each at its place in the training."""
+    """The fingerprint of losses [steps, microbatches, replicas], each at its index in the training."""
     per_step = int(np.prod(losses.shape[1:]))
     return host_digest(losses, "loss", first=first_step * per_step)
 
@@ -91,7 +91,7 @@ class FingerprintLog:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> FingerprintLog:
-        """The log again, of what `arrays` returned."""
+        """A log from the result of `arrays`."""
         columns = [[int(value) for value in arrays[name]] for name in cls.COLUMNS]
         return cls(list(zip(*columns, strict=True)))
 

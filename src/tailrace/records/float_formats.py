@@ -1,8 +1,8 @@
-"""What narrower number formats would do to a tensor, read from its histogram of exponents.
+"""The effect of narrower number formats on a tensor, from its histogram of exponents.
 
-A histogram (`reduce="histogram"`) counts values by binary exponent. The limits of a format are, but
-for rounding, powers of two, so one histogram answers for every format, and for every scaling by a
-power of two, after the run. What the bins leave open is given as a bound, never as a guess.
+A histogram (`reduce="histogram"`) counts values by binary exponent. The limits of a format are, up to
+rounding, powers of two, so one histogram serves every format, and every scaling by a power of two,
+after the run. Where the bins are ambiguous, the result is a bound, never a guess.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tailrace.taps.reductions import INF_BIN, NUM_BINS, SUBNORMAL
 
 _BIAS = 127
 _LEAST_FLOAT32 = -149
-"""The exponent of the smallest value that a histogram can have seen."""
+"""The exponent of the smallest value in a histogram."""
 
 SHARES = np.dtype(
     [
@@ -28,7 +28,7 @@ SHARES = np.dtype(
         ("overflow_most", np.float64),
     ]
 )
-"""Shares of all values of a tensor; see `format_shares`."""
+"""Fractions of a tensor's values; see `format_shares`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class NumberFormat:
     """A binary floating-point format.
 
     Attributes:
-        name: as a dtype is called.
+        name: the name of the dtype.
         least_exponent: the smallest normal value is 2 to this power.
         mantissa_bits: stored bits of the mantissa.
         largest: the largest finite value.
@@ -49,12 +49,12 @@ class NumberFormat:
 
     @property
     def smallest(self) -> float:
-        """The smallest value above zero, a subnormal one."""
+        """The smallest positive value, a subnormal one."""
         return 2.0 ** (self.least_exponent - self.mantissa_bits)
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest value with all its digits."""
+        """The smallest positive value with full precision."""
         return 2.0**self.least_exponent
 
 
@@ -64,29 +64,30 @@ FORMATS = (
     NumberFormat("float8_e4m3fn", -6, 3, 448.0),
     NumberFormat("float8_e5m2", -14, 2, 57344.0),
 )
-"""The formats that `format_shares` answers for."""
+"""The formats of `format_shares`."""
 
 
 def format_shares(histogram: Any, scale_exponent: int = 0) -> dict[str, np.ndarray]:
-    """The share of values that a cast to each narrow format would lose, by the format's name.
+    """The fraction of values that a cast to each narrow format would lose, by the format's name.
 
     Let the format's smallest value be s, its smallest normal value n and its largest value m, and
     let casts round to the nearest value (ties to even). Of all values, zeros and others included:
 
     * `underflow`: not zero, but zero after the cast: below s/2. Exact, except that a value of
       exactly s/2, which becomes zero too, is counted as subnormal.
-    * `underflow_most`: an upper bound. It differs where float32's own subnormal values, which share
-      one bin, may or may not vanish: for bfloat16, or scaled by a large power of two.
-    * `subnormal`: at least s/2 and below n, so only part of the digits survive. Values are judged
-      where they lie before rounding: the uppermost of them round up to n.
+    * `underflow_most`: an upper bound. It differs if float32's subnormal values, which share one bin,
+    may
+      or may not vanish: for bfloat16, or scaled by a large power of two.
+    * `subnormal`: at least s/2 and below n, so only part of the digits survive. Values are classified
+      before rounding: the largest of them round up to n.
     * `overflow`: finite, but certainly beyond m after rounding: 2^(e+1) or more, where m has the
-      exponent e. The cast makes them Inf, NaN or m, as the format and the machine have it.
-    * `overflow_most`: an upper bound that counts all values with m's own exponent too.
+      exponent e. The cast makes them Inf, NaN or m, depending on the format and the machine.
+    * `overflow_most`: an upper bound that also counts all values with m's exponent.
 
     Args:
         histogram: counts, `[..., 258]`, as a tap with `reduce="histogram"` records them. Leading
             dims are kept.
-        scale_exponent: shares after multiplying by 2 to this power, such as a loss scale would.
+        scale_exponent: multiply by 2 to this power first, as a loss scale would.
 
     Returns:
         For each format a structured array with the leading dims of `histogram`.

@@ -1,4 +1,4 @@
-"""What a fit yields: one value a step of the loss and of each scalar metric."""
+"""The result of a fit: one value per step of the loss and of each scalar metric."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tailrace.records.fingerprints import FingerprintLog
 
 
 class Column:
-    """Values that are appended execution by execution, in memory of their own and no more than that.
+    """Values appended execution by execution, in compact memory.
 
-    What an execution hands over is a part of a larger buffer, taps included, which would be kept
-    alive with it: so values are copied, and many short pieces joined.
+    The values of an execution are part of a larger buffer, taps included, which they would keep alive:
+    so they are copied, and many short pieces are joined.
     """
 
     def __init__(self) -> None:
         self._pieces: list[np.ndarray] = []
 
     def append(self, values: np.ndarray) -> None:
-        """Copy values behind the others."""
+        """Append a copy of values."""
         self._pieces.append(np.array(values))
-        # The pieces that are joined double in size: each value is copied a few times in all.
+        # Joined pieces double in size, so each value is copied only a few times in all.
         while len(self._pieces) > 1 and len(self._pieces[-2]) <= len(self._pieces[-1]):
             last = self._pieces.pop()
             self._pieces[-1] = np.concatenate([self._pieces[-1], last])
@@ -38,16 +38,22 @@ class Column:
 
 
 class History:
-    """The course of one `fit`.
+    """The losses and metrics of one `fit`.
 
     Attributes:
-        first_step: the number of the first step in it.
-        microbatches: how many microbatches each step had.
-        replicas: how many replicas.
+        first_step: the index of its first step.
+        microbatches: the number of microbatches per step.
+        replicas: the number of replicas.
 
-    `history.loss` and `history["accuracy"]` have one value a step: the mean over its microbatches
+    `history.loss` and `history["accuracy"]` have one value per step: the mean over its microbatches
     and replicas. `history.each("loss")` has them all: [steps, microbatches, replicas]. Values of
-    validations, `history["val_loss"]`, have one value for each of `history.validated`.
+    validations, `history["val_loss"]`, have one value per entry of `history.validated`.
+
+    Example:
+        >>> history = History()
+        >>> history.add({"loss": np.float32([[[3.0]], [[2.0]]])})
+        >>> history.loss.tolist(), history.last()
+        ([3.0, 2.0], {'loss': 2.0})
     """
 
     def __init__(self, first_step: int = 0, microbatches: int = 1, replicas: int = 1) -> None:
@@ -61,7 +67,7 @@ class History:
 
     @property
     def fingerprints(self) -> dict[str, np.ndarray]:
-        """With `tr.Trainer(fingerprint=True)`, one row an execution, by name.
+        """With `tr.Trainer(fingerprint=True)`, one row per execution, by name.
 
         `first_step` and `steps`, then 8 bytes each: `parameters`, `optimizer`, `model_state`,
         `gradients`, `loss`, `elements`, and the `chain` of all of them so far.
@@ -73,7 +79,7 @@ class History:
         return self._fingerprints.add(first_step, steps, groups)
 
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Append what a validation after `step` steps found; names get `val_` in front."""
+        """Append the results of a validation after `step` steps; names get the prefix `val_`."""
         self._validated.append(step)
         for name, value in values.items():
             before = self._validations.setdefault(f"val_{name}", [])
@@ -82,7 +88,7 @@ class History:
 
     @property
     def validated(self) -> np.ndarray:
-        """After how many steps each validation was made; `history["val_loss"]` has its value."""
+        """The number of steps before each validation; `history["val_loss"]` has its value."""
         return np.array(self._validated, np.int64)
 
     def add(
@@ -95,8 +101,8 @@ class History:
 
         Args:
             values: by name.
-            weights: what a mean weighs them with.
-            steps: the numbers of the steps, where they do not simply follow one another.
+            weights: their weights in a mean.
+            steps: the indices of the steps, if they are not consecutive.
         """
         for name, value in values.items():
             self._columns.setdefault(name, Column()).append(value)
@@ -133,22 +139,22 @@ class History:
 
     @property
     def loss(self) -> np.ndarray:
-        """One value a step."""
+        """The loss of each step."""
         return self["loss"]
 
     @property
     def names(self) -> list[str]:
-        """What was recorded."""
+        """The names of all metrics."""
         return [*self._columns, *self._validations]
 
     @property
     def step_names(self) -> list[str]:
-        """Those of which each step has a value."""
+        """The names of the metrics that have a value per step."""
         return list(self._columns)
 
     @property
     def steps(self) -> np.ndarray:
-        """The number of each step."""
+        """The index of each step."""
         if self._steps is not None:
             return self._steps
         return np.arange(self.first_step, self.first_step + len(self))
@@ -159,7 +165,7 @@ class History:
         return {name: float(self[name][-1]) for name in names}
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """All of it, as arrays by name, for a file."""
+        """The history as arrays by name, for a file."""
         arrays = {f"each/{name}": self.each(name) for name in self._columns}
         if self._weights is not None:
             arrays["weights"] = self._weights.values()
@@ -172,10 +178,10 @@ class History:
     def from_arrays(
         cls, arrays: Mapping[str, np.ndarray], first_step: int, microbatches: int, replicas: int
     ) -> History:
-        """A history again, of what `to_arrays` made of one.
+        """A history from the result of `to_arrays`.
 
-        Microbatches and replicas may be others, as long as a step takes as many elements: element
-        m * replicas + r of a step is that of microbatch m and replica r, however they are counted.
+        Microbatches and replicas may differ, as long as a step has the same number of elements: element
+        m * replicas + r of a step is that of microbatch m and replica r in both.
         """
         history = cls(first_step, microbatches, replicas)
         marks: dict[str, np.ndarray] = {}

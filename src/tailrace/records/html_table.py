@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], escape: bool = True) -> str:
-    """Rows of text as an HTML table; what is HTML already is not escaped.
+    """Rows of text as an HTML table; pass `escape=False` for cells that are HTML.
 
     >>> html_table(["name"], [["a<b"]])
     '<table><tr><th>name</th></tr><tr><td>a&lt;b</td></tr></table>'

@@ -1,4 +1,4 @@
-"""`tr.print_tensor`: a value is printed when the device makes it, and its gradient likewise."""
+"""`tr.print_tensor`: prints a value when the device computes it, and its gradient likewise."""
 
 from __future__ import annotations
 
@@ -33,22 +33,29 @@ def print_tensor(
 ) -> Any:
     """Print `x` to standard error each time it is computed; returns `x`.
 
-    In differentiated code its gradient is printed too, under `<title>_gradient`, if the returned
-    value is what the computation goes on with. Each print stops the device for a moment: this is a
-    tool for looking closely, not for a long run (see `tr.Tap` for that).
+    In differentiated code its gradient is printed too, as `<title>_gradient`, if the computation uses
+    the returned value. Each print stalls the device for a moment: this is a tool for debugging, not for
+    long runs (see `tr.Tap` for those).
 
     Args:
         x: an array.
-        title: what stands in front of it.
-        print_gradient: whether the gradient is printed too.
+        title: the text before it.
+        print_gradient: whether to print the gradient too.
         summarise_threshold: larger arrays show only the edges of each dim; 0 shows everything.
-        edge_items: how many entries an edge has.
-        max_line_width: where lines are broken; 0 never breaks them.
-        digits: significant digits; 0 leaves numbers as they are.
+        edge_items: the number of entries of an edge.
+        max_line_width: where lines are broken; 0 for never.
+        digits: significant digits; 0 for Python's notation.
         float_format: "auto", "fixed", "scientific" or "none".
         separator: between entries.
         open_bracket: before the entries of a dim.
         close_bracket: after them.
+
+    Example:
+        >>> import jax.numpy as jnp, sys, tailrace as tr
+        >>> error, sys.stderr = sys.stderr, sys.stdout
+        >>> x = tr.print_tensor(jnp.arange(3.0), "x")
+        x: (0.000, 1.000, 2.000)
+        >>> sys.stderr = error
     """
     if not hasattr(x, "dtype") and not np.isscalar(x):
         raise ProgramError(
@@ -73,7 +80,7 @@ def print_tensor(
 
     def show(value: Any, title: str) -> None:
         text = options.format(np.asarray(value), title)
-        # In one piece: replicas print at the same time.
+        # One write: replicas print at the same time, and their lines must not interleave.
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
@@ -89,7 +96,7 @@ def print_tensor(
 
 
 def _printed(x: Any, title: str, show: Callable[[Any, str], None], print_gradient: bool) -> Any:
-    """`x`, printed by JAX's own callback whenever it is computed, and its gradient likewise."""
+    """`x`, printed by a JAX callback whenever it is computed, and its gradient likewise."""
     jax.debug.callback(lambda value: show(value, title), x)
     if not print_gradient or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x

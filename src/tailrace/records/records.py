@@ -1,4 +1,4 @@
-"""Records: what taps deliver, each value tagged with its step, microbatch and replica."""
+"""Records: the results of taps, each value tagged with its step, microbatch and replica."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tailrace.taps.reductions import NUM_BINS, StatsKey, merge_statistics
 from tailrace.taps.tap import Chosen, Mode
 
 PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")
-"""Kinds of tensors that each microbatch has its own of, also where a step has only one."""
+"""Kinds of tensors that exist per microbatch, even if a step has only one."""
 
 MOST_SHOWN = 20
-"""Tensors that records show of themselves."""
+"""The number of tensors that `repr` of records shows."""
 
 MOST_LIVE = 10_000
-"""How many live records wait for a reader of the stream."""
+"""The most live records that wait for a reader of the stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Record:
     Attributes:
         name: the tensor.
         kind: what was kept of it: "tensor", "stats", "histogram", "norm" or a function's name.
-        values: one leading dim: the records.
+        values: the values; the leading dim is that of the records.
         steps: the step of each.
-        microbatches: the microbatch of each; -1 where there is one value for the whole step.
-        replicas: the replica of each; -1 where the value is equal on all of them.
+        microbatches: the microbatch of each; -1 if there is one value for the whole step.
+        replicas: the replica of each; -1 if the value is equal on all of them.
         stages: the pipeline stage of each; -1 without a pipeline.
-        ran: for a branch inside a scanned stack of layers, which layers took it, [records, layers];
-            the values of the others are zero. None for everything else: a branch that was not taken
-            has no record.
+        ran: for a branch inside a scanned stack of layers, flags of the layers that took it,
+            [records, layers]; the values of the others are zero. None otherwise: a branch that was not
+            taken has no record.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Record:
 
 
 def _curve(record: Record) -> str:
-    """How a record went over the steps, as a small curve; empty where it has no one number."""
+    """A record over the steps, as a small curve; empty if it is not one number per step."""
     values = record.values
     if record.kind == "stats":
         values = values["std"]
@@ -93,7 +93,7 @@ def _curve(record: Record) -> str:
 
 
 class Source(Protocol):
-    """Something that can be made a record: what an execution emitted, or rows in a file."""
+    """A source of a record: emissions of an execution, or rows in a file."""
 
     def record(self) -> Record:
         """Read it."""
@@ -104,7 +104,14 @@ class Records(Mapping[Any, Record]):
     """The records of a fit, by name: `records["grad/w"]`, or `records["grad/w", "histogram"]`.
 
     Args:
-        stored: where records are kept, if not in here: asked each time somebody reads.
+        stored: returns the records if they are stored elsewhere; called at each read.
+
+    Example:
+        >>> import jax.numpy as jnp, tailrace as tr
+        >>> observed = tr.observe(lambda x: 2 * x, [tr.Tap("output/*", reduce="tensor")])
+        >>> _, records = observed(jnp.float32(3))
+        >>> records.names, records["output/0"].values.tolist()
+        (['output/0'], [6.0])
     """
 
     def __init__(
@@ -116,7 +123,7 @@ class Records(Mapping[Any, Record]):
         self.runs = Runs()
 
     def add(self, record: Record | Part) -> None:
-        """Append the records of one execution; they are made ready when somebody asks for them."""
+        """Append the records of one execution; they are converted when they are first read."""
         with self.runs.changed:
             if self._stored is None:
                 self._parts.setdefault((record.name, record.kind), []).append(record)
@@ -130,9 +137,9 @@ class Records(Mapping[Any, Record]):
             self.runs.changed.notify_all()
 
     def stream(self, timeout_s: float = 60.0) -> Iterator[Record]:
-        """Records of taps with `live=True` as they arrive, until the fit that makes them ends.
+        """Records of taps with `live=True` as they arrive, until the fit ends.
 
-        Meant for a thread beside the one that trains. Each is a `Record` with the values of one
+        Meant for another thread than the one that trains. Each is a `Record` with the values of one
         short execution; they arrive in order and are in the records as well.
         """
 
@@ -144,13 +151,13 @@ class Records(Mapping[Any, Record]):
             yield part.record()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all records."""
         self._parts.clear()
         self._live.clear()
 
     @property
     def names(self) -> list[str]:
-        """The tensors there are records of."""
+        """The names of the tensors that have records."""
         return list(dict.fromkeys(name for name, _ in self._held()))
 
     def __getitem__(self, key: str | tuple[str, str]) -> Record:
@@ -209,7 +216,7 @@ class Records(Mapping[Any, Record]):
 
     def _texts(self) -> Iterator[str]:
         for pair, parts in list(self._held().items())[:MOST_SHOWN]:
-            # What lies in a file says of itself what it is, and need not be read for that.
+            # A record in a file describes itself: no need to read its values.
             alone = len(parts) == 1 and not isinstance(parts[0], Part)
             yield repr(parts[0] if alone else self._joined(pair, parts))
 
@@ -234,19 +241,19 @@ class Records(Mapping[Any, Record]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """What one execution emitted for one tap, as it came: the training loop has no time for more.
+    """The emissions of one execution for one tap, unprocessed: the training loop must not wait.
 
     Attributes:
         one: the tap and the tensor.
         value: [replica,] step [, microbatch], then layers of scans, then the value.
-        valid: which entries were really made; None for all.
-        size: how many values the tensor has, if `value` is partial statistics; -1 otherwise.
-        first_step: the number of the first step of the execution.
-        steps: how many it had.
-        replicas: how many replicas ran.
-        period: periodic values are there for the last of every `period` steps.
-        ends: the last step of each execution, where several were joined and the tap has one value
-            an execution; the value has an axis of executions in place of that of the steps then.
+        valid: flags of the entries that were computed; None for all.
+        size: the number of values of the tensor, if `value` is partial statistics; -1 otherwise.
+        first_step: the index of the first step of the execution.
+        steps: the number of its steps.
+        replicas: the number of replicas.
+        period: periodic values exist for the last of every `period` steps.
+        ends: the last step of each execution, if several were joined and the tap has one value per
+            execution; the value then has an axis of executions instead of steps.
     """
 
     one: Chosen
@@ -266,16 +273,16 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """What was kept of it."""
+        """What the tap keeps of it."""
         return self.one.tap.kind
 
     @property
     def collected(self) -> bool:
-        """Whether an execution has one value."""
+        """Whether there is one value per execution."""
         return self.one.tap.mode in (Mode.SUM, Mode.FINAL)
 
     def record(self) -> Record:
-        """The finished records: flat, tagged, statistics merged."""
+        """The finished record: flat, tagged, statistics merged."""
         one, value, valid, replicas = self.one, self.value, self.valid, self.replicas
         several = replicas > 1
         loops = len(self.ends[:1]) if self.collected else one.loops
@@ -304,7 +311,7 @@ class Part:
             ran = None if ran is None else ran[keep]
         if self.size >= 0:
             flat = merge_statistics(flat, self.size)
-        elif keep is None:  # what the device gave is for reading only, and larger
+        elif keep is None:  # a copy: the device's buffer is read-only and larger
             flat = jax.tree.map(np.array, flat)
         steps, microbatches, of_replica = tags
         own = one.tap.mode is not Mode.SUM and (loops > 1 or one.entry.kind in PER_MICROBATCH)
@@ -320,7 +327,7 @@ class Part:
         )
 
     def _tags(self, counts: tuple[int, ...], replicas: int) -> tuple[np.ndarray, ...]:
-        """Step, microbatch and replica of each value, in order; the tensors of a step share them."""
+        """Step, microbatch and replica of each value, in order; shared by the tensors of a step."""
         made, start, stride = counts[0] if counts else 1, self.first_step, 1
         if not counts and self.collected:
             start += self.steps - 1
@@ -337,7 +344,7 @@ class Part:
 def _grid(
     at: range | tuple[int, ...], microbatch: int, microbatches: int, replicas: int
 ) -> tuple[np.ndarray, ...]:
-    """Step, microbatch and replica of all values of the steps `at`; for reading only."""
+    """Step, microbatch and replica of all values of the steps `at`; read-only."""
     steps = np.arange(at.start, at.stop, at.step) if isinstance(at, range) else np.array(at)
     micro = microbatch + np.arange(microbatches)
     grid = np.meshgrid(steps, micro, np.arange(replicas), indexing="ij")
@@ -363,7 +370,7 @@ def take_records(
     replicas: int,
     period: int = 1,
 ) -> list[Part]:
-    """What one execution emitted, brought to the host: one part for each tap that saw something."""
+    """Copy the emissions of one execution to the host: one part for each tap that has any."""
     arrays: dict[Hashable, tuple[Any, Any, int]] = {}
     for key, emission in emitted.items():
         if isinstance(key, StatsKey):

@@ -1,4 +1,4 @@
-"""Robust scores: how far values are from the others, in units that outliers do not stretch."""
+"""Robust scores: distances from the median, in units that outliers do not inflate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TO_DEVIATIONS = 1.4826
 """The median of absolute deviations of normal values, times this, is their standard deviation."""
 
 LEAST = 1e-3
-"""The smallest spread that counts, as a part of the median: equal values have no outliers."""
+"""The smallest spread that counts, as a fraction of the median: equal values have no outliers."""
 
 
 def robust_scores(values: Any, among: Any = None) -> np.ndarray:
@@ -18,7 +18,7 @@ def robust_scores(values: Any, among: Any = None) -> np.ndarray:
 
     Args:
         values: numbers.
-        among: what they are compared with; None: with each other.
+        among: the values to compare them with; None for each other.
 
     >>> scores = robust_scores([1.0, 1.1, 0.9, 1.05, 9.0])
     >>> int(scores.argmax()), bool(scores[4] > 10), bool(scores[:4].max() < 3)

@@ -1,7 +1,6 @@
-"""What a training loop tells somebody who keeps its results: one small interface.
+"""The interface between a training loop and whatever stores its results.
 
-The trainer knows this much of run directories. Who keeps results stands behind it: see
-`tailrace.runs`.
+This is all that the trainer knows of run directories; `tailrace.runs` implements it.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from tailrace.records.records import Part, Source
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """One execution that has ended, and what it left behind.
+    """One execution that has ended, with its results.
 
     Attributes:
-        first_step: the number of its first step.
-        steps: how many of its steps count; those after a stop do not.
-        parts: what its taps emitted.
+        first_step: the index of its first step.
+        steps: the number of its steps that count; those after a stop do not.
+        parts: the emissions of its taps.
         scalars: loss and metrics by name, each [steps, microbatches, replicas].
-        weights: what a mean over microbatches and replicas weighs each with; None for equally.
-        ended: when its results were taken in, in seconds since 1970.
+        weights: the weights of a mean over microbatches and replicas; None for equal ones.
+        ended: when its results arrived, in seconds since 1970.
         fingerprint: 8 bytes for each group of tensors, and the chain; empty if there are none.
         elements: the digest of each element, [steps, microbatches, replicas]; None if there are none.
-        reading: which elements it consumed: where they come from, by name; empty if unknown.
+        reading: the elements it consumed: their origin, by name; empty if unknown.
     """
 
     first_step: int
@@ -45,7 +44,7 @@ class Finished:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it holds."""
+        """The approximate memory it holds."""
         import jax
 
         arrays = [*self.scalars.values(), *jax.tree.leaves([part.value for part in self.parts])]
@@ -53,37 +52,37 @@ class Finished:
 
 
 class Sink(Protocol):
-    """Keeps what executions leave behind."""
+    """Stores the results of executions."""
 
     def fitting(self, info: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """A fit, from its beginning to its end; `info` says what runs, ready for JSON.
+        """A context around a fit; `info` describes it, ready for JSON.
 
-        Everything is kept when the context ends. What went wrong with keeping it is raised then at
-        the latest, unless another exception is on its way.
+        Everything is stored when the context ends. An error while storing is raised then at the latest,
+        unless another exception is propagating.
         """
         ...
 
     def execution(self, done: Finished) -> None:
-        """Take one execution. Waits if the sink cannot follow; raises what went wrong before."""
+        """Store one execution. Waits if the sink is too slow; raises an earlier error, if any."""
         ...
 
     def compilation(self, row: Mapping[str, Any]) -> None:
-        """Take what was compiled: purpose, cause, seconds; ready for JSON."""
+        """Store a compilation: purpose, cause, seconds; ready for JSON."""
         ...
 
     def flush(self) -> None:
-        """Wait until everything handed over so far is kept for good."""
+        """Wait until everything received so far is durable."""
         ...
 
     def mark(self) -> Callable[[], Any]:
-        """Mark what was handed over so far. The call that is returned waits until all of it is kept for
-        good, and tells where it ends, ready for JSON."""
+        """Mark the current end. The returned function waits until everything before it is durable, and
+        returns its position, ready for JSON."""
         ...
 
     def take_up(self, end: Any) -> None:
-        """The next fit goes on from a checkpoint: what was kept behind this mark is cut."""
+        """Prepare to resume from a checkpoint: everything after this mark is cut off."""
         ...
 
     def stored(self) -> dict[tuple[str, str], list[Source]]:
-        """The records of the fit that runs, or of the last one, by name and kind."""
+        """The records of the running fit, or of the last one, by name and kind."""
         ...

@@ -1,4 +1,4 @@
-"""The summary table that is printed once an epoch: one line of statistics for each tensor."""
+"""The summary table that is printed once per epoch: one line of statistics per tensor."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def print_summary(
 
     Args:
         name: a heading, such as "Gradients callback".
-        data: the arrays by name; None when nothing was sent.
-        epoch: the number of the epoch, counted from 0 as callbacks do; shown counted from 1.
-        file: where to print; None is the standard output.
+        data: the arrays by name; None if nothing was sent.
+        epoch: the index of the epoch, from 0 as in callbacks; printed from 1.
+        file: where to print; None for standard output.
 
     >>> print_summary("Gradients", None, epoch=0)
     <BLANKLINE>

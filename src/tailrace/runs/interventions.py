@@ -1,4 +1,4 @@
-"""`interventions.json`: where somebody changed the course of a run, and why."""
+"""`interventions.json`: where the user changed the course of a run, and why."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class Run:
 
     @property
     def interventions(self) -> list[dict[str, Any]]:
-        """Where somebody changed its course: `kind` ("rewind"), `step`, `reason`."""
+        """Where the user changed its course: `kind` ("rewind"), `step`, `reason`."""
         return read_interventions(self.directory)
 
     @property
@@ -246,7 +246,7 @@ class Run:
         Args:
             logdir: the directory that TensorBoard is given.
             select: which records to write.
-            every: write only every so many steps.
+            every: write only every n-th step.
 
         Returns:
             How many values were written.

@@ -177,7 +177,7 @@ class RunWriter:
         """Continue the run that is in the directory, if there is one.
 
         Args:
-            end: what a mark has told; rows behind it are cut off, because they come again. None: the
+            end: the position of a mark; rows after it are cut off, because they come again. None: the
                 fit had no run.
         """
         if self._root is None and end is not None:

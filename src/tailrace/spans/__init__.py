@@ -1,4 +1,5 @@
-"""What happens when: spans and counters, kept while a trace is open and free of cost otherwise.
+"""Spans and counters: recorded while a trace is open, and nearly free otherwise.
 
-Rule: anything may open a span; nothing here knows what is done with it.
+In: `span(...)` and `counter(...)` calls from any package. Out: the lists of an open `Recorder`.
+Rule: any package may open a span; nothing here knows what is done with it (`profiling` does).
 """

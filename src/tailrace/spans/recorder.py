@@ -1,7 +1,7 @@
-"""Keeping what happens while a trace is open: spans of threads, counters, executions.
+"""Records events while a trace is open: spans of threads, counters, executions.
 
-A recorder takes everything in from `open` to `close`. Several may be open at a time, one in the
-other or beside each other; each keeps what happens in its own time.
+A recorder records everything between `open` and `close`. Several may be open at a time, nested or
+overlapping; each records the events of its interval.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable
 from typing import Any
 
 LEAVE_S = 10.0
-"""How long the end of a trace waits for the executions that it has seen start."""
+"""How long the end of a trace waits for executions that it saw start."""
 
 MOST = 1_000_000
-"""Spans and values that one recorder keeps; what comes later is counted only."""
+"""The most spans and values of one recorder; later ones are only counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that took time. Times are nanoseconds of `time.perf_counter_ns`.
+    """A time interval. Times are nanoseconds of `time.perf_counter_ns`.
 
     Attributes:
-        track: the number of the thread it happened in.
-        name: what it was.
-        start: when it began.
-        end: when it was over.
-        about: more about it.
+        track: the id of its thread.
+        name: its name.
+        start: its start.
+        end: its end.
+        about: additional values.
     """
 
     track: int
@@ -50,16 +50,16 @@ class Count:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ran:
-    """One execution, as the host sees it: from its dispatch, or the end of the one before.
+    """One execution, as seen by the host: from its dispatch, or the end of the previous one.
 
     Attributes:
-        number: counted since the recorder was opened.
+        number: its index since the recorder was opened.
         start: when it could begin.
         end: when its results were ready.
-        first_step: the number of its first step.
-        steps: how many it had.
-        program: what ran; a `jax.stages.Compiled`.
-        plan: of its pipeline, if it has one.
+        first_step: the index of its first step.
+        steps: the number of its steps.
+        program: the `jax.stages.Compiled` that ran.
+        plan: the plan of its pipeline, if it has one.
         failed: whether it raised.
     """
 
@@ -74,11 +74,11 @@ class Ran:
 
 
 class Recorder:
-    """Keeps what happens while it is open.
+    """Records events while it is open.
 
     Args:
-        executions: which executions are of interest, counted from 0; None: everything.
-        profiler: what watches operations on the devices during some of them, if anything does; see
+        executions: the executions to record, counted from 0; None for all.
+        profiler: a profiler of operations on the devices during some of them, if any; see
             `tailrace.profiling.timeline.device_profiler`.
     """
 
@@ -90,19 +90,19 @@ class Recorder:
         self.threads: dict[int, str] = {}
         self.left_out = 0
         self.began = self.ended = 0
-        self._number = -1  # of the latest execution
+        self._number = -1  # the index of the latest execution
         self._open = executions is None or executions.start == 0
         self._watch = _Watch(self.ran.append)
 
     def open(self) -> None:
-        """Take in everything from now on."""
+        """Start recording."""
         global _recorders
         self.began = time.perf_counter_ns()
         with _lock:
             _recorders = (*_recorders, self)
 
     def close(self) -> None:
-        """Take in nothing more; executions on their way are waited for."""
+        """Stop recording; waits for executions in flight."""
         global _recorders
         with _lock:
             _recorders = tuple(one for one in _recorders if one is not self)
@@ -111,10 +111,10 @@ class Recorder:
             self.profiler.stop()
         self.ended = time.perf_counter_ns()
 
-    # -- what happens ---------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------
 
     def add(self, name: str, start: int, about: dict[str, Any]) -> None:
-        """A span of this thread has ended."""
+        """Record a span of this thread that has ended."""
         if not self._open or len(self.slices) >= MOST:
             self.left_out += self._open
             return
@@ -124,7 +124,7 @@ class Recorder:
         self.slices.append(Slice(track, name, start, time.perf_counter_ns(), about))
 
     def count(self, name: str, value: float) -> None:
-        """A counter has a value now."""
+        """Record the value of a counter."""
         if self._open and len(self.counts) < MOST:
             self.counts.append(Count(name, time.perf_counter_ns(), value))
         else:
@@ -137,12 +137,12 @@ class Recorder:
             self._open = self._number in self.executions
 
     def dispatch(self, program: Any) -> None:
-        """It is about to be dispatched: it is compiled, and its elements are there."""
+        """It is about to be dispatched: it is compiled, and its elements are ready."""
         if self._open and self.profiler is not None:
             self.profiler.before(program)
 
     def dispatched(self, ticket: Any, made: Callable[..., Ran], started: int) -> None:
-        """It is on its way; `ticket` is ready when it is over."""
+        """It is in flight; `ticket` is ready when it has finished."""
         if self._open:
             self._watch.add(ticket, made, started, self._number)
             if self.profiler is not None:
@@ -150,7 +150,7 @@ class Recorder:
 
 
 class _Watch:
-    """Waits for executions in a thread, and says when each was over."""
+    """Waits for executions in a thread, and records when each has finished."""
 
     def __init__(self, add: Callable[[Ran], None]) -> None:
         self._add = add
@@ -179,7 +179,7 @@ class _Watch:
             try:
                 ticket.block_until_ready()
             except Exception:
-                failed = True  # whoever collects it has the exception
+                failed = True  # the caller that collects it gets the exception
             end = time.perf_counter_ns()
             self._add(made(number=number, start=max(started, last), end=end, failed=failed))
             last = end
@@ -191,5 +191,5 @@ _recorders: tuple[Recorder, ...] = ()
 
 
 def recorders() -> tuple[Recorder, ...]:
-    """Those that are open now."""
+    """The open recorders."""
     return _recorders

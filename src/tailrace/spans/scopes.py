@@ -1,4 +1,4 @@
-"""The scopes that Tailrace opens around operations of its own, so that a profile can tell them."""
+"""The named scopes around Tailrace's own operations, by which a profile identifies them."""
 
 ACCUMULATION = "tailrace.accumulation"
 REPLICAS = "tailrace.replicas"

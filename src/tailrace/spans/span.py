@@ -1,9 +1,9 @@
-"""`span` and `counter`: how code says what it does, to whatever listens.
+"""`span` and `counter`: how code reports what it does to open traces.
 
     with span("checkpoint", step=120):
         ...
 
-Without an open trace both look at one tuple and return.
+Without an open trace, both check one tuple and return.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tailrace.spans.recorder import Ran, Recorder
 
 
 class _Nothing:
-    """What `span` returns while nobody listens."""
+    """The result of `span` without an open trace."""
 
     __slots__ = ()
 
@@ -62,7 +62,7 @@ def span(name: str, **about: Any) -> _Span | _Nothing:
 
 
 def seconds_of_a_span() -> float:
-    """What one span costs a run that is traced, measured on spans that nobody keeps."""
+    """The cost of one span in a traced run, measured on spans that are discarded."""
     alone, best, count = (Recorder(),), float("inf"), 20
     for _ in range(count):
         started = time.perf_counter()
@@ -74,15 +74,15 @@ def seconds_of_a_span() -> float:
 
 
 def is_traced() -> bool:
-    """Whether a trace is open: for what is worth finding out only then."""
+    """Whether a trace is open: for values that are worth computing only then."""
     return bool(recorder.recorders())
 
 
 def counter(name: str, value: Any) -> None:
-    """Give a counter of your own a value in every open trace; without one, nothing happens.
+    """Record the value of a counter in every open trace; without one, a no-op.
 
     Args:
-        name: of the counter: a track of the timeline.
+        name: the name of the counter, which is a track of the timeline.
         value: a number.
 
     Example:
@@ -104,9 +104,9 @@ def counter(name: str, value: Any) -> None:
 
 @contextmanager
 def waiting_for(ticket: Any, name: str) -> Iterator[None]:
-    """With an open trace: a span until an array is ready, then what is done with it.
+    """With an open trace: a span until an array is ready, then one for its use.
 
-    Copying results waits for them first; only waiting apart shows how long the copy itself took.
+    Copying results waits for them first; only a separate wait shows how long the copy itself took.
     """
     if is_traced():
         with span("execution wait"):
@@ -127,14 +127,14 @@ class Execution:
             each.begin_execution()
 
     def dispatch(self, program: Any) -> None:
-        """All is there; `program` is called next."""
+        """Everything is ready; `program` is called next."""
         for each in self._recorders:
             each.dispatch(program)
         if self._recorders:
             self._started = time.perf_counter_ns()
 
     def dispatched(self, ticket: Any, first_step: int, steps: int, program: Any, plan: Any) -> None:
-        """It was called, and `ticket` is ready when it is over."""
+        """It was called; `ticket` is ready when it has finished."""
         for each in self._recorders:
             made = functools.partial(
                 Ran, first_step=first_step, steps=steps, program=program, plan=plan

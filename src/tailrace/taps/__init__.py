@@ -1,12 +1,15 @@
-"""Names for every tensor of a traced program, and the rewrite that makes a tap an output.
+"""Names for every tensor of a traced program, and the rewrite that turns a tap into an output.
 
-In: a traced program with marks, and taps.
-Out: a catalogue of its tensors; and the program emitted again, with what taps select as outputs.
+In: a traced program with marks (`jaxprs`), and taps: requests to observe tensors.
+Out: a catalogue of its tensors; and the program emitted again, with the selected tensors as outputs.
 
     naming, probe            names from scopes; marks on activations before differentiation
-    catalogue, tap, wanted   what there is, what is asked for, what must leave the program
-    rewrite, loop_passes     the program again; frame has what goes in and out of each part
-    reductions               what is computed of a tensor on the device
+    activation_listing       the activations found while a step is traced
+    catalogue, tap, wanted   the tensors there are, the requests, and the values that must leave
+    rewrite                  emits the program again; frame holds the inputs and emissions of each part
+    loop_passes              emits a loop's iterations; counted_loop those of a loop with a dynamic
+    length reductions, bit_digests  statistics, norms, histograms and digests, computed on the device
 
-Rule: programs that run are emitted by `rewrite`, those of pipelines too. No history, no files here.
+Rules. Every program that runs is emitted by `rewrite`, those of pipelines too. This package keeps no
+records and writes no files: `records` and `runs` do.
 """

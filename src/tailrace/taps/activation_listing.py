@@ -1,12 +1,12 @@
-"""The activations of a step, listed while it is traced.
+"""The activations of a step, collected while it is traced.
 
-Tracing a step finds its activations and their gradients. Whoever traces it opens a listing and has
-their entries afterwards; the step itself stays plain, immutable data.
+Tracing a step finds its activations and their gradients. The caller that traces it opens a listing and
+reads the entries afterwards; the step itself stays plain, immutable data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -16,8 +16,8 @@ _open: ContextVar[list[Entry] | None] = ContextVar("tailrace_activations", defau
 
 
 @contextmanager
-def listing_activations() -> Iterator[list[Entry]]:
-    """The list that activations of steps traced inside go to."""
+def listing_activations() -> Generator[list[Entry]]:
+    """Collect the activations of steps traced in this context."""
     found: list[Entry] = []
     token = _open.set(found)
     try:
@@ -27,7 +27,7 @@ def listing_activations() -> Iterator[list[Entry]]:
 
 
 def new_listing() -> list[Entry]:
-    """An empty list for the activations of a step: the open one, emptied, or one of its own.
+    """An empty list for the activations of a step: the open listing, cleared, or a private one.
 
     A step may be traced several times; the last trace is the one that runs.
     """

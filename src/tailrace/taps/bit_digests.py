@@ -1,13 +1,15 @@
 """Digests of bits: a sum modulo 2^64 of a mix of name, index and bits of every value.
 
 A sum does not depend on the order of its terms. So the digest of a tensor is the same however it is
-packed, cut into shares or placed on devices, as long as each value keeps its name and its index. Any
-changed bit changes the digest, except with a probability of about 2^-64. It protects against accidents,
-not against an adversary.
+packed, sharded or placed on devices, as long as each value keeps its name and index. A changed bit
+changes the digest, except with a probability of about 2^-64. It protects against accidents, not
+against an adversary.
 
-Integers of 64 bits do not exist on a device without `jax_enable_x64`: there a digest is two words of 32
-bits, low and high. On the host it is one integer of 64 bits, and `host_digest` computes the same.
+Without `jax_enable_x64` a device has no 64-bit integers: there a digest is two 32-bit words, low and
+high. On the host it is one 64-bit integer, and `host_digest` computes the same.
 """
+
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -24,18 +26,18 @@ from jax import lax
 
 _INDEX = (0x9E3779B1, 0x1B873593)
 _MIX = (0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)
-"""Odd constants: those of xxHash and MurmurHash3, which are known to spread bits well."""
+"""Odd constants of xxHash and MurmurHash3, which are known to mix bits well."""
 
 SMALL = 16_384
-"""Tensors of so many words or fewer are digested together: a kernel for each would cost more."""
+"""Tensors of at most this many words are digested together: one kernel each would cost more."""
 
 WORDS = 2
-"""How many words of 32 bits a digest has on a device."""
+"""The number of 32-bit words of a digest on a device."""
 
 
 @functools.cache
 def seeds(name: str) -> tuple[int, int]:
-    """Two words that stand for a name."""
+    """Two words derived from a name."""
     found = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(found[:4], "little"), int.from_bytes(found[4:], "little")
 
@@ -48,9 +50,9 @@ def digest(value: Any, name: str, first: Any = 0, size: int | None = None) -> An
 
     Args:
         value: the tensor, or a flat part of it.
-        name: what it is called.
+        name: its name.
         first: the index of the part's first value in the tensor.
-        size: of the tensor, where the part may be padded beyond its end.
+        size: the size of the tensor, if the part may be padded beyond its end.
     """
     words = bits_of(value).reshape(-1)
     if not words.size:
@@ -65,12 +67,12 @@ def digest(value: Any, name: str, first: Any = 0, size: int | None = None) -> An
 
 
 def digest_many(values: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]) -> Any:
-    """The digests of tensors, uint32[tensors, 2], in a program; small ones of like size together.
+    """The digests of tensors, uint32[tensors, 2], in a program; small ones of similar size together.
 
     Args:
         values: the tensors.
-        names: what they are called.
-        sizes: how many values count of a tensor that is padded; None for all.
+        names: their names.
+        sizes: the number of values of each tensor without padding; None for all.
     """
     found: list[Any] = [None] * len(values)
     together: dict[int, list[tuple[int, Any, int]]] = {}
@@ -98,8 +100,8 @@ def digest_many(values: Sequence[Any], names: Sequence[str], sizes: Sequence[int
 def digest_rows(value: Any, name: str, dims: int) -> Any:
     """The digest of each entry along the first `dims` dims: uint32[..., 2], in a program.
 
-    Its words are summed each for itself, modulo 2^32: a CPU, on which the elements of small models are
-    most of the work, is three times as fast then.
+    The two words are summed separately, modulo 2^32, without carry. On a CPU, where digests of the
+    elements dominate for small models, that is three times as fast.
     """
     lead = value.shape[:dims]
     words = bits_of(value).reshape(*lead, -1)
@@ -114,7 +116,7 @@ def total(digests: Any) -> Any:
 
 
 def bits_of(value: Any) -> Any:
-    """The bits of each value as words of 32 bits; a value of 64 bits is two of them, low first."""
+    """The bits of each value as 32-bit words; a 64-bit value is two of them, low first."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
@@ -144,14 +146,14 @@ def _mixed(words: Any, index: Any, seeds: tuple[Any, Any], word: Any) -> tuple[A
     """Low and high word of the mix of each value."""
     first, second = (word(seed) for seed in seeds)
     low = _spread(words ^ (index * word(_INDEX[0]) + first), word)
-    # Of the low word, which tells values apart as well as they do themselves: half the work.
+    # The high word is mixed from the low one, which is as distinct as the value itself: half the work.
     high = (low + (index * word(_INDEX[1]) ^ second)) * word(_MIX[2])
     high = (high ^ (high >> word(15))) * word(_INDEX[0])
     return low, high ^ (high >> word(13))
 
 
 def _spread(h: Any, word: Any) -> Any:
-    """The finalizer of MurmurHash3: every bit depends on every other."""
+    """The finalizer of MurmurHash3: every output bit depends on every input bit."""
     h = h ^ (h >> word(16))
     h = h * word(_MIX[0])
     h = h ^ (h >> word(13))
@@ -163,7 +165,7 @@ def _spread(h: Any, word: Any) -> Any:
 
 
 def host_digest(value: Any, name: str, first: int = 0) -> int:
-    """The digest of an array on the host: one integer of 64 bits, as a device computes it.
+    """The digest of an array on the host: one 64-bit integer, equal to the device's.
 
     >>> whole = np.arange(6, dtype=np.float32)
     >>> parts = host_digest(whole[:2], "w") + host_digest(whole[2:], "w", first=2)
@@ -190,13 +192,13 @@ def host_row_digest(value: Any, name: str) -> int:
 
 
 def joined(words: Any) -> np.ndarray:
-    """Digests of a device, uint32[..., 2], as integers of 64 bits."""
+    """Digests from a device, uint32[..., 2], as 64-bit integers."""
     array = np.asarray(words).astype(np.uint64)
     return array[..., 0] | (array[..., 1] << np.uint64(32))
 
 
 def mixed_with(digests: np.ndarray, index: np.ndarray, name: str) -> int:
-    """One digest of many, each at its index: an order of digests has a digest of its own."""
+    """One digest of many digests, each with its index, so that their order counts."""
     both = np.stack([digests & np.uint64(0xFFFFFFFF), digests >> np.uint64(32)], axis=-1)
     places = 2 * index.astype(np.uint64)[..., None] + np.arange(2, dtype=np.uint64)
     with np.errstate(over="ignore"):

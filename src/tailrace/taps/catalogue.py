@@ -1,4 +1,7 @@
-"""The catalogue: every tensor of a step by name, with shape, dtype and the line it comes from."""
+"""The catalogue: every tensor of a step by name, with shape, dtype and source line."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tailrace.jaxprs.walk import Position
 from tailrace.messages import shown
 
 Select = Any
-"""How tensors are chosen: a glob, a compiled regex, a predicate on entries, or a list of these."""
+"""A selection of tensors: a glob, a compiled regex, a predicate on entries, or a list of these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +30,13 @@ class Entry:
     Attributes:
         name: by the contract, such as "grad/dense/kernel" or "activation/dense:add".
         kind: the first part of the name.
-        shape: of one value: of one microbatch on one replica. A tensor in a scanned stack of layers
-            has the layers in front.
+        shape: the shape of one value: of one microbatch on one replica. A tensor in a scanned stack of
+            layers has a leading layer dim.
         dtype: its dtype.
         stage: the pipeline stage it lives in; -1 without a pipeline.
-        source: `file:line` of the user's code it comes from; empty where there is none.
-        position: where its equation stands in the program.
-        output: which result of that equation it is.
+        source: `file:line` of the user's code it comes from; empty if there is none.
+        position: the position of its equation in the program.
+        output: the index of the result of that equation.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Entry:
 
 
 MOST_SHOWN = 30
-"""Tensors that a catalogue shows at a prompt."""
+"""The number of tensors that `repr` of a catalogue shows."""
 
 
 class Catalogue(Sequence[Entry]):
@@ -70,7 +73,7 @@ class Catalogue(Sequence[Entry]):
         self._by_name = {entry.name: entry for entry in self._entries}
 
     def select(self, select: Select) -> Catalogue:
-        """The entries that a selection matches; an error with the nearest names if none do."""
+        """The entries that match a selection; an error with the nearest names if none do."""
         chosen = [entry for entry in self._entries if matches(select, entry)]
         if not chosen:
             raise SelectionError(self._unmatched(select))
@@ -80,7 +83,7 @@ class Catalogue(Sequence[Entry]):
         return Catalogue(chosen)
 
     def filter(self, select: Select) -> Catalogue:
-        """Like `select`, but nothing found is no error."""
+        """Like `select`, but an empty result is allowed."""
         return Catalogue(entry for entry in self._entries if matches(select, entry))
 
     @property
@@ -88,9 +91,9 @@ class Catalogue(Sequence[Entry]):
         """All names, in the order of the program."""
         return [entry.name for entry in self._entries]
 
-    def to_json(self) -> str:
-        """The catalogue as JSON: a list of objects."""
-        rows = [
+    def to_rows(self) -> list[dict[str, Any]]:
+        """The catalogue as plain data, one dictionary a tensor."""
+        return [
             {
                 "name": e.name,
                 "kind": e.kind,
@@ -101,7 +104,10 @@ class Catalogue(Sequence[Entry]):
             }
             for e in self._entries
         ]
-        return json.dumps(rows, indent=1)
+
+    def to_json(self) -> str:
+        """The catalogue as JSON: a list of objects."""
+        return json.dumps(self.to_rows(), indent=1)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
@@ -175,7 +181,7 @@ class Catalogue(Sequence[Entry]):
 
 
 def check_selection(select: Select) -> None:
-    """Refuse what selects nothing that could be: when it is given, not when it is first used."""
+    """Refuse a value that is no selection when it is given, not when it is first used."""
     if isinstance(select, list | tuple | set):
         for part in select:
             check_selection(part)
@@ -189,7 +195,7 @@ def check_selection(select: Select) -> None:
 def matches(select: Select, entry: Entry) -> bool:
     """Whether a selection includes a tensor."""
     if isinstance(select, str):
-        # A name without its index means all values that leave the scope.
+        # A name without an index selects all values that leave the scope.
         plain = not any(c in select for c in "*?")
         if plain:
             return entry.name == select or re.sub(r"\[\d+\]$", "", entry.name) == select

@@ -1,21 +1,24 @@
-"""A loop whose number of passes is an argument of the program, not part of it.
+"""A loop whose length is an argument of the program, not part of it.
 
-One executable then serves executions of every length up to its capacity. `lax.scan` cannot do this:
-its length is static. So the loop is a `lax.while_loop`, and what each pass emits is written into row
-i of a buffer with as many rows as there is room for:
+One executable then serves executions of every length up to its capacity. `lax.scan` cannot do this: its
+length is static. So the loop is a `lax.while_loop`, and the emissions of each iteration are written to
+row i of a buffer with as many rows as the capacity:
 
     while i < count:  carry, emitted = one_pass(carry, xs[i]);  buffer[i] = emitted;  i += 1
 
-Periodic taps look at steps period-1, 2 period-1, ... A branch in every pass would cost more than
-the look, so passes without one run in a loop of their own:
+Periodic taps observe steps period-1, 2 period-1, ... A branch in every iteration would cost more than
+the observation, so iterations without one run in an inner loop:
 
     while i < count:
         while i < min(count, next look):  silent pass
         if i < count:                     pass with a look, row k of the buffers of looks
 
-The body is traced twice, once silent and once with a look, and never again: shapes come from the
-traced programs.
+The body is traced twice, once silent and once with a look, and never again: shapes are taken from the
+traced programs. Tracing it a third time for its shapes would double the work at each nesting level.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ OnePass = Callable[[Any, Any, bool], Any]
 def run_counted(
     one_pass: OnePass, init: Any, xs: Any, room: int, trip: Trip, period: int, observing: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """The first `trip.count` of `room` passes: carry, ys, emissions of each pass, and of looks."""
+    """Run the first `trip.count` of `room` iterations: carry, ys, emissions of each, and of looks."""
 
     def at(index: Any) -> Any:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), xs)
@@ -91,12 +94,12 @@ def run_counted(
 
 
 def looks_in(passes: int, period: int) -> int:
-    """The most looks that so many passes can have, whatever the step of the first."""
+    """The most looks that `passes` iterations can contain, whatever the step of the first."""
     return -(-passes // period)
 
 
 def looks_between(first: int, count: int, period: int) -> range:
-    """The steps of an execution in which periodic taps look.
+    """The steps of an execution that periodic taps observe.
 
     >>> list(looks_between(5, 20, 10)), list(looks_between(5, 3, 10))
     ([9, 19], [])
@@ -106,7 +109,7 @@ def looks_between(first: int, count: int, period: int) -> range:
 
 
 def zeros(shape: Any, lead: tuple[Any, ...] = ()) -> Any:
-    """Zeros of a shape, with further dims in front."""
+    """Zeros of a shape, with additional leading dims."""
     return jnp.zeros((*lead, *shape.shape), shape.dtype)
 
 
@@ -117,7 +120,7 @@ def _put(buffers: Any, rows: Any, index: Any) -> Any:
 
 
 def traced_once(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
-    """A function traced once: what calls emit from now on, and the form of its result."""
+    """Trace a function once: a function that emits the traced program, and the result's shapes."""
     closed, form = jax.make_jaxpr(function, return_shape=True)(*args)
     run = internals.jaxpr_as_fun(closed)
     structure = jax.tree.structure(form)

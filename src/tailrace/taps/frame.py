@@ -1,4 +1,6 @@
-"""What a stretch of a program reads from outside and yields to outside while it is re-emitted."""
+"""The inputs and emissions of a part of a program while it is emitted again."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 Emissions = OrderedDict
-"""Values by key. JAX sorts the keys of a plain dict, and queues have no order."""
+"""Values by key. Not a plain dict: JAX sorts the keys of one, and queues have no order."""
 
 
 class Emission(NamedTuple):
-    """A value on its way out of the program.
+    """A value that leaves the program.
 
-    `valid` says which entries were really made: None when all were, otherwise booleans over the
-    leading (loop) dims. It is there when a branch or a while loop stands around the value.
+    `valid` flags the entries that were computed: None if all were, otherwise booleans over the leading
+    (loop) dims. A value inside a branch or a while loop has it.
     """
 
     value: Any
@@ -28,12 +30,12 @@ class Emission(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ambient:
-    """What the running program alone knows; the same for the whole of it.
+    """Values known only at run time; the same for the whole program.
 
     Attributes:
         key: the random key of the program, from its seed.
-        first_step: the number of the first step of this execution.
-        replica: the number of the replica that computes.
+        first_step: the index of the first step of this execution.
+        replica: the index of this replica.
     """
 
     key: Any
@@ -43,11 +45,11 @@ class Ambient:
 
 @dataclasses.dataclass(frozen=True)
 class Trip:
-    """How far a loop runs whose length is data: numbers that only the running program knows.
+    """The length of a loop whose length is data: values known only at run time.
 
     Attributes:
-        count: how many passes it makes, of those that it has room for.
-        first: the step of its first pass, which tells in which passes periodic taps look.
+        count: the number of iterations, at most the loop's capacity.
+        first: the step of its first iteration, which determines the steps that periodic taps observe.
     """
 
     count: Any
@@ -56,7 +58,7 @@ class Trip:
 
 @dataclasses.dataclass(frozen=True)
 class Counter:
-    """A loop made by Tailrace that is being run: its length and where it stands."""
+    """A Tailrace loop that is being emitted: its length and its counter."""
 
     length: int | None
     value: Any
@@ -64,7 +66,7 @@ class Counter:
 
 @dataclasses.dataclass
 class Block:
-    """Elements of one infeed, stacked along the first dim, and how many were taken so far."""
+    """Elements of one infeed, stacked along the first dim, and the number taken so far."""
 
     leaves: tuple[Any, ...]
     position: Any = 0
@@ -78,24 +80,24 @@ class Block:
         start, self.position = self.position, self.position + count
         if isinstance(start, int):
             return tuple(leaf[start : start + count] for leaf in self.leaves)
-        # Behind a while loop, the running program alone knows where it stands.
+        # After a while loop, the position is known only at run time.
         return tuple(lax.dynamic_slice_in_dim(leaf, start, count) for leaf in self.leaves)
 
 
 @dataclasses.dataclass
 class Frame:
-    """The surroundings of one stretch of program: a loop body, a branch, the whole.
+    """The environment of one part of a program: a loop body, a branch, or the whole.
 
     Attributes:
-        ambient: what the running program alone knows.
-        blocks: the elements to take from, by infeed.
+        ambient: values known only at run time.
+        blocks: the elements to take, by infeed.
         counters: the Tailrace loops around, outermost first.
-        steps_before: passes of outermost loops that this execution ran before.
-        replaying: whether a forward pass is only repeated for the backward pass.
-        observing: whether periodic values are wanted in this pass.
-        trip: how far the outermost loop runs, if its length is data.
-        emitted: what leaves, by key.
-        rows: of what leaves such a loop, one row for every so many passes; by key.
+        steps_before: iterations of outermost loops that this execution ran before.
+        replaying: whether this is a forward pass repeated for the backward pass.
+        observing: whether this iteration emits periodic values.
+        trip: the length of the outermost loop, if it is data.
+        emitted: the emissions, by key.
+        rows: for emissions of such a loop, the period of iterations per row; by key.
     """
 
     ambient: Ambient
@@ -109,34 +111,34 @@ class Frame:
     rows: dict[Hashable, int] = dataclasses.field(default_factory=dict)
 
     def inner(self, blocks: dict[Any, Block] | None = None, **changes: Any) -> Frame:
-        """The frame of a stretch inside this one: same surroundings, own blocks and emissions."""
+        """The frame of a part inside this one: same environment, separate blocks and emissions."""
         blocks = self.blocks if blocks is None else blocks
         return dataclasses.replace(self, blocks=blocks, emitted=Emissions(), **changes)
 
     def emit(self, key: Hashable, value: Any, valid: Any = None) -> None:
-        """Send a value out under `key`."""
+        """Emit a value under `key`."""
         self.emitted[key] = Emission(value, valid)
 
     def take(self, each: Any, looks: Any, once: Any, period: int) -> None:
-        """Emissions of a loop inside: with one row a pass, one row a look, and without rows."""
+        """Add the emissions of an inner loop: one row per iteration, one per look, and without rows."""
         self.emitted.update(each | looks | once)
         if self.trip is not None and not self.counters:
             self.rows.update(dict.fromkeys(each, 1) | dict.fromkeys(looks, period))
 
     def step(self) -> Any:
-        """The number of the step: first step of the execution + the outermost loop's counter."""
+        """The index of the step: the execution's first step plus the outermost loop's counter."""
         first = jnp.asarray(self.ambient.first_step + self.steps_before, jnp.int32)
         return first + self.counters[0].value if self.counters else first
 
     def microbatch(self) -> Any:
-        """The number of the microbatch in its step: the inner loops' counters, taken together."""
+        """The index of the microbatch in its step, from the counters of the inner loops."""
         number: Any = jnp.int32(0)
         for counter in self.counters[1:]:
             number = number * (counter.length or 1) + counter.value
         return number
 
     def fold_key(self, call: int) -> Any:
-        """The random key of one call of `tr.key()`: the same whatever the schedule."""
+        """The random key of one call of `tr.key()`; independent of the schedule."""
         key = self.ambient.key
         for number in (self.step(), self.microbatch(), self.ambient.replica, call):
             key = jax.random.fold_in(key, number)

@@ -1,8 +1,16 @@
-"""The passes of a loop that is emitted again: how they are strung together, what is kept of each.
+"""The iterations of a loop that is emitted again, and which of their emissions are kept.
 
 A loop of fixed length is a `lax.scan`. A loop whose length is data (a `Trip`) is a `lax.while_loop`
-that writes what each pass emits into a row of a buffer; see `counted_loop`.
+that writes the emissions of each iteration to a row of a buffer; see `counted_loop`.
+
+Emissions leave a loop in one of three ways, and the choice decides what they cost. Stacked, one row per
+iteration: the default. Periodic, one row per `period` iterations: the iterations in between do not
+compute them at all. Collected, one value per loop (a sum, or the last one): they become part of the
+carry, so that memory does not grow with the length of the loop.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -19,14 +27,14 @@ from tailrace.taps.frame import Emission, Emissions, Trip
 
 
 class Ran(NamedTuple):
-    """What a loop leaves behind.
+    """The results of a loop.
 
     Attributes:
-        carry: what it carries, after the last pass.
-        ys: what the loop itself stacks.
-        each: emissions with one row a pass.
-        looks: emissions with one row for each pass in which periodic taps look.
-        once: emissions with one value in all.
+        carry: the carry after the last iteration.
+        ys: the stacked outputs of the original loop.
+        each: emissions with one row per iteration.
+        looks: emissions with one row per iteration that periodic taps observe.
+        once: emissions with a single value.
     """
 
     carry: Any
@@ -43,15 +51,15 @@ class Ran(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """The passes of one loop.
+    """The iterations of one loop.
 
     Attributes:
         one_pass: `one_pass(carry, x, observing)` returns the next carry and `(ys, emissions)`.
-        reverse: whether the last pass comes first.
-        unroll: how many passes `lax.scan` writes out.
-        length: how many passes there are, or, with a `trip`, how many there is room for.
-        collect: emissions of which one value in all is kept: their sum, or the last.
-        trip: how far the loop runs, if that is data.
+        reverse: whether it runs from the last iteration to the first.
+        unroll: how many iterations `lax.scan` unrolls.
+        length: the number of iterations, or, with a `trip`, the capacity.
+        collect: emissions of which a single value is kept: their sum, or the last.
+        trip: the length of the loop, if it is data.
     """
 
     one_pass: Callable[[Any, Any, bool], Any]
@@ -62,13 +70,16 @@ class Passes:
     trip: Trip | None = None
 
     def collecting(self, collect: Mapping[Any, str]) -> Passes:
-        """Keep one entry in all, not one a pass, of the emissions named in `collect`."""
+        """Keep a single value, not one per iteration, of the emissions named in `collect`."""
         return dataclasses.replace(self, collect=collect)
 
     def run(self, init: Any, xs: Any, period: int, observing: bool) -> Ran:
-        """All passes; periodic values come from the last of every `period` of them."""
+        """Emit all iterations; periodic values come from the last of every `period` of them."""
         if self.collect is None:
             return self._all(self.one_pass, init, xs, period, observing)
+        # Collected values join the carry, which needs an initial value of the right shape before the
+        # first iteration. The body is traced for it, and that trace is then used as the body: tracing
+        # it twice would double the time at each level of nested loops.
         traced, (_, (_, shapes)) = traced_once(
             lambda c, x: self.one_pass(c, x, observing), init, jax.tree.map(_first, xs)
         )
@@ -76,10 +87,12 @@ class Passes:
 
         def one_pass(carry: Any, x: Any, looks: bool) -> Any:
             carry, kept = carry
+            # The trace above is of an iteration with `observing`; the other kind is traced here.
             made = traced(carry, x) if looks == observing else self.one_pass(carry, x, looks)
             carry, (ys, emitted) = made
             after = Emissions()
             for key, old in kept.items():
+                # A silent iteration does not emit periodic values: the old one stays.
                 after[key] = collected(key, old, emitted.pop(key)) if key in emitted else old
             return (carry, after), (ys, emitted)
 
@@ -102,8 +115,8 @@ class Passes:
             body = lambda c, x: one_pass(c, x, observing)  # noqa: E731
             carry, (ys, emitted) = scan(body, init, xs, self.length)
             return Ran(carry, ys, emitted, Emissions(), Emissions())
-        # A branch inside the loop would cost more than the observation: the last of every `period`
-        # passes is written out instead, behind a loop over the others.
+        # A branch in every iteration would cost more than the observation. Instead, each group of
+        # `period` iterations is a loop over the silent ones, then one observed iteration.
         groups, rest = divmod(self.length, period)
         assert not rest, "the caller cuts loops into multiples of the period"
         grouped = jax.tree.map(lambda x: x.reshape(groups, period, *x.shape[1:]), xs)
@@ -118,17 +131,18 @@ class Passes:
             return carry, (_append(ys, last_ys), every, last)
 
         carry, (ys, every, last) = lax.scan(group, init, grouped, length=groups)
+        # Rows of every iteration come back as [groups, period, ...]; users expect [length, ...].
         flat = lambda x: x.reshape(self.length, *x.shape[2:])  # noqa: E731
         return Ran(carry, jax.tree.map(flat, ys), jax.tree.map(flat, every), last, Emissions())
 
 
 def skipping(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A pass that changes nothing of what it carries if what it emits is not good."""
+    """An iteration that leaves the carry unchanged if its emissions are not good."""
 
     def run(before: Any, x: Any, observing: bool) -> Any:
         after, (ys, emitted) = one_pass(before, x, observing)
-        # The choice must not be fused with what it chooses from: XLA would round the update otherwise
-        # than it does in a program without a guard.
+        # Without the barrier, XLA would fuse the select with the update and round the update
+        # differently from a program without a guard. Both must give the same bits.
         after = lax.optimization_barrier(after)
         good = is_good(emitted)
         kept = jax.tree.map(lambda old, new: jnp.where(good, new, old), before, after)
@@ -146,7 +160,7 @@ def _first(x: Any) -> Any:
 
 
 def collected(key: Any, old: Emission, new: Emission, ours: bool = True) -> Emission:
-    """What is kept of two passes: their sum, or the later one in which the value was made."""
+    """Combine a value over two iterations: their sum, or the later one in which it was computed."""
     if ours and key[0].collect == "sum":
         return jax.tree.map(jnp.add, old, new)
     if new.valid is None:
@@ -158,10 +172,10 @@ def collected(key: Any, old: Emission, new: Emission, ours: bool = True) -> Emis
 
 
 def like(made: Any, value: Any) -> Any:
-    """Flags over the leading dims of a value, fit to be broadcast over the others."""
+    """Flags over the leading dims of a value, reshaped so that they broadcast over the others."""
     return made.reshape(made.shape + (1,) * (value.ndim - made.ndim))
 
 
 def both(made: Any, valid: Any) -> Any:
-    """Flags over the leading dims, and flags over more of them: both must be up."""
+    """The conjunction of flags over the leading dims and flags over more of them."""
     return jnp.logical_and(like(made, valid), valid)

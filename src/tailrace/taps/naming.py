@@ -1,9 +1,11 @@
-"""Names for the values of a traced function, from the scopes that they were computed in.
+"""Names for the values of a traced function, from the scopes they were computed in.
 
-`jax.named_scope`, and every library that opens scopes for its layers, leaves its mark on equations.
-Each entry of a scope is an object of its own, so a second call of the same layer can be told from
-the first (`dense` and `dense#1`), and a gradient from the value that it belongs to.
+Equations record the `jax.named_scope`s they were traced in, which most libraries open for their layers.
+Each entry into a scope is a distinct object, so a second call of the same layer differs from the first
+(`dense` and `dense#1`), and a gradient can be matched with its value.
 """
+
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ from tailrace.jaxprs.stretches import is_float, used_by
 from tailrace.jaxprs.walk import Position, loop_tag
 from tailrace.taps.catalogue import Entry
 
-# JAX's own scopes, which say how a value is computed, not what it is.
+# Scopes that JAX opens itself: they say how a value is computed, not what it is.
 _NOT_SCOPES = {"rematted_computation", "checkpoint"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """One entry of a named scope: its name, and which entry of it in which call of a program."""
+    """One entry into a named scope: its name, and an identity of the entry and the program call."""
 
     name: str
     identity: tuple[Position, int]
@@ -40,9 +42,9 @@ class Namer:
     """Gives names to the values of a function.
 
     Attributes:
-        enter_custom: whether functions with their own derivative are looked into. Before
-            differentiation their inside must not be touched.
-        forward_only: leave out the backward pass (when differentiation is part of the function).
+        enter_custom: whether to enter functions with a custom derivative. Before differentiation their
+            contents must not change, or the rule would no longer fit.
+        forward_only: omit the backward pass (when differentiation is part of the function).
     """
 
     enter_custom: bool = False
@@ -76,7 +78,7 @@ class Namer:
                 name = call_name(eqn)
                 inner_called = f"{called}{name}/" if name else called
                 within = (*layers, length) if length is not None else layers
-                # Of what it makes, what the forward pass outside uses, and what it carries.
+                # Of its results, those that the forward pass outside uses, and its carry.
                 used = {
                     inside
                     for place, (inside, outside) in enumerate(
@@ -88,14 +90,15 @@ class Namer:
         yield from self._leaving(program, around, layers, results)
 
     def _inside(self, eqn: JaxprEqn) -> Iterator[tuple[int, Jaxpr, int | None, int]]:
-        """Programs in an equation: number, program, passes of a user's scan, values carried."""
+        """Programs in an equation: index, program, length of a user's scan, size of the carry."""
         found = control(eqn)
         if found is None or (isinstance(found, Call) and found.is_custom and not self.enter_custom):
             return
         inside = (found.body,) if isinstance(found, While) else found.inside
         for inner in inside:
             if isinstance(found, Scan):
-                # A loop made by Tailrace makes many values; it does not make one larger.
+                # A Tailrace loop makes many values of one name; a user's scan one value with a layer
+                # dim.
                 length = None if loop_tag(inner.jaxpr) else found.length
                 yield inner.number, inner.jaxpr, length, found.num_carry
             else:
@@ -121,7 +124,7 @@ class Namer:
         layers: tuple[int, ...],
         results: set[Any],
     ) -> Iterator[Entry]:
-        """For each scope opened in this program: the float values that are used outside of it."""
+        """For each scope opened in this program: the float values that are used outside it."""
         for chain, indices in program.scopes.items():
             inside = set(indices)
             leaving: list[Any] = [
@@ -138,7 +141,7 @@ class Namer:
                 name = scope if len(leaving) == 1 else f"{scope}[{number}]"
                 shown = self._unique(f"activation/{name}")
                 yield self._entry(shown, *program.place(var), var, layers)
-                # Where two values could be meant, none is listed: better none than the wrong one.
+                # If two values could be meant, neither is listed: better none than the wrong one.
                 if self.forward_only and alike[var.aval.shape] == 1:
                     for back in program.gradient_of(var, chain):
                         entry = self._entry(f"cotangent/{name}", *program.place(back), back, layers)
@@ -160,12 +163,12 @@ class Namer:
         )
 
     def _scope_name(self, scopes: Sequence[Scope]) -> str:
-        """The path of a scope, each part with the number of its call where it is called again."""
+        """The path of a scope; a repeated call of a part has its number, as in `dense#1`."""
         path = ""
         for depth, scope in enumerate(scopes):
             around = scopes[depth - 1].name if depth else ""
             if around and scope.name.startswith(f"{around}."):
-                path += scope.name.removeprefix(around)  # a dotted path repeats what is around it
+                path += scope.name.removeprefix(around)  # a dotted path repeats its parent's
             else:
                 path = f"{path}/{scope.name}" if path else scope.name
             identity = tuple(s.identity for s in scopes[: depth + 1])
@@ -181,12 +184,12 @@ class Namer:
 
 
 class _Program:
-    """What is asked again and again of one program while its values get names.
+    """Facts about one program, computed once while its values get names.
 
     Attributes:
         jaxpr: the program.
         chains: the scopes of each equation, outermost first.
-        backward: whether each equation belongs to the backward pass, and is left out.
+        backward: for each equation, whether it belongs to the backward pass and is omitted.
         users: for each variable, the equations of the forward pass that use it.
         scopes: for each scope opened in the program, the equations of the forward pass in it.
     """
@@ -210,14 +213,14 @@ class _Program:
                     self.users.setdefault(var, []).append(index)
 
     def place(self, var: Any) -> tuple[JaxprEqn, Position, int]:
-        """The equation that makes a variable, its position, and which of its results it is."""
+        """The equation that defines a variable, its position, and the index of the result."""
         index, output = self._made[var]
         return self.jaxpr.eqns[index], (*self._position, index), output
 
     def gradient_of(self, value: Any, scope: tuple[Scope, ...]) -> list[Any]:
-        """The gradient of a value that leaves a scope, read off the backward pass; none if unclear.
+        """The gradient of a value that leaves a scope, from the backward pass; empty if ambiguous.
 
-        It is what enters the backward equations of that scope from outside.
+        It is the value that enters the backward equations of that scope from outside.
         """
         if scope not in self._entering:
             self._entering[scope] = self._entered(self._backward_scopes.get(scope, []))
@@ -225,7 +228,7 @@ class _Program:
         return entering if len(entering) == 1 else []
 
     def _entered(self, indices: list[int]) -> list[Any]:
-        """The variables of the backward pass that some of its equations use and others make."""
+        """Variables of the backward pass that these equations use and other ones define."""
         inside = set(indices)
         return [
             var
@@ -245,7 +248,8 @@ def _is_no_value(eqn: JaxprEqn) -> bool:
 
 
 def _chain(eqn: JaxprEqn, program: Position) -> tuple[Scope, ...]:
-    # JAX traces a jitted function once, however often it is called: the call tells its scopes apart.
+    # JAX traces a jitted function once and shares the program between its calls: their scope objects
+    # are the same, so the position of the call is part of the identity.
     return tuple(
         Scope(name, (program, identity))
         for name, identity in internals.scopes_of(eqn)

@@ -1,9 +1,12 @@
-"""Marking values of a function before it is differentiated.
+"""Marks on values of a function, placed before it is differentiated.
 
-To see an activation and its gradient, the value is marked where it is made. Differentiation carries
-the mark along: the gradient that flows back through it is the gradient of the loss in that value,
-summed over all its uses.
+To observe an activation and its gradient, the value is marked where it is computed. Differentiation
+carries the mark along: the gradient that flows back through it is the gradient of the loss with
+respect to that value, summed over all its uses.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ COTANGENT_OF = ("activation/", "cotangent/")
 
 
 def with_cotangents(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries of activations, and for each float among them that of its gradient."""
+    """The entries of activations, each float one followed by the entry of its gradient."""
     found = list(entries)
     for entry in entries:
         if jax.numpy.issubdtype(entry.dtype, jax.numpy.inexact):
@@ -36,7 +39,7 @@ def with_cotangents(entries: Sequence[Entry]) -> list[Entry]:
 def probed(
     function: Callable[..., Any], wants: Callable[[Entry], bool], found: list[Entry]
 ) -> Callable[..., Any]:
-    """`function`, with the values marked that `wants` asks for; all entries go into `found`."""
+    """`function` with marks on the values that `wants` accepts; all entries are added to `found`."""
 
     def call(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -49,7 +52,7 @@ def probed(
 
         closed = jax.make_jaxpr(flat)(*leaves)
         entries = Namer().entries(closed.jaxpr)
-        # Where they will stand in the program that this becomes part of is not known here.
+        # Their positions in the program that this becomes part of are not known yet.
         found.extend(dataclasses.replace(e, position=()) for e in with_cotangents(entries))
         marks: dict[Position, list[tuple[int, Tag]]] = {}
         for entry in entries:
@@ -60,7 +63,8 @@ def probed(
             if wants(entry) or gradient:
                 tag = Tag("value", entry.name, follow_gradient=gradient)
                 marks.setdefault(entry.position, []).append((entry.output, tag))
-        # Never the function once more: its random keys and enqueues are numbered as it is traced.
+        # The traced program is emitted, not the function traced again: tracing numbers its random keys
+        # and enqueues, and a second trace would number them differently.
         out = _Marker(marks).run(closed.jaxpr, closed.consts, leaves, None)
         return jax.tree.unflatten(form[0], out)
 
@@ -68,20 +72,20 @@ def probed(
 
 
 class _Marker(Emitter[None]):
-    """Emits a program once more, with marks on some of its values, fit to be differentiated."""
+    """Emits a program again with marks on some of its values; the result can be differentiated."""
 
     def __init__(self, marks: dict[Position, list[tuple[int, Tag]]]) -> None:
         self.marks = marks
         self._inside = by_surrounding(marks)
 
     def enters(self, eqn: JaxprEqn, here: Position) -> bool:
-        """Whether something in the equation is to be marked."""
+        """Whether to mark something inside the equation."""
         return here in self._inside
 
     def made(
         self, eqn: JaxprEqn, inputs: list[Any], outputs: list[Any], around: None, here: Position
     ) -> list[Any]:
-        """Mark what is to be marked of the equation's results."""
+        """Mark the requested results of the equation."""
         for output, tag in self.marks.get(here, ()):
             outputs[output] = mark(outputs[output], tag)
         return outputs

@@ -1,16 +1,19 @@
-"""Emitting a traced program once more, with its marks resolved and chosen values sent out.
+"""Emits a traced program again, with its marks resolved and selected values as outputs.
 
-The rewriter runs a jaxpr as JAX would, equation by equation, under whatever trace is current
-(that of `jit`, usually), and so writes a new program. On the way
+The rewriter interprets a jaxpr equation by equation under the current trace (usually that of `jit`),
+and so produces a new program. On the way
 
 * a dequeue becomes a slice of the elements that were staged for this execution,
-* a key or a counter becomes arithmetic on the program's own numbers,
-* an enqueue, and every value that a tap asks for, becomes an extra output: stacked by the loops
-  around it, flagged where a branch stands around it,
+* a key or a counter becomes arithmetic on the program's arguments,
+** an enqueue, and every value that a tap selects, becomes an extra output: stacked by the loops
+  around it, with a validity flag inside a branch,
 * everything else is emitted as it was, with its names and source lines.
 
-Programs inside equations that need none of this are emitted whole, untouched.
+Inner programs that need none of this are emitted whole, unchanged.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -60,18 +63,18 @@ OnMark = Callable[[Tag, list[Any], Frame], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Resolver:
-    """What becomes of the equations that Tailrace made, in a program that runs.
+    """Replaces Tailrace's equations in a program that will run.
 
     Attributes:
-        on_mark: called for marks that something must be done about.
-        replica_axis: the mesh axis of the replicas, None where there is one replica.
+        on_mark: called for marks that require an action.
+        replica_axis: the mesh axis of the replicas; None for one replica.
     """
 
     on_mark: OnMark | None = None
     replica_axis: str | None = None
 
     def resolve(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame) -> list[Any] | None:
-        """The results of such an equation; None for any other."""
+        """The results of a Tailrace equation; None for any other."""
         if (tag := tag_in(eqn)) is not None:
             return self._mark(tag, inputs, frame)
         if (queue := queue_in(eqn)) is not None:
@@ -94,7 +97,7 @@ class Resolver:
         return self.on_mark(tag, inputs, frame)
 
     def _gathered(self, value: Any, replicas: int) -> Any:
-        """The values of all replicas; where one is replayed alone, its own stands for all."""
+        """The values of all replicas; if one replica is replayed alone, its value is used for all."""
         if self.replica_axis is None:
             return jnp.broadcast_to(value, (replicas, *value.shape))
         return lax.all_gather(value, self.replica_axis)
@@ -102,15 +105,15 @@ class Resolver:
 
 @dataclasses.dataclass
 class Rewriter(Visitor[Any, Frame]):
-    """How a program is emitted again; see the module's text.
+    """Emits a program again; see the module docstring.
 
     Attributes:
-        wanted: the values to send out, by the position of their equation.
-        on_mark: called for marks that something must be done about, in the running program.
-        replica_axis: the mesh axis of the replicas, None where there is one replica.
-        replicas: how many there are.
-        period: the outermost loop observes periodic values in every `period`-th pass only.
-        free: the literals that are arguments of the program.
+        wanted: the values to emit, by the position of their equation.
+        on_mark: called for marks that require an action in the running program.
+        replica_axis: the mesh axis of the replicas; None for one replica.
+        replicas: the number of replicas.
+        period: the outermost loop emits periodic values only in every `period`-th iteration.
+        free: the literals that become arguments of the program.
     """
 
     wanted: dict[Position, list[Wanted]] = dataclasses.field(default_factory=dict)
@@ -122,12 +125,12 @@ class Rewriter(Visitor[Any, Frame]):
 
     def __post_init__(self) -> None:
         self.arguments: Sequence[Any] = ()
-        """What stands for the free literals in the program that is being emitted."""
+        """The arguments that replace the free literals in the emitted program."""
         self._inside = by_surrounding(self.wanted)
         self._resolver = Resolver(self.on_mark, self.replica_axis)
 
     def sends(self, eqn: JaxprEqn, here: Position) -> bool:
-        """Whether something leaves from an equation or from inside it, as far as can be told."""
+        """Whether an equation, or something inside it, may emit a value."""
         return (
             here in self.wanted
             or here in self._inside
@@ -140,16 +143,16 @@ class Rewriter(Visitor[Any, Frame]):
     # -- one equation ---------------------------------------------------------------------------
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager[Any]:
-        """The equation's names and source lines."""
+        """Keep the equation's name stack and source lines."""
         return internals.equation_context(eqn)
 
     def constant(self, value: Any, var: Any) -> Any:
-        """A constant; of a free literal, the argument that stands for it."""
+        """A constant; for a free literal, the argument that replaces it."""
         place = self.free.places.get(id(var))
         return value if place is None else self.arguments[place]
 
     def enters(self, eqn: JaxprEqn, here: Position) -> bool:
-        """Whether something in the equation is wanted, ours, or an argument."""
+        """Whether something inside the equation is wanted, ours, or an argument."""
         return here in self._inside or id(eqn) in self.free.around or concerns_us(eqn)
 
     def made(
@@ -160,23 +163,23 @@ class Rewriter(Visitor[Any, Frame]):
         around: Frame,
         here: Position,
     ) -> list[Any]:
-        """Send out what is wanted of the equation's results."""
+        """Emit the wanted results of the equation."""
         for want in self.wanted.get(here, ()):
             if around.observing or not want.periodic:
                 around.emit(RawKey((want,)), outputs[want.output])
         return outputs
 
     def plain(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """The equation as it is; on a CPU, a convolution in the form that its library takes."""
+        """Emit the equation unchanged; on a CPU, a convolution in its fastest form."""
         room = convolutions if devices.platform() == "cpu" else internals
         return room.bind_again(eqn, inputs)
 
     def opaque(self, eqn: JaxprEqn, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """One of our own equations; any other with something of ours inside is refused."""
+        """Resolve one of our equations; refuse any other that has one of ours inside."""
         outputs = self._resolver.resolve(eqn, inputs, around)
         if outputs is None:
             raise ProgramError(
-                f"A feed, key or observed value stands inside {name_of(eqn)!r}, which "
+                f"A feed, key or observed value is inside {name_of(eqn)!r}, which "
                 f"Tailrace cannot look into. Move it outside of that operation."
             )
         return outputs
@@ -184,19 +187,20 @@ class Rewriter(Visitor[Any, Frame]):
     # -- programs inside equations --------------------------------------------------------------
 
     def call(self, call: Call, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """`jit`, `remat`, custom derivatives: after differentiation they are their contents."""
+        """Inline `jit`, `remat` and custom derivatives: differentiation is over."""
         replaying = around.replaying
         if call.is_replay:
             around.replaying = True
             if call.is_barrier:
-                # What keeps XLA from merging the recomputation with the original it repeats.
+                # Keeps XLA from merging the recomputation with the computation it repeats, which would
+                # keep the activations in memory after all.
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
         outputs = self.run_inner(call.program, inputs, around, here)
         around.replaying = replaying
         return outputs
 
     def scan(self, scan: Scan, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """A loop, with what leaves it stacked; the outermost also observes and counts."""
+        """Emit a loop with its emissions stacked; the outermost also observes and counts steps."""
         frame, body, length = around, scan.body.jaxpr, scan.length
         consts, init, xs = scan.split(inputs)
         counts = elements_read(body.eqns)
@@ -234,7 +238,7 @@ class Rewriter(Visitor[Any, Frame]):
         return [*ran.carry, *ran.ys]
 
     def _is_good(self, emitted: Any) -> Any:
-        """Whether no flag that a pass emitted is down, on any replica."""
+        """Whether all flags that an iteration emitted are true, on every replica."""
         flags = [fine(e).all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
         good = jnp.stack(flags).all()
         if self.replica_axis is not None:
@@ -244,7 +248,7 @@ class Rewriter(Visitor[Any, Frame]):
     def while_loop(
         self, loop: While, inputs: list[Any], around: Frame, here: Position
     ) -> list[Any]:
-        """A loop whose length is not known; what leaves it has room for the most passes."""
+        """Emit a loop of unknown length; buffers of its emissions have room for the most iterations."""
         frame = around
         cond_consts, body_consts, init = loop.split(inputs)
         tag = loop_tag(loop.body.jaxpr)
@@ -270,7 +274,8 @@ class Rewriter(Visitor[Any, Frame]):
             return outputs, inside.emitted
 
         def once(key: Hashable) -> bool:
-            # Nobody knows how many passes the user's own loop will have: the last one is kept.
+            # A user's while loop has no known bound, so there is no buffer: only the last value is
+            # kept.
             return maximum is None or (isinstance(key, RawKey) and key[0].collect != "stack")
 
         def keep(passes: Any, kept: Any, emitted: dict[Hashable, Emission]) -> Any:
@@ -282,7 +287,8 @@ class Rewriter(Visitor[Any, Frame]):
                 for key, old in kept.items()
             )
 
-        # Traced once: to be traced for its shapes first, loops inside loops would double every time.
+        # Traced once, for shapes and body together: a separate trace for the shapes would double the
+        # work at each level of nested loops.
         once_traced, (_, shapes) = traced_once(one_pass, jnp.int32(0), init)
         kept = Emissions(
             (key, jax.tree.map(lambda s, k=key: zeros(s, () if once(k) else (maximum,)), shape))
@@ -303,14 +309,14 @@ class Rewriter(Visitor[Any, Frame]):
             valid = made if emission.valid is None else both(made, emission.valid)
             frame.emit(key, emission.value, valid)
         for queue, count in counts.items():
-            # What was not read is next in turn.
+            # Elements that the loop did not read come next.
             frame.blocks[queue].position = before[queue] + passes * count
         if tag is not None and not frame.counters:
             frame.steps_before = frame.steps_before + passes
         return list(carry)
 
     def cond(self, cond: Cond, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
-        """A choice; what leaves its branches is flagged."""
+        """Emit a choice; emissions of its branches get a validity flag."""
         frame, (index, operands) = around, cond.split(inputs)
 
         def run_branch(branch: Inner, operands: list[Any]) -> Any:
@@ -358,10 +364,10 @@ def _number(ambient: Ambient, frame: Frame) -> Any:
 
 
 def _rows(leaf: Any, number: Any, count: int) -> Any:
-    """The `count` rows of one pass.
+    """The `count` rows of one iteration.
 
-    Cut out pass by pass: given another shape before the loop, all rows would be copied by XLA.
+    Sliced in each iteration: reshaped before the loop, all rows would be copied by XLA.
     """
-    if not len(leaf):  # of a loop without passes, which is traced all the same
+    if not len(leaf):  # a loop of length 0 is still traced
         return jnp.zeros((count, *leaf.shape[1:]), leaf.dtype)
     return lax.dynamic_slice_in_dim(leaf, number * count, count)

@@ -1,5 +1,8 @@
 """Taps: requests to observe tensors of a step."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,11 +21,11 @@ from tailrace.taps.reductions import NUM_BINS, histogram, norm, row_lengths
 from tailrace.taps.wanted import Wanted
 
 MOST_BYTES = 1 << 30
-"""What the taps of one execution may return, in bytes, unless the user allows more."""
+"""The default limit of the bytes that the taps of one execution return."""
 
 
 class Reduce(enum.StrEnum):
-    """What is kept of a tensor."""
+    """What a tap keeps of a tensor."""
 
     TENSOR = "tensor"
     STATS = "stats"
@@ -31,7 +34,7 @@ class Reduce(enum.StrEnum):
 
 
 class Mode(enum.StrEnum):
-    """Which values are kept: all, their sum over an execution, or the last one of an execution."""
+    """Which values a tap keeps: all, their sum over an execution, or the last one of an execution."""
 
     ALL = "all"
     SUM = "sum"
@@ -63,14 +66,14 @@ class Tap:
     """A request to observe tensors.
 
     Args:
-        select: which tensors: a glob over names (`*` crosses `/`), `re.compile(...)`, a function of
+        select: the tensors: a glob over names (`*` crosses `/`), `re.compile(...)`, a function of
             a catalogue entry, or a list of these.
         mode: "all" values, their "sum" over an execution, the "final" one of an execution, or
-            `tr.every(n)` steps. Sum and final keep one record an execution.
-        reduce: what is kept of each: the "tensor", its "stats" (mean, std, min, max, NaN, Inf,
-            share of zeros), a "histogram" of binary exponents, its "norm", or a JAX function.
-        live: whether records are wanted while training runs, through `trainer.records.stream()`.
-            Executions found by "auto" are then short; results are the same to the last bit.
+            `tr.every(n)` steps. Sum and final keep one record per execution.
+        reduce: what to keep of each value: the "tensor", its "stats" (mean, std, min, max, NaN, Inf,
+            fraction of zeros), a "histogram" of binary exponents, its "norm", or a JAX function.
+        live: whether to deliver records while training runs, through `trainer.records.stream()`.
+            Executions chosen by "auto" are then short; results are bit-equal.
 
     >>> Tap("grad/*", mode=every(10)).reduce
     <Reduce.STATS: 'stats'>
@@ -91,18 +94,18 @@ class Tap:
 
     @property
     def kind(self) -> str:
-        """How records of this tap are told from those of another on the same tensor."""
+        """The name that distinguishes its records from those of another tap on the same tensor."""
         if isinstance(self.reduce, Reduce):
             return str(self.reduce)
         return getattr(self.reduce, "__name__", "function")
 
     @property
     def period(self) -> int:
-        """Every how many steps it looks."""
+        """The number of steps between observations."""
         return self.mode.n if isinstance(self.mode, Every) else 1
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must send out for one tensor, which `layers` scans stand around."""
+        """What the program must emit for one tensor, which is inside `layers` scans."""
         collect = "stack"
         if self.mode in (Mode.SUM, Mode.FINAL):
             collect = "sum" if self.mode is Mode.SUM else "final"
@@ -156,11 +159,11 @@ class StopOnNonfinite:
 
     @property
     def skips(self) -> bool:
-        """Whether bad steps are taken back, and training goes on."""
+        """Whether bad steps are undone and training continues."""
         return self.on_nonfinite == "skip"
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must watch."""
+        """What the program must check."""
         return Wanted(key, output, guard=True, skips=self.skips)
 
     def nbytes(self, entry: Entry) -> int:
@@ -170,7 +173,7 @@ class StopOnNonfinite:
 
 @dataclasses.dataclass(frozen=True)
 class GradientDigest:
-    """The digest of the gradients of the last step of each execution, as the optimizer gets them."""
+    """The digest of the gradients that the optimizer receives in the last step of each execution."""
 
     select: Select = "reduced/*"
 
@@ -179,7 +182,7 @@ class GradientDigest:
     kind = "digest"
 
     def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
-        """What the program must send out for one gradient."""
+        """What the program must emit for one gradient."""
         return Wanted(key, output, collect="final", digest=True)
 
     def nbytes(self, entry: Entry) -> int:
@@ -193,21 +196,21 @@ def stop_on_nonfinite(
     limit: int = 10,
     bundle: Any = None,
 ) -> StopOnNonfinite:
-    """Stop training at the first NaN or Inf in the selected tensors; goes into `observe=`.
+    """Stop training at the first NaN or Inf in the selected tensors; pass it in `observe=`.
 
     Args:
-        select: which tensors.
-        on_nonfinite: "stop", or "skip": a bad step changes no state, `history["skipped"]` says which
-            they were, and training goes on.
-        limit: how many steps of a fit may be skipped before it stops.
-        bundle: a new directory into which the bad step is written when training stops: the state before
-            it, its elements, seed and step; `trainer.replay_bundle` runs it on another machine.
+        select: the tensors.
+        on_nonfinite: "stop", or "skip": a bad step changes no state, `history["skipped"]` lists it, and
+            training continues.
+        limit: the number of steps of a fit that may be skipped before it stops.
+        bundle: a new directory to write the bad step to when training stops: the state before it, its
+            elements, seed and step; `trainer.replay_bundle` runs it on another machine.
 
-    The device checks every step, and the host reads the checks when an execution has ended. After a
-    bad step, training goes back to where that execution started and runs the steps before the bad one
-    again: the parameters are then those before that step, and `tr.errors.NonFiniteError` says which
-    step, microbatch, tensor, operation and line it was. Executions in flight keep the state that they
-    started from, one copy each. A guard that skips chooses between old and new state at every step.
+    The device checks every step, and the host reads the checks when an execution has ended. After a bad
+    step, training returns to the start of that execution and runs the steps before the bad one again:
+    the parameters are then those before that step, and `tr.errors.NonFiniteError` names the step,
+    microbatch, tensor, operation and line. Executions in flight keep a copy of the state they started
+    from. A guard that skips selects between old and new state in every step.
 
     >>> stop_on_nonfinite("grad/*").select
     'grad/*'
@@ -217,7 +220,7 @@ def stop_on_nonfinite(
 
 
 def guarding(observe: Any, on_nonfinite: str | None) -> Any:
-    """What `observe=` was given, with the guard that `on_nonfinite=` stands for."""
+    """The value of `observe=`, with the guard that `on_nonfinite=` requests."""
     if on_nonfinite is None:
         return observe
     return [*parse_taps(observe), stop_on_nonfinite(on_nonfinite=on_nonfinite)]
@@ -230,10 +233,10 @@ class Chosen:
     Attributes:
         tap: the request.
         entry: the tensor.
-        loops: how many of the loops around it Tailrace made (the step's, the microbatches').
+        loops: the number of Tailrace loops around it (over steps, over microbatches).
         differs: whether it differs between replicas.
-        microbatches: how many values of it a step makes.
-        layers: how many scans of the user's own stand around it.
+        microbatches: the number of its values per step.
+        layers: the number of the user's scans around it.
     """
 
     tap: Any
@@ -245,25 +248,25 @@ class Chosen:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The name, and what was kept."""
+        """The name of the tensor, and what is kept of it."""
         return (self.entry.name, self.tap.kind)
 
 
 def parse_taps(observe: Any) -> list[Any]:
-    """What `observe=` was given, as taps; a bare selection means its statistics."""
+    """The value of `observe=` as taps; a bare selection means its statistics."""
     if observe is None:
         return []
     if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
         observe = [observe]
     try:
         listed = list(observe)
-    except TypeError:  # an array without a dim
+    except TypeError:  # a 0-d array
         listed = [observe]
     return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in listed]
 
 
 def common_period(taps: Sequence[Any]) -> int:
-    """The step width that serves all periodic taps: their greatest common divisor."""
+    """The period that serves all periodic taps: the greatest common divisor of theirs."""
     periods = [tap.period for tap in taps if tap.period > 1]
     return math.gcd(*periods) if periods else 1
 
@@ -271,7 +274,7 @@ def common_period(taps: Sequence[Any]) -> int:
 def choose(
     taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[Any, ...]]
 ) -> list[Chosen]:
-    """Apply taps to a catalogue; `describe` tells what `Chosen` has besides tap and entry."""
+    """Apply taps to a catalogue; `describe` gives the other fields of `Chosen` for an entry."""
     chosen: dict[tuple[str, str], Chosen] = {}
     for tap in taps:
         for entry in catalogue.select(tap.select):
@@ -286,7 +289,7 @@ def choose(
 
 
 def wanted_of(chosen: Sequence[Chosen]) -> dict[Position, list[Wanted]]:
-    """What a rewriter must send out, by position."""
+    """What a rewriter must emit, by position."""
     found: dict[Position, list[Wanted]] = {}
     for one in chosen:
         want = one.tap.wanted(one.key, one.entry.output, one.layers)
@@ -295,7 +298,7 @@ def wanted_of(chosen: Sequence[Chosen]) -> dict[Position, list[Wanted]]:
 
 
 def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -> float:
-    """Bytes that records of one step take."""
+    """The bytes of the records of one step."""
     total = 0.0
     for one in chosen:
         if one.tap.mode in (Mode.SUM, Mode.FINAL):
@@ -308,7 +311,7 @@ def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -
 def check_bytes(
     chosen: Sequence[Chosen], steps: int, microbatches: int, replicas: int, most: int
 ) -> None:
-    """Refuse taps that would return more bytes in one execution than allowed."""
+    """Refuse taps that would return more bytes per execution than the limit."""
     per_step = bytes_per_step(chosen, microbatches, replicas)
     if per_step * steps > most:
         largest = max(chosen, key=lambda one: one.tap.nbytes(one.entry) / one.tap.period)

@@ -1,4 +1,7 @@
-"""What is to leave a program, and what is made of it before it does."""
+"""Values that are to leave a program, and their reduction before they do."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -20,16 +23,18 @@ class Wanted:
     """A value that is to leave the program.
 
     Attributes:
-        key: what it is called outside.
-        output: which result of its equation it is.
-        reduce: what is computed from it, inside the loop, before it leaves; None for statistics,
-            which are computed for all tensors of a loop body together.
-        periodic: whether it is made only in the last of every `period` steps.
-        collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
-        guard: only whether it is finite is of interest.
-        skips: a guard that takes back the step in which it is not finite, and lets the loop go on.
-        digest: only the digest of its bits is of interest.
-        layers: how many dims in front are passes of the user's own scans, when it is collected.
+        key: its name outside the program.
+        output: the index of the result of its equation.
+        reduce: a reduction to apply inside the loop, before it leaves; None for statistics, which are
+            computed for all tensors of a loop body together.
+        periodic: whether it is emitted only in the last of every `period` steps.
+        collect: "stack" keeps one entry per iteration of a loop, "sum" and "final" one per execution.
+        guard: whether only its finiteness is of interest.
+        skips: whether it is a guard that undoes a step in which it is not finite, and lets the loop
+            continue.
+        digest: whether only the digest of its bits is of interest.
+        layers: the number of leading dims that are iterations of the user's scans, when it is
+            collected.
     """
 
     key: Hashable
@@ -43,35 +48,35 @@ class Wanted:
     skips: bool = False
 
 
-class FiniteKey(tuple):
-    """The key of a flag that says whether some tensors are finite: their names."""
+class FiniteKey(tuple[Hashable, ...]):
+    """The key of a flag for the finiteness of some tensors: their names."""
 
     __slots__ = ()
 
 
-class DigestKey(tuple):
+class DigestKey(tuple[str, ...]):
     """The key of the digests of some tensors: their names."""
 
     __slots__ = ()
 
 
-class RawKey(tuple):
-    """The key of a tensor that was emitted whole and has still to be reduced."""
+class RawKey(tuple[Wanted]):
+    """The key of a tensor that was emitted whole and is yet to be reduced."""
 
     __slots__ = ()
 
 
 def condense(frame: Frame, at_end: bool = False) -> None:
-    """Replace the tensors that a stretch of program emits by what is wanted of them.
+    """Replace the tensors that a part of a program emits by their reductions.
 
-    What is summed or kept over the loop stays whole until the end.
+    Tensors that are summed or kept over the loop stay whole until its end.
     """
     with jax.named_scope(TAPS):
         _condense(frame, at_end)
 
 
 def _condense(frame: Frame, at_end: bool) -> None:
-    # Periodic ones apart: in the passes in between, the others must make the same pack.
+    # Periodic ones are packed separately: the pack of the others must be the same in every iteration.
     packs: dict[bool, list[tuple[Hashable, Emission]]] = {False: [], True: []}
     guarded: list[tuple[Hashable, Emission]] = []
     digested: list[tuple[Any, Emission]] = []
@@ -93,12 +98,12 @@ def _condense(frame: Frame, at_end: bool) -> None:
     if guarded:
         key = FiniteKey(key for key, _ in guarded)
         frame.emit(key, all_finite([e.value for _, e in guarded]))
-    if digested:  # together: each array that leaves a device takes its time
+    if digested:  # in one array: each array that leaves a device has a fixed cost
         names = [name for (name, _), _ in digested]
         values = [emission.value for _, emission in digested]
         frame.emit(DigestKey(names), digest_many(values, names, [None] * len(names)))
     for pack in packs.values():
-        # A pack has one flag, so what has flags goes alone.
+        # A pack has one validity flag, so a value with a flag is packed alone.
         alone = [[(k, e)] for k, e in pack if e.valid is not None]
         together = [(k, e) for k, e in pack if e.valid is None]
         for members in [together, *alone] if together else alone:
@@ -108,7 +113,7 @@ def _condense(frame: Frame, at_end: bool) -> None:
 
 
 def fine(flag: Emission) -> Any:
-    """A flag that says whether tensors are finite; up where they were not made at all."""
+    """A flag for the finiteness of tensors; true where they were not computed at all."""
     if flag.valid is None:
         return flag.value
     missing = ~flag.valid
@@ -116,7 +121,7 @@ def fine(flag: Emission) -> Any:
 
 
 def _reduce_layers(want: Wanted, emission: Emission, frame: Frame) -> None:
-    """Reduce each layer of what was collected whole, as is done inside the scan otherwise."""
+    """Reduce each layer of a value that was collected whole, as a scan does for other values."""
     key, reduce = want.key, want.reduce
     if reduce is None:
         size = math.prod(emission.value.shape[want.layers :])

@@ -82,7 +82,7 @@ class Trainer(LookingBack):
         shard_optimizer_state: let each replica keep, and update, one share of the optimizer's state.
         offload_activations: cut the forward pass into parts, keep what crosses the cuts in the host's
             memory until the backward pass, and compute the rest again, part by part. Of a pipeline,
-            what its forwards keep for its backwards lies there.
+            it holds the residuals of its forwards.
         model_state: state that the model updates itself, such as that of BatchNorm. It advances
             with each microbatch.
         replica_state: what becomes of the model state over replicas: "mean" averages its floats
@@ -316,9 +316,9 @@ class Trainer(LookingBack):
 
         Args:
             dataset: what to train on; see `tr.InfeedQueue`.
-            steps: train for exactly so many steps, which take steps x microbatches x replicas
+            steps: the exact number of steps, which take steps x microbatches x replicas
                 elements. The dataset is not restarted.
-            epochs: go through the dataset so many times; 1 if neither is given. Elements at the end
+            epochs: the number of passes over the dataset; 1 if neither is given. Elements at the end
                 that do not fill a step are left out.
             validation_data: what to evaluate on meanwhile, as `evaluate` does. The values are in the
                 history and in the logs of callbacks as `val_<name>`.

@@ -1,6 +1,6 @@
 """The seeds' own programming interface: `from tailrace.compat import ipu`.
 
-It stands where programs import `tensorflow.python.ipu`, submodules too. Everything here is a few lines
+It replaces `tensorflow.python.ipu`, submodules too. Everything here is a few lines
 over the engine; docs/guides/originals_names.md has every name and what became of it.
 """
 

@@ -112,7 +112,7 @@ class IPUInfeedQueue:
         return self._queue
 
     def take_part(self, replicas: int | None) -> InfeedQueue:
-        """The engine's queue, checked for use in a program with so many replicas (if known)."""
+        """The engine's queue, checked against the program's number of replicas (if known)."""
         queue = self.queue()
         scope = current()
         if scope is not None:

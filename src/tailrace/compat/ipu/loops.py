@@ -89,7 +89,7 @@ def while_loop(
         body: as for `repeat`.
         inputs: the carried values.
         infeed_queue: where each pass takes an element from; those not read go back.
-        maximum_iterations: stop after so many passes. With an infeed and without it, an execution
+        maximum_iterations: the most iterations. With an infeed and without it, an execution
             has as many elements at hand as a loop may plausibly read (and says so, once).
         use_while_v1: without effect.
     """

@@ -59,7 +59,7 @@ _FUNCTIONS = {"linear", "batch_norm", "conv1d", "conv2d", "conv3d", "einsum", "e
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """What a name stands for: a tensor, and what is taken of it (None: all)."""
+    """The meaning of a name: a tensor, and the part of it (None for all)."""
 
     tensor: str
     pick: Callable[[Any], Any] | None = None
@@ -99,7 +99,7 @@ class Names:
         return sorted(self.meanings)
 
     def find(self, name: str) -> Meaning:
-        """What a name stands for, with or without `model.` in front of a weight's name."""
+        """The meaning of a name, with or without `model.` in front of a weight's name."""
         for spelling in _spellings(name):
             if spelling in self.meanings:
                 return self.meanings[spelling]

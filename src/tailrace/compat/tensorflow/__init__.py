@@ -1,6 +1,6 @@
 """TensorFlow's words for programs of the device: `from tailrace.compat import tensorflow as tf`.
 
-It stands where programs import `tensorflow`. Operations are Keras' and JAX's; tensors are JAX's arrays;
+It replaces `tensorflow`. Operations are Keras' and JAX's; tensors are JAX's arrays;
 variables, models and layers are Keras'. What is done on the host (datasets, files, images, summaries)
 is TensorFlow's own, where it is installed.
 """

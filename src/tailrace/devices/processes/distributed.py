@@ -1,12 +1,12 @@
-"""Several processes, one program: how they find each other, and agree before each execution.
+"""Several processes as one program: joining them, and agreement before each execution.
 
-    process 0 ─┐                        every process runs the same script, feeds its own replicas,
+    process 0 ─┐                        every process runs the same script, feeds its local replicas,
     process 1 ─┼─ roll call ─▶ jax ─▶   and sees the same history and records; process 0 writes
     process 2 ─┘
 
-A collective waits for all processes. One that is missing, or that runs another program, would make
-the others wait for good, without a word. So the roll is called before JAX joins them, and they
-compare what they are about to run before each dispatch.
+A collective waits for all processes. One that is missing, or that runs another program, would make the
+others wait forever, without a message. So there is a roll call before JAX joins them, and they compare
+what they are about to run before each dispatch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tailrace.errors import DeviceError, DistributedError
 from tailrace.jaxprs import internals
 from tailrace.messages import logger
 
-"""The environment variables by which `tailrace launch` tells processes of each other."""
+"""The environment variables by which `tailrace launch` introduces processes to each other."""
 
 TIMEOUT_S = 300.0
-"""How long processes wait for each other unless told otherwise."""
+"""The default time that processes wait for each other, in seconds."""
 
 _LOOK_S = 1.0
-"""While a process waits for another one, it looks every so often whether that one has left."""
+"""How often a waiting process checks whether the other one has left, in seconds."""
 
 _AFTER_S = 30
-"""How much later than Tailrace JAX gives up a process that is silent: it ends without a sentence."""
+"""How much later than Tailrace JAX gives up a silent process: JAX exits without a clear message."""
 
 _LEFT = "tailrace/left"
 
@@ -60,18 +60,18 @@ def initialize(
 ) -> int:
     """Join the processes of one program; call it before anything else uses JAX.
 
-    Without arguments the processes of `tailrace launch`, Slurm, Kubernetes and Open MPI are found by
-    their environment. Where there is none of these, the program runs as the one process it is: the
-    same script serves both.
+    Without arguments, the processes of `tailrace launch`, Slurm, Kubernetes and Open MPI are found
+    through their environment. Without any of these, the program runs as a single process: the same
+    script serves both.
 
     Args:
         coordinator_address: `host:port` of process 0, reachable from all.
-        num_processes: how many processes there are.
-        process_id: which of them this is, from 0.
+        num_processes: the number of processes.
+        process_id: the index of this process, from 0.
         timeout_s: how long to wait for the others, here and before each execution.
-        heartbeat_s: a process that is not heard of for so long (or for `timeout_s`, if that is
-            shorter) is named and ends the others, also where they wait for it on the device.
-        kwargs: handed to `jax.distributed.initialize`.
+        heartbeat_s: if a process is silent for this long (or for `timeout_s`, if that is shorter), the
+            others name it and exit, even while they wait for it on the device.
+        kwargs: passed to `jax.distributed.initialize`.
 
     Returns:
         The number of processes.
@@ -108,7 +108,7 @@ def initialize(
         token = os.environ.get(TOKEN, "")
         call_roll(coordinator_address, num_processes, process_id, timeout_s, token)
         if is_loopback(coordinator_address.rpartition(":")[0]):
-            # JAX listens at all addresses of the machine otherwise, and asks nobody who they are.
+            # Otherwise JAX listens on all addresses of the machine, without authentication.
             kwargs.setdefault("coordinator_bind_address", coordinator_address)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -130,23 +130,23 @@ def initialize(
         raise DistributedError(f"The processes could not be joined: {error}") from error
     _leave_at_once_when_failed()
     _watch_each_other(min(heartbeat_s, _timeout_s))
-    if jax.process_index():  # what all would note is noted once
+    if jax.process_index():  # messages of all processes would be equal: process 0 logs them
         logger.addFilter(lambda record: record.levelno > logging.WARNING)
     return jax.process_count()
 
 
 def process_index() -> int:
-    """Which process this is, from 0."""
+    """The index of this process, from 0."""
     return jax.process_index()
 
 
 def process_count() -> int:
-    """How many processes run this program."""
+    """The number of processes that run this program."""
     return jax.process_count()
 
 
 def writes() -> bool:
-    """Whether this process is the one that writes files and shows progress: the first one.
+    """Whether this process writes files and shows progress: only the first one does.
 
     >>> writes()
     True
@@ -155,7 +155,7 @@ def writes() -> bool:
 
 
 class Share(Dataset):
-    """The elements of a dataset that the replicas of one process take; see `share`."""
+    """The elements of a dataset for the replicas of one process; see `share`."""
 
     def __init__(self, dataset: Any, replicas: int, processes: int, process: int) -> None:
         self._source = as_dataset(dataset)
@@ -168,22 +168,22 @@ class Share(Dataset):
             self.length = whole * self._count + min(max(rest - self._first, 0), self._count)
 
     def iterate(self, epoch: int = 0) -> Iterator[Any]:
-        """Its elements; the others are read, and passed over."""
+        """Its elements; the others are read and skipped."""
         for number, element in enumerate(self._source.iterate(epoch)):
             if self._first <= number % self._replicas < self._first + self._count:
                 yield element
 
 
 def share(dataset: Any, replicas: int) -> Any:
-    """The elements of `dataset` that this process feeds to its own replicas.
+    """The elements of `dataset` that this process feeds to its local replicas.
 
-    Each process feeds its own replicas from its own dataset. Where all processes can read the whole
-    of it, this makes n processes train on exactly what one would: element (t*M + m)*R + r goes to
+    Each process feeds its replicas from its dataset. If all processes can read the whole dataset, this
+    makes n processes train on exactly the elements that one would: element (t*M + m)*R + r goes to
     replica r, wherever that is. With one process it is the dataset itself.
 
     Args:
         dataset: a dataset that yields the same elements in every process.
-        replicas: how many replicas there are, over all processes.
+        replicas: the number of replicas over all processes.
 
     >>> share([1, 2, 3, 4], replicas=2)
     [1, 2, 3, 4]
@@ -208,32 +208,32 @@ def share(dataset: Any, replicas: int) -> Any:
 _meetings = 0
 
 
-def meet(said: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tell all processes something and hear what each of them says, in order of their numbers.
+def meet(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Exchange values between all processes: returns everyone's, in the order of process indices.
 
-    All processes must call this equally often; what is said in one round is compared in that round.
-    A process that does not say anything in time is named in the error that the others raise.
+    All processes must make the same number of calls; values of one round are compared in that round. A
+    process that does not take part in time is named in the error that the others raise.
     """
     global _meetings
     count = jax.process_count()
     if count == 1:
-        return [dict(said)]
+        return [dict(value)]
     client = internals.coordination_client()
     here, number = jax.process_index(), _meetings
     _meetings += 1
-    client.key_value_set(f"tailrace/{number}/{here}", json.dumps(dict(said)))
-    if number >= 2:  # everybody has read those: the round in between needed all of them
+    client.key_value_set(f"tailrace/{number}/{here}", json.dumps(dict(value)))
+    if number >= 2:  # all processes have read those: the round in between needed every one
         client.key_value_delete(f"tailrace/{number - 2}/{here}")
     give_up = time.monotonic() + _timeout_s
-    heard: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     missing: list[int] = []
     for process in range(count):
-        # Once somebody is missing, the others are only asked whether they are there.
-        text = _hear(client, f"tailrace/{number}/{process}", process, 0 if missing else give_up)
+        # Once one process is missing, the others are only checked, without waiting.
+        text = _answer(client, f"tailrace/{number}/{process}", process, 0 if missing else give_up)
         if text is None:
             missing.append(process)
         else:
-            heard.append(json.loads(text))
+            answers.append(json.loads(text))
     if missing:
         raise DistributedError(
             f"Processes run each execution together, and {_named(missing)} of {count} did not arrive "
@@ -241,11 +241,11 @@ def meet(said: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{here}: call fit, evaluate and predict in every process. If it is only slow, raise "
             f"timeout_s in tr.distributed.initialize."
         )
-    return heard
+    return answers
 
 
-def _hear(client: Any, key: str, process: int, give_up: float) -> str | None:
-    """What a process says under a key; None if it says nothing in time."""
+def _answer(client: Any, key: str, process: int, give_up: float) -> str | None:
+    """The value of a process under a key; None if it does not arrive in time."""
     while True:
         left = give_up - time.monotonic()
         try:
@@ -269,7 +269,7 @@ def _hear(client: Any, key: str, process: int, give_up: float) -> str | None:
 def _has_left(client: Any, process: int) -> bool:
     try:
         return bool(client.key_value_try_get(f"{_LEFT}/{process}"))
-    except RuntimeError:  # there is no such key
+    except RuntimeError:  # the key does not exist
         return False
 
 
@@ -299,7 +299,7 @@ def _from_environment() -> tuple[str, int, int] | None:
 
 
 def _in_a_cluster() -> bool:
-    """Whether JAX will find the processes itself: Slurm, Open MPI, Kubernetes, a TPU pod."""
+    """Whether JAX detects the processes itself: Slurm, Open MPI, Kubernetes, a TPU pod."""
     environment = os.environ
     several = [environment.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     if any(text.isdigit() and int(text) > 1 for text in several):
@@ -339,7 +339,7 @@ def _watch_each_other(limit_s: float) -> None:
 
 
 def _leave_at_once_when_failed() -> None:
-    """A process that ends says so, and does not wait for the others if it has failed."""
+    """Make a process announce its exit, and not wait for the others if it has failed."""
     before, failed = sys.excepthook, []
 
     def note(kind: Any, error: Any, trace: Any) -> None:

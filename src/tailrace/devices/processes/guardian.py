@@ -1,8 +1,8 @@
-"""A process that ends others when the one that started them is gone, however it ended.
+"""A process that terminates others when their launcher is gone, however it ended.
 
 Run as a script, without imports that take time: it reads lines from its standard input, `+PID` for a
-group of processes to guard and `-PID` for one that has ended. When the other end is closed without a
-last line `done`, it ends the groups that are left.
+process group to guard and `-PID` for one that has ended. When its input is closed without a last line
+`done`, it terminates the remaining groups.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import sys
 import time
 
 GRACE_S = 2.0
-"""How long they may take to end after they were asked to."""
+"""How long they may take to exit after SIGTERM."""
 
 
 def guard() -> None:
     """Read until the end, then act."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what interrupts the launcher is its own concern
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles interrupts
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:

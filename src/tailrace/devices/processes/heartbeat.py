@@ -1,8 +1,8 @@
-"""Processes watch each other while they run: one that falls silent is named, and ends the others.
+"""Processes monitor each other: if one falls silent, the others name it and exit.
 
-Inside a collective nobody listens: a process that is stopped, or whose machine is gone, keeps all
-others waiting there, where no Python runs. So each of them says every so often, from a thread, that it
-is alive, and looks at what the others say.
+A process that is stopped, or whose machine is gone, keeps all others waiting inside a collective,
+where no Python runs. So each of them regularly reports from a thread that it is alive, and checks the
+others' reports.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ THREAD = "tailrace-heartbeat"
 _PREFIX = "tailrace/alive/"
 _MOST_PAUSE_S = 10.0
 _LAST_S = 2.0
-"""How much longer the coordinator stays: without it, the others would end without a sentence."""
+"""How much longer the coordinator stays: without it, the others would exit without a message."""
 
 
 class Heartbeat:
     """The signs of life of one process, and its view of the others.
 
     Args:
-        client: JAX's coordination service, as a client sees it.
-        here: which process this is.
-        count: how many there are.
-        limit_s: who is silent for longer is given up.
-        has_left: whether a process has ended in an orderly way; it is not waited for.
-        end: what to do when one is given up, with the sentence.
+        client: a client of JAX's coordination service.
+        here: the index of this process.
+        count: the number of processes.
+        limit_s: how long a process may be silent.
+        has_left: whether a process has exited normally; it is not waited for.
+        end: called with a message when a process is given up.
     """
 
     def __init__(
@@ -47,43 +47,45 @@ class Heartbeat:
         self._has_left, self._end = has_left, end or self._leave
         self._pause = min(_MOST_PAUSE_S, limit_s / 8)
         now = time.monotonic()
-        self._heard = {number: ("", now) for number in range(count) if number != here}
+        self._last_signs = {number: ("", now) for number in range(count) if number != here}
         self._answered = now
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin, in two threads: one talks, and may be kept waiting; the other one looks at it."""
+        """Start two threads: one exchanges reports and may block; the other one watches the first."""
         for work in (self._talk, self._look):
             threading.Thread(target=work, name=THREAD, daemon=True).start()
 
     def stop(self) -> None:
-        """End both threads."""
+        """Stop both threads."""
         self._ended.set()
 
     def _talk(self) -> None:
         number = 0
         while not self._ended.wait(self._pause):
             number += 1
-            with contextlib.suppress(RuntimeError):  # it is not answered: `_look` sees that
+            with contextlib.suppress(RuntimeError):  # no answer: `_look` notices
                 self.beat(number)
 
     def beat(self, number: int) -> None:
-        """Say that this process is alive, and hear the others."""
+        """Report that this process is alive, and read the others' reports."""
         self._client.key_value_set(f"{_PREFIX}{self._here}", str(number), allow_overwrite=True)
-        said = dict(self._client.key_value_dir_get(_PREFIX))
+        signs = dict(self._client.key_value_dir_get(_PREFIX))
         now = time.monotonic()
-        for other, (before, _) in self._heard.items():
-            text = said.get(f"{_PREFIX}{other}", "")
+        for other, (before, _) in self._last_signs.items():
+            text = signs.get(f"{_PREFIX}{other}", "")
             if text != before or self._has_left(other):
-                self._heard[other] = (text, now)
+                self._last_signs[other] = (text, now)
         self._answered = now
 
     def _look(self) -> None:
         woken = time.monotonic()
         while not self._ended.wait(self._pause / 2):
             now = time.monotonic()
-            if now - woken > self._limit_s / 2:  # this process itself was stopped, or starved
-                self._heard = {other: (text, now) for other, (text, _) in self._heard.items()}
+            if now - woken > self._limit_s / 2:  # this process was itself stopped, or starved
+                self._last_signs = {
+                    other: (text, now) for other, (text, _) in self._last_signs.items()
+                }
                 self._answered = now
             woken = now
             sentence = self.silent(now)
@@ -92,19 +94,19 @@ class Heartbeat:
                 self._end(sentence)
 
     def silent(self, now: float) -> str | None:
-        """What to say if somebody was not heard of for too long."""
+        """A message if a process has been silent for too long."""
         if now - self._answered > self._limit_s:
             return (
                 f"tailrace: process 0 of {self._count}, the coordinator, has not answered for "
                 f"{self._limit_s:g} seconds: it is stopped, dead or cut off. Process {self._here} ends."
             )
-        late = [other for other, (_, at) in self._heard.items() if now - at > self._limit_s]
+        late = [other for other, (_, at) in self._last_signs.items() if now - at > self._limit_s]
         if not late:
             return None
         named = ", ".join(map(str, sorted(late)))
-        which = f"process {named} was" if len(late) == 1 else f"processes {named} were"
+        which = f"process {named} has been" if len(late) == 1 else f"processes {named} have been"
         return (
-            f"tailrace: {which} not heard of for {self._limit_s:g} seconds, of {self._count} that run "
+            f"tailrace: {which} silent for {self._limit_s:g} seconds, of {self._count} that run "
             f"together: stopped, dead or cut off. Process {self._here} ends: it would wait for ever. "
             f"If they are only slow, raise heartbeat_s and timeout_s in tr.distributed.initialize."
         )
@@ -113,5 +115,5 @@ class Heartbeat:
         print(sentence, file=sys.stderr, flush=True)
         if self._here == 0:
             time.sleep(_LAST_S)
-        # The main thread waits inside a collective: nothing but this ends it.
+        # The main thread is blocked inside a collective: nothing else would end it.
         os._exit(1)

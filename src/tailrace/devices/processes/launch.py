@@ -1,8 +1,8 @@
-"""`tailrace launch`: a script in several processes of this machine, watched.
+"""`tailrace launch`: runs a script in several processes of this machine, and monitors them.
 
-Each process is told of the others by its environment, which `tr.distributed.initialize()` reads.
-When one ends badly, the others would wait for it: they are ended, and what it last said is shown.
-When the launcher itself is ended, so are they: by itself, or, if it is killed, by a guardian.
+Each process learns of the others through its environment, which `tr.distributed.initialize()` reads.
+When one fails, the others would wait for it: they are terminated, and its last lines are shown. When
+the launcher itself ends, so do they: it terminates them, or, if it is killed, a guardian does.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tailrace.devices.processes.rollcall import TOKEN
 from tailrace.errors import OptionError
 
 LINES = 20
-"""How many of the last lines of a process that died are shown."""
+"""The number of last lines to show of a failed process."""
 
 GRACE_S = 2.0
-"""How long processes that are told to end may take before they are made to."""
+"""How long processes may take to exit after SIGTERM before they are killed."""
 
 _POLL_S = 0.05
 
 
 class Watched:
-    """One process: its output is passed on, each line with the process's number in front."""
+    """One process: its output is passed on, each line prefixed with the process's index."""
 
     def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.number = number
@@ -59,16 +59,16 @@ class Watched:
         with lines:
             for line in lines:
                 self.last.append(line.rstrip("\n"))
-                # The first one speaks plainly: what all would say alike is read once.
+                # Process 0 has no prefix: its lines are those that a single process would print.
                 sys.stdout.write(line if self.number == 0 else f"[{self.number}] {line}")
                 sys.stdout.flush()
 
     def finish_reading(self) -> None:
-        """Wait until what it said last has been passed on."""
+        """Wait until its last output has been passed on."""
         self._reader.join(timeout=2.0)
 
     def signal(self, number: int) -> None:
-        """Send a signal to it and to what it has started."""
+        """Send a signal to it and to its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
@@ -78,8 +78,8 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
 
     Args:
         script: the script and its arguments.
-        processes: how many.
-        devices: how many virtual CPU devices each has, where there is no accelerator.
+        processes: the number of processes.
+        devices: the number of virtual CPU devices of each, if there is no accelerator.
     """
     if processes < 1:
         raise OptionError(f"-n counts the processes, at least 1. Received: {processes}.")
@@ -89,7 +89,7 @@ def launch(script: Sequence[str], processes: int, devices: int | None = None) ->
         raise OptionError(f"There is no script {script[0]!r} here. Give the path of a Python file.")
     environment = dict(os.environ)
     environment[COORDINATOR] = f"127.0.0.1:{free_port()}"
-    environment[TOKEN] = secrets.token_hex(16)  # nobody else on this machine is one of them
+    environment[TOKEN] = secrets.token_hex(16)  # no other process on this machine can join
     environment[PROCESSES] = str(processes)
     environment["PYTHONUNBUFFERED"] = "1"
     if devices is not None:
@@ -116,21 +116,21 @@ def _finish(watched: Sequence[Watched], failed: Watched | None) -> int:
     others = [one for one in watched if one.process.poll() is None]
     _end(others)
     failed.finish_reading()
-    print(_told(failed, len(watched), others), file=sys.stderr, flush=True)
+    print(_failure_message(failed, len(watched), others), file=sys.stderr, flush=True)
     code = failed.process.returncode
     return code if code > 0 else 128 - code
 
 
 @contextlib.contextmanager
 def _guardian() -> Iterator[Callable[[str], None]]:
-    """A process that ends the others if this one is killed; yields what tells it of them."""
+    """A process that terminates the others if this one is killed; yields a function to inform it."""
     path = os.path.join(os.path.dirname(__file__), "guardian.py")
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", path],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # what ends this process and its group does not end the guardian
+        start_new_session=True,  # a signal to this process group must not end the guardian
     )
     assert process.stdin is not None
 
@@ -150,7 +150,7 @@ def _guardian() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the launcher as Ctrl-C does, with the processes that it started."""
+    """Make SIGTERM and SIGHUP end the launcher as Ctrl-C does, with its processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -168,20 +168,20 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """A free port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def _watch(watched: Sequence[Watched], tell: Callable[[str], None]) -> Watched | None:
-    """Wait until all have ended well, or one has not: that one is returned."""
+    """Wait until all have succeeded (None), or one has failed, which is returned."""
     running = set(watched)
     while True:
         codes = [one.process.poll() for one in watched]
         for one, code in zip(watched, codes, strict=True):
             if code is not None and one in running:
                 running.discard(one)
-                tell(f"-{one.process.pid}")  # its number may be given to another process now
+                tell(f"-{one.process.pid}")  # the system may reuse its pid from now on
             if code:
                 return one
         if all(code == 0 for code in codes):
@@ -198,10 +198,10 @@ def _end(watched: Sequence[Watched]) -> None:
             one.process.wait(max(0.0, give_up - time.monotonic()))
         one.signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            one.process.wait(GRACE_S)  # one that hangs in the kernel is not waited for
+            one.process.wait(GRACE_S)  # with a limit: it may hang in the kernel
 
 
-def _told(failed: Watched, processes: int, others: Sequence[Watched]) -> str:
+def _failure_message(failed: Watched, processes: int, others: Sequence[Watched]) -> str:
     code = failed.process.returncode
     how = f"ended with code {code}"
     if code < 0:

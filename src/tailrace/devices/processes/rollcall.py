@@ -1,12 +1,11 @@
-"""The roll call: all processes say they are there, before JAX joins them.
+"""The roll call: all processes report before JAX joins them.
 
-JAX ends a process with a stack trace if another one does not come. Here process 0 listens at the
-coordinator's own address first, everybody reports to it, and if somebody does not come in time, all
-others learn who.
+JAX ends a process with a stack trace if another one does not arrive. Here process 0 first listens at
+the coordinator's address, every process reports to it, and if one does not arrive in time, all others
+learn which one.
 
-Whoever can reach the port can connect. So nobody is believed without the token, where there is one;
-what is said is checked; and connections are served side by side, so that one that says nothing keeps
-nobody waiting.
+Anyone who can reach the port can connect. So reports without the token, if there is one, are ignored;
+their content is checked; and connections are served concurrently, so that a silent one delays no other.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from typing import Any
 from tailrace.errors import DistributedError
 
 TOKEN = "TAILRACE_TOKEN"
-"""The environment variable with the word that all processes of a program know, and others do not."""
+"""The environment variable with the secret that all processes of a program share."""
 
 _RETRY_S = 0.1
 _SILENT_S = 5.0
-"""A connection that has said nothing for so long is closed."""
+"""Seconds after which a silent connection is closed."""
 _MOST_BYTES = 4096
-"""A report is short."""
+"""The most bytes of a report."""
 _MOST_CONNECTIONS = 512
-"""Connections that are kept besides those of processes that have reported."""
+"""The most connections kept in addition to those of processes that have reported."""
 
 
 def call_roll(address: str, count: int, number: int, timeout_s: float, token: str = "") -> None:
@@ -40,10 +39,10 @@ def call_roll(address: str, count: int, number: int, timeout_s: float, token: st
 
     Args:
         address: `host:port` of process 0.
-        count: how many processes there are.
-        number: which of them this is.
+        count: the number of processes.
+        number: the index of this process.
         timeout_s: how long to wait for the others.
-        token: what all of them know; empty: whoever can reach the port is believed.
+        token: the shared secret; if empty, every report is believed.
     """
     host, _, port = address.rpartition(":")
     give_up = time.monotonic() + timeout_s
@@ -56,7 +55,7 @@ def call_roll(address: str, count: int, number: int, timeout_s: float, token: st
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine alone.
+    """Whether an address can be reached only from this machine.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.1")
     (True, True, False)
@@ -70,7 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Roll:
-    """Process 0: who has reported, and who is connected and has not."""
+    """Process 0's list: the processes that have reported, and connections that have not."""
 
     def __init__(self, server: socket.socket, count: int, token: str) -> None:
         self._server, self._count, self._token = server, count, token
@@ -79,7 +78,7 @@ class _Roll:
         self._selector = selectors.DefaultSelector()
 
     def call(self, give_up: float, timeout_s: float) -> None:
-        """Wait for all, then let them go on; or tell everybody what is wrong, and raise it."""
+        """Wait for all, then release them; or send everyone the error, and raise it."""
         self._server.setblocking(False)
         self._selector.register(self._server, selectors.EVENT_READ)
         try:
@@ -90,7 +89,9 @@ class _Roll:
             _tell(self._here.values(), {"go": True} if problem is None else {"error": problem})
             if problem is not None:
                 raise DistributedError(problem)
-            for connection in self._here.values():  # they close first, so that the port is free
+            for (
+                connection
+            ) in self._here.values():  # the other side closes first: the port is then free
                 connection.settimeout(2.0)
                 with contextlib.suppress(OSError):
                     connection.recv(1)
@@ -100,7 +101,7 @@ class _Roll:
             self._selector.close()
 
     def _listen(self, give_up: float) -> str | None:
-        """Until all are here or time is up; what is wrong, if one of them says something wrong."""
+        """Run until all have reported or time is up; returns an error if a report is wrong."""
         while len(self._here) < self._count - 1:
             left = give_up - time.monotonic()
             if left <= 0:
@@ -109,7 +110,7 @@ class _Roll:
                 if key.fileobj is self._server:
                     self._accept()
                 else:
-                    problem = self._hear(key.fileobj)  # pyright: ignore[reportArgumentType]
+                    problem = self._receive(key.fileobj)  # pyright: ignore[reportArgumentType]
                     if problem is not None:
                         return problem
             for connection, (_, since) in list(self._silent.items()):
@@ -126,36 +127,36 @@ class _Roll:
             self._silent[connection] = (bytearray(), time.monotonic())
             self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, connection: socket.socket) -> str | None:
-        """Read from a connection; what is wrong, if a process contradicts this one."""
+    def _receive(self, connection: socket.socket) -> str | None:
+        """Read from a connection; returns an error if a process contradicts this one."""
         try:
             part = connection.recv(_MOST_BYTES)
         except BlockingIOError:
             return None
         except OSError:
             part = b""
-        heard = self._silent.get(connection)
-        if heard is None or not part:  # one that had reported has left: it may come again
+        received = self._silent.get(connection)
+        if received is None or not part:  # one that had reported has left: it may come again
             self._drop(connection)
             return None
-        heard[0].extend(part)
-        if not heard[0].endswith(b"\n") and len(heard[0]) < _MOST_BYTES:
+        received[0].extend(part)
+        if not received[0].endswith(b"\n") and len(received[0]) < _MOST_BYTES:
             return None
-        said = _parsed(heard[0])
-        if said is None or not self._is_believed(said):
+        report = _parsed(received[0])
+        if report is None or not self._is_believed(report):
             self._drop(connection)
             return None
-        problem = _contradiction(said, self._here, self._count)
+        problem = _contradiction(report, self._here, self._count)
         if problem is not None:
             _tell([connection], {"error": problem})
             self._drop(connection)
             return problem
         del self._silent[connection]
-        self._here[said["process"]] = connection
+        self._here[report["process"]] = connection
         return None
 
-    def _is_believed(self, said: dict[str, Any]) -> bool:
-        number, count, token = said.get("process"), said.get("count"), said.get("token", "")
+    def _is_believed(self, report: dict[str, Any]) -> bool:
+        number, count, token = report.get("process"), report.get("count"), report.get("token", "")
         if type(number) is not int or type(count) is not int or not isinstance(token, str):
             return False
         return hmac.compare_digest(token.encode(), self._token.encode())
@@ -181,7 +182,7 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
         try:
             with socket.create_connection((host, port), timeout=min(left, 5.0)) as connection:
                 connection.sendall(json.dumps(report).encode() + b"\n")
-                # A little longer than the others: process 0 says who is missing when time is up.
+                # A little longer than process 0, which reports who is missing when time is up.
                 answer = _read(connection, left + 5.0)
         except OSError:
             answer = None
@@ -192,11 +193,11 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
 
 
 def _server(host: str, port: int) -> socket.socket:
-    """A socket at the address itself; at all addresses of this machine if it has another name here."""
+    """A socket at the address; at all addresses of this machine if it is not a local one."""
     try:
         return socket.create_server((host.strip("[]"), port), backlog=128)
     except OSError as error:
-        # Names that cannot be resolved have negative numbers.
+        # Resolution errors have negative numbers.
         unknown = error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0
         if unknown and not is_loopback(host):
             with contextlib.suppress(OSError):
@@ -207,12 +208,12 @@ def _server(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _contradiction(said: dict[str, Any], here: dict[int, Any], count: int) -> str | None:
-    number = said["process"]
-    if said["count"] != count:
+def _contradiction(report: dict[str, Any], here: dict[int, Any], count: int) -> str | None:
+    number = report["process"]
+    if report["count"] != count:
         return (
             f"All processes must agree how many they are. Process 0 says {count}, process {number} "
-            f"says {said['count']}. Start them all with the same num_processes."
+            f"says {report['count']}. Start them all with the same num_processes."
         )
     if number in here or not 1 <= number < count:
         return (
@@ -240,7 +241,7 @@ def _tell(connections: Any, what: dict[str, Any]) -> None:
 
 
 def _read(connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-    """One line of JSON, or None if the other side has left or says something else."""
+    """One line of JSON, or None if the other side has left or sent something else."""
     give_up = time.monotonic() + timeout_s
     text = b""
     while not text.endswith(b"\n") and (left := give_up - time.monotonic()) > 0:

@@ -4,6 +4,8 @@ An `InfeedQueue` reads blocks as long as a fit's and moves them, in its thread, 
 takes each block, waits until it has arrived, and times every epoch. No program runs.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 import json
 import time
 from collections.abc import Iterator
@@ -46,9 +48,9 @@ def dataset_benchmark(
         timeout_s: the longest wait for one element.
 
     Returns:
-        JSON text: an object whose only key is "epochs", a list with one object for each epoch, with
+        JSON text: an object whose only key is "epochs", a list with one object per epoch, with
         elements_processed, total_bytes_processed, time_elapsed (seconds), elements_per_second and
-        bandwidth (10^9 bytes a second).
+        bandwidth (10^9 bytes per second).
 
     Raises:
         DataExhausted: the dataset ends too early.
@@ -101,7 +103,12 @@ def infeed_benchmark(
     """`dataset_benchmark` of the dataset behind an infeed; the infeed itself is not touched.
 
     The arguments, the result and the errors are those of `dataset_benchmark`. A one-shot iterator
-    has only one stream of elements: what the benchmark reads, the infeed will not see.
+    has only one stream of elements: the infeed will not see those that the benchmark reads.
+
+    >>> import tailrace as tr
+    >>> text = infeed_benchmark(tr.InfeedQueue([np.zeros(4)] * 20), epochs=2, elements_per_epoch=10)
+    >>> len(json.loads(text)["epochs"])
+    2
     """
     if not hasattr(infeed, "dataset"):
         raise DataError(

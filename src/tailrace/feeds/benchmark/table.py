@@ -1,4 +1,4 @@
-"""The figures of a benchmark as a table for people."""
+"""The figures of a benchmark as a table."""
 
 import json
 from typing import TYPE_CHECKING
@@ -8,14 +8,14 @@ if TYPE_CHECKING:
 
 
 def benchmark_table(benchmark_json: str, title: str = "") -> "Table":
-    """What `dataset_benchmark` returned, as a table that `rich` prints.
+    """The result of `dataset_benchmark` as a `rich` table.
 
     >>> from tailrace.feeds.benchmark.measure import dataset_benchmark
     >>> table = benchmark_table(dataset_benchmark([1.0] * 4, epochs=2, elements_per_epoch=2))
     >>> table.row_count
     2
     """
-    from rich.table import Table  # late: whoever prints no table does not wait for it
+    from rich.table import Table  # late: importing it takes time that most callers save
 
     table = Table(title=title or None)
     for heading in ("epoch", "elements", "MB", "seconds", "elements/s", "GB/s"):

@@ -1,4 +1,4 @@
-"""Whether the data or the device is what a training run waits for, in one sentence."""
+"""Whether the data or the device limits a training run, in one sentence."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from tailrace.errors import DataError, OptionError
 
-# Rates within a tenth of each other are called equal: a benchmark repeats no better than that.
+# Rates within a tenth of each other count as equal: a benchmark is no more repeatable than that.
 _EQUAL_WITHIN = 1.1
 
 
@@ -33,7 +33,7 @@ class Verdict:
     dataset_rate: float
     """Elements a second that the infeed delivers: the median of the benchmark's epochs."""
     device_rate: float
-    """Elements a second that the device takes."""
+    """Elements per second that the device consumes."""
     sentence: str
 
     def __str__(self) -> str:
@@ -46,10 +46,10 @@ def verdict(
     """Say whether the data or the device is the bottleneck, and by how much.
 
     Args:
-        benchmark_json: what `dataset_benchmark` returned. The median of its epochs counts, since
-            the first one often includes a start-up.
-        step_time_s: seconds that the device needs for one step when its data is there already.
-        elements_per_step: elements that a step takes: microbatches times replicas.
+        benchmark_json: the result of `dataset_benchmark`. The median of its epochs counts, since
+            the first one often includes start-up.
+        step_time_s: seconds that the device needs for one step when its data is ready.
+        elements_per_step: the number of elements a step consumes: microbatches times replicas.
 
     Returns:
         A `Verdict`, which prints as a sentence.

@@ -22,7 +22,7 @@ LENGTH = "length of the file"
 """What is kept of a CSVLogger besides."""
 
 ARRAY = "stored array"
-"""What stands for an array in a note; no attribute has such a name."""
+"""The placeholder of an array in a note; no attribute has such a name."""
 
 _NOT_STATE = ("params", "_params", "model", "_model")
 
@@ -56,7 +56,8 @@ def plain_state(callback: Any) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs between two states. The length of a file is always told: it may have rows of before.
+    """What differs between two states. The length of a file is always included: it may have earlier
+    rows.
 
     >>> changes({"wait": 0, "patience": 3}, {"wait": 1, "patience": 3})
     {'wait': 1}

@@ -48,7 +48,7 @@ def backups_of(call: dict[str, Any], number: int, per_step: int) -> Keeping | No
     """The checkpoints that Keras' BackupAndRestore asks for, which is taken out of the callbacks.
 
     It writes weights, and the epoch: on its own it would lose the seeds of dropout, metrics and the
-    place in the epoch. Here it stands for checkpoints in its directory.
+    place in the epoch. Here it means checkpoints in its directory.
     """
     kind = keras.callbacks.BackupAndRestore
     backup = next((one for one in callbacks_in(call) if type(one) is kind), None)

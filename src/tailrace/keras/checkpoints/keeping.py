@@ -23,6 +23,7 @@ from tailrace.messages import note_once
 from tailrace.trainer.checkpoints import orbax_files
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.checkpoints.device_copies import copied
+from tailrace.trainer.checkpoints.directory import Kept
 from tailrace.trainer.checkpoints.snapshot import (
     CALLBACK,
     STATE,
@@ -122,16 +123,16 @@ class Keeping:
     def take_up(self, form: FitForm, initial_epoch: int) -> int:
         """Read what the directory holds of this fit; returns the epoch that it goes on with."""
         self._form = form
-        kept = self._writer.directory.newest(self._writer.fit)
-        if kept is None:
+        there = self.read()
+        if there is None:
             return initial_epoch
-        self._arrays, note = orbax_files.read(kept.path)
+        kept, self._arrays, note = there
         if KIND not in note:
             raise CheckpointError(
                 f"The checkpoint {str(kept.path)!r} was not saved by fit of a Keras model. Give "
                 f"this fit another directory."
             )
-        self._note = found = note[KIND]
+        self._note = found = dict(note[KIND])
         self._run_end = note["run"]
         self._check(found, form)
         if self._monitor is not None:
@@ -145,6 +146,11 @@ class Keeping:
                 )
             return form.epochs
         return int(found["epoch"])
+
+    def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
+        """The checkpoint that the fit goes on from, its arrays and its note."""
+        kept = self._writer.directory.newest(self._writer.fit)
+        return None if kept is None else (kept, *orbax_files.read(kept.path))
 
     @property
     def finished(self) -> bool:

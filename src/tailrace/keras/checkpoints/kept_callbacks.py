@@ -20,13 +20,13 @@ from tailrace.keras.programs.pacing import Pacing
 class KeptCallbacks(keras.callbacks.CallbackList):
     """A list of callbacks that saves between executions and after epochs.
 
-    In the epoch that is taken up, callbacks do not hear of batches that were done before.
+    In the resumed epoch, callbacks are not called for batches that were done before.
 
     Args:
         callbacks: as Keras has them.
         keeping: the checkpoints.
         pacing: of the fit.
-        told: the callbacks whose state is kept: the user's own.
+        users: the user's callbacks, whose state is kept.
         program: returns the training program, which Keras makes before training begins.
         epoch: the first one.
         **params: as Keras has them.
@@ -37,12 +37,12 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         callbacks: Any,
         keeping: Keeping,
         pacing: Pacing,
-        told: list[Any],
+        users: list[Any],
         program: Any,
         epoch: int,
         **params: Any,
     ) -> None:
-        self._keeping, self._pacing, self._told, self._program = keeping, pacing, told, program
+        self._keeping, self._pacing, self._users, self._program = keeping, pacing, users, program
         self._first = True
         self._epoch, self._done = epoch, 0
         self._logs: dict[str, Any] = {}
@@ -57,13 +57,13 @@ class KeptCallbacks(keras.callbacks.CallbackList):
     def on_train_begin(self, logs: Any = None) -> None:
         """Give everything what was kept, once callbacks have begun as ever."""
         states = self._keeping.states
-        put_back = [reopen(one, state) for one, state in zip(self._told, states, strict=False)]
+        put_back = [reopen(one, state) for one, state in zip(self._users, states, strict=False)]
         super().on_train_begin(logs)
         for put in put_back:
             put()
-        self._before = [plain_state(one) for one in self._told]
+        self._before = [plain_state(one) for one in self._users]
         self._keeping.begin(self._program(), self.model)
-        for callback, state in zip(self._told, states, strict=False):
+        for callback, state in zip(self._users, states, strict=False):
             set_plain_state(callback, state)
         if not self._keeping.took_up:
             self._save(self._epoch, 0)
@@ -79,7 +79,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
             self._done = -(-resumed.done // self._pacing.execution) * self._pacing.execution
             if resumed.done:  # callbacks that change variables when an epoch begins did so before
                 keeping.put_values(program, of_replicas=True)
-                for callback, state in zip(self._told, keeping.states, strict=False):
+                for callback, state in zip(self._users, keeping.states, strict=False):
                     set_plain_state(callback, state)
         self._random_of_epoch, self._begun = random_state(), program.begun
         if self._first:
@@ -133,7 +133,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
             self._random_then = self._random_of_epoch
         states = [
             changes(before, plain_state(one))
-            for before, one in zip(self._before, self._told, strict=True)
+            for before, one in zip(self._before, self._users, strict=True)
         ]
         position = {
             "epoch": epoch,

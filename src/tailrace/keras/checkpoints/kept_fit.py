@@ -13,6 +13,7 @@ from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks
 from tailrace.keras.data.batch_counts import remainders
 from tailrace.keras.keras_internals import PLAIN
+from tailrace.keras.programs.call_pacing import listen
 from tailrace.keras.programs.pacing import Pacing
 
 
@@ -25,12 +26,12 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
         pacing: of this fit.
         call: the arguments of Keras' `fit`.
     """
-    told = callbacks_in(call)
+    listeners = callbacks_in(call)
     epoch = keeping.take_up(form_of_fit(call, pacing), call["initial_epoch"])
     call["x"] = keeping.replay(call["x"])
-    if keeping.finished:  # nothing is computed, nobody is told
-        call["callbacks"], call["verbose"], told = None, 0, []
-    adopted.listen(pacing, call)
+    if keeping.finished:  # nothing is computed, and no callback is called
+        call["callbacks"], call["verbose"], listeners = None, 0, []
+    listen(adopted.model, adopted.settings, pacing, call)
     params = {name: call[name] for name in ("verbose", "epochs")}
     params["steps"] = call["steps_per_epoch"] or pacing.batches
     if isinstance(call["callbacks"], keras.callbacks.CallbackList):
@@ -40,7 +41,7 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
         call["callbacks"],
         keeping,
         pacing,
-        told,
+        listeners,
         lambda: adopted.programs["train"],
         epoch,
         model=adopted.model,

@@ -75,6 +75,10 @@ class DatasetIterator:
 
     Args:
         dataset: see `tr.InfeedQueue`.
+
+    >>> iterator = DatasetIterator([1.0, 2.0, 3.0])
+    >>> iterator.infeed.spec().leaves[0].dtype
+    dtype('float32')
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -97,7 +101,7 @@ class DatasetIterator:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
         if running.counter is None:
             raise ProgramError(
-                "next(iterator) stands in a loop on the device, so that one execution takes many "
+                "next(iterator) is in a loop on the device, so that one execution takes many "
                 "elements. It was called outside one. Use tk.repeat(count, step) and call it in step."
             )
         return dequeue(running.counter, self.infeed, spec)
@@ -108,12 +112,20 @@ class DatasetIterator:
 
 
 def repeat(count: int, body: Callable[[], Any]) -> None:
-    """Run `body()` so many times on the device; all that it changes is carried along.
+    """Run `body()` repeatedly on the device; everything it changes is carried.
 
     Args:
         count: how often, an integer.
         body: called without arguments; it may call `next(iterator)`, models, optimizers, metrics,
             `enqueue` and `tk.value_and_grad`.
+
+    >>> import keras, tailrace.keras as tk
+    >>> total, iterator = keras.metrics.Sum(), tk.DatasetIterator([1.0, 2.0, 3.0])
+    >>> def sum_up(total):
+    ...     tk.repeat(3, lambda: total.update_state(next(iterator)))
+    >>> tk.Strategy().run(sum_up, args=[total])
+    >>> float(total.result())
+    6.0
     """
     running = _current("tk.repeat")
     if running.looking:
@@ -147,7 +159,18 @@ def value_and_grad(
         has_aux: whether the function returns `(scalar, aux)`.
 
     Returns:
-        What the function returned, and a list of gradients.
+        The function's result, and a list of gradients.
+
+    >>> import keras, tailrace.keras as tk
+    >>> dense, total = keras.layers.Dense(1, use_bias=False), keras.metrics.Sum()
+    >>> dense.build((1, 2))
+    >>> def step(dense, total):
+    ...     x = keras.ops.ones((1, 2))
+    ...     _, gradients = tk.value_and_grad(lambda: keras.ops.sum(dense(x)), dense.trainable_variables)
+    ...     total.update_state(gradients[0])
+    >>> tk.Strategy().run(step, args=[dense, total])
+    >>> float(total.result())
+    2.0
     """
     running = _current("tk.value_and_grad")
     if running.looking:

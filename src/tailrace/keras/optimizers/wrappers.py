@@ -25,6 +25,9 @@ class CrossReplicaOptimizer(Wrapper):
     Args:
         opt: any Keras optimizer.
         name: the name of the wrapper.
+
+    >>> CrossReplicaOptimizer(keras.optimizers.SGD(0.5)).learning_rate.numpy().item()
+    0.5
     """
 
     def __init__(self, opt: Any, name: str | None = None) -> None:
@@ -45,6 +48,10 @@ class GradientAccumulationOptimizer(Wrapper):
         dtype: of the accumulators: None, a dtype, or a function of the variable.
         reduction_method: "sum", "mean" or "running_mean".
         name: the name of the wrapper.
+
+    >>> sgd = keras.optimizers.SGD(0.5)
+    >>> GradientAccumulationOptimizer(sgd, 1) is sgd, GradientAccumulationOptimizer(sgd, 4) is sgd
+    (True, False)
     """
 
     def __new__(
@@ -111,6 +118,10 @@ class MapGradientOptimizer(Wrapper):
         wrapped_optimizer: any Keras optimizer.
         gradient_mapping_function: `fn(gradient, value_of_the_variable)` returns the new gradient.
         name: the name of the wrapper.
+
+    >>> decay = MapGradientOptimizer(keras.optimizers.SGD(0.5), lambda g, v: g + 0.01 * v)
+    >>> decay.learning_rate.numpy().item()
+    0.5
     """
 
     sees_each = True

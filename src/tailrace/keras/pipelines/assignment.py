@@ -95,7 +95,7 @@ class Assigning:
 
 
 def balanced(model: Any, stages: int) -> list[Any]:
-    """An assignment of a Sequential or Functional model to so many stages of similar cost."""
+    """An assignment of a Sequential or Functional model to stages of similar cost."""
     if not has_flow(model) or not model.built:
         raise ProgramError(
             f"Stages are found by the cost of layers, for Sequential and Functional models that are "

@@ -23,6 +23,9 @@ class LayerStageAssignment:
         node_index: which of its calls.
         pipeline_stage: the stage; None if it has none.
         inbound_layers: the layers whose outputs it takes.
+
+    >>> LayerStageAssignment("dense", pipeline_stage=1).pipeline_stage
+    1
     """
 
     layer: Any
@@ -38,6 +41,10 @@ class NestedModelStageAssignment:
     Attributes:
         nested_model: the model inside.
         pipeline_stage_assignments: one for each of its layer calls.
+
+    >>> inner = [LayerStageAssignment("dense", pipeline_stage=0)]
+    >>> len(NestedModelStageAssignment("encoder", inner).pipeline_stage_assignments)
+    1
     """
 
     nested_model: Any

@@ -61,7 +61,7 @@ class PipelineStage:
             )
         if _stage.get() is not None:
             raise ProgramError(
-                f"Pipeline stages must not be nested. PipelineStage({self.stage}) stands inside "
+                f"Pipeline stages must not be nested. PipelineStage({self.stage}) is inside "
                 f"PipelineStage({_stage.get()})."
             )
         self._token = _stage.set(self.stage)

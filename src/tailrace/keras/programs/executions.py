@@ -63,7 +63,7 @@ class Executions(ABC):
     Args:
         model: the model.
         placement: where it runs.
-        per_step: a dispatch takes a multiple of so many batches, over all replicas.
+        per_step: a dispatch takes a multiple of this number of batches, over all replicas.
     """
 
     drops_remainder = False
@@ -138,8 +138,8 @@ class Executions(ABC):
             self._wait(ticket, block)
             if pacing.tells:
                 steps = block.count // self.replicas
-                told = functools.partial(self.step_logs, result, steps)
-                pacing.tell(done, block.count, done + block.count >= wanted, told)
+                step_logs = functools.partial(self.step_logs, result, steps)
+                pacing.tell(done, block.count, done + block.count >= wanted, step_logs)
             done += block.count
         if not done:
             self.exhausted = True
@@ -195,7 +195,7 @@ class Executions(ABC):
         if self._resumed is not None:  # nothing has run yet
             return _logs_of(self._resumed)
         self.latest = dict(series)
-        if not self.pacing.heard:
+        if not self.pacing.listeners:
             return Unheard(self.names)
         step = self.pacing.last_step(self._latest_count)
         step = step if step >= 0 else -1  # it ran in a dispatch before the latest

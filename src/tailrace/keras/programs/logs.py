@@ -1,4 +1,4 @@
-"""Results of an execution that nobody waits for until somebody looks at them."""
+"""Results of an execution that are awaited only when they are read."""
 
 from __future__ import annotations
 

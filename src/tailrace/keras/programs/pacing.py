@@ -15,20 +15,20 @@ from tailrace.program.running.dispatch_lengths import good_piece
 
 @dataclasses.dataclass
 class Pacing:
-    """How batches are taken, and who is told of each step.
+    """How batches are taken, and which callbacks are called for each step.
 
     Attributes:
         execution: the batches of one execution, over all replicas.
-        unit: pieces of an execution are a multiple of so many batches.
+        unit: pieces of an execution are a multiple of this number of batches.
         replicas: how many replicas share them.
         batches: the batches of an epoch; None: until there are no more.
-        every_step: callbacks to be told of every step, not only the last one of an execution.
+        every_step: callbacks to call for every step, not only the last one of an execution.
         phase: what they hear of: "train", "test" or "predict".
         bar: the progress bar, to be moved while a long execution runs.
         ahead: whether to read on while an execution runs.
         resident: the arrays, of which batches are rows, that are kept on the device.
         drops: whether batches at the end of an epoch are left out.
-        heard: whether any callback listens to the logs of batches.
+        listeners: whether any callback uses the logs of batches.
         patience: how waits for data end.
         alone: whether callbacks look at the model between executions. Where none does, short ones
             run together: nobody can tell.
@@ -44,7 +44,7 @@ class Pacing:
     ahead: bool = False
     resident: Rows | None = None
     drops: bool = False
-    heard: bool = True
+    listeners: bool = True
     alone: bool = True
     patience: Patience = dataclasses.field(default_factory=Patience)
     _together: bool = False
@@ -120,7 +120,7 @@ class Pacing:
         return good_piece(wanted, most, self.unit)
 
     def reads_on(self, after: int, piece: int) -> int:
-        """How many batches to read ahead after so many of this execution: none of the next epoch.
+        """The number of batches to prefetch after `taken` of this execution; none of the next epoch.
 
         What callbacks change at the end of an epoch has its effect on the data at once.
         """
@@ -129,7 +129,7 @@ class Pacing:
         return piece if self._left is None else max(0, min(piece, self._left - after))
 
     def took(self, count: int) -> None:
-        """An execution, and those that ran together with it, took so many."""
+        """Record the number of batches that an execution, and those run together with it, took."""
         self._owed = max(0, count - self.execution)
         self._number += count
         if self._left is not None:
@@ -145,13 +145,13 @@ class Pacing:
     @property
     def hears_steps(self) -> bool:
         """Whether anybody wants the logs of steps before the last one of a dispatch."""
-        return bool(self.every_step) or (self.heard and self._together)
+        return bool(self.every_step) or (self.listeners and self._together)
 
     # -- telling --------------------------------------------------------------------------------
 
     @property
     def tells(self) -> bool:
-        """Whether somebody wants to hear of steps inside an execution."""
+        """Whether any callback listens to steps inside an execution."""
         return bool(self.every_step) or (
             self.bar is not None and self._seconds > dispatch_table.LONG_S
         )

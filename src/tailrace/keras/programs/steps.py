@@ -276,8 +276,8 @@ class Stepping(Measuring):
         ):
             if wrong:
                 raise ProgramError(
-                    f"{self._why()} it runs in a loop on the device, but its gradients cannot be told "
-                    f"apart, so it does not go with {what}. Override `compute_loss` instead, or leave "
+                    f"{self._why()} it runs in a loop on the device, but its gradients cannot be "
+                    f"separated, so it does not go with {what}. Override `compute_loss`, or leave "
                     f"{what} out."
                 )
 

@@ -212,6 +212,7 @@ class Training(Executions):
             offload_optimizer_state=settings.options.offload_optimizer_state,
             shard_optimizer_state=settings.options.shard_optimizer_state,
             offload_activations=settings.options.offload_activations,
+            fingerprint=settings.fingerprint,
         )
 
     def _deliver(self) -> None:
@@ -281,7 +282,7 @@ class Training(Executions):
                     self._pending.append(ticket)
                     self._collect(in_flight=1)
         if quiet:
-            return ready, self._metrics_now(engine) if self.pacing.heard else {}
+            return ready, self._metrics_now(engine) if self.pacing.listeners else {}
         numbers = [name for name, shape in self.names.items() if not shape]
         return ready, self.log_series(*({name: one[name] for name in numbers} for one in sent))
 
@@ -328,9 +329,9 @@ class Training(Executions):
             return False
         if self.replicas > 1 or engine.pipeline is not None:
             merged = self.replicas == 1 or settings_of(self.model).merges_metrics
-            return merged and not self.pacing.heard
+            return merged and not self.pacing.listeners
         own = overrides(self.model, "compute_metrics", keras.Model)
-        return not self.pacing.heard or (steps >= dispatch_table.QUIET_FROM and not own)
+        return not self.pacing.listeners or (steps >= dispatch_table.QUIET_FROM and not own)
 
     def _metrics_now(self, engine: Engine) -> dict[str, Values]:
         """The metrics that are numbers, computed from their variables as they are now."""
@@ -350,22 +351,24 @@ class Training(Executions):
     def _nothing_to_take(self, engine: Engine) -> bool:
         """Whether the metrics are all that comes out: they are read elsewhere, when wanted."""
         others = len(engine.runner.traced.outfeeds) > 1
-        return not (engine.sight.chosen or engine.guarded or others or self.journal.sink)
+        wanted = engine.sight.chosen or engine.guarded or engine.digests
+        return not (wanted or others or self.journal.sink)
 
     def _enter(self, form: Form) -> Engine:
         """The engine, on batches of this form."""
-        assert self.engine is not None
+        engine = self.engine
+        assert engine is not None
         if self._form is not form:
             self._leave()
-            self.engine.use(form.feed)
+            engine.use(form.feed)
             if not self._began:
-                microbatches = self.engine.accumulation.microbatches
-                self.journal.begin(self.engine.step, microbatches, self.replicas)
-            self._most_steps = pace_for(self.engine, None, MOST_BYTES, None).most_steps
-            self._contexts.enter_context(self.journal.open(describe(self.engine, 1)))
-            self._contexts.enter_context(self.engine.delivering())
+                microbatches = engine.accumulation.microbatches
+                self.journal.begin(engine.step, microbatches, self.replicas)
+            self._most_steps = pace_for(engine, None, MOST_BYTES, None).most_steps
+            self._contexts.enter_context(self.journal.open(lambda: describe(engine, 1)))
+            self._contexts.enter_context(engine.delivering())
             self._form, self._began = form, True
-        return self.engine
+        return engine
 
     def _leave(self) -> None:
         if self._form is not None and self.engine is not None:

@@ -87,6 +87,14 @@ class Layout:
             len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)) for a, b in pairs
         )
 
+    def rename(self, names: Sequence[str]) -> None:
+        """Other names for the variables, in their order; of another number of variables, nothing."""
+        if len(names) == len(self.names):
+            rest = iter(names)
+            for kind in self.kinds:
+                kind.names = [next(rest) for _ in kind.names]
+            self.names = list(names)
+
     def own_of_replicas(self, name: str) -> bool:
         """Whether each replica keeps its own value of a leaf of the model state."""
         return name.startswith("metrics/") or name.endswith(_SEED)

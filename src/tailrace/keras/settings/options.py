@@ -34,6 +34,9 @@ class MetricReduction(enum.StrEnum):
 
     `MERGED`, unlike the others, is exact: the value of one metric that saw the batches of all
     replicas. `NONE` is the value of the last replica, `LIST` has those of all.
+
+    >>> MetricReduction.parse("MEAN")
+    <MetricReduction.MEAN: 'mean'>
     """
 
     MERGED = "merged"
@@ -114,6 +117,7 @@ class Settings:
         self.options = Options()
         self.observe: Any = ()
         self.run_dir: Any = None
+        self.fingerprint = False
         self.seen: Seen | None = None
         self.layout: Any = None
         self.assignment: list[Any] | None = None
@@ -149,6 +153,7 @@ class Settings:
             ("a pipeline", self.is_pipelined),
             ("observe=", bool(self.observe)),
             ("run_dir=", self.run_dir is not None),
+            ("fingerprint=True", self.fingerprint),
         ):
             if wrong:
                 raise ProgramError(

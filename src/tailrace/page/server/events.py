@@ -14,7 +14,7 @@ ALIVE_EVERY_S = 15.0
 
 
 class Follower:
-    """Looks at runs as long as somebody listens.
+    """Watches runs while there are listeners.
 
     Args:
         runs: the runs.
@@ -28,13 +28,13 @@ class Follower:
     async def events(self) -> AsyncIterator[str]:
         """An event with the versions of all runs at first, then whenever one has changed."""
         loop = asyncio.get_running_loop()
-        told: list[int] = []
+        sent: list[int] = []
         said = loop.time()
         while not self.closing:
             await asyncio.to_thread(self._look)
             versions = [followed.version for followed in self._runs]
-            if versions != told:
-                told, said = versions, loop.time()
+            if versions != sent:
+                sent, said = versions, loop.time()
                 yield f"event: versions\ndata: {json.dumps(versions)}\n\n"
             elif loop.time() - said > ALIVE_EVERY_S:
                 said = loop.time()

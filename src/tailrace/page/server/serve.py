@@ -22,7 +22,7 @@ MOST_RUNS = 32
 
 
 def find_runs(directories: Sequence[Any]) -> list[FollowedRun]:
-    """The runs of directories; a folder without a run whose folders hold some stands for those.
+    """The runs of directories; a folder without a run, but with subfolders that are runs, means those.
 
     Raises:
         RunError: a directory is not there, or there are too many runs.

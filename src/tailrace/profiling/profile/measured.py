@@ -14,7 +14,12 @@ from tailrace.profiling.programs.device_operations import DeviceProfiler, Operat
 from tailrace.profiling.programs.hlo_costs import bytes_moved, flops
 from tailrace.profiling.programs.hlo_text import Instruction
 from tailrace.profiling.programs.liveness import alive_at_peak
-from tailrace.profiling.programs.named_operations import CONTAINERS, NamedProgram, programs_of
+from tailrace.profiling.programs.named_operations import (
+    CONTAINERS,
+    NamedProgram,
+    programs_of,
+    resolved,
+)
 from tailrace.profiling.programs.tick_times import measured
 
 _WIDE = {"bf16": "bfloat16", "f16": "float16"}
@@ -43,7 +48,7 @@ def profile_of(
     """
     operations = profiler.operations
     programs = programs_of(operations, profiler.programs)
-    mine = [one for one in operations if one.program in programs]
+    mine = [one for one in resolved(operations, programs) if one.program in programs]
     if not mine:
         raise ProgramError(
             f"A profile needs the events of JAX's profiler, and it saw no operation of the program. "
@@ -55,8 +60,8 @@ def profile_of(
     for number, program in programs.items():
         ran = [one for one in mine if one.program == number]
         for name, (seconds, runs) in _own_times(ran, program).items():
-            instruction, place = program.module.instructions[name], program.place(name)
-            if place is None:
+            instruction, place = program.module.instructions.get(name), program.place(name)
+            if instruction is None or place is None:
                 unnamed += seconds
                 continue
             found = sums.setdefault((str(place.phase), place.scope), _Sum())
@@ -136,8 +141,8 @@ def _own_times(
 
     found = {}
     for name, seconds in whole.items():
-        instruction = module.instructions[name]
-        if instruction.opcode in CONTAINERS and inside(instruction):
+        instruction = module.instructions.get(name)  # none: a library's kernel
+        if instruction is not None and instruction.opcode in CONTAINERS and inside(instruction):
             continue  # between its operations it waits for a thread: that is nobody's work
         found[name] = (seconds, runs[name])
     return found

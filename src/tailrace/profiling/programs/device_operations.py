@@ -12,6 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+GRAPH = "command_buffer"
+"""What a GPU's profiler calls a graph of kernels. The kernels in it have their own names, which are
+those of instructions with each dot as an underscore, unless they are a library's."""
+
 CLOCK = "tailrace clock"
 """A mark on the profiler's clock, by which its times become those of `time.perf_counter_ns`."""
 
@@ -23,12 +27,14 @@ class Operation:
     Attributes:
         device: the number of the device.
         line: the thread or stream it ran in.
-        name: of the instruction, in the text of the compiled program.
+        name: of the instruction, in the text of the compiled program; of a kernel in a graph, the
+            kernel's.
         module: the name of the program.
         program: the number that the platform has for the program.
         run: the number that it has for this run of it; 0 where it has none.
         start: when it began.
         end: when it was over.
+        in_graph: whether it was launched as part of a graph.
     """
 
     device: int
@@ -39,6 +45,7 @@ class Operation:
     run: int
     start: int
     end: int
+    in_graph: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,15 +201,17 @@ def _of_plane(plane: Any, offset: int) -> list[Operation]:
             if name.startswith("end: "):
                 ends[int(stats.get("_c", -1))] = end
             elif "hlo_op" in stats:
+                in_graph = str(stats["hlo_op"]).startswith(GRAPH)
                 operation = Operation(
                     int(stats.get("device_ordinal", own)),
                     line.name,
-                    str(stats["hlo_op"]),
+                    name if in_graph else str(stats["hlo_op"]),
                     str(stats.get("hlo_module", "")),
                     int(stats.get("program_id", 0)),
                     int(stats.get("run_id", 0)),
                     start,
                     end,
+                    in_graph,
                 )
                 found.append((operation, int(stats.get("_p", -2))))
     # On a CPU an operation may return before it is over; another event has the same number then.

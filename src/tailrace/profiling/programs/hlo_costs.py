@@ -22,6 +22,8 @@ _NOTHING_MOVED = {
 }
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _WINDOW = re.compile(r"window=\{size=([\dx]+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_LIBRARY_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -94,9 +96,35 @@ def _kernel(instruction: Instruction, kernel: tuple[int, ...]) -> float:
 
 
 def _library_call(instruction: Instruction, shapes: list[Shape]) -> float:
-    """Of a matrix product in a library: what is contracted follows from the three sizes."""
-    target = instruction.attributes
-    if not any(word in target for word in ("gemm", "matmul", "dot")) or len(shapes) < 2:
+    """Of a product, a convolution or an attention that a library computes.
+
+    The first result is the one; others are room that the library works in.
+    """
+    if len(shapes) < 2:
         return 0.0
-    out = max(instruction.shapes, key=lambda shape: shape.size).size
-    return 2.0 * out * math.sqrt(shapes[0].size * shapes[1].size / max(out, 1))
+    target, result = _TARGET.search(instruction.attributes), instruction.shapes[0]
+    name = target[1].lower() if target else ""
+    left, right = shapes[0], shapes[1]
+    if "conv" in name and "cudnn" in name:
+        if "backwardfilter" in name:
+            return _convolution(instruction, right, result)
+        return _convolution(instruction, left if "backwardinput" in name else result, right)
+    if "fmha" in name and len(right.dims) == 4:
+        # Heads and positions come in either order; there are more positions, or it hardly matters.
+        products = 4.0 * left.size * max(right.dims[1:3])
+        return 2.5 * products if "backward" in name else products
+    if not any(word in name for word in ("gemm", "matmul", "dot")):
+        return 0.0
+    found = _LIBRARY_CONTRACTED.search(instruction.attributes)
+    if found:
+        dims = [int(d) for d in re.findall(r"\d+", found[1])]
+        return 2.0 * result.size * math.prod(left.dims[d] for d in dims)
+    # Nothing says what is contracted; without a batch it follows from the three sizes.
+    return 2.0 * result.size * math.sqrt(left.size * right.size / max(result.size, 1))
+
+
+def _convolution(instruction: Instruction, outputs: Shape, kernel: Shape) -> float:
+    """Of a convolution or one of its gradients: all three do the same products."""
+    labels = _LABELS.search(instruction.attributes)
+    features = kernel.dims[labels[2].index("o")] if labels else 1
+    return 2.0 * outputs.size * kernel.size / max(features, 1)

@@ -6,7 +6,8 @@ reads comes from, or else where its result goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tailrace.profiling.programs.device_operations import Operation
@@ -30,12 +31,19 @@ class NamedProgram:
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
         self.module: Module = parse(program_text(compiled))
+        self._kernels = {name.replace(".", "_"): name for name in self.module.instructions}
         self._users: dict[str, list[Instruction]] = {}
         for part in self.module.computations.values():
             for one in part:
                 for operand in one.operands:
                     self._users.setdefault(operand, []).append(one)
         self._places: dict[str, Place | None] = {}
+
+    def resolved(self, operation: Operation) -> Operation:
+        """An operation under the name of its instruction; a library's kernel keeps its own."""
+        if not operation.in_graph or operation.name not in self._kernels:
+            return operation
+        return dataclasses.replace(operation, name=self._kernels[operation.name])
 
     def place(self, name: str) -> Place | None:
         """Where an instruction belongs; None if that cannot be said."""
@@ -84,11 +92,13 @@ def programs_of(
     """The program behind each number that operations have.
 
     The profiler numbers programs and we do not know the numbers: a program is that of a number if it
-    has all the instructions that ran under it.
+    has all the instructions that ran under it. Kernels of graphs may be a library's and prove nothing.
     """
     ran: dict[int, set[str]] = {}
     for one in operations:
-        ran.setdefault(one.program, set()).add(one.name)
+        names = ran.setdefault(one.program, set())
+        if not one.in_graph:
+            names.add(one.name)
     programs = [NamedProgram(each) for each in compiled]
     found = {}
     for number, names in ran.items():
@@ -96,3 +106,13 @@ def programs_of(
         if fitting:  # of several, the one that has the least beside what ran
             found[number] = min(fitting, key=lambda p: len(p.module.instructions))
     return found
+
+
+def resolved(
+    operations: Iterable[Operation], programs: Mapping[int, NamedProgram]
+) -> list[Operation]:
+    """Operations under the names of instructions, as far as their programs are known."""
+    return [
+        programs[one.program].resolved(one) if one.program in programs else one
+        for one in operations
+    ]

@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from tailrace.profiling.programs.device_operations import Operation, program_runs
-from tailrace.profiling.programs.named_operations import CONTAINERS, NamedProgram, programs_of
+from tailrace.profiling.programs.named_operations import (
+    CONTAINERS,
+    NamedProgram,
+    programs_of,
+    resolved,
+)
 from tailrace.profiling.programs.tick_times import TimedUnit, measured, planned
 from tailrace.profiling.timeline.perfetto_file import PerfettoFile
 from tailrace.profiling.timeline.thinning import Bar, thinned
@@ -54,6 +59,7 @@ def write(stream: IO[bytes], recorder: Recorder, span_s: float) -> Cost:
     if profiler is not None:
         operations = profiler.operations
         programs = programs_of(operations, profiler.programs)
+        operations = resolved(operations, programs)
     tracks: dict[tuple[str, ...], list[Bar]] = {}
     for one in recorder.slices:
         name = recorder.threads[one.track]

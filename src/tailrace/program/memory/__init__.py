@@ -1,6 +1,6 @@
-"""Where optimizer state and activations are kept: device, shards, host memory.
+"""Placement of optimizer state and activations: on the device, sharded, or offloaded to the host.
 
-In: the forms of parameters and optimizer state, and what the user wants kept elsewhere.
-Out: `StateKeeping` (how each leaf is held, and the update from that), `HeldActivations`.
-Rule: numbers are those of the plain step. `trainer/costs/memory_plan.py` decides, this room does it.
+In: the shapes of parameters and optimizer state, and the user's options.
+Out: `StateKeeping` (where each leaf is held, and the update from there), `HeldActivations`.
+Rule: results are those of the plain step. `trainer/costs/memory_plan.py` decides; this package runs.
 """

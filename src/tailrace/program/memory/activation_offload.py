@@ -1,18 +1,21 @@
-"""Activations in the host's memory: a forward pass in parts, of which the device holds one at a time.
+"""Activations offloaded to host memory: the forward pass in parts, one of them on the device at a time.
 
-    forward    part 0 ──▶ part 1 ──▶ ... ──▶ part n      what crosses a cut is sent to the host
-    backward   part 0 ◀── part 1 ◀── ... ◀── part n      and comes back for the part it belongs to
+    forward    part 0 ──▶ part 1 ──▶ ... ──▶ part n      values that cross a cut are sent to the host
+    backward   part 0 ◀── part 1 ◀── ... ◀── part n      and come back for the part that needs them
 
-Everything else is computed again, part by part, from what came back: on today's devices that takes a
-fraction of the time that moving it would take. A loop over layers (`lax.scan`) is in parts already:
-what it carries from pass to pass is sent, and each pass is computed again (`layer_loops.py`).
+Everything else is recomputed, part by part, from those values: on today's devices that takes a fraction
+of the time of a transfer. A loop over layers (`lax.scan`) has parts already: its carry is sent, and
+each iteration is recomputed (`layer_loops.py`).
 
-XLA orders copies as it likes, and it likes to copy late: a value would stay on the device until the
-backward pass asks for it, and nothing would be saved. What holds it to an order is a branch, the
-operands of which must be there before it runs: after each part stands one that waits until what
-crossed the cut before has been sent, and what comes back does so inside of one that waits for all
-gradients of the part after it. The other side of each branch is never taken, which XLA does not know.
+XLA schedules copies freely, and tends to copy late: a value would stay on the device until the backward
+pass needs it, and no memory would be saved. A branch enforces an order, because its operands must be
+ready before it runs. After each part there is one that waits until the values of the previous cut have
+been sent; values come back inside one that waits for all gradients of the part after it. The other side
+of each branch is never taken, but XLA does not know that.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -34,20 +37,20 @@ from tailrace.program.memory.host_memory import PARTS, Moves
 from tailrace.program.memory.offload_segments import Segments, segments
 
 LEAST_BYTES = 1 << 20
-"""Smaller values stay on the device: a copy of its own takes longer than they are worth."""
+"""Smaller values stay on the device: a separate copy costs more than the memory is worth."""
 
 
 class HeldActivations:
-    """Makes `jax.value_and_grad` of a forward pass whose activations lie in the host's memory.
+    """`jax.value_and_grad` of a forward pass whose activations are offloaded to host memory.
 
     Args:
-        moves: how values get from one memory to the other.
-        parts: into how many parts a forward pass is cut, at most.
+        moves: transfers values between the memories.
+        parts: the largest number of parts of a forward pass.
         least: values with fewer bytes stay on the device.
-        check: called with how many bytes of a microbatch will wait on the host; may refuse them.
+        check: called with the bytes per microbatch that the host will hold; may refuse them.
 
     Attributes:
-        said: sentences about the forward pass that was cut last.
+        said: messages about the latest forward pass.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class HeldActivations:
             once = acts_on_host(closed.jaxpr.eqns)
             cut = segments(closed.jaxpr, 1 if once else self.parts)
             passes = _Passes(self, cut, closed)
-            if not any(passes.crossing):  # nothing to send: then nothing is computed again either
+            if not any(passes.crossing):  # nothing to send, so nothing to recompute
                 cut = segments(closed.jaxpr, 1)
                 passes = _Passes(self, cut, closed)
             self._say(cut, passes, once)
@@ -94,53 +97,53 @@ class HeldActivations:
         )
         self.check(sent + loops)
         if once and not sent + loops:
-            told = (
+            message = (
                 "Activations stay on the device: the forward pass has effects on the host "
                 "(jax.debug.print, a callback), and would have to run again. Leave them out, or use "
                 "tr.print_tensor."
             )
-            note_once(told)
+            note_once(message)
         elif not sent + loops:
-            told = (
+            message = (
                 "Activations stay on the device: there is no place to cut the forward pass where "
                 "less crosses the cut than it would save."
             )
-            note_once(told)
+            note_once(message)
         else:
             what = [f"what crosses the cuts into {len(cut.parts)} parts"] if sent else []
             what += ["what loops carry"] if loops else []
-            told = (
+            message = (
                 f"Activations: of a microbatch {(sent + loops) / 1e6:,.1f} MB wait in the host's "
                 f"memory ({' and '.join(what)}); the rest is computed again."
             )
-            logger.info(told)
-        self.said = (told,)
+            logger.info(message)
+        self.said = (message,)
 
 
 def activations_on_host(
     device: Any, pipelined: bool = False, replicas: int = 1
 ) -> tuple[HeldActivations | None, tuple[str, ...]]:
-    """What keeps the activations on the host, if that is possible, and what there is to say.
+    """What offloads the activations, if that is possible, and a message about it.
 
-    A pipeline puts its stash there instead, and does not cut its forward passes any further. Without
-    one, what there is to say is known once the forward pass is. `replicas` share the host's memory.
+    A pipeline offloads its stash instead, and does not cut its forward passes further. Without a
+    pipeline, the message is known once the forward pass is traced. `replicas` share the host's memory.
     """
     why_not = host_memory.obstacle(device, guarded=False)
     if why_not is not None:
-        told = f"Activations stay on the device: {why_not}."
-        note_once(told)
-        return None, (told,)
-    told = "Activations: what forwards keep for backwards lies in the host's memory."
+        message = f"Activations stay on the device: {why_not}."
+        note_once(message)
+        return None, (message,)
+    message = "Activations: what forwards keep for backwards is in the host's memory."
 
     def check(needed: int) -> None:
         check_fits(needed * replicas, device.platform)
 
     held = HeldActivations(host_memory.memory_moves(), PARTS, LEAST_BYTES, check)
-    return held, (told,) if pipelined else ()
+    return held, (message,) if pipelined else ()
 
 
 def check_fits(needed: int, platform: str) -> None:
-    """Refuse to send more to the host than it has memory for."""
+    """Refuse to offload more than the host has memory for."""
     host_memory.check_fits(
         needed,
         host_memory.free_host_memory(),
@@ -155,7 +158,7 @@ class _Passes:
 
     def __init__(self, held: HeldActivations, cut: Segments, closed: Any) -> None:
         self.held, self.moves, self.cut, self.closed = held, held.moves, cut, closed
-        # A part with such a loop is in parts already, and not computed again as a whole.
+        # A part with such a loop has parts already, and is not recomputed as a whole.
         self.whole = [
             number == len(cut.parts) - 1
             or any(layer_loops.carried(eqn, held.least) for eqn in part.equations)
@@ -172,11 +175,11 @@ class _Passes:
         self.hosts: dict[Any, Any] = {}
         self.gradients: dict[Any, Any] = {}
         self.latest: list[Any] = []
-        # The number of a step is never negative, but XLA does not know that.
+        # A step's index is never negative, so the branch is always taken; XLA does not know that.
         self.never = ambient("step", -1, 1) < 0
 
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """What the program returns, and the gradient of its first result in each input."""
+        """The program's results, and the gradient of the first with respect to each input."""
         jaxpr = self.closed.jaxpr
         self.known.update(zip(jaxpr.invars, leaves, strict=True))
         backwards = [self._forward(self.cut.before)]
@@ -200,7 +203,7 @@ class _Passes:
         return outputs, grads
 
     def _send(self, number: int) -> None:
-        """Send to the host what crosses the cut after a part; wait for what crossed the one before."""
+        """Offload the values that cross the cut after a part; wait for those of the previous cut."""
         for var in self.crossing[number]:
             self.hosts[var] = self.moves.send_back(self.known[var])
         made = self.cut.parts[number].makes
@@ -216,7 +219,7 @@ class _Passes:
         read: Callable[[Any], Any] = lambda value: value,
         move: Callable[[Any], Any] = lambda value: value,
     ) -> list[Any]:
-        """`values`, moved, but not before all that is awaited is there."""
+        """`values`, transferred, but not before everything in `awaited` is ready."""
         if not awaited:
             return [move(value) for value in values]
 
@@ -231,7 +234,7 @@ class _Passes:
         return lax.cond(self.never, instead, moved, list(values), list(awaited))
 
     def _again(self, part: Stretch) -> None:
-        """Compute a part again, and its gradients: once those of the part after it are there."""
+        """Recompute a part, and its gradients, once those of the part after it are ready."""
         made = [var for var in part.makes if var in self.gradients]
         if not made:
             return
@@ -254,7 +257,7 @@ class _Passes:
         self._add(wanted, internals.replayed(again, list(given.values()), gradients))
 
     def _forward(self, part: Stretch) -> Callable[[], None]:
-        """Run a part, keeping on the device what its backward pass needs; returns that pass."""
+        """Run a part with its residuals kept on the device; returns its backward pass."""
         made = [var for var in part.makes if var in self.cut.active]
         wanted = [var for var in part.reads if var in self.cut.active]
         if not made:
@@ -278,7 +281,7 @@ class _Passes:
     def _pullback(
         self, part: Stretch, made: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """All that a part makes, and how gradients of `made` become those of `wanted`."""
+        """A part's results, and a function from gradients of `made` to gradients of `wanted`."""
 
         def compute(*values: Any) -> Any:
             inside = {**known, **dict(zip(wanted, values, strict=True))}
@@ -295,5 +298,5 @@ class _Passes:
         for var, gradient in zip(variables, gradients, strict=True):
             before = self.gradients.get(var)
             self.gradients[var] = gradient if before is None else before + gradient
-        # All of them: XLA would put off those of parameters, and hold what they are computed from.
+        # A barrier over all of them: XLA would postpone those of parameters and keep their operands.
         self.latest = [self.gradients[var] for var in variables]

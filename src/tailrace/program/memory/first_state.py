@@ -1,10 +1,13 @@
-"""The state that an optimizer begins with, made leaf by leaf.
+"""The initial state of an optimizer, computed leaf by leaf.
 
-`optimizer.init(params)` makes all of it at once, on one device. State that is to lie in shares, on
-stages or in the host's memory may be larger than that device. So `init` is traced, and each leaf is
-computed from what it needs alone, operation by operation as `init` would have: the same bits. Whoever
-takes a leaf puts it where it will live before asking for the next.
+`optimizer.init(params)` computes all of it at once, on one device. State that will be sharded,
+distributed over stages or offloaded may be larger than that device. So `init` is traced, and each leaf
+is computed separately, operation by operation as `init` would: the same bits. The caller places each
+leaf before it requests the next.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tailrace.jaxprs.stretches import bound, makers, run
 
 
 class FirstState:
-    """What `init(params)` returns, without making it.
+    """The result of `init(params)`, computed on demand.
 
     Attributes:
         forms: a tree of shapes.
@@ -41,14 +44,14 @@ class FirstState:
         self._makers = makers(jaxpr.eqns)
 
     def leaves(self) -> Iterator[Any]:
-        """The leaves, each made when it is asked for."""
+        """The leaves, each computed on demand."""
         for var in self._results:
             known = dict(self._given)
             run(self._needed(var), known)
             yield jnp.asarray(internals.value_of(known, var))
 
     def _needed(self, result: Any) -> list[JaxprEqn]:
-        """The equations that a result is computed with, in order."""
+        """The equations that compute a result, in order."""
         waiting, found = internals.variables([result]), set()
         while waiting:
             place = self._makers.get(waiting.pop())

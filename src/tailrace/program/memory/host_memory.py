@@ -1,13 +1,15 @@
-"""Optimizer state in the host's memory: whether that is possible here, and how it moves.
+"""Optimizer state offloaded to host memory: whether the device supports it, and the transfers.
 
-State that only the update uses need not lie on the device while gradients are accumulated. It is
-carried by the loop in pinned host memory, comes in when a step's gradients are there, and goes back.
+State that only the update uses need not be on the device while gradients are accumulated. The loop
+carries it in pinned host memory; it is fetched when a step's gradients are ready, and sent back.
 
-How it is written decides whether any memory is saved. XLA starts a copy as early as it can, which
-would be before the first microbatch, and removes optimization barriers before it orders operations.
-What it cannot do is move a copy out of a loop that changes what is copied: so each part of the update
-stands in a loop of its own, of one pass, the length of which only the running program knows.
+The form of the program decides whether any memory is saved. XLA starts a copy as early as it can, which
+would be before the first microbatch, and removes optimization barriers before it schedules operations.
+But it cannot hoist a copy out of a loop that changes the copied value: so each part of the update is
+in a separate loop of one iteration, whose length is known only at run time.
 """
+
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -26,33 +28,33 @@ from tailrace.jaxprs.marks import Tag, ambient, mark
 HOST_MEMORY = "pinned_host"
 
 LEAST_BYTES = 1 << 16
-"""Smaller leaves stay on the device: moving them takes longer than they are worth."""
+"""Smaller leaves stay on the device: a transfer costs more than the memory is worth."""
 
 PARTS = 8
-"""In so many parts the state is brought in, one after the other, if the update can be cut so."""
+"""The number of parts in which the state is fetched, if the update can be cut that way."""
 
 _POOL_GB = 64
-"""How much pinned memory the CUDA client allocates unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set."""
+"""The pinned memory that the CUDA client allocates without XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """How a value gets from one memory to the other, inside a program."""
+    """Transfers of a value between device and host memory, inside a program."""
 
     to_host: Callable[[Any], Any]
     to_device: Callable[[Any], Any]
 
     def bring_in(self, value: Any) -> Any:
-        """A value of the host's memory, on the device."""
+        """Transfer a value from host memory to the device."""
         return mark(value, Tag("memory", payload=self.to_device))
 
     def send_back(self, value: Any) -> Any:
-        """A value of the device, in the host's memory."""
+        """Transfer a value from the device to host memory."""
         return mark(value, Tag("memory", payload=self.to_host))
 
 
 def memory_moves() -> Moves:
-    """The moves between the memories of an accelerator and of its host."""
+    """Transfers between the memories of an accelerator and its host."""
     space = jax.memory.Space
     return Moves(
         lambda value: jax.device_put(value, space.Host),
@@ -61,16 +63,16 @@ def memory_moves() -> Moves:
 
 
 NO_MOVES = Moves(lambda value: value, lambda value: value)
-"""The same program without moving anything: how the order of the update is tested on a CPU."""
+"""No-op transfers: the same program order, for tests on a CPU."""
 
 
 def obstacle(device: Any, guarded: bool) -> str | None:
-    """Why optimizer state cannot be kept off this device, or None if it can."""
+    """Why optimizer state cannot be offloaded from this device, or None if it can."""
     if device.platform == "cpu":
         return "the device is a CPU, whose memory is the host's already"
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}
-    except Exception as error:  # a plugin that does not know of memories
+    except Exception as error:  # a plugin without memory kinds
         return f"the device does not tell its memories ({error})"
     if HOST_MEMORY not in kinds:
         return f"a {device.device_kind} has no {HOST_MEMORY} memory"
@@ -83,7 +85,7 @@ def obstacle(device: Any, guarded: bool) -> str | None:
 
 
 def check_activations(wanted: Any) -> None:
-    """The option is a switch."""
+    """Refuse values other than True and False."""
     if not isinstance(wanted, bool):
         raise OptionError(f"offload_activations is True or False. Received: {wanted!r}.")
 
@@ -92,7 +94,7 @@ _INSTEAD = (
     "Leave it out, share the state out over replicas (shard_optimizer_state=True), or use an "
     "optimizer with less state."
 )
-"""What somebody can do whose optimizer has too much state."""
+"""Advice for optimizers with too much state."""
 
 
 def check_fits(
@@ -102,7 +104,7 @@ def check_fits(
     option: str = "offload_optimizer_state",
     instead: str = _INSTEAD,
 ) -> None:
-    """Refuse to keep more on the host than it has memory for."""
+    """Refuse to offload more than the host has memory for."""
     if available is not None and needed > available:
         raise OptionError(
             f"{option}=True would keep {needed / 1e9:,.1f} GB in the host's memory, which has "
@@ -119,7 +121,7 @@ def check_fits(
 
 
 def free_host_memory() -> int | None:
-    """The bytes of the host's memory that can be had, if the system tells."""
+    """The free bytes of host memory, if the system reports them."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
@@ -131,8 +133,8 @@ def free_host_memory() -> int | None:
 
 
 def after_accumulation(body: Callable[[Any], Any], carried: Any) -> Any:
-    """`body(carried)`, emitted so that nothing in it can start before all it uses is there."""
-    # The number of a step is never negative, but XLA does not know that.
+    """`body(carried)`, emitted so that none of it can start before all of `carried` is ready."""
+    # Always one iteration, since a step's index is never negative; but XLA does not know that.
     passes = jnp.where(ambient("step", -1, 1) < 0, 2, 1)
 
     def one(state: Any) -> Any:
@@ -143,15 +145,15 @@ def after_accumulation(body: Callable[[Any], Any], carried: Any) -> Any:
 
 
 def in_parts(needs: Sequence[int], sizes: Sequence[int], parts: int = PARTS) -> list[list[int]]:
-    """Results that can be computed part by part, each with state of its own.
+    """Partition results into parts that share no leaf of the state.
 
     Args:
-        needs: for each result, the leaves it is computed from, as bits.
+        needs: for each result, the leaves it is computed from, as a bit mask.
         sizes: the bytes of each leaf.
-        parts: about how many parts there should be.
+        parts: the approximate number of parts.
 
     Returns:
-        Lists of results. Two of different lists need no leaf in common. Results that need no leaf
+        Lists of results. Results in different lists have no leaf in common. Results that need no leaf
         are in none of them.
 
     >>> in_parts([0b001, 0b010, 0b001, 0b100, 0], [8, 8, 8], parts=2)

@@ -1,9 +1,11 @@
-"""Loops over layers whose backward pass finds what they carried in the host's memory.
+"""Loops over layers whose carry is offloaded to host memory for the backward pass.
 
-`lax.scan` over stacked layers keeps, for its backward pass, what each pass needs. Here it keeps what
-it carries from pass to pass, in the host's memory, and computes each pass again. JAX has a policy for
-that, and inside a loop XLA keeps to the order it is written in.
+`lax.scan` over stacked layers keeps the residuals of each iteration for its backward pass. Here it
+keeps only the carry of each iteration, in host memory, and recomputes the rest. JAX has a checkpoint
+policy for that, and inside a loop XLA keeps the order of the program.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _CARRIED = "tailrace_carried"
 
 
 def carried(eqn: JaxprEqn, least: int) -> list[int]:
-    """Which of the values that a loop carries have so many bytes; none if it is no loop."""
+    """The indices of a loop's carried values of at least `least` bytes; empty if it is no loop."""
     scan = scan_of(eqn)
     if scan is None or scan.length < 2:
         return []
@@ -34,7 +36,7 @@ def carried(eqn: JaxprEqn, least: int) -> list[int]:
 
 
 def carried_bytes(eqn: JaxprEqn, least: int) -> int:
-    """The bytes of such values, of all passes."""
+    """The bytes of such values over all iterations."""
     chosen = carried(eqn, least)
     if not chosen:
         return 0
@@ -44,7 +46,7 @@ def carried_bytes(eqn: JaxprEqn, least: int) -> int:
 
 
 def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any]:
-    """Emit an equation; if it is a loop that carries large values, so that the host has them."""
+    """Emit an equation; if it is a loop with a large carry, with that carry offloaded."""
     chosen = carried(eqn, least)
     if not chosen:
         return internals.bind_again(eqn, inputs)
@@ -68,7 +70,7 @@ def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any
 
 
 def _carried_vars(scan: Scan) -> list[Any]:
-    """The variables of what a loop carries."""
+    """The variables of a loop's carry."""
     return scan.split(scan.body.jaxpr.invars)[1]
 
 

@@ -1,9 +1,12 @@
-"""Where a forward pass is cut, so that its activations need not all exist at once.
+"""Cuts a forward pass into parts, so that not all activations exist at once.
 
-A traced forward pass is a list of equations. Those that use parameters alone (casting weights, say)
-are set apart: they come first, once. The others are cut into parts of about equal weight, where the
-weight of an equation is the bytes that it makes; each cut stands where the fewest bytes cross it.
+A traced forward pass is a list of equations. Those that use only parameters (casts of weights, say) are
+separated: they run first, once. The others are cut into parts of about equal weight, where the weight
+of an equation is the bytes of its results; each cut is placed where the fewest bytes cross it.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Segments:
     """A forward pass in parts.
 
     Attributes:
-        before: what is made of parameters alone.
+        before: the equations that use only parameters.
         parts: the rest.
         active: the variables through which a gradient flows, from the loss back to the parameters.
     """
@@ -37,9 +40,9 @@ class Segments:
     active: frozenset[Any]
 
     def crossing(self, least: int) -> list[list[Any]]:
-        """For each part, what it makes for later ones that has `least` bytes or more.
+        """For each part, its results of at least `least` bytes that later parts use.
 
-        The backward pass begins with the last part: what only that one reads stays where it is.
+        The backward pass begins with the last part: values that only it reads stay on the device.
         """
         later: set[Any] = set()
         found: list[list[Any]] = [[]]
@@ -50,7 +53,7 @@ class Segments:
 
 
 def segments(jaxpr: Jaxpr, parts: int) -> Segments:
-    """Cut a program, of parameters alone and with the loss as first result, into at most `parts`."""
+    """Cut a program, whose inputs are parameters and first result the loss, into at most `parts`."""
     before, rest = _apart(jaxpr)
     cuts = _cuts(rest, jaxpr.outvars, parts)
     groups = [rest[a:b] for a, b in zip([0, *cuts], [*cuts, len(rest)], strict=True)]
@@ -64,7 +67,7 @@ def segments(jaxpr: Jaxpr, parts: int) -> Segments:
 
 
 def _apart(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Equations that use parameters and nothing else, and all others."""
+    """Separate the equations that use only parameters from all others."""
     of_parameters = set(jaxpr.invars)
     before, rest = [], []
     for eqn in jaxpr.eqns:
@@ -78,14 +81,14 @@ def _apart(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
 
 
 def _cuts(equations: Sequence[JaxprEqn], outputs: Sequence[Any], parts: int) -> list[int]:
-    """Before which equations to cut."""
+    """The indices of the equations to cut before."""
     weights = [_weight(eqn) for eqn in equations]
     share = sum(weights) / parts
     crossing = crossing_bytes(equations, outputs)
     cuts: list[int] = []
     so_far, position = 0.0, 0
     for number in range(1, parts):
-        # All positions that are nearer to this cut than to the next.
+        # Candidates: all positions nearer to this cut than to the next.
         window = []
         while position < len(equations) and so_far < share * (number + 0.5):
             if position and so_far >= share * (number - 0.5):
@@ -93,14 +96,14 @@ def _cuts(equations: Sequence[JaxprEqn], outputs: Sequence[Any], parts: int) -> 
             so_far += weights[position]
             position += 1
         best = min(window, default=None)
-        # Where as much crosses as half a part makes, little is gained.
+        # If as many bytes cross as half a part produces, the cut saves little.
         if best is not None and best[0] <= share / 2:
             cuts.append(best[2])
     return cuts
 
 
 def _weight(eqn: JaxprEqn) -> int:
-    """The bytes that an equation makes, those inside it included."""
+    """The bytes of an equation's results, those of inner programs included."""
     scan = scan_of(eqn)
     times = 1 if scan is None else scan.length
     inside = sum(times * sum(map(_weight, inner.eqns)) for inner in programs_in(eqn))

@@ -1,8 +1,11 @@
-"""Where the optimizer's state lies between updates: in shares over replicas, in the host's memory.
+"""Where optimizer state is held between updates: sharded over replicas, offloaded to host memory.
 
-Plainly, every replica holds all of it on its device. `StateKeeping` says for each leaf how it is
-held instead, and computes the update from what is held.
+By default, every replica holds all of it on its device. `StateKeeping` records for each leaf how it is
+held instead, and computes the update from the held form.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ from tailrace.taps.tap import StopOnNonfinite
 
 @dataclasses.dataclass(frozen=True)
 class StateKeeping:
-    """How each leaf of the optimizer's state is held.
+    """How each leaf of the optimizer state is held.
 
     Attributes:
-        forms: the state as the optimizer knows it: a tree of shapes.
-        shared: for each leaf, whether replicas have shares of it.
-        hosted: for each leaf, whether it lies in the host's memory.
-        shares: how shares are cut.
-        moves: how leaves get from one memory to the other.
-        decisions: sentences that say what was decided, and why.
+        forms: the state as the optimizer sees it: a tree of shapes.
+        shared: for each leaf, whether it is sharded over replicas.
+        hosted: for each leaf, whether it is in host memory.
+        shares: how leaves are sharded.
+        moves: transfers leaves between the memories.
+        decisions: messages about the decisions and their reasons.
     """
 
     forms: Any
@@ -48,7 +51,7 @@ class StateKeeping:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether every leaf is held as it always is."""
+        """Whether every leaf is held in the default way."""
         return not any(self.shared) and not any(self.hosted)
 
     @property
@@ -58,26 +61,25 @@ class StateKeeping:
 
     @property
     def host_bytes(self) -> int:
-        """What one replica holds in its host's memory."""
+        """The bytes that one replica holds in host memory."""
         held = zip(jax.tree.leaves(self.held_forms), self.hosted, strict=True)
         return sum(nbytes(form) for form, hosted in held if hosted)
 
     @property
     def device_bytes(self) -> int:
-        """What one replica holds on its device, between updates."""
+        """The bytes that one replica holds on its device between updates."""
         return sum(nbytes(form) for form in jax.tree.leaves(self.held_forms)) - self.host_bytes
 
     def hold(self, leaves: Iterable[Any], placement: Placement) -> Any:
-        """The leaves of a whole state, as arrays that are held as they should be.
+        """Place the leaves of a whole state as they are to be held.
 
-        Each is put in its place before the next is asked for: all of them may be too large for one
-        device.
+        Each is placed before the next is requested: all of them may be too large for one device.
         """
         held = [self._hold(place, value, placement) for place, value in enumerate(leaves)]
         return jax.tree.unflatten(jax.tree.structure(self.forms), held)
 
     def _hold(self, place: int, value: Any, placement: Placement) -> Any:
-        if self.shares.by_sum:  # a pipeline places it itself, replicas as dim 0
+        if self.shares.by_sum:  # a pipeline places it later, with replicas as dim 0
             value = np.asarray(value)
             split = np.asarray(self.shares.split(value)).reshape(self.shares.replicas, -1)
             return split if self.shared[place] else value
@@ -90,7 +92,7 @@ class StateKeeping:
         )
 
     def hold_some(self, leaves: Mapping[int, Any], first: int, placement: Placement) -> Any:
-        """Replacements by number, those of the state (from number `first` on) as they are held."""
+        """Replacements of leaves by index, those of the state (from `first` on) as they are held."""
         count = len(self.shared)
         return {
             number: self._hold(number - first, value, placement)
@@ -100,7 +102,7 @@ class StateKeeping:
         }
 
     def whole(self, held: Any, placement: Placement) -> Any:
-        """The state as the optimizer knows it, on the device; all processes must call it."""
+        """The state as the optimizer sees it, on the device; all processes must call this."""
 
         def one(form: Any, shared: bool, hosted: bool, value: Any) -> Any:
             if hosted and self.moves_memory and not self.shares.by_sum:
@@ -122,7 +124,7 @@ class StateKeeping:
 
     @property
     def moves_memory(self) -> bool:
-        """Whether leaves really lie elsewhere, or only the order of the update is as if they did."""
+        """Whether leaves are really offloaded, or only the program order is as if they were."""
         return self.moves is not host_memory.NO_MOVES
 
 
@@ -140,17 +142,17 @@ def keep_state(
     pipelined: bool = False,
     moves: Moves | None = None,
 ) -> StateKeeping:
-    """Decide how the optimizer's state is held.
+    """Decide how the optimizer state is held.
 
     Args:
-        forms: the state as the optimizer makes it: a tree of shapes.
+        forms: the state as the optimizer creates it: a tree of shapes.
         placement: the replicas.
-        taps: what is observed: leaves of the state that are observed stay on the device.
-        share: whether replicas are to have shares of it.
-        offload_state: whether it is to lie in the host's memory; None: where that pays.
-        microbatches: how many make a step.
+        taps: the taps: leaves of the state that are observed stay on the device.
+        share: whether to shard it over replicas.
+        offload_state: whether to offload it to host memory; None: where that pays.
+        microbatches: the number of microbatches per step.
         pipelined: whether the model is a pipeline.
-        moves: how leaves move; None finds out whether they can.
+        moves: the transfers to use; None for the device's, if it supports them.
     """
     leaves = jax.tree.leaves(forms)
     said: list[str] = []
@@ -159,7 +161,7 @@ def keep_state(
     if share:
         if placement.replicas > 1:
             shared = [math.prod(form.shape) >= LEAST for form in leaves]
-            said.append(_told_shares(leaves, shared, placement.replicas))
+            said.append(_shares_message(leaves, shared, placement.replicas))
         else:
             said.append("shard_optimizer_state has no effect with one replica.")
     hosted = [False] * len(leaves)
@@ -184,7 +186,7 @@ def keep_state(
                     local, host_memory.free_host_memory(), placement.device.platform
                 )
             said.append(
-                f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB a device lie in the "
+                f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB a device are in the "
                 f"host's memory between updates ({sum(hosted)} of {len(leaves)} leaves; small and "
                 f"observed ones stay on the device)."
             )
@@ -204,7 +206,7 @@ def decide(
     microbatches: int,
     pipelined: bool = False,
 ) -> tuple[StateKeeping | None, tuple[str, ...]]:
-    """Like `keep_state`, and say what was decided; None if the state is held plainly."""
+    """Like `keep_state`, with log messages; None if the state is held in the default way."""
     keeping = keep_state(
         forms,
         placement,
@@ -216,13 +218,13 @@ def decide(
     )
     asked = share or offload_state
     for sentence in keeping.decisions:
-        # What was asked for and is not done is worth a warning; what is done, a line.
+        # A request that is not fulfilled is worth a warning; one that is, a line.
         (note_once if keeping.changes_nothing and asked else logger.info)(sentence)
     return None if keeping.changes_nothing else keeping, keeping.decisions
 
 
 def check_options(share: Any, offload_state: Any) -> None:
-    """Both options are switches; whether to offload may also be left open."""
+    """Refuse values other than True and False; offload may also be None."""
     if not isinstance(share, bool):
         raise OptionError(
             f"shard_optimizer_state is True or False. Received: {share!r}. With True, each replica "
@@ -236,12 +238,12 @@ def check_options(share: Any, offload_state: Any) -> None:
 
 
 def is_tapped(taps: Sequence[Any], name: str, form: Any) -> bool:
-    """Whether some tap selects a tensor of this name."""
+    """Whether any tap selects a tensor of this name."""
     entry = Entry(name, name.split("/")[0], tuple(form.shape), form.dtype)
     return any(matches(tap.select, entry) for tap in taps)
 
 
-def _told_shares(leaves: Sequence[Any], shared: Sequence[bool], replicas: int) -> str:
+def _shares_message(leaves: Sequence[Any], shared: Sequence[bool], replicas: int) -> str:
     size = sum(nbytes(form) for form, yes in zip(leaves, shared, strict=True) if yes)
     total = sum(nbytes(form) for form in leaves)
     return (

@@ -1,13 +1,15 @@
-"""Sharing out the optimizer's state over replicas: each keeps, and updates, one share of it.
+"""Optimizer state sharded over replicas: each replica holds and updates one shard.
 
-Replicas hold equal parameters and, after their gradients are averaged, compute equal updates. The
-optimizer's state need not exist once on each of them: with R replicas each keeps 1/R of every large
-leaf, flat, computes the update of that share, and the new parameters are gathered from all.
+Replicas hold equal parameters and, once their gradients are averaged, compute equal updates. So each
+need not hold the whole optimizer state: with R replicas, each keeps 1/R of every large leaf, flattened,
+computes the update of that shard, and the new parameters are gathered from all.
 
     reduced gradient ── cut ──▶ share ─┐
     share of the state ────────────────┼─ update ──▶ share of the state
     parameters ────── cut ──▶ share ───┘        └──▶ share of the parameters ── gather ──▶ parameters
 """
+
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ from jax import lax
 from tailrace.jaxprs.marks import ambient, cross_replica_p, gather_p
 
 LEAST = 1024
-"""Leaves with fewer elements stay whole on each replica: they take no memory worth a collective."""
+"""Leaves with fewer elements stay replicated: the memory saved is not worth a collective."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Arrays cut into equal flat shares, one for each replica; the last one is padded.
+    """Arrays cut into equal flat shards, one per replica; the last one is padded.
 
     Attributes:
-        replicas: how many there are.
-        by_sum: gather by adding up what each replica has, zeros in the place of the others' shares:
-            more traffic, and the one exchange over replicas that a pipeline knows.
+        replicas: the number of replicas.
+        by_sum: gather by a sum in which each replica contributes its shard and zeros elsewhere: more
+            traffic, but the only exchange over replicas that a pipeline supports.
 
     >>> Shares(4).count(10)
     3
@@ -42,19 +44,19 @@ class Shares:
     by_sum: bool = False
 
     def count(self, size: int) -> int:
-        """How many elements a share of an array of `size` elements has."""
+        """The number of elements per shard of an array of `size` elements."""
         return -(-size // self.replicas)
 
     # -- in a program, on one replica -----------------------------------------------------------
 
     def cut(self, array: Any) -> Any:
-        """This replica's share of an array that is equal on all of them."""
+        """This replica's shard of an array that is replicated."""
         count = self.count(array.size)
         replica = ambient("replica", -1, 0)
         return lax.dynamic_slice(self._flat(array), (replica * count,), (count,))
 
     def gather(self, share: Any, form: Any) -> Any:
-        """The array of the given form again, from the shares of all replicas."""
+        """The array of the given shape, from the shards of all replicas."""
         if not self.by_sum:
             return self.join(gather_p.bind(share, replicas=self.replicas), form)
         first = ambient("replica", -1, 0) * share.size
@@ -66,17 +68,17 @@ class Shares:
     # -- anywhere -------------------------------------------------------------------------------
 
     def split(self, array: Any) -> Any:
-        """All shares behind each other, in one dim: what `gather` joins."""
+        """All shards concatenated along one dim, as `gather` would."""
         return self._flat(jnp.asarray(array))
 
     def join(self, shares: Any, form: Any) -> Any:
-        """The array again, from all shares."""
+        """The array, from all its shards."""
         flat = shares.reshape(-1)
         size = math.prod(form.shape)
         return (flat if flat.size == size else flat[:size]).reshape(form.shape)
 
     def form(self, form: Any) -> jax.ShapeDtypeStruct:
-        """The form of a share of an array of the given form."""
+        """The shape of a shard of an array of the given shape."""
         return jax.ShapeDtypeStruct((self.count(math.prod(form.shape)),), form.dtype)
 
     def _flat(self, array: Any) -> Any:

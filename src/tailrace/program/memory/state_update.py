@@ -1,8 +1,11 @@
-"""An update of parameters and optimizer state where the state is held in shares or on the host.
+"""The update of parameters and optimizer state when the state is sharded or offloaded.
 
-Shares are updated on the replica that holds them; what lies in the host's memory comes in part by part,
-each once all gradients are there.
+Shards are updated on the replica that holds them; offloaded state is fetched part by part, once all
+gradients are ready.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ class HeldUpdate:
     Args:
         keeping: how each leaf of the state is held.
         optimizer: what makes the update; see `Step`.
-        taps: what is observed.
+        taps: the taps of the training step.
         grads: the gradients, reduced over replicas.
         state: parameters and state, as they are held.
-        taken: whether the step changes anything; None: it does.
+        taken: whether the step is applied or skipped; None for always applied.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class HeldUpdate:
         first = len(jax.tree.leaves(grads))
         self.state_numbers = range(first, first + len(keeping.shared))
         self.first_parameter = self.state_numbers.stop
-        # A pipeline brings in what its devices hold by itself.
+        # A pipeline fetches the state of its devices itself.
         moved = () if keeping.shares.by_sum else keeping.hosted
         self.hosted = [n for n, yes in zip(self.state_numbers, moved, strict=False) if yes]
         shared = [n for n, yes in zip(self.state_numbers, keeping.shared, strict=True) if yes]
@@ -66,7 +69,7 @@ class HeldUpdate:
         self.tapped = [self._is_tapped(name, v) for name, v in self._results()]
 
     def run(self) -> tuple[Any, Any]:
-        """The parameters afterwards, and the state as it is held."""
+        """The new parameters, and the new state as it is held."""
         needs = self.graph.needs(self.hosted)
         outside = self._evaluation({})
         made: dict[int, Any] = {}
@@ -75,7 +78,7 @@ class HeldUpdate:
         sizes = [nbytes(jax.typeof(self.given[number])) for number in self.hosted]
         extra = [value for value in self.graph.must_run if needs(value)]
         parts = in_parts([needs(value) for value in (*values, *extra)], sizes)
-        if parts:  # a learning rate, or the norm of all gradients, is made once for all parts
+        if parts:  # a learning rate, or the norm of all gradients, is computed once for all parts
             for operand in (o for node in self.graph.nodes for o in node.operands):
                 if operand.aval.shape == () and not needs(operand):
                     outside.get(operand)
@@ -98,7 +101,7 @@ class HeldUpdate:
         needs: Callable[[Value], int],
         outside: Evaluation,
     ) -> dict[int, Any]:
-        """Results that share leaves of the host: brought in, computed, sent back."""
+        """Results with offloaded leaves in common: fetch, compute, send back."""
         used = 0
         for value in (*(self.graph.outputs[n] for n in numbers), *also):
             used |= needs(value)
@@ -112,7 +115,8 @@ class HeldUpdate:
             come = {n: self.keeping.moves.bring_in(h) for n, h in zip(leaves, hosts, strict=True)}
             for number, value in zip(rest, others, strict=True):
                 if self.count <= number < 2 * self.count:
-                    # Read from outside, a parameter would be copied before it is overwritten.
+                    # Carried, not closed over: XLA would copy a closed-over parameter before it is
+                    # overwritten.
                     come[self.first_parameter + number - self.count] = value
             inside = self._evaluation(come, dict(outside.done))
             results = {n: inside.get(self.graph.outputs[n], self._form(n)) for n in numbers}
@@ -137,7 +141,7 @@ class HeldUpdate:
         return Evaluation(self.graph, given, self.pieces, self.keeping.shares, done or {})
 
     def _start(self, number: int) -> Any:
-        """What stands in the place of a result before the loop that makes it."""
+        """The initial value of a result, before the loop that computes it."""
         if self.count <= number < 2 * self.count:
             return jax.tree.leaves(self.params)[number - self.count]
         form = self.graph.outputs[number].aval
@@ -146,7 +150,7 @@ class HeldUpdate:
         return jnp.zeros(form.shape, form.dtype)
 
     # -- results and their names ----------------------------------------------------------------
-    # In order: what is added to each parameter, each parameter afterwards, each leaf of the state.
+    # In order: the update of each parameter, each new parameter, each leaf of the new state.
 
     def _names(self) -> list[str]:
         def of(tree: Any, kind: str, alone: str) -> list[str]:
@@ -166,7 +170,7 @@ class HeldUpdate:
         return is_tapped(self.taps, name, value.aval)
 
     def _is_wanted(self, number: int) -> bool:
-        """All but updates that nobody looks at: the parameters are computed without them."""
+        """All results except unobserved updates: parameters are computed without them."""
         return number >= self.count or self.tapped[number]
 
     def _form(self, number: int) -> str:
@@ -176,7 +180,7 @@ class HeldUpdate:
     def _named(self, made: dict[int, Any]) -> tuple[Any, Any]:
         for number, name in enumerate(self.names[: self.count]):
             update = made.get(number)
-            if update is None:  # nobody looks at it: it has a name, and is never computed
+            if update is None:  # unobserved: it has a name, but is never computed
                 old = jax.tree.leaves(self.params)[number]
                 update = made[self.count + number] - old
             mark(update, Tag("value", name))
@@ -192,7 +196,7 @@ class HeldUpdate:
             tag = Tag("value", self.names[number])
             if shared and self.keeping.shares.by_sum and not self.tapped[number]:
                 pass  # a pipeline would gather it for nothing
-            elif shared:  # seen whole, carried in shares
+            elif shared:  # observed whole, carried in shards
                 mark(self.keeping.shares.gather(value, self.graph.outputs[number].aval), tag)
             else:
                 value = mark(value, tag)

@@ -1,17 +1,18 @@
-"""An optimizer's update as a graph, from which any result can be computed on its own.
+"""An optimizer's update as a graph, from which any result can be computed separately.
 
-An optimizer is one function of all gradients, all state and all parameters. To bring its state in a
-part at a time, or to compute only one replica's share of it, one has to know which result needs
-what. The function is traced, calls inside it are opened, and each value can then be asked for in one
-of two forms:
+An optimizer is one function of all gradients, all state and all parameters. To fetch its state part by
+part, or to compute only one replica's shard, we need to know which result depends on which input. The
+function is traced, its calls are inlined, and each value can then be requested in one of two forms:
 
-* `WHOLE`: the array as it is.
-* `PIECE`: this replica's share of it, flat. What is computed element by element is computed on the
-  share alone; everything else is computed whole and then cut.
+* `WHOLE`: the whole array.
+* `PIECE`: this replica's shard, flat. Elementwise operations are computed on the shard only; everything
+  else is computed whole and then cut.
 
-A value that is held in pieces, and is wanted whole by an operation that is not elementwise (the norm
-of a tensor), is gathered for that operation. So every optimizer remains right, whatever it does.
+If an operation that is not elementwise (the norm of a tensor) needs a value that is held in shards, the
+value is gathered for it. So the result is correct for every optimizer, whatever it does.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ WHOLE, PIECE = "whole", "piece"
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """One operation: its equation, its operands, and the calls that it stands in."""
+    """One operation: its equation, its operands, and the calls around it."""
 
     equation: JaxprEqn
     operands: list[Any]
@@ -45,7 +46,7 @@ class Node:
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """One array: an input (by its number), a constant, or a result of an operation."""
+    """One array: an input (by index), a constant, or a result of an operation."""
 
     aval: Any
     node: Node | None = None
@@ -54,16 +55,16 @@ class Value:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is given from outside."""
+        """Whether it is an input of the function."""
         return self.node is None and self.constant is None
 
 
 class UpdateGraph:
-    """A traced function, with the calls inside it opened.
+    """A traced function with its calls inlined.
 
     Args:
         function: takes and returns flat lists of arrays.
-        inputs: the forms of what it takes.
+        inputs: the shapes of its inputs.
     """
 
     def __init__(self, function: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> None:
@@ -102,7 +103,7 @@ class UpdateGraph:
         return [read(var) for var in jaxpr.outvars]
 
     def needs(self, chosen: Iterable[int]) -> Callable[[Value], int]:
-        """A function of a value: which of the `chosen` inputs it is computed from, as bits."""
+        """A function from a value to the `chosen` inputs it depends on, as a bit mask."""
         bit = {number: 1 << place for place, number in enumerate(chosen)}
         found: dict[Node, int] = {}
 
@@ -119,7 +120,7 @@ class UpdateGraph:
         return of
 
     def in_pieces(self, held: Iterable[int]) -> Callable[[Value], bool]:
-        """A function of a value: whether it exists in pieces, if these inputs are held in pieces."""
+        """A predicate: whether a value exists in pieces if these inputs are held in pieces."""
         held = frozenset(held)
         found: dict[Node, bool] = {}
 
@@ -135,14 +136,14 @@ class UpdateGraph:
 
 @dataclasses.dataclass
 class Evaluation:
-    """Computes values of a graph, each once, in the forms they are asked for.
+    """Computes values of a graph, each once, in the requested forms.
 
     Attributes:
-        graph: what is computed.
-        given: the value of an input, as it is held: whole, or this replica's piece.
-        pieces: which values exist in pieces; None where nothing does.
-        shares: how pieces are cut and put together again.
-        done: what is known already; looked up first, and added to.
+        graph: the graph.
+        given: returns an input as it is held: whole, or this replica's piece.
+        pieces: whether a value exists in pieces; None if none does.
+        shares: how pieces are cut and joined.
+        done: values computed so far; looked up first, and added to.
     """
 
     graph: UpdateGraph
@@ -152,9 +153,9 @@ class Evaluation:
     done: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def get(self, value: Value, form: str = WHOLE) -> Any:
-        """The value in a form, computed with everything it needs."""
+        """The value in a form; computes what it depends on."""
         waiting = [(value, form)]
-        while waiting:  # not by recursion: the sum of a thousand norms is a thousand deep
+        while waiting:  # not recursive: the sum of a thousand norms is a thousand levels deep
             item = waiting[-1]
             if self._found(*item):
                 waiting.pop()

@@ -1,14 +1,16 @@
 """Running a traced program: dispatch lengths, executables, results.
 
 In: a traced loop, its state, and blocks of elements.
-Out: emissions on the device, and an array that is ready when the dispatch is over.
+Out: emissions on the device, and an array that is ready when the dispatch has finished.
 
-    loop_runner            one loop and its executables; loop_state is what they overwrite
+    loop_runner            one loop and its executables; loop_state holds the arrays they overwrite
     placement              where programs run, and how values get there
-    executable             rewrites, compiles and dispatches; segments cut a program for it
-    dispatch_lengths       into which pieces loops are cut
+    executable             rewrites, compiles and dispatches a segment; segments cuts a program
+    compilations           what was compiled and why; compiled_programs shares equal programs
+    dispatch_lengths       the lengths of a loop's pieces; their constants are in feeds/dispatch_table
+    result_packing         small results in one array, so that one copy brings them to the host
     agreement              what processes compare before a dispatch
 
-Rule: a dispatch waits for elements, not for results. Callers change state through a dispatch or
+Rule: a dispatch waits for elements, never for results. Callers change state only through a dispatch or
 `LoopRunner.replace`.
 """

@@ -1,4 +1,4 @@
-"""What processes tell each other before each dispatch, so that none waits for a collective alone."""
+"""What processes exchange before each dispatch, so that none enters a collective alone."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MEANINGS = {
     "carried": "the shapes and dtypes of the parameters and the state",
     "program": "the operations of the program",
 }
-"""What is compared, in the order in which a difference is reported."""
+"""What is compared, in the order in which differences are reported."""
 
 
 _ENDS = {DataExhausted: "ended", WaitStopped: "stopped"}
-"""What ends the executions of all processes without being a failure, and what it is called."""
+"""Errors that end the executions of all processes without being failures, by their name."""
 
 
 class Agreement:
-    """What one process is about to run, in a form that others can compare with theirs.
+    """What one process is about to run, in a form that other processes can compare with theirs.
 
     Args:
         segment: the part of the program.
-        replicas: how many replicas there are, over all processes.
+        replicas: the number of replicas over all processes.
     """
 
     def __init__(self, segment: Segment, replicas: int) -> None:
@@ -61,14 +61,14 @@ class Agreement:
         take: Callable[[], Taken],
         put_back: Callable[[Taken], None],
     ) -> Taken:
-        """What `take()` returns, once all processes have taken theirs and run the same.
+        """The result of `take()`, once all processes have taken theirs and agree on the program.
 
-        `passes` is how many passes of a loop this process is about to run. If another process
-        cannot, what was taken is put back and an error says which, and why.
+        `passes` is the number of iterations this process is about to run. If another process cannot,
+        the elements are put back and an error names the process and the reason.
         """
         try:
             taken = take()
-        except Exception as error:  # not an interrupt: that is not to wait for the others
+        except Exception as error:  # not an interrupt, which must not wait for the others
             kind = next((name for one, name in _ENDS.items() if isinstance(error, one)), "failed")
             distributed.meet({kind: f"{type(error).__name__}: {error}"})
             raise
@@ -79,19 +79,19 @@ class Agreement:
             raise
         return taken
 
-    def _compare(self, heard: list[dict[str, Any]]) -> None:
-        for process, said in enumerate(heard):
+    def _compare(self, answers: list[dict[str, Any]]) -> None:
+        for process, said in enumerate(answers):
             if "failed" in said:
                 raise DistributedError(
                     f"Process {process} failed before this execution: {said['failed']}"
                 )
-        for process, said in enumerate(heard):
+        for process, said in enumerate(answers):
             for error, kind in _ENDS.items():
                 if kind in said:
                     raise error(f"Of process {process}: {said[kind]}")
         for what, meaning in _MEANINGS.items():
-            for process, said in enumerate(heard):
-                first, other = heard[0].get(what), said.get(what)
+            for process, said in enumerate(answers):
+                first, other = answers[0].get(what), said.get(what)
                 if first != other:
                     raise DistributedError(
                         f"All processes run the same program together, but they differ in {meaning}: "
@@ -101,14 +101,14 @@ class Agreement:
 
 
 def agreed_seconds(seconds: float) -> float:
-    """The longest time that any process has measured: what follows from it is then the same."""
+    """The longest time that any process measured, so that all derive the same decisions from it."""
     return max(said["seconds"] for said in distributed.meet({"seconds": seconds}))
 
 
 def agreed_least(count: int | None) -> int | None:
-    """The smallest of the numbers that processes have, None standing for any."""
-    heard = [said["count"] for said in distributed.meet({"count": count})]
-    known = [number for number in heard if number is not None]
+    """The smallest number of any process; None means no limit."""
+    answers = [said["count"] for said in distributed.meet({"count": count})]
+    known = [number for number in answers if number is not None]
     return min(known) if known else None
 
 

@@ -1,23 +1,23 @@
-"""What was compiled, how long it took, and why: told to whoever listens while it happens."""
+"""Compilations and their causes, reported to listeners as they happen."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One program that was compiled, or found compiled.
+    """One program that was compiled, or reused.
 
     Attributes:
-        purpose: what it is for: "training", "evaluation of accuracy".
-        cause: why there was none: the first of its form, another shape, another length.
-        seconds: how long it took, tracing and lowering included.
-        shared: whether an equal program had been compiled in this process before.
+        purpose: its purpose: "training", "evaluation of accuracy".
+        cause: why it was compiled: the first program, another shape, another length.
+        seconds: the time it took, tracing and lowering included.
+        shared: whether this process had compiled an equal program before.
         ended: when it was ready, in seconds since 1970.
     """
 
@@ -38,8 +38,8 @@ _listening: ContextVar[Listener | None] = ContextVar("tailrace_compilations", de
 
 
 @contextmanager
-def hearing(listener: Listener) -> Iterator[None]:
-    """While inside, `listener` is told of each compilation: before it (0 seconds), and after."""
+def listening(listener: Listener) -> Generator[None]:
+    """Call `listener` for each compilation in this context: before it (0 seconds) and after it."""
     token = _listening.set(listener)
     try:
         yield
@@ -48,8 +48,8 @@ def hearing(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def compiling(purpose: str, cause: str) -> Iterator[Callable[[bool], Compilation]]:
-    """Around a compilation; the function that is yielded is called at its end: was it shared?"""
+def compiling(purpose: str, cause: str) -> Generator[Callable[[bool], Compilation]]:
+    """A context around a compilation; call the yielded function at its end: was it shared?"""
     listener, started = _listening.get(), time.perf_counter()
     if listener is not None:
         listener(Compilation(purpose, cause))

@@ -1,11 +1,11 @@
-"""Compiled programs of this process, found again by what they compute.
+"""Compiled programs of this process, looked up by their lowered text.
 
-Two trainers of the same model, or two calls of `evaluate` with a lambda written twice, lower to the
-same program, letter for letter. Compiling takes seconds to minutes and comparing milliseconds, so
-each program is compiled once. What is not in the text of a program is part of the key: the devices,
-the compiler's options, and the trees of arguments and results.
+Two trainers of the same model, or two calls of `evaluate` with the same lambda written twice, lower to
+the same text. Compiling takes seconds to minutes and comparing milliseconds, so each program is
+compiled once. Whatever is not in the text is part of the key: the devices, the compiler options, and
+the trees of arguments and results.
 
-Between processes JAX's own compilation cache does the same: `TAILRACE_CACHE=dir`.
+Between processes, JAX's compilation cache does the same: `TAILRACE_CACHE=dir`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from typing import Any
 
 MOST = 32
-"""Programs kept, the latest used ones; beyond, only their owners keep them alive."""
+"""The number of recently used programs to keep; older ones live as long as their owners."""
 
 _kept: OrderedDict[str, Any] = OrderedDict()
 _lock = threading.Lock()
@@ -25,9 +25,9 @@ _lock = threading.Lock()
 def compiled_program(
     lowered: Any, devices: tuple[int, ...], options: dict[str, str] | None
 ) -> tuple[Any, bool]:
-    """The executable of a lowered program, and whether it existed already."""
+    """The executable of a lowered program, and whether it was reused."""
     text = lowered.as_text()
-    if "callback" in text:  # it calls Python of its own, which the text does not show
+    if "callback" in text:  # it calls Python functions, which the text does not identify
         return lowered.compile(options), False
     trees = f"{lowered.in_tree}{lowered.out_tree}"
     said = f"{text}{trees}{devices}{sorted((options or {}).items())}"
@@ -45,6 +45,6 @@ def compiled_program(
 
 
 def forget_programs() -> None:
-    """Let go of all programs that nothing else uses."""
+    """Release all programs that nothing else uses."""
     with _lock:
         _kept.clear()

@@ -1,4 +1,4 @@
-"""Into which pieces a long loop is cut.
+"""The lengths of the pieces into which a long loop is cut.
 
 A piece is one dispatch. Long pieces cost memory (all their elements are on the device at once) and
 keep results waiting; short ones cost a dispatch each, and every length is compiled once. So there are
@@ -14,7 +14,7 @@ from tailrace.feeds import dispatch_table
 
 
 def piece_within(length: int, bytes_per_pass: int, limit: int | None = None) -> int:
-    """The length of the pieces of a loop, such that the elements of one take at most so many bytes.
+    """The length of a loop's pieces such that the elements of one take at most `limit` bytes.
 
     >>> piece_within(200, 100_000, 25 << 20), piece_within(10_000, 100_000, 25 << 20)
     (200, 250)
@@ -26,9 +26,9 @@ def piece_within(length: int, bytes_per_pass: int, limit: int | None = None) -> 
 
 
 def good_piece(length: int, most: int, multiple_of: int = 1) -> int:
-    """A length of at most `most` that divides `length` if there is one not much shorter.
+    """A length of at most `most`: a divisor of `length`, if there is one that is not much shorter.
 
-    With `multiple_of`, a multiple of that number, unless the whole is shorter.
+    With `multiple_of`, a multiple of that number, unless `length` is shorter.
 
     >>> good_piece(10_000, 671), good_piece(997, 100), good_piece(100, 30, multiple_of=10)
     (625, 100, 20)
@@ -53,10 +53,10 @@ def pieces(length: int, piece: int) -> Iterator[int]:
 
 
 def next_piece(piece: int, remaining: int | None, step: int, period: int) -> tuple[int, int]:
-    """The length of the next piece, and the period in which it is observed.
+    """The length of the next piece, and its period of observation.
 
-    Pieces are cut where periodic taps look, so that looking needs no branch: up to the next step
-    that is observed, then whole periods, then what is left, in which nothing is (period 0).
+    Pieces end where periodic taps observe, so that no branch is needed: first up to the next observed
+    step, then whole periods, then the rest, in which nothing is observed (period 0).
 
     >>> next_piece(100, 25, step=0, period=10), next_piece(100, 5, step=20, period=10)
     ((20, 10), (5, 0))

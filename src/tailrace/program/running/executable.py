@@ -1,4 +1,7 @@
-"""A segment compiled for the devices, and how it is dispatched."""
+"""A segment compiled for the devices, and its dispatch."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tailrace.errors import FeedError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers
-from tailrace.jaxprs.internals import JaxprEqn, compiler_options
+from tailrace.jaxprs.internals import JaxprEqn, compiler_options, separate_kernels
 from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
 from tailrace.program.running.agreement import Agreement
@@ -33,24 +36,24 @@ from tailrace.taps.rewrite import Rewriter
 from tailrace.taps.wanted import Wanted, condense
 
 STEPS = ("steps",)
-"""The key under which a program emits how many steps it ran, where only running it shows that."""
+"""The key of the number of steps that ran, which programs emit if it is known only at run time."""
 
 
 class Executable:
-    """One segment (for a loop: a piece of so many passes), compiled.
+    """One compiled segment; for a loop, a piece of `length` iterations.
 
     Args:
         segment: the part of a program.
         placement: where it runs.
-        length: the number of passes, if the segment is a loop.
-        counted: whether each dispatch says how many of those passes it runs.
-        wanted: values to send out besides, by position.
-        period: periodic values leave in every so many passes; 0 for never.
-        each: what a loop carries that every replica has its own of: outside, replicas are dim 0.
-        spread: what a loop carries of which each replica has a share: outside, they stand behind
-            each other along dim 0.
-        muted: outfeeds that nothing leaves through.
-        packed: whether what leaves one device leaves it in few pieces, for `np.asarray` alone.
+        length: the number of iterations, if the segment is a loop.
+        counted: whether each dispatch chooses how many of those iterations it runs.
+        wanted: additional values to emit, by position.
+        period: periodic values are emitted every `period` iterations; 0 for never.
+        each: carried values that differ per replica: outside the program, dim 0 is the replica dim.
+        spread: carried values that are sharded over replicas: outside, shards are concatenated along
+            dim 0.
+        muted: outfeeds that receive nothing.
+        packed: whether to pack small emissions into few arrays, which only `np.asarray` can read.
     """
 
     def __init__(
@@ -83,7 +86,8 @@ class Executable:
         )
         self._numbers = placement.put([jnp.asarray(n) for n in self._rewriter.free.values])
         self._observing = period > 0
-        # A guard finds a bad step when later ones have run; what was before is computed again then.
+        # A guard detects a bad step after later ones have run; the state before it is then recomputed,
+        # from a state that must not have been donated.
         wants = [want for found in (wanted or {}).values() for want in found]
         stops = any(want.guard and not want.skips for want in wants)
         self._donated: tuple[int, ...] = () if stops else (0,)
@@ -93,16 +97,18 @@ class Executable:
         self._packing = Packing() if packed and placement.mesh is None else None
         self._agreement: Agreement | None = None
         self._compiled: Any = None
-        # What a loop carries is overwritten from piece to piece; nothing else is.
+        # A loop donates its carry from piece to piece, and nothing else.
         self._carried: list[Any] = [var for var, _ in segment.start] if segment.is_loop else []
         self._writes: list[Any] = list(segment.writes)
         self.compile_s = 0.0
         self.reason: tuple[str, str] = ("a program", "the first of its form")
-        """What it is for, and why there was none before; for people who wait for it."""
+        """Its purpose and the cause of its compilation, for messages."""
         self.compilation: Compilation | None = None
         self.taken: dict[Feed, Staged] = {}
         """The elements of the last dispatch, while `keep_elements` is set."""
         self.keep_elements = False
+        self.separate = False
+        """Whether a profiler can tell its kernels apart; see `separate_kernels`."""
         self.plan: Any = None
         """The plan of the pipeline it runs, if it does."""
 
@@ -110,12 +116,12 @@ class Executable:
 
     @property
     def compiled(self) -> Any:
-        """What XLA made; None before `compile`."""
+        """The XLA executable; None before `compile`."""
         return self._compiled
 
     @property
     def carries(self) -> list[Any]:
-        """What the loop carries, in the order of the compiled program's arguments."""
+        """The loop's carry, in the order of the compiled program's arguments."""
         return self._carried
 
     def compile(self, state: LoopState, staged: dict[Feed, Any]) -> Any:
@@ -124,6 +130,8 @@ class Executable:
             with compiling(*self.reason) as done, span("compilation", steps=self.length):
                 lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
                 options = compiler_options(self.segment.equations, devices.platform())
+                if self.separate:
+                    options = {**(options or {}), **separate_kernels(devices.platform())}
                 found = compiled_program(lowered, self.placement.device_ids, options)
                 self._compiled, shared = found
                 self.compilation = done(shared)
@@ -184,7 +192,7 @@ class Executable:
             known[equations[0].invars[-1]] = offset + jnp.arange(self.length, dtype=jnp.int32)
         self._rewriter.run_equations(equations, known, frame, first=self.segment.first)
         for queue, block in blocks.items():
-            if not isinstance(block.position, int):  # only the running program knows
+            if not isinstance(block.position, int):  # known only at run time
                 frame.emit(("read", queue), block.position)
         if not isinstance(frame.steps_before, int) and not self.counted:
             frame.emit(STEPS, frame.steps_before)
@@ -193,7 +201,7 @@ class Executable:
         emitted = [frame.emitted[key] for key in self._keys]
         if several and self.placement.in_one_process:
             emitted = jax.tree.map(lambda leaf: leaf[None], emitted)
-        elif several:  # each process has the results of all: they are one program's
+        elif several:  # each process gets all results: it is one program
             emitted = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, devices.REPLICA), emitted)
         elif self._packing is not None:
             emitted = self._packing.pack(emitted)
@@ -202,11 +210,11 @@ class Executable:
         return results, emitted, self._what_follows(numbers)
 
     def _what_follows(self, numbers: Any) -> Any:
-        """The numbers of a dispatch that goes on from here."""
+        """The numbers of a dispatch that continues from here."""
         return Numbers.advanced(numbers, numbers[3] if self.counted else self.length or 0)
 
     def _piece(self, loop: JaxprEqn) -> JaxprEqn:
-        """The loop, cut to the length of this piece, starting from where the last piece ended."""
+        """The loop, cut to the length of this piece, starting where the last piece ended."""
         assert self.length is not None
         return as_scan(loop).piece(self.length, self._carried)
 
@@ -219,17 +227,18 @@ class Executable:
         following: int | None = None,
         given: Staged | None = None,
     ) -> tuple[dict[Hashable, Emission], Any]:
-        """Dispatch once: read from `state` and the feeds, write results to `state`.
+        """Dispatch once: read from `state` and the feeds, write the results to `state`.
 
         Args:
             state: values of variables, on the devices; results are added.
             numbers: the seed and the counters.
-            following: how many passes the next dispatch of this loop will run (0: none), so that
-                its elements can be staged; None if it is unknown.
-            given: the elements, if the caller has them; else they are taken from the feeds.
+            following: the number of iterations of the next dispatch (0 for none), to prefetch its
+                elements; None if unknown.
+            given: the elements, if the caller has them; otherwise they are taken from the feeds.
 
         Returns:
-            What was emitted, still on the devices, and an array that is ready when all is over.
+            The emissions, still on the devices, and an array that is ready when the dispatch has
+            finished.
         """
         passes = numbers.count if self.counted else self.length
         execution = Execution()
@@ -239,7 +248,7 @@ class Executable:
             compiled = self.compile(state, blocks)
             arguments = self._arguments(state, blocks, numbers)
             execution.dispatch(compiled)
-            # The ticket is ready when the execution is over, and donated by nobody.
+            # The ticket is ready when the execution has finished, and is never donated.
             with span("dispatch", steps=passes):
                 results, emitted, ticket = compiled(*arguments)
             first_step = numbers.first_step + numbers.offset
@@ -266,7 +275,7 @@ class Executable:
     def _cut(
         self, emissions: dict[Hashable, Emission], numbers: Numbers
     ) -> dict[Hashable, Emission]:
-        """What was emitted, as many rows of it as were made."""
+        """The emissions, without the rows that were not computed."""
         first, axis = numbers.first_step + numbers.offset, int(self.placement.replicas > 1)
         found = {}
         for key, emission in emissions.items():
@@ -274,7 +283,7 @@ class Executable:
             if period is not None:
                 made = len(looks_between(first, numbers.count, period))
                 if not made and period > 1:
-                    continue  # nobody looked
+                    continue  # no observed step in this dispatch
                 emission = jax.tree.map(lambda x, n=made: FirstRows(x, n, axis), emission)
             found[key] = emission
         return found
@@ -327,7 +336,7 @@ class Executable:
 
 
 def _put_back(taken: dict[Feed, Staged]) -> None:
-    """Return elements that no program has used."""
+    """Return elements that no program used."""
     for queue, staged in taken.items():
         queue.put_back(staged, used=0)
 
@@ -337,7 +346,7 @@ def _no_elements(queue: Feed) -> tuple[Any, ...]:
 
 
 class _OnMark:
-    """What happens at marks that send something out."""
+    """Handles marks that send values out."""
 
     def __init__(
         self,
@@ -370,15 +379,16 @@ class _OnMark:
         def arrive(value: Any, replica: Any) -> None:
             show(value, f"{title} (replica {int(replica)})" if several else title)
 
-        # Ordered effects exist on one device only; several print as they come, and say who it is.
+        # Ordered effects need a single device; with several, prints arrive in any order, with the
+        # replica.
         io_callback(arrive, None, value, frame.ambient.replica, ordered=self.alone)
 
     def _send_now(self, queue: Any, structure: Any, inputs: list[Any]) -> None:
         if self.replicas > 1:
             raise FeedError(
                 "With several replicas a live outfeed must be enqueued directly in a tr.repeat at "
-                "the top of the program: there the loop is cut into short dispatches. Here it "
-                "stands deeper inside. Move it there, or use live=False."
+                "the top of the program: there the loop is cut into short dispatches. Here it is "
+                "deeper inside. Move it there, or use live=False."
             )
 
         def arrive(*values: Any) -> None:

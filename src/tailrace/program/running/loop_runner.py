@@ -1,8 +1,10 @@
-"""Running one loop for as long as one likes: the engine of `fit`, `evaluate` and `predict`.
+"""Runs one loop for any number of iterations: the engine of `fit`, `evaluate` and `predict`.
 
-A runner owns what its loop carries and overwrites it from dispatch to dispatch. Its infeed can be
-given one dataset after another, as long as their elements look alike.
+A runner owns its loop's carry and overwrites it from dispatch to dispatch. Its infeed can be given one
+dataset after another, as long as their elements have the same spec.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -40,15 +42,16 @@ class LoopRunner:
     """A program that is one loop, run in dispatches of any length.
 
     Args:
-        function: `function(carried, read)` returns the next `carried`, through one `tr.repeat` (of
-            any length: each dispatch chooses its own).
+        function: `function(carried, read)` returns the next `carried`, through one `tr.repeat` (of any
+            length: each dispatch has a length).
         carried: a tree of arrays, or shapes, that the loop carries.
         read: a tree of arrays, or shapes, that it only reads.
         placement: where it runs.
-        each: for each leaf of `carried`, whether every replica has its own; such a leaf has the
-            replicas as dim 0 in what `carried` returns.
-        keeping: how the leaves of `carried` from number `kept_from` on are held, if not plainly.
-        kept_from: see there.
+        each: for each leaf of `carried`, whether it differs per replica; such a leaf has a leading
+            replica dim in the result of `carried`.
+        keeping: how the leaves of `carried` from index `kept_from` on are held, if not in the default
+            way.
+        kept_from: the index of the first leaf that `keeping` is about.
     """
 
     def __init__(
@@ -73,19 +76,21 @@ class LoopRunner:
             )
         self.wanted: dict[Position, list[Wanted]] = {}
         self.muted: frozenset[OutfeedQueue] = frozenset()
-        """Outfeeds through which nothing leaves, for as long as they stand here."""
+        """Outfeeds that receive nothing while they are in this set."""
         self.packed = False
-        """Whether what leaves one device leaves it in few pieces; set before the first dispatch."""
+        """Whether to pack small emissions into few arrays; set before the first dispatch."""
         self.capacity: int | None = None
-        """The most passes of a dispatch. One executable then serves all lengths up to it; without,
-        there is one for each length."""
+        """The most iterations per dispatch. One executable then serves all lengths up to it; without
+        it, each length has an executable."""
         self.purpose = "a program"
-        """What it is for, in messages."""
+        """Its purpose, for messages."""
         self.executions = 0
         self.compile_s = 0.0
         self.keep_elements = False
+        self.separate = False
+        """Whether a profiler can tell the kernels of a dispatch apart; the program is another one."""
         self.origin: Origin | None = None
-        """What the latest dispatch started from, while `keep_elements` is set."""
+        """The origin of the latest dispatch, while `keep_elements` is set."""
         self._segments = cut(self.traced.jaxpr, loops)
         (self._loop,) = (s for s in self._segments if s.is_loop)
         own = set(self._loop.writes) if each and placement.replicas > 1 else set()
@@ -117,7 +122,7 @@ class LoopRunner:
 
     @property
     def elements_per_pass(self) -> int:
-        """How many elements one pass takes in all, over all replicas of this process."""
+        """The number of elements per iteration, over all replicas of this process."""
         return sum(self._loop.elements.values()) * self.placement.local_replicas
 
     @property
@@ -127,7 +132,7 @@ class LoopRunner:
 
     @property
     def compiled_lengths(self) -> list[int | None]:
-        """The lengths that the loop was compiled for; counted ones stand for all up to theirs."""
+        """The lengths that the loop was compiled for; a counted one serves all up to it."""
         compiled = [one for one in self._executables.values() if one.compiled is not None]
         return [one.length for one in compiled if one.segment is self._loop]
 
@@ -136,17 +141,17 @@ class LoopRunner:
         return entry.stage
 
     def by_element(self, value: Any) -> Any:
-        """What each element made, [replica,] element, of what one loop sent out."""
+        """Emissions of one loop, rearranged to [replica,] element."""
         return value
 
     @property
     def bytes_per_pass(self) -> int:
-        """The bytes of those elements."""
+        """The bytes of the elements of one iteration."""
         counts = self._loop.elements.items()
         return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
 
     def begin(self, carried: Any, read: Any) -> LoopState:
-        """The values that dispatches work on, from `carried` (which is copied) and `read`."""
+        """The state for dispatches, from `carried` (which is copied) and `read`."""
         jaxpr = self.traced.jaxpr
         state = LoopState(dict(zip(jaxpr.constvars, self._consts, strict=True)))
         known = state.values
@@ -156,7 +161,7 @@ class LoopRunner:
             self._executable(segment, None).run(state, Numbers(0, 0))
         for result, start in self._loop.start:
             value = value_of(known, start)
-            if result in self._hosted:  # already where it belongs: nothing else has it
+            if result in self._hosted:  # already in place, and not shared with the caller
                 known[result] = value
                 continue
             if result in self._spread:
@@ -166,22 +171,23 @@ class LoopRunner:
                 known[result] = self.placement.own(value)
                 continue
             form: Any = result.aval
-            if jnp.ndim(value) == len(form.shape):  # one for all, to begin with
+            if jnp.ndim(value) == len(form.shape):  # one initial value for all replicas
                 value = jnp.broadcast_to(value, (self.placement.replicas, *jnp.shape(value)))
             known[result] = self.placement.own_each(value)
-        # Nothing else may hold on to what the loop overwrites: the caller's arrays are let go of.
+        # Drop the references to the caller's arrays: the loop donates its state, which must be
+        # unshared.
         for var in jaxpr.invars[: self._num_carried]:
             if var not in self._loop.reads:
                 del known[var]
         return state
 
     def carried(self, state: LoopState) -> Any:
-        """What the loop carries now, as the tree that it was given."""
+        """The loop's current carry, as a tree like the one it was given."""
         leaves = [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
         return jax.tree.unflatten(self.traced.out_structure, leaves)
 
     def carried_by(self, state: LoopState, replica: int) -> list[Any]:
-        """The leaves of what the loop carries as one replica has them, on the host."""
+        """The leaves of the carry of one replica, on the host."""
         leaves = []
         for var in self.traced.jaxpr.outvars:
             value = np.asarray(self.placement.readable(value_of(state.values, var)))
@@ -194,19 +200,19 @@ class LoopRunner:
         return leaves
 
     def held(self, state: LoopState) -> list[Any]:
-        """The arrays that hold what the loop carries, as `digests` takes them."""
+        """The arrays that hold the carry, as `digests` takes them."""
         return [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
 
     def digests(
         self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
     ) -> Any:
-        """The digest of each leaf that the loop carries, [leaves, 2]; in a program.
+        """The digest of each leaf of the carry, [leaves, 2]; in a program.
 
         Args:
-            held: what `held` returned.
-            names: of the leaves.
-            sizes: how many values a leaf has of which replicas have shares, which stand behind each
-                other; None for any other.
+            held: the result of `held`.
+            names: the names of the leaves.
+            sizes: for a leaf that is sharded over replicas, its number of values without padding; None
+                for any other.
         """
         values = [
             jax.device_put(value, jax.memory.Space.Device) if var in self._hosted else value
@@ -215,10 +221,10 @@ class LoopRunner:
         return digest_many(values, names, sizes)
 
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
-        """Other values for some of what the loop carries, by their number in the tree."""
+        """Replace leaves of the carry, by their index in the tree."""
         for number, value in leaves.items():
             var: Any = self.traced.jaxpr.outvars[number]
-            if var in self._hosted or var in self._spread:  # already where it belongs
+            if var in self._hosted or var in self._spread:  # already in place
                 state.values[var] = value
                 continue
             own = self.placement.own_each if var in self._each else self.placement.own
@@ -233,20 +239,20 @@ class LoopRunner:
         period: int = 1,
         block: Staged | None = None,
     ) -> tuple[dict[Hashable, Emission], Any]:
-        """Run `length` passes; returns what they emitted and an array that is ready afterwards.
+        """Run `length` iterations; returns their emissions and an array that is ready afterwards.
 
         Args:
-            state: what the loop works on.
-            length: how many passes.
+            state: the loop's state.
+            length: the number of iterations.
             numbers: the seed and the counters.
-            following: how many passes the next dispatch will have, so that elements can be staged.
-            period: periodic taps look every `period` passes; 0: not at all.
-            block: the elements, if the caller has them; with room for `capacity` passes, if that
-                is set.
+            following: the number of iterations of the next dispatch, to prefetch its elements.
+            period: periodic taps observe every `period` iterations; 0 for never.
+            block: the elements, if the caller has them; with room for `capacity` iterations, if that is
+                set.
         """
         executable = self._executable(self._loop, length, period)
         exact = block is None or block.room == block.count
-        if exact and not numbers.first_step % max(period, 1):
+        if exact and not self.separate and not numbers.first_step % max(period, 1):
             executable = self._fixed.get((length, period), executable)
         numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
         executable.keep_elements = self.keep_elements
@@ -261,9 +267,9 @@ class LoopRunner:
         return emitted, ticket
 
     def rewind(self, state: LoopState, origin: Origin, length: int) -> None:
-        """Go back to where a dispatch started, and run its first `length` passes again.
+        """Return to the start of a dispatch, and run its first `length` iterations again.
 
-        What they emit is dropped: it is what they emitted the first time.
+        Their emissions are dropped: they are the same as the first time.
         """
         state.values, state.foreseen = dict(origin.values), None
         if length:
@@ -273,15 +279,15 @@ class LoopRunner:
             self.dispatch(state, length, origin.numbers, 0, origin.period, block)
 
     def fix(self, state: LoopState, length: int, period: int, seconds: float) -> None:
-        """Compile the loop for this very length in a thread, if passes are so short that it pays.
+        """Compile the loop for this fixed length in a thread, if iterations are so short that it pays.
 
-        From then on, dispatches of that length run in it; the results are the same to the last bit.
+        From then on, dispatches of that length use it; the results are bit-equal.
 
         Args:
-            state: the values that dispatches work on.
-            length: of most dispatches to come.
-            period: of taps.
-            seconds: how long a pass takes.
+            state: the loop's state.
+            length: the length of most dispatches to come.
+            period: the period of taps.
+            seconds: the duration of an iteration.
         """
         key, device = (length, period), self.placement.device
         short = device.platform != "cpu" and seconds < dispatch_table.FIXED_BELOW_S
@@ -303,24 +309,24 @@ class LoopRunner:
         self._compiler.submit(compile_it)
 
     def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
-        """The same loop on the same values, of which other things leave."""
+        """The same loop on the same state, with other emissions."""
         other = copy.copy(self)
         other.wanted, other._executables, other._fixed = wanted, {}, {}
         return other
 
     def compiled(self, state: LoopState, length: int, period: int = 1) -> Executable:
-        """The executable for dispatches of `length` passes, compiled without running it."""
+        """The executable for dispatches of `length` iterations, compiled but not run."""
         executable = self._executable(self._loop, length, period)
         executable.compile(state, self._block_forms(executable))
         return executable
 
     @property
     def compiled_carries(self) -> list[Any]:
-        """What each `carried[i]` of the compiled loop is: a variable, or a buffer of a pipeline."""
+        """For each `carried[i]` of the compiled loop, its variable or buffer of a pipeline."""
         return next(e.carries for e in self._executables.values() if e.segment is self._loop)
 
     def _block_forms(self, executable: Executable) -> dict[Any, Any]:
-        """The forms of the elements that a dispatch of an executable reads."""
+        """The shapes of the elements that a dispatch of an executable reads."""
         blocks: dict[Any, Any] = {}
         replicas = self.placement.replicas
         for queue, count in executable.elements.items():
@@ -342,15 +348,16 @@ class LoopRunner:
     def _executable(self, segment: Segment, length: int | None, period: int = 1) -> Executable:
         counted = self._counted(length)
         length = self.capacity if counted else length
-        key = (segment.first, length, counted, period, self.muted)
+        key = (segment.first, length, counted, period, self.separate, self.muted)
         if key not in self._executables:
             executable = self._new_executable(segment, length, counted, period)
             executable.reason = (self.purpose, self._cause(segment, length, period))
+            executable.separate = self.separate
             self._executables[key] = executable
         return self._executables[key]
 
     def _cause(self, segment: Segment, length: int | None, period: int) -> str:
-        """Why a segment is compiled: what is new about it."""
+        """The cause of a segment's compilation, for messages."""
         if not segment.is_loop:
             return "what comes before the loop"
         before = [one for one in self._executables.values() if one.segment is segment]
@@ -363,7 +370,7 @@ class LoopRunner:
         return f"taps look every {period} steps" if period > 1 else "other values leave the loop"
 
     def _counted(self, length: int | None) -> bool:
-        """Whether a dispatch runs in the executable whose number of passes is data."""
+        """Whether a dispatch uses the executable whose length is data."""
         return length is not None and self.capacity is not None and length <= self.capacity
 
     def _new_executable(
@@ -383,19 +390,19 @@ class LoopRunner:
         )
 
     def _chosen(self, flags: Sequence[bool]) -> frozenset[Any]:
-        """The variables of what the loop carries that have a flag."""
+        """The carried variables whose flag is true."""
         pairs = zip(self.traced.jaxpr.outvars, flags, strict=False)
         return frozenset(var for var, flag in pairs if flag)
 
 
 def _form_of(value: Any) -> Any:
-    """The form of an array, to compile for; dispatches overwrite the array meanwhile."""
+    """The shape of an array to compile for; dispatches may overwrite the array meanwhile."""
     weak = bool(getattr(value.aval, "weak_type", False))
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding, weak_type=weak)
 
 
 def _flags(first: Sequence[bool] | None, then: Sequence[bool], start: int) -> list[bool]:
-    """Flags of all leaves: those given, and others from number `start` on."""
+    """Flags of all leaves: those given, and others from index `start` on."""
     flags = [*(first or ()), *[False] * (start + len(then) - len(first or ()))]
     return [
         flag or (start <= number < start + len(then) and then[number - start])

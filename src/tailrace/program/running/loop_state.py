@@ -1,4 +1,6 @@
-"""What a compiled loop works on between dispatches: arrays on the devices, and what follows them."""
+"""The state of a compiled loop between dispatches: arrays on the devices, and the next numbers."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from tailrace.program.memory.host_memory import HOST_MEMORY
 class Numbers:
     """The seed and the counters of one dispatch.
 
-    To a GPU, sending these few numbers takes as long as starting a short program. So each dispatch
-    also makes the numbers of the one that continues it; others are sent only if they differ.
+    On a GPU, transferring these few numbers takes as long as launching a short program. So each
+    dispatch also computes the numbers of the next one; they are transferred only if they turn out
+    different.
     """
 
     seed: int
@@ -29,17 +32,17 @@ class Numbers:
     count: int = 0
 
     def as_array(self) -> np.ndarray:
-        """As one argument of the compiled program: each would be a transfer of its own."""
+        """As one argument of the compiled program: separate arguments would be separate transfers."""
         seed = np.uint32(self.seed % 2**32).view(np.int32)
         return np.array([seed, self.first_step, self.offset, self.count], np.int32)
 
     def after(self, steps: int) -> Numbers:
-        """The numbers of a dispatch that continues after this many steps."""
+        """The numbers of a dispatch that continues after `steps` steps."""
         return dataclasses.replace(self, first_step=self.first_step + steps)
 
     @staticmethod
     def advanced(array: Any, steps: Any) -> Any:
-        """The same inside the program, of that argument."""
+        """The same inside the program, on that argument."""
         return array.at[1].add(steps)
 
     @staticmethod
@@ -49,11 +52,11 @@ class Numbers:
 
 
 class Buffer(NamedTuple):
-    """The key of an array that has no variable in the program: a buffer of a pipeline.
+    """The key of an array without a variable in the program: a buffer of a pipeline.
 
     Attributes:
-        kind: "held" for what each device holds for itself, "all" for what all carry alike.
-        number: which of them.
+        kind: "held" for a buffer that differs per device, "all" for one that is replicated.
+        number: its index.
     """
 
     kind: str
@@ -62,13 +65,13 @@ class Buffer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
-    """What a dispatch started from, so that it can be run again.
+    """The inputs of a dispatch, kept so that it can be run again.
 
     Attributes:
-        values: arrays on the devices, as in `LoopState`; that dispatch did not overwrite them.
-        elements: what it read, by feed.
+        values: arrays on the devices, as in `LoopState`; the dispatch did not overwrite them.
+        elements: the elements it read, by feed.
         numbers: its seed and counters.
-        period: of its taps.
+        period: the period of its taps.
     """
 
     values: Mapping[Var | Buffer, Any]
@@ -79,28 +82,28 @@ class Origin:
 
 @dataclasses.dataclass(eq=False)
 class LoopState:
-    """What dispatches read and overwrite.
+    """The arrays that dispatches read and overwrite.
 
     Attributes:
         values: arrays on the devices, by variable of the traced program (or buffer of a pipeline).
-        foreseen: the numbers that the latest dispatch expects of the next one, and their array.
+        foreseen: the numbers that the latest dispatch computed for the next one, and their array.
     """
 
     values: dict[Var | Buffer, Any] = dataclasses.field(default_factory=dict)
     foreseen: tuple[Numbers, Any] | None = None
 
     def copied(self) -> LoopState:
-        """A state of the same values, on its own, that other dispatches may overwrite."""
+        """An independent copy that other dispatches may overwrite."""
         return LoopState({key: _copy(value) for key, value in self.values.items()})
 
     def numbers(self, wanted: Numbers) -> Any:
-        """The argument for these numbers: the array on the device if it holds them already."""
+        """The argument for these numbers: the array on the device, if it has them already."""
         if self.foreseen is not None and self.foreseen[0] == wanted:
             return self.foreseen[1]
         return wanted.as_array()
 
 
 def _copy(value: Any) -> Any:
-    if value.sharding.memory_kind == HOST_MEMORY:  # where no operation can be done with it
+    if value.sharding.memory_kind == HOST_MEMORY:  # no operation can run there
         return jax.device_put(np.asarray(value), value.sharding)
     return jnp.copy(value)

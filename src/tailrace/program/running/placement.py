@@ -20,9 +20,9 @@ class Placement:
     """Where a program runs: one device, or the replicas of a mesh.
 
     Attributes:
-        replicas: how many.
+        replicas: their number.
         mesh: of the replicas; None for one device.
-        chosen: the one device, if not the first that there is.
+        chosen: the one device, if it is not the first.
     """
 
     replicas: int = 1
@@ -46,52 +46,52 @@ class Placement:
 
     @property
     def local_replicas(self) -> int:
-        """How many of the replicas this process computes, and feeds."""
+        """The number of replicas that this process runs and feeds."""
         if self.mesh is None:  # one device; or a pipeline whose stages are not known yet
             return max(1, self.replicas // jax.process_count())
         return devices.local_replicas(self.mesh)
 
     @property
     def device(self) -> Any:
-        """A device of this process, to ask what they can do."""
+        """A device of this process, to query capabilities."""
         return jax.local_devices()[0] if self.mesh is None else self.mesh.local_devices[0]
 
     @property
     def device_ids(self) -> tuple[int, ...]:
-        """The numbers of all devices, in order."""
+        """The ids of all devices, in order."""
         found = [self.everywhere] if self.mesh is None else self.mesh.devices.flat
         return tuple(device.id for device in found)
 
     @property
     def everywhere(self) -> Any:
-        """Where values go that are the same for all replicas."""
+        """The sharding of replicated values."""
         return self._spread()
 
     @property
     def shared_out(self) -> Any:
-        """Where elements go: dim 1 is spread over the replicas."""
+        """The sharding of elements: dim 1 is sharded over the replicas."""
         return self._spread(None, devices.REPLICA)
 
     def _spread(self, *axes: str | None) -> Any:
-        """A sharding over the mesh; without a mesh, the one device there is."""
+        """A sharding over the mesh; without a mesh, the single device."""
         if self.mesh is None:
             return devices.available()[0] if self.chosen is None else self.chosen
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def put(self, values: Sequence[Any]) -> list[Any]:
-        """Values on the devices; those that are there already stay as they are."""
+        """Transfer values to the devices; those already there are not copied."""
         return [self._place(value, self.everywhere) for value in values]
 
     def own(self, value: Any) -> Any:
-        """A copy of a value, on the devices, that a loop may overwrite."""
+        """A copy of a value on the devices that a loop may overwrite."""
         return jnp.copy(self._place(value, self.everywhere))
 
     def own_each(self, value: Any) -> Any:
-        """The same for a value of which each replica has its own: dim 0 is that of the replicas."""
+        """The same for a value that differs per replica: dim 0 is the replica dim."""
         return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
 
     def _place(self, value: Any, sharding: Any) -> Any:
-        """A value on the devices; in several processes each has it, and places its own part."""
+        """A value on the devices; with several processes, each has the value and places its part."""
         if self.in_one_process:
             return jax.device_put(value, sharding)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -100,9 +100,9 @@ class Placement:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def readable(self, value: Any) -> Any:
-        """A value of the devices that this process can read on its own; all must call it.
+        """A value on the devices that this process can read alone; all processes must call this.
 
-        What is equal on all devices is read from one of this process; the rest is gathered.
+        A replicated value is read from a local device; any other is gathered.
         """
         if self.in_one_process or value.is_fully_addressable:
             return value
@@ -111,5 +111,5 @@ class Placement:
         return value.addressable_data(0)
 
     def to_host_memory(self, value: Any) -> Any:
-        """A value that is on the devices, in the memory of their host."""
+        """A value on the devices, moved to the memory of their host."""
         return jax.device_put(value, value.sharding.with_memory_kind("pinned_host"))

@@ -1,7 +1,9 @@
-"""Results in one piece: to a device, copying one number to the host is as much work as thousands.
+"""Small results packed into one array: copying one number to the host costs as much as thousands.
 
 loss f32[100], out f32[32,10], grad f32[10], step s32[]   ──▶   f32[430], s32[1]
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ import numpy as np
 from tailrace.devices import devices
 
 MOST_BYTES = 4 << 20
-"""Larger arrays stay alone: their copies take longer than what they cost besides."""
+"""Larger arrays stay separate: their copies take longer than the fixed cost."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FirstRows:
-    """The first rows of an array that has room for more; `np.asarray` of it waits for the array.
+    """The first rows of a larger array; `np.asarray` waits for the array.
 
     Attributes:
         whole: the array, on the device.
-        count: how many rows there are.
+        count: the number of rows.
         axis: the dim of the rows.
     """
 
@@ -57,7 +59,7 @@ class FirstRows:
         whole = self.whole
         large = isinstance(whole, jax.Array) and whole.nbytes > MOST_BYTES
         if large and self.count < whole.shape[self.axis] and devices.platform() != "cpu":
-            # Rows that were not made do not cross the bus.
+            # Cut on the device, so that only computed rows are transferred.
             found = np.asarray(jax.lax.slice_in_dim(whole, 0, self.count, axis=self.axis))
         else:
             found = np.asarray(whole)[(slice(None),) * self.axis + (slice(0, self.count),)]
@@ -66,11 +68,11 @@ class FirstRows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """An array that lies in a larger one; `np.asarray` of it waits for that one.
+    """An array inside a larger one; `np.asarray` waits for the larger one.
 
     Attributes:
         whole: the larger one, flat.
-        start: where this one begins.
+        start: the offset of this one.
         shape: its shape.
     """
 
@@ -85,14 +87,14 @@ class Packed:
 
 
 class Packing:
-    """Where the leaves of a tree are in a few arrays, one for each dtype."""
+    """The layout of a tree's leaves in a few arrays, one per dtype."""
 
     def __init__(self) -> None:
         self._structure: Any = None
         self._places: list[tuple[int, int | None, tuple[int, ...]]] = []
 
     def pack(self, tree: Any) -> list[Any]:
-        """The arrays, of a tree of traced values."""
+        """Pack a tree of traced values into arrays."""
         leaves, self._structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         self._places = []
         arrays: list[list[Any]] = []
@@ -118,7 +120,7 @@ class Packing:
         ]
 
     def unpack(self, arrays: list[Any]) -> Any:
-        """The tree again, of the arrays that the program returned; nothing is waited for."""
+        """The tree, from the arrays that the program returned; does not wait for them."""
         leaves = [
             arrays[number] if start is None else Packed(arrays[number], start, shape)
             for number, start, shape in self._places
@@ -127,12 +129,12 @@ class Packing:
 
 
 def on_device(leaf: Any) -> Any:
-    """What a program emitted, as an array on the device."""
+    """An emitted leaf as an array on the device."""
     return leaf.on_device() if isinstance(leaf, FirstRows) else leaf
 
 
 def start_copying(tree: Any) -> None:
-    """Start copying the leaves of a tree to the host; several copies run at the same time."""
+    """Start copying the leaves of a tree to the host, in parallel."""
     if devices.platform() == "cpu":
         return
     wholes = (_stored(leaf) for leaf in jax.tree.leaves(tree))

@@ -1,8 +1,8 @@
-"""Cutting a program into what is dispatched: stretches of equations, and long loops of their own.
+"""Cuts a program into segments to dispatch: stretches of equations, and long loops separately.
 
-Most programs are one segment and one dispatch. A loop at the top whose elements would not fit in
-memory at once, or whose results are wanted while it runs, becomes a segment of its own, which is
-dispatched several times, a piece of the loop each time.
+Most programs are one segment and one dispatch. A top-level loop whose elements would not fit in memory
+at once, or whose results are wanted while it runs, becomes a separate segment, which is dispatched
+several times, one piece of the loop each time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Segment:
     """Equations that are dispatched together.
 
     Attributes:
-        equations: what it computes.
+        equations: its equations.
         first: the index of the first of them in the program.
-        reads: variables it needs, in order; of a loop, without what it carries and counts.
-        writes: variables that are needed after it, in order; of a loop, all that it carries.
-        is_loop: whether it is one `tr.repeat`, which may be run in pieces.
-        elements: how many elements of each infeed it reads (one pass of it, if it is a loop).
+        reads: its live-ins, in order; of a loop, without the carry and the counter.
+        writes: its live-outs, in order; of a loop, the whole carry.
+        is_loop: whether it is one `tr.repeat`, which may run in pieces.
+        elements: the number of elements it reads from each infeed (per iteration, if it is a loop).
     """
 
     equations: tuple[JaxprEqn, ...]
@@ -42,24 +42,24 @@ class Segment:
 
     @functools.cached_property
     def free_numbers(self) -> FreeNumbers:
-        """The numbers in it that are arguments of what is compiled: others may share that."""
+        """Its literals that become arguments, so that equal programs can share an executable."""
         return free_numbers(self.equations, devices.platform() == "cpu")
 
     @property
     def length(self) -> int:
-        """The number of passes of a loop."""
+        """The number of iterations of a loop."""
         return as_scan(self.equations[0]).length
 
     @property
     def start(self) -> tuple[tuple[Var, Any], ...]:
-        """What a loop carries: the variable of each result, and what it starts from."""
+        """The carry of a loop: the variable of each result, and its initial value."""
         loop = self.equations[0]
         _, carried, _ = as_scan(loop).split(loop.invars)
         return tuple(zip(loop.outvars, carried, strict=True))
 
 
 def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
-    """The segments of a program, the equations at the indices `loops` on their own."""
+    """The segments of a program, with the equations at the indices `loops` separate."""
     alone = set(loops)
     groups: list[tuple[int, int]] = []
     start = 0
@@ -78,7 +78,7 @@ def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
         if is_loop:
             loop = as_scan(equations[0])
             consts, carried, _ = loop.split(equations[0].invars)
-            # The counter, behind those, is made anew in each piece.
+            # The counter comes after those; each piece creates it.
             needed = tuple(variables([*consts, *carried]))
             reads, writes = tuple(dict.fromkeys(variables(consts))), tuple(made)
             part = loop.body.jaxpr.eqns

@@ -1,4 +1,7 @@
-"""How the gradients of the microbatches of a step become one gradient."""
+"""Accumulation of the gradients of a step's microbatches into one gradient."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ from tailrace.spans.scopes import ACCUMULATION
 
 
 class Reduction(enum.StrEnum):
-    """What one step makes of the gradients of its microbatches.
+    """How a step combines the gradients of its microbatches.
 
-    `RUNNING_MEAN` equals `MEAN` but for rounding; it never holds more than one gradient's worth, so
+    `RUNNING_MEAN` equals `MEAN` up to rounding; its accumulator stays as small as one gradient, so
     16-bit accumulators do not overflow.
+
+    >>> Reduction.parse("MEAN")
+    <Reduction.MEAN: 'mean'>
     """
 
     SUM = "sum"
@@ -27,7 +33,7 @@ class Reduction(enum.StrEnum):
 
     @classmethod
     def parse(cls, value: Reduction | str) -> Reduction:
-        """The member that `value` names, in either case; a member of another library's too."""
+        """The member named `value`, in upper or lower case; members of other libraries' enums too."""
         name = value.name if isinstance(value, enum.Enum) else value
         try:
             return cls(str(name).lower())
@@ -43,13 +49,13 @@ class Accumulation:
     """Gradients of several microbatches, accumulated into one step.
 
     Args:
-        microbatches: how many microbatches make a step.
-        dtype: of the accumulators. None: that of each parameter; a dtype; or a function of the
-            parameter that returns one.
+        microbatches: the number of microbatches per step.
+        dtype: the dtype of the accumulators. None: that of each parameter; a dtype; or a function of
+            the parameter that returns one.
         reduction: "sum", "mean" or "running_mean".
         weight: a function of a microbatch (called like the loss, without the parameters) that
-            returns how much it counts, such as its number of tokens. The step then gets the
-            weighted mean over microbatches and replicas: the right answer when they are unequal.
+            returns its weight, such as its number of tokens. The step then uses the weighted mean
+            over microbatches and replicas, which is correct if they are unequal.
 
     >>> Accumulation(4, dtype=jnp.float32).reduction
     <Reduction.MEAN: 'mean'>
@@ -73,13 +79,13 @@ class Accumulation:
                 "Weights make a weighted mean, so they do not go with reduction='sum'. "
                 "Leave the reduction out, or multiply the loss by the weight yourself."
             )
-        # A dtype class such as jnp.float32 is callable too: only what is no dtype is a function.
+        # A dtype class such as jnp.float32 is callable too, so dtypes are tested first.
         if self.dtype is not None and (_is_dtype(self.dtype) or not callable(self.dtype)):
             check_dtype(self.dtype, "dtype")
 
     @classmethod
     def of(cls, value: Accumulation | int | None) -> Accumulation:
-        """An Accumulation, from one or from a count."""
+        """An `Accumulation`, from one or from a number of microbatches."""
         return value if isinstance(value, cls) else cls(1 if value is None else value)  # type: ignore[arg-type]
 
     def dtype_of(self, parameter: Any, name: str = "") -> Any:
@@ -97,9 +103,9 @@ class Accumulation:
         )
 
     def add(self, accumulated: Any, grads: Any, number: Any, share: Any = None) -> Any:
-        """Accumulators after one more gradient, that of microbatch `number` of its step.
+        """Add the gradient of microbatch `number` of the step to the accumulators.
 
-        With weights, `share` is that of this microbatch in all weight so far.
+        With weights, `share` is the fraction of this microbatch in the total weight so far.
         """
 
         def one(acc: Any, grad: Any) -> Any:

@@ -1,9 +1,12 @@
-"""Scaling the loss, so that small gradients survive float16; a step that overflows is skipped.
+"""Loss scaling, so that small gradients survive float16; a step that overflows is skipped.
 
-The loss of every microbatch is multiplied by the scale, and its gradients are too. They are accumulated
-and reduced as they are, divided by the scale once a step, and then the optimizer gets them. If one of
-them is not finite, the step changes nothing but the scale.
+The loss of every microbatch is multiplied by the scale, and so are its gradients. They are accumulated
+and reduced in scaled form, and divided by the scale once per step, before the optimizer gets them. If
+one of them is not finite, the step changes only the scale.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ from tailrace.jaxprs.internals import Var
 from tailrace.messages import note_once
 
 NAME = "loss_scale"
-"""What the scale is called in the catalogue and in the history."""
+"""The name of the scale in the catalogue and in the history."""
 
 
 class ScaleState(NamedTuple):
-    """What scaling carries from step to step.
+    """The state of loss scaling.
 
     Attributes:
-        scale: what the loss of the next step is multiplied by.
-        streak: how many steps in a row were taken since the scale changed.
+        scale: the factor for the loss of the next step.
+        streak: the number of consecutive steps without overflow since the scale changed.
     """
 
     scale: Any
@@ -41,17 +44,17 @@ class ScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """How the loss is scaled, and how the scale changes.
+    """The initial loss scale, and the rule for its changes.
 
-    A step whose gradients are all finite is taken; after `interval` of those in a row the scale is
-    multiplied by `growth`. Any other step is skipped and multiplies it by `backoff`. The rule is that
-    of `torch.amp.GradScaler` and, with the factors 2 and 0.5, of Keras' `LossScaleOptimizer`.
+    A step whose gradients are all finite is applied; after `interval` consecutive ones the scale is
+    multiplied by `growth`. Any other step is skipped and multiplies the scale by `backoff`. This is
+    the rule of `torch.amp.GradScaler` and, with the factors 2 and 0.5, of Keras' `LossScaleOptimizer`.
 
     Args:
-        initial: the scale at first.
-        growth: at least 1.
-        backoff: more than 0, at most 1.
-        interval: how many steps in a row.
+        initial: the initial scale.
+        growth: the factor after `interval` good steps; at least 1.
+        backoff: the factor after a bad step; more than 0, at most 1.
+        interval: the number of consecutive good steps before the scale grows.
 
     >>> LossScale(1024.0, interval=100)
     LossScale(initial=1024.0, growth=2.0, backoff=0.5, interval=100)
@@ -80,7 +83,7 @@ class LossScale:
 
     @classmethod
     def of(cls, value: Any) -> LossScale | None:
-        """What `loss_scale=` was given: None, a number, "dynamic" or a `LossScale`."""
+        """Parse the value of `loss_scale=`: None, a number, "dynamic" or a `LossScale`."""
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, str) and value == "dynamic":
@@ -102,12 +105,12 @@ class LossScale:
         return ScaleState(jnp.float32(self.initial), jnp.int32(0))
 
     def next(self, state: ScaleState, finite: Any) -> ScaleState:
-        """The state after a step whose gradients were finite, or not."""
+        """The state after a step; `finite` says whether its gradients were."""
         streak = state.streak + 1
         due = streak == self.interval
         grown = state.scale * jnp.float32(self.growth)
         grown = jnp.where(due & jnp.isfinite(grown), grown, state.scale)
-        # Zero would make every later gradient 0 / 0: a scale that shrank so far stays where it is.
+        # A scale of zero would make every later gradient 0 / 0: it stops shrinking before that.
         shrunk = jnp.maximum(state.scale * jnp.float32(self.backoff), jnp.float32(_SMALLEST))
         return ScaleState(
             jnp.where(finite, grown, shrunk), jnp.where(finite & ~due, streak, jnp.int32(0))
@@ -115,7 +118,7 @@ class LossScale:
 
 
 def scaled(forward: Callable[..., Any], state: ScaleState) -> Callable[..., Any]:
-    """A function whose first result, a loss, is multiplied by the scale, in float32."""
+    """`forward` with its first result, the loss, multiplied by the scale, in float32."""
 
     def run(*args: Any) -> tuple[Any, ...]:
         loss, *rest = forward(*args)
@@ -125,10 +128,10 @@ def scaled(forward: Callable[..., Any], state: ScaleState) -> Callable[..., Any]
 
 
 def unscaled(grads: Any, state: ScaleState) -> Any:
-    """Gradients of a loss, from those of the scaled one; each keeps its dtype."""
+    """The gradients of the loss, from those of the scaled loss; each keeps its dtype."""
 
     def one(grad: Any) -> Any:
-        # In float32 at least: float16 has no room for a scale of 65,536.
+        # In float32 at least: float16 cannot represent a scale of 65,536.
         wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
         return (wide / state.scale.astype(wide.dtype)).astype(grad.dtype)
 
@@ -142,7 +145,7 @@ def all_finite(tree: Any) -> Any:
 
 
 def note_collapse(scale: float) -> None:
-    """Say once that a scale has shrunk so far that it cannot be the reason any more."""
+    """Warn once that the scale is so small that it cannot be the cause of overflows."""
     if scale < _HOPELESS:
         note_once(
             f"The loss scale fell to {scale:.3g}: gradients are not finite whatever the scale is, and "
@@ -153,16 +156,16 @@ def note_collapse(scale: float) -> None:
 
 
 def unless_skipped(rule: Callable[..., Any], args: Sequence[Any], taken: Any, before: Any) -> Any:
-    """What `rule(*args)` returns; where `taken` is false, `before`, a tree of the same form.
+    """The result of `rule(*args)`; if `taken` is false, `before`, a tree of the same structure.
 
-    A result is selected where it is made, so that what follows from it (the update, from the moments)
-    is computed from the selected one. If the old one were read as well, it would be copied before it
-    is overwritten.
+    Each result is selected where it is computed, so that later ones (the update, from the moments) are
+    computed from the selected value. If the old value were read after the new one is computed, XLA
+    would copy it before it is overwritten in place.
     """
     closed, form = jax.make_jaxpr(rule, return_shape=True)(*args)
     jaxpr = closed.jaxpr
     forms, kept = jax.tree.leaves(form), jax.tree.leaves(before)
-    # Updates have the dtype of the accumulators, which need not be that of the parameters.
+    # Updates have the dtype of the accumulators, which may differ from that of the parameters.
     kept = [
         x if x.dtype == f.dtype else x.astype(f.dtype) for x, f in zip(kept, forms, strict=True)
     ]
@@ -180,7 +183,7 @@ def unless_skipped(rule: Callable[..., Any], args: Sequence[Any], taken: Any, be
     results = [
         known[var]
         if isinstance(var, Var) and var in made and old[var] is value
-        # An input or a literal that is a result, or one variable that is several.
+        # A result that is an input or a literal, or a variable that is several results.
         else select(taken, jnp.asarray(internals.value_of(known, var), value.dtype), value)
         for var, value in outputs
     ]
@@ -188,12 +191,12 @@ def unless_skipped(rule: Callable[..., Any], args: Sequence[Any], taken: Any, be
 
 
 def select(taken: Any, after: Any, before: Any) -> Any:
-    """One of two trees of the same form."""
+    """Select one of two trees of the same structure."""
     return jax.tree.map(lambda a, b: jax.lax.select(taken, a, b), after, before)
 
 
 _HOPELESS = 2.0**-24
-"""The smallest number of float16: what overflows below it is no overflow."""
+"""The smallest positive float16: a scale below it cannot be what overflows."""
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 

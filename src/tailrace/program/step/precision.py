@@ -1,4 +1,7 @@
-"""Computing in fewer bits than the parameters have."""
+"""Computing in a lower precision than that of the parameters."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ _CHOICES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtype in which the loss function computes.
+    """The dtype of the loss function's computation.
 
-    It gets its parameters and the floats of its batch in this dtype. The casts are part of what is
-    differentiated, so gradients have the dtype of the parameters. Model state keeps its dtype: a
-    running mean has no 8 bits to spare.
+    The loss function gets its parameters and the floats of its batch in this dtype. The casts are part
+    of the differentiated function, so gradients have the dtype of the parameters. Model state keeps its
+    dtype: a running mean needs all its bits.
     """
 
     dtype: Any
 
     @classmethod
     def of(cls, value: Any) -> Precision | None:
-        """What `precision=` was given: None, the name of a dtype, or a dtype."""
+        """Parse the value of `precision=`: None, the name of a dtype, or a dtype."""
         if value is None:
             return None
         try:
@@ -41,11 +44,11 @@ class Precision:
         return cls(dtype)
 
     def narrow(self, tree: Any) -> Any:
-        """A tree with its floats in this dtype; integers, and floats of 8 bits, stay as they are."""
+        """A tree with its floats cast to this dtype; integers and 8-bit floats are unchanged."""
         return jax.tree.map(lambda x: x.astype(self.dtype) if _is_float(x) else x, tree)
 
     def widen(self, tree: Any) -> Any:
-        """Results with those of this dtype in float32."""
+        """A tree with its leaves of this dtype cast to float32."""
 
         def one(x: Any) -> Any:
             x = jnp.asarray(x)
@@ -55,7 +58,7 @@ class Precision:
 
 
 def same_dtypes(after: Any, before: Any) -> Any:
-    """A tree whose leaves get the dtypes of those of another one."""
+    """The tree `after` with its leaves cast to the dtypes of `before`."""
     return jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, before)
 
 

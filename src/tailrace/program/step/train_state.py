@@ -8,7 +8,7 @@ from tailrace.program.step.loss_scale import ScaleState
 
 
 class TrainState(NamedTuple):
-    """What training carries from step to step."""
+    """The state that training carries from step to step."""
 
     params: Any
     optimizer_state: Any

@@ -1,15 +1,19 @@
 """One training step: forward, backward, accumulation, reduction over replicas, update.
 
-The step is written once, here, and traced into the program of a loop. Each value that people want to
-see is marked with its name on the way, which costs nothing unless somebody observes it:
+The step is defined once, here, and traced into the program of a loop. Values of interest are marked
+with their names, which costs nothing unless they are observed:
 
     input/... param/... buffer/...        as they enter
-    loss, aux/...                         what the loss function yields
+    loss, aux/...                         the results of the loss function
     loss_scale, skipped                   how the loss is scaled, and whether the step was skipped
     grad/...                              of one microbatch
     accumulated/... reduced/...           of the step, before and after replicas are averaged
-    update/... updated/... optimizer/...  what the optimizer makes of it
+    update/... updated/... optimizer/...  the results of the optimizer
 """
+
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -52,11 +56,11 @@ if TYPE_CHECKING:
     from tailrace.program.memory.activation_offload import HeldActivations
 
 _ALONE = "params"
-"""What parameters are called that are one single array: `grad/params`."""
+"""The name of parameters that are a single array: `grad/params`."""
 
 
 class Yield(NamedTuple):
-    """What one microbatch yields besides its gradient."""
+    """The results of one microbatch other than its gradient."""
 
     loss: Any
     aux: Any
@@ -65,26 +69,26 @@ class Yield(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """How a step is computed.
+    """The definition of a training step.
 
     Attributes:
         loss_fn: `loss_fn(params, *batch)`, or `loss_fn(params, model_state, *batch)`.
         optimizer: an optax transformation; or an object with `init(params)` and `apply(grads, state,
-            params)`, which returns the new parameters and state (optimizers of other libraries). It
-            may also have `each(grads, params)`, for the gradients of each microbatch (in a pipeline
-            `each_alone(name, gradient, value)`, for one at a time), and `unscaled(grads, params)`,
-            for what observers see where the loss is scaled.
-        accumulation: how many microbatches make a step, and how.
-        has_model_state: which of the two forms `loss_fn` has.
-        scalars: where the loss, the scalar aux values and the weight of each microbatch go.
-        share_state: whether the model state is averaged over replicas once a step; a function of the
-            name of a leaf decides leaf by leaf.
-        taps: what is observed; activations among it are marked before differentiation.
-        keeping: where the optimizer's state lies between updates, if not whole on each device.
-        hold_activations: differentiates the forward pass so that what the backward pass needs of it
-            is held elsewhere; None leaves that to JAX.
-        loss_scale: how the loss is scaled; the state then has a scale.
-        precision: in which dtype the loss function computes; None: in those it is given.
+            params)`, which returns the new parameters and state (optimizers of other libraries). It may
+            also have `each(grads, params)`, for the gradients of each microbatch (in a pipeline
+            `each_alone(name, gradient, value)`, for one at a time), and `unscaled(grads, params)`, for
+            the gradients that observers see if the loss is scaled.
+        accumulation: the number of microbatches per step, and how their gradients are combined.
+        has_model_state: whether `loss_fn` has the second form.
+        scalars: the outfeed of the loss, the scalar aux values and the weight of each microbatch.
+        share_state: whether the model state is averaged over replicas once per step; or a function that
+            decides by the name of a leaf.
+        taps: the taps; observed activations are marked before differentiation.
+        keeping: how optimizer state is held between updates, if not replicated on the devices.
+        hold_activations: differentiates the forward pass with its residuals held elsewhere; None for
+            JAX's differentiation.
+        loss_scale: the rule of loss scaling; the state then has a scale.
+        precision: the dtype of the loss function's computation; None for those of its inputs.
     """
 
     loss_fn: Callable[..., Any]
@@ -100,7 +104,7 @@ class Step:
     precision: Precision | None = None
 
     def tapped(self, taps: tuple[Tap, ...]) -> Step:
-        """The same step, observed otherwise."""
+        """The same step with other taps."""
         return dataclasses.replace(self, taps=taps)
 
     def loop(self, state: TrainState, infeed: Feed, length: int = 1) -> TrainState:
@@ -112,7 +116,7 @@ class Step:
     def runner(
         self, form: Any, infeed: Feed, placement: Placement, each: Any, kept_from: int
     ) -> LoopRunner:
-        """What runs the steps on elements of `infeed`; `form` is that of the state."""
+        """A runner of steps on elements of `infeed`; `form` has the shapes of the state."""
 
         def train(state: TrainState, _: Any) -> TrainState:
             return self.loop(state, infeed)
@@ -122,7 +126,7 @@ class Step:
     def evaluating(
         self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Any, placement: Placement
     ) -> LoopRunner:
-        """What sends out `compute(params, model_state, batch, inputs)` of each element."""
+        """A runner that sends out `compute(params, model_state, batch, inputs)` for each element."""
 
         def program(_: Any, read: Any) -> Any:
             def one(carry: Any, batch: Any) -> Any:
@@ -134,7 +138,7 @@ class Step:
         return LoopRunner(program, (), read, placement)
 
     def begin_evaluating(self, runner: LoopRunner, read: Any) -> LoopState:
-        """The values that such a runner's dispatches work on."""
+        """The state for dispatches of such a runner."""
         return runner.begin((), read)
 
     # -- the two kinds of step ------------------------------------------------------------------
@@ -150,7 +154,7 @@ class Step:
         return self.finish(named, grads, model_state, out.weight)
 
     def accumulated(self, state: TrainState, infeed: Feed) -> TrainState:
-        """A step of several microbatches; the optimizer stands outside their loop."""
+        """A step of several microbatches; the optimizer runs outside their loop."""
         named = self._named(state)
         accumulation = self.accumulation
         weighted = accumulation.weight is not None
@@ -176,7 +180,7 @@ class Step:
     # -- their parts ----------------------------------------------------------------------------
 
     def microbatch(self, state: TrainState, batch: Any) -> tuple[Any, Any, Yield]:
-        """Gradient, next model state and yield of one microbatch."""
+        """The gradient, next model state and other results of one microbatch."""
         batch = name_values("input", batch)
         before = name_values("buffer", state.model_state)
 
@@ -241,7 +245,7 @@ class Step:
     def finish(
         self, state: TrainState, grads: Any, model_state: Any, weight: Any = None
     ) -> TrainState:
-        """Reduce over replicas, then update: once a step."""
+        """Reduce over replicas, then update: once per step."""
         grads = self._named_grads("accumulated", grads, state)
         if weight is None:
             grads = cross_replica_mean(grads)
@@ -274,11 +278,11 @@ class Step:
         return TrainState(params, after, model_state, scale)
 
     def shares(self, name: str) -> bool:
-        """Whether replicas share the leaf of the model state that is called `name`."""
+        """Whether the model-state leaf `name` is averaged over replicas."""
         return self.share_state(name) if callable(self.share_state) else self.share_state
 
     def _updated(self, grads: Any, state: TrainState, taken: Any) -> tuple[Any, Any]:
-        """The parameters after the optimizer, and its state."""
+        """The parameters after the optimizer's update, and its new state."""
         updates, params, after = apply_rule(
             self.optimizer, grads, state.optimizer_state, state.params, taken
         )
@@ -296,7 +300,7 @@ class Step:
         return state._replace(params=params, loss_scale=scale)
 
     def _named_grads(self, kind: str, grads: Any, state: TrainState) -> Any:
-        """Gradients, which observers see without the scale."""
+        """Gradients with names; observers see them unscaled."""
         if state.loss_scale is None:
             return name_values(kind, grads, _ALONE)
         name_values(kind, scaling.unscaled(grads, state.loss_scale), _ALONE)
@@ -322,12 +326,12 @@ class Step:
 
 
 def share_of(weight: Any, total: Any) -> Any:
-    """The share of a weight in a total; 0 where nothing has any weight."""
+    """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 
 
 def _scalars(aux: Any, own: set[str]) -> dict[str, Any]:
-    """The scalar values of `aux` by name; these make up the history, beside our `own`."""
+    """The scalar values of `aux` by name, for the history, which also has our `own`."""
     found = jax.tree_util.tree_flatten_with_path(aux)[0]
     names = [path_name(path) or "aux" for path, _ in found]
     return {

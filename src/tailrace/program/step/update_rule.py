@@ -14,9 +14,9 @@ from tailrace.spans.scopes import OPTIMIZER
 def apply_rule(
     optimizer: Any, grads: Any, state: Any, params: Any, taken: Any = None
 ) -> tuple[Any, Any, Any]:
-    """What the optimizer adds to the parameters, the parameters after it, and its state.
+    """The update, the new parameters and the new state of the optimizer.
 
-    Where `taken` is false, nothing is added and all stays as it was.
+    If `taken` is false, the update is zero and nothing changes.
     """
     if taken is None:
         return _applied(optimizer, grads, state, params)
@@ -35,7 +35,7 @@ def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, 
             after, new_state = applied
             updates = jax.tree.map(jnp.subtract, after, params)
     else:
-        import optax  # late: it takes a fifth as long to import as JAX itself
+        import optax  # late: importing it takes a fifth of the time of importing JAX
 
         with jax.named_scope(OPTIMIZER):
             updates, new_state = optimizer.update(grads, state, params)
@@ -44,5 +44,5 @@ def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, 
 
 
 def _keep_dtype(before: Any, after: Any) -> Any:
-    """Optimizer state keeps its dtype, whatever the dtype of the gradient was."""
+    """Cast optimizer state back to its dtype: the gradients' dtype may differ."""
     return jnp.asarray(after, jnp.asarray(before).dtype)

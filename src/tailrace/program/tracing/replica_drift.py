@@ -1,9 +1,11 @@
-"""Which values differ between replicas, found from the program alone, before it runs.
+"""Static analysis of which values differ between replicas, before the program runs.
 
-Elements and keys differ between replicas; everything computed from them does too, until
+Elements and keys differ between replicas, and so does everything computed from them, until
 `tr.cross_replica_mean` or `tr.cross_replica_sum` makes it equal again. A program must return equal
 values: parameters that drift apart are the classic, silent error of data-parallel training.
 """
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def check_in_step(traced: Traced, may_differ: Sequence[bool] | None = None) -> N
 
     Args:
         traced: the program.
-        may_differ: which of its results each replica has its own of.
+        may_differ: for each result, whether it may differ between replicas.
     """
     may_differ = may_differ or [False] * len(traced.out_names)
     differs = Differing().of(traced.jaxpr, traced.consts, [False] * len(traced.jaxpr.invars))
@@ -40,21 +42,21 @@ def check_in_step(traced: Traced, may_differ: Sequence[bool] | None = None) -> N
 
 
 class Differing(Visitor[bool, None]):
-    """Follows through a program what differs between replicas: True for a value that does.
+    """Propagates through a program whether values differ between replicas: True if one does.
 
     Attributes:
-        at: for each equation, which of its results differ.
+        at: for each equation, a flag per result.
     """
 
     def __init__(self) -> None:
         self.at: dict[Position, list[bool]] = {}
 
     def of(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[bool]) -> list[bool]:
-        """Which results of a program differ, if these of its inputs do."""
+        """Flags of a program's results, from flags of its inputs."""
         return self.run(jaxpr, consts, inputs, None)
 
     def constant(self, value: Any, var: Any) -> bool:
-        """Constants are equal."""
+        """Constants are equal on all replicas."""
         return False
 
     def made(
@@ -65,7 +67,7 @@ class Differing(Visitor[bool, None]):
         return outputs
 
     def plain(self, eqn: JaxprEqn, inputs: list[bool], around: None, here: Position) -> list[bool]:
-        """Whatever is computed from values that differ does; elements and keys do."""
+        """A result differs if any operand does; elements and keys always do."""
         differs = any(inputs) or is_dequeue(eqn)
         if (ambient := ambient_in(eqn)) is not None:
             differs = ambient.what in ("key", "replica")
@@ -74,11 +76,11 @@ class Differing(Visitor[bool, None]):
         return [differs] * len(eqn.outvars)
 
     def call(self, call: Call, inputs: list[bool], around: None, here: Position) -> list[bool]:
-        """What differs in the program called."""
+        """Analyze the called program."""
         return self.run_inner(call.program, inputs, around, here)
 
     def scan(self, scan: Scan, inputs: list[bool], around: None, here: Position) -> list[bool]:
-        """What differs after some pass differs in all."""
+        """A carried value that differs after any iteration differs in all (a fixed point)."""
         consts, carry, xs = scan.split(inputs)
         while True:
             out = self.run_inner(scan.body, [*consts, *carry, *xs], around, here)
@@ -91,7 +93,7 @@ class Differing(Visitor[bool, None]):
     def while_loop(
         self, loop: While, inputs: list[bool], around: None, here: Position
     ) -> list[bool]:
-        """The same; all of it differs if the number of passes does."""
+        """The same; all results differ if the number of iterations does."""
         tests, consts, carry = loop.split(inputs)
         while True:
             (test,) = self.run_inner(loop.condition, [*tests, *carry], around, here)
@@ -104,7 +106,7 @@ class Differing(Visitor[bool, None]):
             carry = grown
 
     def cond(self, cond: Cond, inputs: list[bool], around: None, here: Position) -> list[bool]:
-        """What differs in some branch; all of it if the choice does."""
+        """A result differs if it does in any branch, or if the choice differs."""
         chosen, operands = cond.split(inputs)
         results = []
         for branch in cond.branches:
@@ -115,12 +117,12 @@ class Differing(Visitor[bool, None]):
 
 
 def _refuse_joint_acts(jaxpr: Jaxpr, where: str, what: str) -> None:
-    """Refuse what all replicas must do together, in code that only some of them run."""
+    """Refuse collective operations in code that only some replicas run."""
     remedy = f"Make the {what} equal first, with tr.cross_replica_mean or tr.cross_replica_sum"
     for place in walk(jaxpr.eqns):
         if joins_replicas(place.equation):
             raise ReplicaError(
-                f"A reduction over replicas stands in {where} whose {what} differs between "
+                f"A reduction over replicas is inside {where} whose {what} differs between "
                 f"replicas: some would wait for others that never come. {remedy}."
             )
         tag = tag_of(place)

@@ -1,4 +1,4 @@
-"""The catalogue of a traced program, and what taps on it mean for the program."""
+"""The catalogue of a traced program, and the tensors that taps select from it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tailrace.taps.tap import Chosen, Tap, choose, common_period, wanted_of
 
 @dataclasses.dataclass
 class Sight:
-    """What is observed in one program.
+    """The observed tensors of one program.
 
     Attributes:
         catalogue: all its tensors.
-        chosen: what the taps select.
-        period: periodic taps look at every so many steps.
+        chosen: the tensors that taps select.
+        period: the number of steps between observations of periodic taps.
     """
 
     catalogue: Catalogue
@@ -34,7 +34,7 @@ class Sight:
 
     @property
     def wanted(self) -> Any:
-        """What the rewriter must send out."""
+        """The values that the rewriter must emit, by position."""
         return wanted_of(self.chosen)
 
 
@@ -44,14 +44,14 @@ def look(
     named: Sequence[Entry] = (),
     stage_of: Callable[[Entry], int] = lambda entry: entry.stage,
 ) -> Sight:
-    """Make the catalogue of a program and apply taps to it.
+    """Build the catalogue of a program and apply taps to it.
 
     Args:
         traced: the program; its marks name most tensors.
-        taps: what is to be observed.
-        named: further tensors by name. Those that a tap selects are marked in the program (the
-            function that made them known saw to that); the others are listed only.
-        stage_of: the stage of a pipeline that a tensor belongs to.
+        taps: the taps.
+        named: additional tensors by name. Those that a tap selects are marked in the program already,
+            by the function that listed them; the others are only listed.
+        stage_of: returns the pipeline stage of a tensor.
     """
     places = {place.position: place for place in walk(traced.jaxpr.eqns)}
     entries: dict[str, Entry] = {}
@@ -60,7 +60,7 @@ def look(
         if entry is not None:
             entries.setdefault(entry.name, entry)
     listed = _once([entries.pop(e.name, e) for e in named])
-    # What a tap asked for and yet is not marked does not exist: a gradient that never flows.
+    # A selected tensor without a mark does not exist in the program: a gradient that never flows.
     absent = Catalogue(
         e for e in listed if not e.position and any(matches(tap.select, e) for tap in taps)
     )
@@ -91,7 +91,7 @@ def look(
 
 
 def full_name(tag: Tag) -> str:
-    """The name of a marked value: the gradient that flows back through a mark has its own."""
+    """The name of a marked value; the gradient that flows back through a mark has a different one."""
     back = tag.direction == COTANGENT
     return tag.name.replace(*COTANGENT_OF, 1) if back else tag.name
 
@@ -103,7 +103,7 @@ def _entry(place: Place) -> Entry | None:
     name = full_name(tag)
     aval: Any = place.equation.outvars[0].aval
     layers = tuple(a.length or 0 for a in place.inside if a.kind == SCAN)
-    # Inside a stage, or (a gradient) marked with the one it belongs to.
+    # The stage around it, or, for a gradient, the stage that its mark names.
     stages = [tag.payload, *(a.stage for a in place.inside)]
     stages = [stage for stage in stages if stage is not None]
     return Entry(

@@ -1,4 +1,7 @@
-"""Tracing a function into a program, and checking what only the whole program shows."""
+"""Traces a function into a program, and checks rules that concern the whole program."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tailrace.taps.frame import Emission
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """What a program sends to one outfeed: the form of an element and the loops around it."""
+    """What a program sends to one outfeed: the shapes of an element and the loops around it."""
 
     queue: OutfeedQueue
     structure: Any
@@ -33,7 +36,7 @@ class Outgoing:
 
 @dataclasses.dataclass(eq=False)
 class Traced:
-    """A function as a program: its equations, its feeds, the forms of its arguments and results."""
+    """A traced function: its equations, its feeds, the shapes of its arguments and results."""
 
     jaxpr: Jaxpr
     consts: tuple[Any, ...]
@@ -45,7 +48,7 @@ class Traced:
     outfeeds: dict[OutfeedQueue, Outgoing] = dataclasses.field(default_factory=dict)
 
     def deliver(self, emitted: Mapping[Hashable, Emission]) -> None:
-        """Hand what one dispatch emitted to the outfeeds it is for."""
+        """Pass the emissions of one dispatch to their outfeeds."""
         for queue, out in self.outfeeds.items():
             if queue in emitted:
                 value, valid = emitted[queue]
@@ -68,7 +71,7 @@ def trace_program(
         out_form[:] = [structure, tuple(path_name(path) for path, _ in out_paths)]
         return [leaf for _, leaf in out_paths]
 
-    # Traced on bare shapes: arrays that lie on a mesh would bring it into the program's types.
+    # Traced on plain shapes: arrays on a mesh would bring the mesh into the program's types.
     closed = jax.make_jaxpr(flat)(*(_shape(leaf) for _, leaf in with_paths))
     jaxpr, consts = _open_outermost_calls(closed.jaxpr, tuple(closed.consts))
     traced = Traced(
@@ -95,7 +98,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _open_outermost_calls(jaxpr: Jaxpr, consts: tuple[Any, ...]) -> tuple[Jaxpr, tuple[Any, ...]]:
-    """Unwrap a program that is one single `jit` call, so that its loops stand at the top."""
+    """Inline a program that is a single `jit` call, so that its loops are at the top."""
     while len(jaxpr.eqns) == 1 and (call := jit_of(jaxpr.eqns[0])) is not None:
         (eqn,) = jaxpr.eqns
         straight = list(eqn.invars) == list(jaxpr.invars) and not jaxpr.constvars
@@ -110,7 +113,7 @@ def _check_nothing_lost(context: ProgramTrace, places: list[Place]) -> None:
     lost = [text for number, text in context.sites.items() if number not in found]
     if lost:
         raise ProgramError(
-            f"{lost[0]} is not in the traced program: it stands in a function that differentiation "
+            f"{lost[0]} is not in the traced program: it is in a function that differentiation "
             f"replaces by another, or in a branch that JAX found out to be never taken. Call it in "
             f"the forward function of its custom derivative, or outside of that function."
         )
@@ -143,13 +146,13 @@ def _check_reads(places: list[Place]) -> None:
             continue
         if any(around.kind == BRANCH for around in place.inside):
             raise ProgramError(
-                "A loop with an infeed may not stand inside lax.cond or lax.switch: how many "
+                "A loop with an infeed may not be inside lax.cond or lax.switch: how many "
                 "elements an execution reads must be known before it starts. Move the loop out of "
                 "the branch, and branch inside its body."
             )
         if any(around.length is None for around in place.loops()):
             raise ProgramError(
-                "A loop with an infeed may not stand inside a loop whose length only the running "
+                "A loop with an infeed may not be inside a loop whose length only the running "
                 "program knows: how many elements an execution reads must be known before it starts. "
                 "Give the outer loop an integer length (tr.repeat, lax.scan), or feed it instead: "
                 "tr.while_loop with infeed= and maximum_iterations=."
@@ -207,7 +210,7 @@ def _outgoing(places: list[Place], context: ProgramTrace) -> dict[OutfeedQueue, 
 
 
 def top_loops(traced: Traced) -> list[int]:
-    """The indices of the `tr.repeat` loops that stand at the top of a program."""
+    """The indices of a program's top-level `tr.repeat` loops."""
     return [i for i, eqn in enumerate(traced.jaxpr.eqns) if is_repeat(eqn)]
 
 

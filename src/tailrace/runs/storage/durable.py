@@ -80,7 +80,7 @@ def _force_folder(root: HeldDirectory, name: str) -> None:
 
 
 def force_tree(folder: Path) -> None:
-    """Force all files below a folder that somebody else wrote, and their names, to the disk."""
+    """Sync all files below a folder that another library wrote, and their names, to disk."""
     for place, _, names in os.walk(folder):
         for name in names:
             _force_handle(os.open(os.path.join(place, name), os.O_RDONLY))

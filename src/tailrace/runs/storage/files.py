@@ -1,4 +1,4 @@
-"""How a run lies on disk: the files of a run directory, and how a value becomes arrays.
+"""The layout of a run on disk: the files of a run directory, and values as arrays.
 
     run.json              what ran: versions, devices, options, taps, catalogue, plan
     lock                  held by the process that writes
@@ -9,7 +9,7 @@
     nonfinite.json        why the run was stopped by a NaN or Inf; not there in other runs
 
 A table has the coordinates step, microbatch and replica, one value a row (`record`), and tensor and
-stage, one value a tensor. What was kept stands in `values` [record, tensor, ...]; statistics in one
+stage, one value a tensor. The kept values are in `values` [record, tensor, ...]; statistics in one
 array a field (`mean`, `std`, ...); what a function returned as a tree in `values0`, `values1`, ...
 Names of tensors and metrics are data: no array and no file is called after one.
 """
@@ -57,7 +57,7 @@ def codecs() -> list[Any]:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, tensors: int | None) -> tuple[int, ...]:
-    """Chunks for rows of values: so many rows, so many tensors, and values whole.
+    """The chunk shape for rows of values: rows, tensors, and whole values.
 
     Few tensors share a chunk, so that reading one does not mean decoding all the others.
 

@@ -34,7 +34,7 @@ class Columns:
 
     @classmethod
     def reopened(cls, group: Any, rows: str, committed: int) -> Columns:
-        """Columns that are there already, of which so many rows count."""
+        """Existing columns, of which the first rows count."""
         columns = cls(group, rows)
         columns.committed = committed
         for name, array in group.arrays():

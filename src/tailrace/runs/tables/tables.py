@@ -16,7 +16,7 @@ from tailrace.runs.tables.columns import Columns
 from tailrace.taps.reductions import NUM_BINS, STATS
 
 COORDINATES = "step microbatch replica stage"
-"""What xarray is told: these arrays are coordinates."""
+"""The coordinate arrays, declared for xarray."""
 
 EXECUTION = {"first_step": "int64", "steps": "int64", "ended": "float64"}
 """What is kept of an execution; `ended` in seconds since 1970."""
@@ -229,11 +229,11 @@ class ExecutionTable:
         rows = [(done.first_step, done.steps, done.ended) for done in executions]
         columns = zip(EXECUTION.items(), zip(*rows, strict=True), strict=False)
         found = {name: np.array(v, d) for (name, d), v in columns}
-        told = [{**done.reading, **done.fingerprint} for done in executions]
+        values = [{**done.reading, **done.fingerprint} for done in executions]
         for name, dtype in OPTIONAL.items():
-            if any(name in one for one in told):
+            if any(name in one for one in values):
                 if name not in self.columns:
                     self.columns.add_column(name, np.dtype(dtype), (), ())
                 missing = -1 if dtype == "int64" else 0
-                found[name] = np.array([one.get(name, missing) for one in told], dtype)
+                found[name] = np.array([one.get(name, missing) for one in values], dtype)
         self.columns.append(len(rows), found)

@@ -34,7 +34,7 @@ class Anchor:
 
     @property
     def kind(self) -> str:
-        """How its records are told from others of the same tensor."""
+        """The name that distinguishes its records from others of the same tensor."""
         return f"anchor {self.name}"
 
     def shape(self, entry: Entry) -> tuple[int, ...]:

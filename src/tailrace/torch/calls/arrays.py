@@ -62,7 +62,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def is_resident(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies on the device that programs of one device run on."""
+    """Whether a tensor is on the device that single-device programs run on."""
     if not tensor.is_cuda:
         return False
     device = devices.available()[0]
@@ -70,7 +70,7 @@ def is_resident(tensor: torch.Tensor) -> bool:
 
 
 def rows_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
-    """A tensor of a call as an array of another shape: on the device where it lies there."""
+    """A tensor of a call as an array of another shape; on the device if it is there."""
     if not is_resident(tensor):
         return array_of(tensor).reshape(shape)
     tensor = tensor.detach()

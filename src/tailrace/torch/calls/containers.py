@@ -31,7 +31,21 @@ _custom: dict[type, CustomContainer] = {}
 
 
 def register_container(kind: type, parser: CustomContainer | None) -> None:
-    """Say how objects of a class of your own are taken apart; None forgets it."""
+    """Register how objects of a class are flattened; None removes the registration.
+
+    >>> class Pair:
+    ...     def __init__(self, first, second):
+    ...         self.first, self.second = first, second
+    >>> class PairParser(CustomContainer):
+    ...     def yield_tensors(self, structure):
+    ...         yield from (structure.first, structure.second)
+    ...     def reconstruct(self, original_structure, tensor_iterator):
+    ...         return Pair(next(tensor_iterator), next(tensor_iterator))
+    >>> register_container(Pair, PairParser())
+    >>> [path for path, _ in flatten({"pair": Pair(1, 2)})]
+    ['pair.0', 'pair.1']
+    >>> register_container(Pair, None)
+    """
     if parser is None:
         _custom.pop(kind, None)
     else:

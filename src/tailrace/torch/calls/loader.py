@@ -24,8 +24,12 @@ from tailrace.torch.errors import UsageError
 class DataLoaderMode(enum.StrEnum):
     """How a loader reads.
 
-    SYNC: when it is asked. ASYNC: ahead, in a thread. ASYNC_REBATCHED: ahead, and what workers
-    deliver is cut anew, so that only one remainder is lost instead of one a worker.
+    SYNC: on demand. ASYNC: ahead, in a thread. ASYNC_REBATCHED: ahead, and the rows of all workers are
+        cut
+    into batches again, so that only one remainder is lost instead of one per worker.
+
+    >>> DataLoaderMode("async")
+    <DataLoaderMode.ASYNC: 'async'>
     """
 
     SYNC = "sync"

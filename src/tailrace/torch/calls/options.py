@@ -28,7 +28,7 @@ PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float3
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """What `tt.training_model` and `tt.inference_model` are told besides the module.
+    """The options of `tt.training_model` and `tt.inference_model`.
 
     Attributes:
         device_iterations: how many steps (training) or batches (inference) one call runs.
@@ -50,7 +50,10 @@ class ModelOptions:
         recompute: whether a pipeline computes activations again instead of keeping them.
         observe: taps; their records are in `model.records` after each call.
         observe_bytes: the most that records of one call may take on the device.
-        run_dir: a directory that keeps history and records of all calls.
+        run_dir: a directory for the history and records of all calls.
+
+    >>> ModelOptions(device_iterations=4, accumulation=2).microbatches
+    2
     """
 
     device_iterations: int = 1

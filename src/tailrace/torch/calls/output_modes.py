@@ -24,6 +24,9 @@ class OutputMode(enum.StrEnum):
 
     DEFAULT means ALL for inference and FINAL for training. EVERY_N returns microbatches N-1, 2N-1,
     ... of a call, N being the return period.
+
+    >>> OutputMode("final")
+    <OutputMode.FINAL: 'final'>
     """
 
     ALL = "all"
@@ -119,7 +122,7 @@ class Returned:
             value = np.moveaxis(value, 0, loops) if part.one.differs else value[0]
         if collected:
             if self.mode is OutputMode.SUM and part.one.loops == 1 and microbatches > 1:
-                value = value * value.dtype.type(microbatches)  # one value stands for them all
+                value = value * value.dtype.type(microbatches)  # one value represents them all
             lead = (replicas,)
         else:
             rows = value.shape[0]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from tailrace.errors import ProgramError
+from tailrace.messages import note_once
 from tailrace.program.step.training_step import TrainState
 from tailrace.torch.calls.arrays import array_of
 from tailrace.torch.models.base import Model
@@ -193,6 +194,7 @@ class FollowingModel(Model):
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_post_hook(self._after_load_state_dict),
+            optimizer.register_step_pre_hook(_note_step),
         )
 
     def _before_state_dict(self, _: Any) -> None:
@@ -225,3 +227,13 @@ class FollowingModel(Model):
             self._step = self._program.engine.step
             self._program.close()
         self._program, self._held = None, None
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before PyTorch's own step, which leaves parameters without a gradient as they are."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if all(param.grad is None for param in params):
+        note_once(
+            "optimizer.step() does nothing here: a call of the training model has updated the weights "
+            "on the device already. Remove it, and optimizer.zero_grad() with it."
+        )

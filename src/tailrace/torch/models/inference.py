@@ -18,7 +18,13 @@ from tailrace.torch.tracing.forward import Forward, weights_of
 
 
 class InferenceModel(Model):
-    """A module that runs on the device; made by `tt.inference_model`."""
+    """A module that runs on the device; made by `tt.inference_model`.
+
+    >>> import tailrace.torch as tt
+    >>> model = tt.inference_model(torch.nn.Linear(2, 3).eval())
+    >>> type(model).__name__, model(torch.ones(4, 2)).shape
+    ('InferenceModel', torch.Size([4, 3]))
+    """
 
     def __init__(self, module: torch.nn.Module, options: ModelOptions) -> None:
         if options.microbatches != 1:

@@ -27,7 +27,12 @@ from tailrace.torch.tracing.forward import Forward, weights_of
 
 
 class TrainingModel(FollowingModel):
-    """A module that trains on the device; made by `tt.training_model`."""
+    """A module that trains on the device; made by `tt.training_model`, whose example runs one.
+
+    >>> import tailrace.torch as tt
+    >>> type(tt.training_model(torch.nn.Linear(2, 1), accumulation=2)).__name__
+    'TrainingModel'
+    """
 
     _default_mode = OutputMode.FINAL
 

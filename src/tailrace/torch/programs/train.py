@@ -115,7 +115,7 @@ class TrainingProgram:
         check_bytes(sight.chosen, steps, microbatches, options.replicas, options.observe_bytes)
         self._open = contextlib.ExitStack()
         self._open.enter_context(self.engine.delivering())
-        self._open.enter_context(self.journal.open(describe(self.engine, steps)))
+        self._open.enter_context(self.journal.open(lambda: describe(self.engine, steps)))
         self.portions = Portions(runner, sight, steps, forward.form.resident)
 
     def compile(self) -> None:
@@ -210,7 +210,7 @@ def as_pipeline(
 
 
 def _fitting_schedule(mapping: list[int], microbatches: int) -> PipelineSchedule:
-    """The fastest schedule that takes so many microbatches."""
+    """The fastest schedule for this number of microbatches."""
     reason = ""
     for schedule in (PipelineSchedule.GROUPED, PipelineSchedule.INTERLEAVED):
         try:

@@ -24,6 +24,7 @@ from tailrace.torch.torchax.ops.compositions import (
     index_reduce,
     scatter_reduce_of,
 )
+from tailrace.torch.torchax.ops.matrices import MATRICES
 from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.tracing.watch import current_watch
 
@@ -54,9 +55,11 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.clamp_max: elementwise.clamp_max,
     aten.clamp_min: elementwise.clamp,
     aten.elu: elementwise.elu,
+    aten.fmod: elementwise.fmod,
     aten.hardsigmoid: elementwise.hardsigmoid,
     aten.hardswish: elementwise.hardswish,
     aten.hardtanh: elementwise.hardtanh,
+    aten.i0: elementwise.bessel_i0,
     aten.leaky_relu: elementwise.leaky_relu,
     aten.mish: elementwise.mish,
     aten.selu: elementwise.selu,
@@ -107,7 +110,8 @@ _WIDENED = (
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d "
     "_adaptive_avg_pool2d _adaptive_avg_pool3d cumprod cumsum digamma erfinv lgamma logcumsumexp "
     "logsumexp mvlgamma native_group_norm native_layer_norm polygamma prod sinc std std_mean var "
-    "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean"
+    "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean fmod remainder i0 "
+    "logaddexp logaddexp2"
 )
 
 WIDENED = frozenset(
@@ -146,7 +150,7 @@ def make_environment() -> Any:
         def load_ops(self) -> None:
             super().load_ops()
             theirs = dict(self._ops)
-            for func, run in {**ELEMENTWISE, **OTHERS, **COMPOSITIONS}.items():
+            for func, run in {**ELEMENTWISE, **OTHERS, **COMPOSITIONS, **MATRICES}.items():
                 for one in _with_overloads(func):
                     self._ops[one] = lowered(one, run)
             for func in ELEMENTWISE:
@@ -319,7 +323,7 @@ def _out_of_place(func: Any) -> Any:
     packet = getattr(aten, name[:-1], None)
     if packet is None:
         return None
-    # Mostly of the same name; a few are told apart by what they take alone.
+    # Mostly of the same name; a few differ only in their parameters.
     taken = _kinds_taken(func)
     named = [func._overloadname] if func._overloadname in packet.overloads() else []
     plain = [getattr(packet, name) for name in (*named, *packet.overloads())]

@@ -28,6 +28,11 @@ class Block:
         device: the number of the device that it runs on.
 
     After it no block is active, and everything that is computed must belong to one.
+
+    >>> with Block("encoder", device=0) as block:
+    ...     pass
+    >>> block.name, block.device
+    ('encoder', 0)
     """
 
     def __init__(self, name: str | None = None, device: int | None = None) -> None:
@@ -49,7 +54,12 @@ class Block:
 
 
 class BlockFunction:
-    """A decorator: each call of the function is a block."""
+    """A decorator: each call of the function is a block.
+
+    >>> double = BlockFunction("double", device=1)(lambda x: 2 * x)
+    >>> double(3)
+    6
+    """
 
     def __init__(self, name: str | None = None, device: int | None = None) -> None:
         self._name, self._device = name, device
@@ -108,7 +118,13 @@ BeginBlock = begin_block
 
 
 def remove_blocks(module: torch.nn.Module) -> None:
-    """Take away all blocks that `tt.BeginBlock` put on a module and those inside."""
+    """Remove all blocks that `tt.BeginBlock` put on a module and its submodules.
+
+    >>> module = torch.nn.Sequential(BeginBlock(torch.nn.Linear(2, 2), "first", device=0))
+    >>> remove_blocks(module)
+    >>> "block" in module_repr(module)
+    False
+    """
     for inner in module.modules():
         found = inner.__dict__.pop(_ATTRIBUTE, None)
         if found is not None:
@@ -116,7 +132,13 @@ def remove_blocks(module: torch.nn.Module) -> None:
 
 
 def module_repr(module: torch.nn.Module) -> str:
-    """A module as text, with the blocks that begin in it."""
+    """A module as text, with the blocks that begin in it.
+
+    >>> print(module_repr(torch.nn.Sequential(BeginBlock(torch.nn.ReLU(), "first", device=0))))
+    Sequential(
+      (0): ReLU()  [block 'first' on device 0]
+    )
+    """
     lines = repr(module).splitlines()
     blocks = {
         name.rsplit(".", 1)[-1]: inner.__dict__[_ATTRIBUTE][0]
@@ -156,7 +178,7 @@ class Staging:
         if self.rule == "device":
             if device is None:
                 raise UsageError(
-                    f"Block {name!r} has no device, and stages are told apart by their devices. Give "
+                    f"Block {name!r} has no device, and stages are identified by their devices. Give "
                     f"it one: tt.Block({name!r}, device=1), or use stages='increment'."
                 )
             return ("device", device), device
@@ -197,7 +219,7 @@ def begin(name: str | None, device: int | None) -> None:
 
 
 def first_place(watch: Watch) -> tuple[Any, int]:
-    """Where everything runs that stands before the first block: the first device."""
+    """The device of everything before the first block: the first device."""
     return (("device", 0) if watch.staging.rule == "device" else ("start", 0)), 0
 
 
@@ -213,7 +235,10 @@ def _cut(watch: Watch) -> None:
 def recomputation_checkpoint(*tensors: Any) -> Any:
     """Keep tensors for the backward pass of a pipeline that computes activations again.
 
-    Returns what it is given: a tensor, several as a tuple, or a list or tuple of them.
+    Returns its argument: a tensor, several as a tuple, or a list or tuple of them.
+
+    >>> recomputation_checkpoint(torch.ones(2))
+    tensor([1., 1.])
     """
     from tailrace.pipeline.lowering.forward_backward import recomputation_checkpoint as keep
     from tailrace.torch.calls.containers import flatten, rebuild

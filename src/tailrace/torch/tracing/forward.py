@@ -15,6 +15,7 @@ from tailrace.program.in_program import key
 from tailrace.torch.calls.arrays import array_of, tensor_of
 from tailrace.torch.calls.containers import rebuild
 from tailrace.torch.calls.inputs import CallForm
+from tailrace.torch.calls.returned_tensors import as_returned
 from tailrace.torch.tracing.backward_hooks import refuse_backward_hooks
 from tailrace.torch.tracing.gradient_reach import inputs_with_gradient
 from tailrace.torch.tracing.losses import computed_after, final_loss
@@ -39,6 +40,7 @@ class Forward:
         unused: the parameters that the loss does not depend on; PyTorch gives them no gradient.
         written: the inputs that forward changes in place, which the caller's tensors follow.
         changed: the buffers that forward changes.
+        scalars: the outputs that are one number for each microbatch, as losses are.
     """
 
     function: ModuleFunction
@@ -50,6 +52,7 @@ class Forward:
     unused: frozenset[str] = frozenset()
     written: list[str] = dataclasses.field(default_factory=list)
     changed: frozenset[str] = frozenset()
+    scalars: frozenset[str] = frozenset()
 
     def learn(self, params: Mapping[str, Any], buffers: Mapping[str, Any], training: bool) -> None:
         """Trace once, without running anything, to see what there is."""
@@ -78,6 +81,7 @@ class Forward:
             self.unused = frozenset(name for name, var in inputs.items() if var not in used)
         self.devices = [device for _, device in ran.watch.stages]
         self.names = [name for name, _ in ran.leaves]
+        self.scalars = frozenset(name for name, value in ran.leaves if not value.shape)
         self.written = [self.form.names[number] for number in ran.written]
         self.changed = ran.changed
         self.template = rebuild(ran.outputs, _placed)
@@ -118,9 +122,12 @@ class Forward:
     def outputs(self, arrays: Mapping[str, Any]) -> Any:
         """What a call returns, from the arrays of its outputs."""
         values = iter(self.names)
-        return rebuild(
-            self.template, lambda v: tensor_of(arrays[next(values)]) if v is _Leaf else v
-        )
+
+        def tensor(name: str) -> torch.Tensor:
+            found = tensor_of(arrays[name])
+            return as_returned(found) if name in self.scalars else found
+
+        return rebuild(self.template, lambda v: tensor(next(values)) if v is _Leaf else v)
 
     def _run(self, params: Any, buffers: Any, element: Any, seed: Any) -> Ran:
         def fill(wrap: Any) -> Any:

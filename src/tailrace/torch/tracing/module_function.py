@@ -328,4 +328,4 @@ def _frames(error: Exception) -> list[Any]:
 _TRANSFORMS = frozenset(f"torch._functorch.{n}" for n in ("apis", "eager_transforms", "vmap"))
 
 _MACHINERY = ("torch._", "torch.overrides", "torch.utils", "torch.nn.modules.module")
-"""What stands in each traceback, and decides nothing."""
+"""Frames that appear in every traceback and identify nothing."""

@@ -31,7 +31,7 @@ def print_tensor(
 
     Args:
         tensor: what to print.
-        title: what stands in front; empty: the path of the module that is running.
+        title: the text before it; empty for the path of the running module.
         print_gradient: whether the gradient is printed too.
         summarise_threshold: larger tensors show only the edges of each dim; 0 shows everything.
         edge_items: how many entries an edge has.
@@ -41,6 +41,9 @@ def print_tensor(
         separator: between entries.
         open_bracket: before the entries of a dim.
         close_bracket: after them.
+
+    >>> print_tensor(torch.ones(2), "x")  # outside of a wrapped model nothing is printed
+    tensor([1., 1.])
     """
     if not isinstance(tensor, torch.Tensor):
         raise ProgramError(

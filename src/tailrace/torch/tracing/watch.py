@@ -171,7 +171,7 @@ class WatchingMode(TorchFunctionMode):
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a tensor stands for a value of the program (torchax's classes have `jax()`)."""
+    """Whether a tensor represents a value of the program (torchax's classes have `jax()`)."""
     return isinstance(value, torch.Tensor) and hasattr(value, "jax")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Spike:
-    """A step whose loss stands out.
+    """A step with an outlying loss.
 
     Attributes:
         step: its number.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 PIECE = 4 << 20
-"""Arrays of more bytes travel in pieces of about so many."""
+"""Arrays of more bytes are copied in pieces of about this size."""
 
 
 @dataclasses.dataclass(eq=False)

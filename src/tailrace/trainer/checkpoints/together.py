@@ -24,19 +24,19 @@ def first_does(act: Callable[[], Result]) -> Result:
     """
     if distributed.process_count() == 1:
         return act()
-    said: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     failure: TailraceError | None = None
     if distributed.writes():
         try:
-            said = {"found": act()}
+            own = {"found": act()}
         except TailraceError as error:
-            failure, said = error, {"failed": str(error)}
-    heard = distributed.meet(said)[0]
+            failure, own = error, {"failed": str(error)}
+    first = distributed.meet(own)[0]
     if failure is not None:
         raise failure
-    if "failed" in heard:
-        raise CheckpointError(heard["failed"])
-    return heard["found"]
+    if "failed" in first:
+        raise CheckpointError(first["failed"])
+    return first["found"]
 
 
 def each_does(act: Callable[[], Result]) -> Result:
@@ -48,15 +48,15 @@ def each_does(act: Callable[[], Result]) -> Result:
     except TailraceError as error:
         distributed.meet({"failed": str(error)})
         raise
-    for process, said in enumerate(distributed.meet({})):
-        if "failed" in said:
-            raise CheckpointError(f"Of process {process}: {said['failed']}")
+    for process, answer in enumerate(distributed.meet({})):
+        if "failed" in answer:
+            raise CheckpointError(f"Of process {process}: {answer['failed']}")
     return found
 
 
 def gathered(value: Any) -> list[Any]:
     """What each process says, in order; JSON must be able to hold it."""
-    return [said["value"] for said in distributed.meet({"value": value})]
+    return [answer["value"] for answer in distributed.meet({"value": value})]
 
 
 def own_position(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:

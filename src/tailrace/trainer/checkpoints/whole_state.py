@@ -44,7 +44,7 @@ def _check_new(where: Path) -> None:
 
 
 def _found(where: Path) -> str:
-    """The checkpoint that a path stands for: itself, or the newest in a directory of a fit."""
+    """The checkpoint at a path: the path itself, or the newest one in a directory of a fit."""
     kept = CheckpointDirectory(where).newest()
     if kept is None and not where.is_dir():
         raise CheckpointError(f"There is no checkpoint at {str(where)!r}.")

@@ -24,7 +24,7 @@ class CheckpointWriter:
     """Decides when a checkpoint is due, and writes it while training goes on.
 
     At most one snapshot is on its way: memory on the host is that of one state, and what Orbax takes
-    to write it. A write that fails (a full disk) is told, and tried again when the next one is due;
+    to write it. A write that fails (a full disk) is logged, and retried when the next one is due;
     only the last one of a fit must succeed.
 
     Args:

@@ -78,7 +78,7 @@ def explain(
     flops = flops_of(compiled)
     flops += (microbatches - 1) * max(0.0, flops - flops_of_update)
     sizes = {name: _bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
-    if keeping is not None:  # what one device holds of it; the rest lies elsewhere
+    if keeping is not None:  # the part that one device holds
         sizes["optimizer state"] = keeping.device_bytes
     sizes["elements"] = runner.bytes_per_pass * length // runner.placement.local_replicas
     sizes["results"] = max(0, int(memory.output_size_in_bytes - memory.alias_size_in_bytes))

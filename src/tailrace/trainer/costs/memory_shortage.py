@@ -120,6 +120,8 @@ def _remedies(engine: Training, parts: dict[str, int]) -> list[str]:
     }
     known = [name for name in parts if parts[name] and name in options]
     chosen = known[:2] if parts.get(_TEMPORARIES) else [_TEMPORARIES, *known[:1]]
+    if _TEMPORARIES not in chosen:  # smaller batches help whatever is large
+        chosen.append(_TEMPORARIES)
     return [option for name in chosen for option in options[name] if option]
 
 

@@ -11,6 +11,7 @@ import jax
 
 from tailrace.data.counts import check_count
 from tailrace.feeds.feed import Feed, Staged
+from tailrace.jaxprs.internals import separate_kernels
 from tailrace.profiling.profile.measured import profile_of
 from tailrace.profiling.profile.profile import Profile
 from tailrace.profiling.programs.device_operations import DeviceProfiler
@@ -54,6 +55,7 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
     taken: list[Mapping[Feed, Staged]] = []
     profiler = DeviceProfiler(None)
     runner.keep_elements = True
+    runner.separate = bool(separate_kernels(engine.placement.device.platform))
 
     def run(number: int) -> Any:
         following = 0 if number == executions else steps
@@ -72,7 +74,7 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
         wall = time.perf_counter() - started
     finally:
         profiler.stop()
-        runner.keep_elements, runner.origin = keeps, None
+        runner.keep_elements, runner.separate, runner.origin = keeps, False, None
         runner.executions, runner.compile_s = executed, compiled_s
         for blocks in reversed(taken):
             for feed, staged in blocks.items():

@@ -98,7 +98,7 @@ class Fit:
 
     @property
     def asked(self) -> int | None:
-        """The signal that ends the fit; of several processes, the one that all have heard of."""
+        """The signal that ends the fit; with several processes, the one that all know of."""
         return self._signal if self._together else self.interrupts.asked
 
     def agree(self) -> bool:
@@ -106,10 +106,10 @@ class Fit:
         due = self.saving is not None and self.saving.due
         if not self._together:
             return due
-        heard = distributed.meet({"due": due, "signal": self.interrupts.asked})
-        signals = [said["signal"] for said in heard if said["signal"] is not None]
+        answers = distributed.meet({"due": due, "signal": self.interrupts.asked})
+        signals = [said["signal"] for said in answers if said["signal"] is not None]
         self._signal = signals[0] if signals else self._signal
-        return heard[0]["due"]
+        return answers[0]["due"]
 
     @property
     def _leaves(self) -> bool:
@@ -234,7 +234,7 @@ class Fit:
                 tell(self.callbacks, self.trainer, execution)
             self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))
 
-    def heard(self, compilation: Compilation) -> None:
+    def note_compilation(self, compilation: Compilation) -> None:
         """A program is about to be compiled, or was."""
         begins = not compilation.ended
         self.bar.compiling(f"{compilation.purpose}: {compilation.cause}" if begins else "")

@@ -16,7 +16,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.feeds.infeed import InfeedQueue
-from tailrace.program.running.compilations import hearing
+from tailrace.program.running.compilations import listening
 from tailrace.records.history import History
 from tailrace.trainer.callbacks.callback import AnyTrainer, Callback
 from tailrace.trainer.checkpoints.saving import Saving, TakenUp
@@ -129,10 +129,14 @@ class FitCall:
         """Results come in whatever ends the fit, and callbacks hear of its end."""
         engine, journal = fit.engine, fit.journal
         started, compiled, first = time.perf_counter(), engine.runner.compile_s, engine.step
-        info = describe(engine, steps_per_execution, fit.trainer.config)
-        info["checkpoint"] = None if self.saving is None else self.saving.directory
+        directory = None if self.saving is None else self.saving.directory
+
+        def info() -> dict[str, Any]:
+            found = describe(engine, steps_per_execution, fit.trainer.config)
+            return {**found, "checkpoint": directory}
+
         try:
-            with engine.delivering(), journal.open(info), fit.bar, hearing(fit.heard):
+            with engine.delivering(), journal.open(info), fit.bar, listening(fit.note_compilation):
                 try:
                     yield
                 except BaseException as error:

@@ -36,12 +36,12 @@ def agreed_total_steps(
     except DataExhausted as error:
         distributed.meet({"failed": str(error)})
         raise
-    heard = distributed.meet({"total": total})
-    for process, said in enumerate(heard):
+    answers = distributed.meet({"total": total})
+    for process, said in enumerate(answers):
         if "failed" in said:
             raise DataExhausted(f"Of process {process}: {said['failed']}")
-    known = [said["total"] for said in heard if said["total"] is not None]
-    return min(known) if len(known) == len(heard) else None
+    known = [said["total"] for said in answers if said["total"] is not None]
+    return min(known) if len(known) == len(answers) else None
 
 
 def too_short(engine: Engine, steps: int, length: int | str, done: int) -> str:

@@ -81,7 +81,7 @@ class StepExplanation:
         proved = {True: "proved", False: "NOT PROVED", None: "nothing recorded"}[self.proved]
         lines = [
             f"step {self.step}, loss {self.loss:.7g} ({proved})",
-            f"stands out most: {where}: loss {first['loss']:.5g}, gradient norm "
+            f"most unusual: {where}: loss {first['loss']:.5g}, gradient norm "
             f"{first['gradient_norm']:.5g}, alignment {first['alignment']:+.2f}, score "
             f"{first['score']:.1f}; the next one has {self.rows['score'][1:2].sum():.1f}",
         ]
@@ -98,7 +98,7 @@ def explain_step(
     kept, directory = nearest(checkpoint, step)
     arrays, note = read_fit(kept)
     if step not in recorded.losses:
-        recorded = recorded_in(directory, engine, step, recorded)
+        recorded = recorded_in(directory, step, recorded, engine)
     taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
     rerun, comparison = Rerun(engine, taps, dataset, arrays, note), Comparison(recorded)
     before = []

@@ -112,7 +112,7 @@ def replay(
     kept, directory = nearest(checkpoint, step)
     arrays, note = read_fit(kept)
     if step not in recorded.losses:
-        recorded = recorded_in(directory, engine, step, recorded)
+        recorded = recorded_in(directory, step, recorded, engine)
     rerun = Rerun(engine, observe, dataset, arrays, note)
     around = recorded.around(step)
     comparison = Comparison(recorded)
@@ -124,12 +124,17 @@ def replay(
         comparison.take(seen)
         if around is not None:
             comparison.take_all(rerun.advance(sum(around)))
+    return replay_of(seen, comparison, int(note["step"]))
+
+
+def replay_of(seen: Results, comparison: Comparison, started_at: int) -> Replay:
+    """What a replay found: the step that was looked at, and what all steps were compared with."""
     records = Records()
     for part in seen.parts:
         records.add(part)
     loss = float(np.mean(seen.scalars["loss"]))
     found, compared = comparison.differences, comparison.compared
-    return Replay(step, loss, records, found, compared, int(note["step"]))
+    return Replay(seen.first_step, loss, records, found, compared, started_at)
 
 
 class Comparison:
@@ -244,13 +249,16 @@ def read_fit(kept: Kept) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def recorded_in(
-    directory: CheckpointDirectory, engine: Engine, step: int, recorded: Recorded
+    directory: CheckpointDirectory,
+    step: int,
+    recorded: Recorded,
+    engine: Engine,
 ) -> Recorded:
     """What later checkpoints know of a step: each keeps the history of its fit."""
+    count, replicas = engine.accumulation.microbatches, engine.placement.replicas
     for kept in reversed([kept for kept in directory.found() if kept.step > step]):
         arrays, note = read_fit(kept)
         first = int(note["fit"]["progress"]["first_step"])
         if first <= step:
-            count, replicas = engine.accumulation.microbatches, engine.placement.replicas
             return recorded.add_history(history_of(arrays, first, count, replicas))
     return recorded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.errors import DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.taps.tap import StopOnNonfinite, parse_taps
@@ -58,15 +59,9 @@ class Rerun:
         bring_to(feed, dataset, self._progress, own_position(note["fit"]["positions"]))
         if self._progress.epochs and self._progress.steps == self._progress.epoch_start:
             self._next_epoch()
-        loud = self.engine.runner
-        # Outfeeds of the model itself have delivered what these steps send out already.
-        loud.muted = frozenset(q for q in loud.traced.outfeeds if q is not self.engine.scalars)
-        self._loud, self._silent = loud, _unobserved(self.engine, loud)
-        # The program that ran is the one that runs again. A loop with room for one pass is no loop to
-        # XLA, which then rounds otherwise (one loss in 25 was another, by one bit): room for two.
         self._longest: int = note["fit"].get("capacity") or CHUNK
-        self._silent.capacity, self._loud.capacity = self._longest, min(2, self._longest)
-        self._loud.keep_elements = True
+        self._pair = RunnerPair(self.engine)
+        self._pair.set_longest(self._longest)
 
     @property
     def step(self) -> int:
@@ -76,11 +71,11 @@ class Rerun:
     def advance(self, until: int) -> Iterator[Results]:
         """Run to a step without looking; one result for each dispatch."""
         while self.step < until:
-            yield self._run(min(self._longest, until - self.step), self._silent)
+            yield self._run(min(self._longest, until - self.step))
 
     def look(self) -> Results:
         """Run one step, with taps."""
-        return self._run(1, self._loud)
+        return self._run(1, looking=True)
 
     @property
     def spec(self) -> ElementSpec:
@@ -90,7 +85,7 @@ class Rerun:
     @property
     def elements(self) -> list[np.ndarray]:
         """The elements of the step that was looked at last, on the host, stacked leaf by leaf."""
-        block = self._loud.taken[self._feed].host
+        block = self._pair.loud.taken[self._feed].host
         return [np.asarray(leaf) for leaf in self._feed.elements_of(block)]
 
     @contextmanager
@@ -101,18 +96,13 @@ class Rerun:
         finally:
             self._feed.rest()
 
-    def _run(self, length: int, runner: LoopRunner) -> Results:
-        per_step = self._loud.elements_per_pass
-        length = self._make_ready(length * per_step) // per_step
-        self.engine.swap(runner)
-        results = self.engine.collect(self.engine.dispatch(length, following=0, period=1))
-        if results.failure is not None:
-            raise results.failure
-        return results
+    def _run(self, length: int, looking: bool = False) -> Results:
+        per_step = self._pair.loud.elements_per_pass
+        return self._pair.run(self._make_ready(length * per_step) // per_step, looking)
 
     def _make_ready(self, count: int) -> int:
         """How many of the next elements there are, at least those of a step."""
-        per_step, found = self._loud.elements_per_pass, 0
+        per_step, found = self._pair.loud.elements_per_pass, 0
         for _ in range(2):
             found = self._feed.remaining(count)
             if found >= per_step:
@@ -136,11 +126,47 @@ class Rerun:
         self._feed.restart(self._dataset, self._epoch)
 
 
+class RunnerPair:
+    """The loop of an engine in two forms, on one state: silent, and loud with what taps look at.
+
+    Args:
+        engine: made for looking back; its program is in use.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.loud = engine, engine.runner
+        # Outfeeds of the model itself have delivered what these steps send out already.
+        outfeeds = self.loud.traced.outfeeds
+        self.loud.muted = frozenset(queue for queue in outfeeds if queue is not engine.scalars)
+        self.silent = _unobserved(engine, self.loud)
+        self.loud.keep_elements = True
+
+    def set_longest(self, longest: int) -> None:
+        """The most steps of a dispatch of the training: the program that ran is to run again."""
+        # A loop with room for one pass is no loop to XLA, which then rounds otherwise (one loss in 25
+        # was another, by one bit): room for two.
+        self.silent.capacity, self.loud.capacity = longest, min(2, longest)
+
+    def run(self, length: int, looking: bool = False, block: Staged | None = None) -> Results:
+        """Run steps: on the next elements of the dataset, or on a block."""
+        engine = self._engine
+        engine.swap(self.loud if looking else self.silent)
+        ticket = engine.dispatch(length, block=block, following=0, period=1)
+        results = engine.collect(ticket)
+        if results.failure is not None:
+            raise results.failure
+        return results
+
+
+def looking_back(taps: Sequence[Any], observe: Any) -> list[Any]:
+    """The taps of a replay: those asked for, and what made the training skip steps."""
+    guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite) and tap.skips]
+    return [*parse_taps(observe), *guards]
+
+
 def twin_of(engine: Engine, observe: Any) -> Engine:
     """An engine for the same model, with other taps; its state is still to be set."""
-    # A step that was skipped is skipped again.
-    guards = [tap for tap in engine.taps if isinstance(tap, StopOnNonfinite) and tap.skips]
-    observe = [*parse_taps(observe), *guards]
+    observe = looking_back(engine.taps, observe)
     params, model_state = jax.tree.map(_blank, (engine.form.params, engine.form.model_state))
     if engine.pipeline is not None:
         params = engine.pipeline.tie(params)

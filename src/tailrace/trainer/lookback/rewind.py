@@ -19,7 +19,7 @@ def rewind(
     """Give an engine the state before a past step; returns whether that is proved."""
     kept, directory = nearest(checkpoint, step)
     if step - 1 not in recorded.losses:
-        recorded = recorded_in(directory, engine, step, recorded)
+        recorded = recorded_in(directory, step, recorded, engine)
     rerun, comparison = Rerun(engine, (), dataset, *read_fit(kept)), Comparison(recorded)
     with rerun.closing():
         for end in (*recorded.ends(rerun.step, step), step):

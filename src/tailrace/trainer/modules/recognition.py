@@ -17,7 +17,7 @@ from tailrace.trainer.modules.stages import StagesBinding, pipeline_of_module
 
 
 def bind(loss_fn: Any, params: Any, model_state: Any) -> tuple[Binding, Any]:
-    """The binding for what stands in the place of parameters, and the engine's loss function.
+    """The binding for the object given as parameters, and the engine's loss function.
 
     >>> bind(len, {"w": 1.0}, None)[0].params
     {'w': 1.0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -45,7 +44,7 @@ def describe(
             for tap in engine.taps
             if not tap.kind.startswith("log:")
         ],
-        "catalogue": json.loads(engine.sight.catalogue.to_json()),
+        "catalogue": engine.sight.catalogue.to_rows(),
         "plan": plan.to_json(ticks=False) if plan is not None else None,
     }
 

@@ -73,13 +73,18 @@ class Journal:
         return (lambda: None) if self.sink is None else self.sink.mark()
 
     @contextmanager
-    def open(self, info: Mapping[str, Any]) -> Iterator[None]:
-        """While results come in; `info` says what runs, ready for JSON."""
+    def open(self, info: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """While results come in.
+
+        Args:
+            info: makes the description of what runs, ready for JSON. It is called only if something
+                keeps it: a catalogue of a thousand tensors takes tens of milliseconds.
+        """
         self.records.runs.begin()
         if self._logged is not None:
             self._logged.restart()
         try:
-            with self.sink.fitting(info) if self.sink is not None else nullcontext():
+            with self.sink.fitting(info()) if self.sink is not None else nullcontext():
                 yield
         finally:
             self.records.runs.end()

@@ -78,7 +78,7 @@ def _is_rate(entry: Entry) -> bool:
 
 
 def _kept_as(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A reduction with a kind of its own, so that it is told from the user's taps."""
+    """A reduction with a distinct kind, so that it differs from the user's taps."""
 
     def reduce(value: Any) -> Any:
         return function(value)

@@ -47,7 +47,7 @@ def tensors_of(out: Any, what: str, at_most: int | None = None) -> list[Any]:
     Args:
         out: what it returned: nothing, a value, or a list.
         what: who returned it, for the message.
-        at_most: variables behind so many tensors are what an assignment returned: operations.
+        at_most: variables after this number of tensors are results of assignments: operations.
     """
     values: Sequence[Any] = out if isinstance(out, list | tuple) else [] if out is None else [out]
     tensors: list[Any] = []

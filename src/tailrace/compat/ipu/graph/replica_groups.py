@@ -21,7 +21,7 @@ from tailrace.program import in_program as engine
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """So many groups of so many neighbouring replicas."""
+    """Groups of neighbouring replicas: the number of groups and their size."""
 
     count: int
     size: int

@@ -3,7 +3,7 @@
 A program of the original changes its variables as a side effect. A compiled program is a function. So
 a program is looked through twice: the first time (`discover`) to learn which variables it reads and
 writes, with the values they have now; the second time those values are arguments, what is written
-stands in the `Scope` of the code that wrote it, and loops carry it from pass to pass.
+is in the `Scope` of the code that wrote it, and loops carry it from iteration to iteration.
 
 Variables of Keras take part: inside a program, a `keras.StatelessScope` hands their reads and writes
 to the scope.
@@ -106,7 +106,7 @@ class Found:
 
 @dataclasses.dataclass(eq=False)
 class Scope:
-    """The values of variables where the code stands that is being traced.
+    """The values of variables at the current point of the trace.
 
     Attributes:
         found: what is known about the variables of the whole program.

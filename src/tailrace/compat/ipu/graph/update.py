@@ -23,7 +23,7 @@ from tailrace.compat.ipu.graph.variables import Variable
 
 
 class Computed:
-    """Gradients that somebody else has computed: Keras' `fit` does, before it asks an optimizer."""
+    """Gradients computed elsewhere: Keras' `fit` computes them before it calls an optimizer."""
 
     def __init__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         self.variables = list(variables)

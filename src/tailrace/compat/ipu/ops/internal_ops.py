@@ -50,7 +50,7 @@ def fifo(x: Any, depth: int, offload: bool = False, name: str | None = None) -> 
 
 
 def remap(x: Any, name: str | None = None) -> Any:
-    """The value itself: where it lies in memory is the compiler's affair here."""
+    """The value unchanged: the compiler decides about its memory layout here."""
     del name
     return as_array(x)
 

@@ -28,7 +28,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
     Args:
         opt: the optimizer; this one must be the outermost.
         num_mini_batches: how many gradients make an update. The loop around, `loops.repeat`, has a
-            multiple of so many passes.
+            multiple of this number of iterations.
         offload_weight_update_variables: where the optimizer's state lay there; without effect.
         replicated_optimizer_state_sharding: whether replicas shared that state; without effect.
         dtype: of the accumulators: None for that of the variable, a dtype, or a function of the
@@ -186,7 +186,7 @@ class CrossReplicaGradientAccumulationOptimizer(GradientAccumulationOptimizer):
 
 
 def check_sharding(offload: bool | None, sharding: bool, *, honoured: bool = False) -> None:
-    """The rule of the two options about where an optimizer's state lies, and what becomes of them."""
+    """Check the two options about the location of an optimizer's state, and apply them."""
     if sharding and offload is False:
         raise IPUValueError(
             "To use replicated_optimizer_state_sharding, optimizer state must be offloaded by using "
@@ -195,7 +195,7 @@ def check_sharding(offload: bool | None, sharding: bool, *, honoured: bool = Fal
     if (offload or sharding) and not honoured:
         note_once(
             "offload_weight_update_variables and replicated_optimizer_state_sharding say where the "
-            "optimizer's state lies; it stays on the device here, and no result changes."
+            "optimizer's state is; it stays on the device here, and no result changes."
         )
 
 

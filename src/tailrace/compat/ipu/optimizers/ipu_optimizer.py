@@ -13,7 +13,7 @@ class IpuOptimizer(Optimizer):
     """An optimizer around another one, to which it forwards everything.
 
     Args:
-        opt: the optimizer it stands around.
+        opt: the wrapped optimizer.
         name: what it is called.
     """
 
@@ -23,13 +23,13 @@ class IpuOptimizer(Optimizer):
         self.wrapped = opt
         if getattr(self._opt, "is_outermost", False):
             raise FailedPreconditionError(
-                f"{self.get_name()} stands around a GradientAccumulationOptimizerV2: it must not be "
+                f"{self.get_name()} wraps a GradientAccumulationOptimizerV2: it must not be "
                 f"wrapped by any other optimizer. Put the accumulation outermost."
             )
 
     @property
     def inner(self) -> Any:
-        """The optimizer it stands around, in the manner of the original."""
+        """The wrapped optimizer, under the original's name."""
         return self._opt
 
     def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ class MapGradientOptimizer(IpuOptimizer):
     """Maps each gradient when it is computed: of every mini-batch, before accumulation.
 
     Args:
-        wrapped_optimizer: the optimizer it stands around.
+        wrapped_optimizer: the wrapped optimizer.
         gradient_mapping_function: called as `fn(gradient, value of the variable)`.
         name: what it is called.
     """

@@ -60,7 +60,7 @@ class Inference:
         return self._found
 
     def run(self, inputs: Sequence[Any]) -> None:
-        """One call: `repeat_count` times so many mini-batches."""
+        """The mini-batches of one call: `repeat_count` times those of a pipeline execution."""
         options = self.options
         if options.infeed_queue is not None:
             options.infeed_queue.queue()  # it may have been deleted since
@@ -88,7 +88,7 @@ class Inference:
         out = through_stages(self.options, inputs, element)
         need_outfeed(self.options, out)
         sent = sent_of(self.options, out, None)
-        # Its structure only, in the order of its making: what stands in it belongs to the trace.
+        # Its structure only, in the order of creation: its values belong to the trace.
         self._form = (
             {key: 0 for key in sent} if isinstance(sent, dict) else jax.tree.map(lambda _: 0, sent)
         )

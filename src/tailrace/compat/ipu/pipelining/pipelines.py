@@ -42,7 +42,7 @@ def add(options: PipelineOptions) -> Operation:
         if options.training:
             if scope.loop is not None:
                 raise IPURuntimeError(
-                    "A training pipeline stands in the compiled function itself, not inside a loop. "
+                    "A training pipeline must be in the compiled function itself, not inside a loop. "
                     "Use repeat_count= to run it several times."
                 )
             found.trains = True

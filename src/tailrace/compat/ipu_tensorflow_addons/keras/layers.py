@@ -171,7 +171,7 @@ class GroupNormalization(keras.layers.GroupNormalization):
         if groups > 1 and strided_channel_grouping:
             note_once(
                 "GroupNormalization groups neighbouring channels, as Keras does; with "
-                "strided_channel_grouping the original took every so many-th."
+                "strided_channel_grouping the original took every n-th."
             )
         super().__init__(
             groups,

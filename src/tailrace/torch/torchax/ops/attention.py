@@ -21,7 +21,7 @@ BLOCK = 512
 """Queries of a block."""
 
 LONG = 2048 * 2048
-"""From so many scores of a head on, attention is computed in blocks."""
+"""The number of scores per head from which attention is computed in blocks."""
 
 
 def attend(

@@ -30,7 +30,8 @@ def _cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = N
         freedom = total - correction * (weights * aweights).sum() / total
     away = rows - mean
     found = (away * weights) @ away.conj().T / jnp.maximum(freedom, 0)
-    return (found[0, 0] if x.ndim < 2 else found).astype(x.dtype)
+    dtype = x.dtype if aweights is None else jnp.promote_types(x.dtype, aweights.dtype)
+    return found.squeeze().astype(dtype)  # of one row: a number
 
 
 def _corrcoef(x: Any) -> Any:

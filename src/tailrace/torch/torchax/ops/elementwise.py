@@ -80,3 +80,13 @@ def hardswish(x: Any) -> Any:
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
     """A line above 0, and a flatter one below; the gradient at 0 is the flatter one's."""
     return jnp.where(x > 0, x, x * negative_slope)
+
+
+def fmod(x: Any, other: Any) -> Any:
+    """What is left of a division towards 0; exact, as the quotient is not."""
+    return jnp.fmod(x, other)
+
+
+def bessel_i0(x: Any) -> Any:
+    """An even function, flat at 0; JAX's formula is of the absolute value."""
+    return jnp.exp(absolute(x)) * jax.scipy.special.i0e(x)

@@ -26,8 +26,8 @@ def _nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """Classes are compared with, not looked up: on a GPU a lookup and its gradient are kernels of
-    their own, and this is a part of what stands beside it."""
+    """Compares class indices instead of looking them up: on a GPU a lookup and its gradient are
+    separate kernels, while a comparison is fused with its neighbours."""
     x, classes = input.jax(), target.jax()
     if x.ndim == classes.ndim == 1 and len(classes) == 1:
         classes = classes[0]  # one row, and its class

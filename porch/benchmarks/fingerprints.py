@@ -1,0 +1,148 @@
+"""What fingerprints cost, and whether past steps come again bit for bit.
+
+    python -m benchmarks.fingerprints                    # a small MLP, 10,000 steps, 50 replayed
+    python -m benchmarks.fingerprints --gpt              # GPT-2 small (124 M parameters), bfloat16
+    python -m benchmarks.fingerprints --gpt --layers 2 --width 128 --length 64
+
+Fits with and without fingerprints are interleaved in one process; each has a trainer of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import tailrace as tr
+from benchmarks.lengths import gpt_model, gpt_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpt", action="store_true", help="GPT-2 small instead of a small MLP")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--per-execution", type=int, default=None, help="steps (GPT: 10, MLP: 100)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--steps", type=int, default=None, help="of the run (GPT: 200, MLP: 10,000)"
+    )
+    parser.add_argument("--replays", type=int, default=50)
+    parser.add_argument("--rows", type=int, default=0, help="so many corrupted rows to find")
+    given = parser.parse_args()
+    per = given.per_execution or (10 if given.gpt else 100)
+    steps = given.steps or (200 if given.gpt else 10_000)
+    if given.gpt:
+        params, loss_fn = gpt_model(given.layers, given.width, given.length)
+        elements = gpt_tokens(given.batch, given.length)
+        data: Callable[[], Any] = lambda: itertools.cycle(elements)  # noqa: E731
+    else:
+        params, loss_fn, batches = small_mlp()
+        data = lambda: batches  # noqa: E731
+
+    def trainer_of(**options: Any) -> tr.Trainer:
+        optimizer = optax.adamw(1e-4)
+        return tr.Trainer(loss_fn, optimizer, params, steps_per_execution=per, **options)
+
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {per} steps an execution")
+    print_cost(trainer_of, data, given.rounds, per)
+    print_replays(trainer_of, data, steps, given.replays)
+    if given.rows:
+        print_rows(given.rows)
+
+
+def print_cost(make: Callable[..., tr.Trainer], data: Any, rounds: int, per: int) -> None:
+    """The time of a step with and without, medians of interleaved fits."""
+    trainers = {"without": make(), "with": make(fingerprint=True)}
+    took: dict[str, list[float]] = {name: [] for name in trainers}
+    length = 20 * per
+    for trainer in trainers.values():
+        trainer.fit(data(), steps=length)
+    for number in range(rounds):
+        order = list(trainers) if number % 2 else list(reversed(trainers))
+        for name in order:
+            started = time.perf_counter()
+            trainers[name].fit(data(), steps=length)
+            took[name].append((time.perf_counter() - started) / length)
+    rows = {name: statistics.median(values) * 1e6 for name, values in took.items()}
+    ratios = [a / b for a, b in zip(took["with"], took["without"], strict=True)]
+    print(f"{'':10}{'us a step':>12}{'least':>12}")
+    for name, value in rows.items():
+        print(f"{name:10}{value:12.2f}{min(took[name]) * 1e6:12.2f}")
+    print(f"{'ratio':10}{statistics.median(ratios):12.4f}   (medians of {rounds} pairs)")
+
+
+def print_replays(make: Callable[..., tr.Trainer], data: Any, steps: int, count: int) -> None:
+    """Random steps of a run, replayed by a trainer of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make(fingerprint=True)
+        every = max(1, steps // 20)
+        kept = tr.Checkpoint(f"{folder}/kept", every=every, keep=1 + steps // every)
+        trainer.fit(data(), steps=steps, checkpoint=kept)
+        chosen = np.random.default_rng(0).choice(steps, min(count, steps), replace=False)
+        proved, seconds = [], []
+        for step in map(int, sorted(chosen)):
+            started = time.perf_counter()
+            found = make(fingerprint=True).replay(
+                step, data(), observe=[tr.Tap("reduced/*", reduce="norm")], checkpoint=kept
+            )
+            seconds.append(time.perf_counter() - started)
+            proved.append(found.proved)
+            if not found.proved:
+                print(found)
+    print(
+        f"{sum(map(bool, proved))} of {len(proved)} random steps of a run of {steps:,} proved equal, "
+        f"median {statistics.median(seconds):.2f} s each"
+    )
+
+
+def print_rows(count: int) -> None:
+    """One wrong label among 1,000 batches, again and again: whether its row is named."""
+    params, loss_fn, recipe = small_mlp()
+    images, labels = recipe.leaves
+    named = 0
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        row = int(rng.integers(len(labels)))
+        x = np.array(images)
+        x[row] = rng.normal(size=784) * 30
+        data = tr.batches((x, labels), 4, shuffle=True, seed=seed)  # 1,024 batches
+        step = int(np.argwhere(data.rows(0, len(data)) == row)[0, 0])
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = tr.Trainer(loss_fn, optax.sgd(0.01), params, steps_per_execution=64)
+            trainer.fit(data, epochs=1, checkpoint=folder)
+            found = trainer.explain_step(step, data, checkpoint=folder)
+        named += int(found.rows["row"][0]) == row
+    print(f"a corrupted row among 1,024 batches is named {named} times of {count}")
+
+
+def small_mlp() -> tuple[Any, Any, tr.data.Batches]:
+    """A classifier of random digits: 784-128-10, batch 32."""
+    rng = np.random.default_rng(0)
+    params = {
+        "first": (rng.normal(size=(784, 128)) * 0.05).astype(np.float32),
+        "second": (rng.normal(size=(128, 10)) * 0.1).astype(np.float32),
+    }
+
+    def loss_fn(params: Any, x: Any, y: Any) -> Any:
+        out = jnp.tanh(x @ params["first"]) @ params["second"]
+        return optax.softmax_cross_entropy_with_integer_labels(out, y).mean()
+
+    x = rng.normal(size=(4096, 784)).astype(np.float32)
+    y = rng.integers(0, 10, 4096).astype(np.int32)
+    return params, loss_fn, tr.batches((x, y), 32, shuffle=True, repeat=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Fits of many lengths: how often they compile, and what a loop costs whose length is data.
+
+    python -m benchmarks.lengths                # a small MLP: microseconds a step, and compilations
+    python -m benchmarks.lengths --gpt          # GPT-2 small: what fits of 1, 64, 64 steps compile
+
+Each row is one run in this process; those that are compared are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import tailrace as tr
+
+
+def mlp(sizes=(784, 128, 10)):
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    return [
+        {"w": jax.random.normal(k, (a, b)) / a**0.5, "b": jnp.zeros(b)}
+        for k, a, b in zip(keys, sizes[:-1], sizes[1:], strict=False)
+    ]
+
+
+def mlp_loss(params, x, y):
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    logits = x @ params[-1]["w"] + params[-1]["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def small(repeats: int) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(32 * 200, 784)).astype(np.float32)
+    y = random.integers(0, 10, 32 * 200).astype(np.int32)
+    data = tr.batches((x, y), 32, repeat=True)
+    steps, params = 4000, mlp()
+    trainers = {
+        "tr.Trainer": tr.Trainer(mlp_loss, optax.sgd(0.1), params, steps_per_execution=100),
+        "tr.Trainer, auto": tr.Trainer(mlp_loss, optax.sgd(0.1), params),
+        "every(10)": tr.Trainer(
+            mlp_loss,
+            optax.sgd(0.1),
+            params,
+            steps_per_execution=100,
+            observe=[tr.Tap("grad/*", mode=tr.every(10))],
+        ),
+    }
+    optimizer = optax.sgd(0.1)
+
+    def step(state, batch):
+        params, held = state
+        loss, grads = jax.value_and_grad(mlp_loss)(params, *batch)
+        updates, held = optimizer.update(grads, held, params)
+        return (optax.apply_updates(params, updates), held), loss
+
+    blocks = (jnp.asarray(x).reshape(200, 32, 784)[:100], jnp.asarray(y).reshape(200, 32)[:100])
+    scan = jax.jit(lambda s, xs: jax.lax.scan(step, s, xs), donate_argnums=0)
+    state = jax.tree.map(jnp.copy, (params, optimizer.init(params)))
+    times: dict[str, list[float]] = {"scan, data on the device": [], **{n: [] for n in trainers}}
+    for number in range(repeats + 2):
+        started = time.perf_counter()
+        for _ in range(steps // 100):
+            state, losses = scan(state, blocks)
+        jax.block_until_ready(losses)
+        took = {"scan, data on the device": time.perf_counter() - started}
+        for name, trainer in trainers.items():
+            started = time.perf_counter()
+            trainer.fit(data, steps=steps)
+            took[name] = time.perf_counter() - started
+        if number >= 2:
+            for name, seconds in took.items():
+                times[name].append(seconds / steps * 1e6)
+    print(f"MLP 784-128-10, batch 32, {steps} steps a fit, {repeats} rounds, us a step (medians)")
+    for name, values in times.items():
+        print(f"  {name:26} {statistics.median(values):8.1f}   best {min(values):8.1f}")
+
+
+def gpt_model(layers: int, width: int, length: int):
+    """Parameters and loss function of a GPT in bfloat16, its vocabulary that of GPT-2."""
+    heads, vocabulary = width // 64, 50304
+    kernel = "cudnn" if jax.devices()[0].platform == "gpu" else None
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape, jnp.float32) * 0.02
+
+    params = {
+        "embed": normal(vocabulary, width),
+        "position": normal(length, width),
+        "qkv": normal(layers, width, 3 * width),
+        "out": normal(layers, width, width),
+        "up": normal(layers, width, 4 * width),
+        "down": normal(layers, 4 * width, width),
+        "scale": jnp.ones((layers, 2, width)),
+    }
+
+    def norm(x, scale):
+        x = x.astype(jnp.float32)
+        x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        return (x * scale).astype(jnp.bfloat16)
+
+    def loss_fn(params, tokens):
+        p = jax.tree.map(lambda v: v.astype(jnp.bfloat16), params)
+        x = p["embed"][tokens[:, :-1]] + p["position"]
+        for i in range(layers):
+            with jax.named_scope(f"block_{i}"):
+                h = norm(x, params["scale"][i, 0])
+                qkv = (h @ p["qkv"][i]).reshape(*h.shape[:2], 3 * heads, 64)
+                with jax.named_scope("attention"):
+                    q, k, v = jnp.split(qkv, 3, axis=2)
+                    a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+                x = x + a.reshape(h.shape) @ p["out"][i]
+                h = norm(x, params["scale"][i, 1])
+                with jax.named_scope("mlp"):
+                    h = jax.nn.gelu(h @ p["up"][i]) @ p["down"][i]
+                x = x + h
+        logits = (x @ p["embed"].T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return params, loss_fn
+
+
+def gpt_tokens(batch: int, length: int) -> list[np.ndarray]:
+    """Elements of the dataset: random tokens."""
+    tokens = np.random.default_rng(0).integers(0, 50304, (16, batch, length + 1))
+    return [row.astype(np.int32) for row in tokens]
+
+
+def gpt(layers: int, width: int, length: int, batch: int) -> None:
+    params, loss_fn = gpt_model(layers, width, length)
+    data = gpt_tokens(batch, length) * 9
+    optimizer = optax.adamw(1e-4)
+
+    def step(state, batch):
+        params, held = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, held = optimizer.update(grads, held, params)
+        return (optax.apply_updates(params, updates), held), loss
+
+    started = time.perf_counter()
+    state = (params, optimizer.init(params))
+    jax.jit(step).lower(state, data[0]).compile()
+    by_hand = time.perf_counter() - started
+    print(f"GPT {layers} x {width}, batch {batch} x {length}: one step compiles in {by_hand:.1f} s")
+    for name, observe in (("plain", ()), ("every(10)", [tr.Tap("grad/*", mode=tr.every(10))])):
+        trainer = tr.Trainer(loss_fn, optimizer, params, steps_per_execution=10, observe=observe)
+        took = []
+        for steps in (1, 64, 64):
+            started = time.perf_counter()
+            trainer.fit(data, steps=steps)
+            took.append(time.perf_counter() - started)
+        runner = trainer.engine.runner  # what users do not see
+        print(
+            f"  {name:10} fits of 1, 64, 64 steps: {', '.join(f'{t:.1f}' for t in took)} s; "
+            f"{len(runner._executables)} executable(s), compiled in {runner.compile_s:.1f} s "
+            f"({runner.compile_s / by_hand:.2f} of the step's)"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpt", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a GPT of two layers, for a CPU")
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    print(jax.__version__, jax.devices()[0].device_kind)
+    if options.gpt:
+        gpt(*((2, 128, 64, 2) if options.tiny else (12, 768, 1024, 8)))
+    else:
+        small(options.repeats)

@@ -1,0 +1,110 @@
+"""Small real data in place of what programs would download.
+
+Loaders of Keras and torchvision are replaced, in the process that runs a program. Digits are real
+(`tr.data.digits`); they stand for photographs too, in their shapes. Reviews are made up: a word of
+praise or of blame among others decides what a review says, so that a model can learn it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import tailrace as tr
+
+TRAIN, TEST = 3840, 1152
+"""How many images there are: multiples of the batch sizes that programs use."""
+
+Arrays = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def digits() -> Arrays:
+    """Images [n, 28, 28] of uint8, and what they show."""
+    images, labels = tr.data.digits()
+    order = np.arange(TRAIN + TEST) % len(images)
+    images, labels = images[order], labels[order].astype(np.uint8)
+    return (images[:TRAIN], labels[:TRAIN]), (images[TRAIN:], labels[TRAIN:])
+
+
+def photographs() -> Arrays:
+    """The digits as images [n, 32, 32, 3], labels [n, 1]; few, because programs run many epochs."""
+    parts = [(images[:256], labels[:256]) for images, labels in digits()]
+    grown = [np.pad(images, ((0, 0), (2, 2), (2, 2))) for images, _ in parts]
+    colours = [np.repeat(images[..., None], 3, axis=-1) for images in grown]
+    return (colours[0], parts[0][1][:, None]), (colours[1], parts[1][1][:, None])
+
+
+def reviews(num_words: int = 20000, **_: Any) -> Arrays:
+    """Lists of numbers of words, of different lengths, and whether each is favourable."""
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 2, 2048)
+    praise, blame = 5, 6
+    texts = np.empty(len(labels), object)
+    for index, label in enumerate(labels):
+        words = random.integers(10, num_words, random.integers(20, 120))
+        words[random.integers(0, len(words), 8)] = praise if label else blame
+        texts[index] = words.tolist()
+    return (texts[:1536], labels[:1536]), (texts[1536:], labels[1536:])
+
+
+def supply() -> None:
+    """Replace the loaders of the libraries that are installed."""
+    _keras()
+    _torchvision()
+
+
+def _keras() -> None:
+    from tailrace.compat.tensorflow import keras
+
+    loaders: dict[str, Callable[..., Arrays]] = {
+        "mnist": lambda *_, **__: digits(),
+        "fashion_mnist": lambda *_, **__: digits(),
+        "cifar10": lambda *_, **__: photographs(),
+        "imdb": lambda *_, **options: reviews(**options),
+    }
+    for name, load in loaders.items():
+        getattr(keras.datasets, name).load_data = load
+
+
+def _torchvision() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return
+    # A torchvision for another build of torch lacks compiled operators, which nothing here uses.
+    sys.modules.setdefault(
+        "torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations")
+    )
+    try:
+        import torchvision
+    except ImportError:
+        return
+    from PIL import Image
+
+    def made(arrays: Arrays) -> type:
+        class Images(torchvision.datasets.VisionDataset):
+            def __init__(self, root: Any, train: bool = True, transform: Any = None, **_: Any):
+                super().__init__(root, transform=transform)
+                images, labels = arrays[0 if train else 1]
+                self.data, self.targets = images, [int(label) for label in labels.reshape(-1)]
+                self.classes = [str(number) for number in range(10)]
+
+            def __len__(self) -> int:
+                return len(self.data)
+
+            def __getitem__(self, index: int) -> Any:
+                image = Image.fromarray(self.data[index])
+                image = self.transform(image) if self.transform else image
+                return image, self.targets[index]
+
+        # Loaders with workers find a class again by its name in this module.
+        Images.__qualname__ = f"Images{len(globals())}"
+        globals()[Images.__qualname__] = Images
+        return Images
+
+    torchvision.datasets.MNIST = torchvision.datasets.FashionMNIST = made(digits())
+    torchvision.datasets.CIFAR10 = made(photographs())

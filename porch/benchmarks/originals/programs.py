@@ -1,0 +1,89 @@
+"""Which programs there are in a checkout, and with which arguments they are run."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pathlib
+
+FOLDERS = ("tensorflow2", "pytorch")
+
+ARGUMENTS = {
+    "recompute_lstm.py": ["--seq-len", "64"],
+    "cifar10_ipu_estimator.py": ["--epochs", "1"],
+    "cifar10_ipu_estimator_replica.py": ["--epochs", "1"],
+    "cifar10_ipu_pipeline_estimator.py": ["--epochs", "2"],
+    "completed_example/main.py": ["--use-ipu", "--pipelining"],
+    "octconv_example.py": ["--epochs", "1"],
+    "mnist_poptorch.py": ["--epochs", "2"],
+    "mnist_poptorch_code_only.py": ["--epochs", "2"],
+    "popdist_training.py": ["--epochs", "1", "--dataloader-workers", "0"],
+    "mnist_pipeline.py": ["--epochs", "1"],
+}
+"""Arguments that the programs themselves take, so that a run is short, by the end of their path."""
+
+IMAGES = {
+    "tensorboard/demo.py": "20480 4096",
+    "tensorboard/demo_code_only.py": "20480 4096",
+    "pipelining/mnist_pipeline.py": "4096 16384",
+}
+"""How many images of digits a program needs to train and to test, if more than others."""
+
+FIRST = {"popdist_inference.py": "popdist_training.py"}
+"""A program that must have run in the same folder before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of the checkout.
+
+    Attributes:
+        path: its path from the root of the checkout.
+        folder: `tensorflow2` or `pytorch`.
+    """
+
+    path: pathlib.PurePosixPath
+    folder: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """What it is run with."""
+        if self.folder == "tensorflow2" and self.path.name == "popdist_training.py":
+            return []
+        ends = [end for end in ARGUMENTS if self.path.as_posix().endswith(f"/{end}")]
+        return ARGUMENTS[ends[0]] if ends else []
+
+    @property
+    def images(self) -> str:
+        """How many images it needs; an empty text for the usual number."""
+        ends = [end for end in IMAGES if self.path.as_posix().endswith(f"/{end}")]
+        return IMAGES[ends[0]] if ends else ""
+
+    @property
+    def before(self) -> str | None:
+        """The name of the program that comes before it."""
+        return FIRST.get(self.path.name)
+
+
+def programs(root: pathlib.Path) -> list[Program]:
+    """The programs under a root: those that do something when they are run."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        relative = pathlib.PurePosixPath(path.relative_to(root).as_posix())
+        folders = [part for part in relative.parts[:-1] if part in FOLDERS]
+        if not folders or "tests" in relative.parts or path.name.startswith("test_"):
+            continue
+        if _does_something(path):
+            found.append(Program(relative, folders[0]))
+    return found
+
+
+def _does_something(path: pathlib.Path) -> bool:
+    """Whether a file is more than definitions: a module beside a program is none itself."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign)
+    return any(not isinstance(node, definitions) and not _is_text(node) for node in body)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -1,0 +1,3 @@
+"""The command line: `tailrace`, or `python -m tailrace.cli`."""
+
+from tailrace.cli.command_line import main as main

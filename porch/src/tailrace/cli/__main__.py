@@ -1,0 +1,7 @@
+"""`python -m tailrace.cli`."""
+
+import sys
+
+from tailrace.cli.command_line import main
+
+sys.exit(main())

@@ -1,0 +1,303 @@
+"""The command `tailrace`.
+
+Each subcommand is one function in `COMMANDS`: it adds its parser, and names the function that runs
+it with `set_defaults(run=...)`. That one gets the parsed arguments and returns the exit code. Any
+`TailraceError` it raises is printed as a sentence, without a traceback, and the code is 2.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tailrace._version import __version__
+from tailrace.cli.look_commands import COMMANDS as LOOK_COMMANDS
+from tailrace.cli.lookback_commands import COMMANDS as LOOKBACK_COMMANDS
+from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
+from tailrace.cli.run_commands import add_select, selected
+from tailrace.errors import OptionError, TailraceError
+
+Subparsers = Any  # argparse's own class for this is private
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    >>> main(["--version"])
+    Traceback (most recent call last):
+        ...
+    SystemExit: 0
+    """
+    parsed = _parser().parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except TailraceError as error:
+        # One line, also where the text quotes an exception of the user's own that has several.
+        print(f"tailrace {parsed.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130  # what a shell reports for a process ended by Ctrl-C
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tailrace", description="Training that stays on the device."
+    )
+    parser.add_argument("--version", action="version", version=f"tailrace {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(subparsers)
+    return parser
+
+
+def benchmark_data(subparsers: Subparsers) -> None:
+    """`tailrace benchmark-data`: how fast a dataset delivers."""
+    parser = subparsers.add_parser(
+        "benchmark-data",
+        help="measure how many elements a second a dataset delivers",
+        description="Measure how many elements a second a dataset delivers, the way an infeed "
+        "reads it; with --step-time, say whether the data or the device is the bottleneck.",
+    )
+    parser.add_argument(
+        "target",
+        metavar="MODULE:ATTRIBUTE",
+        help="where the dataset is: a dataset, or a function without arguments that returns one",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=5, help="how many measurements (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--elements", type=int, default=1000, help="elements in each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--step-time",
+        type=float,
+        metavar="MICROSECONDS",
+        help="what one step takes on the device when its data is there",
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=_run_benchmark_data)
+
+
+def _run_benchmark_data(arguments: argparse.Namespace) -> int:
+    from tailrace.data.adapters import FromFunction, as_dataset
+    from tailrace.feeds.benchmark.measure import dataset_benchmark
+    from tailrace.feeds.benchmark.verdict import verdict
+
+    if arguments.step_time is not None and not arguments.step_time > 0:
+        raise OptionError(
+            f"--step-time must be greater than 0 microseconds. Received: {arguments.step_time:g}."
+        )
+    dataset = as_dataset(load(arguments.target))
+    if isinstance(dataset, FromFunction):
+        dataset = _guarded(dataset.make, f"{arguments.target} was called and raised")
+    measured = dataset_benchmark(dataset, arguments.epochs, arguments.elements)
+    if arguments.json:
+        print(measured)
+    else:
+        from rich.console import Console
+
+        from tailrace.feeds.benchmark.table import benchmark_table
+
+        Console().print(benchmark_table(measured, title=dataset.name))
+    if arguments.step_time is not None:
+        sentence = verdict(measured, step_time_s=arguments.step_time * 1e-6).sentence
+        # With --json, standard output is the JSON text and nothing else.
+        print(sentence, file=sys.stderr if arguments.json else sys.stdout)
+    return 0
+
+
+def tensors(subparsers: Subparsers) -> None:
+    """`tailrace tensors`: the catalogue of a training step."""
+    parser = subparsers.add_parser(
+        "tensors",
+        help="list the tensors of a training step by name",
+        description="List every tensor of a step, as taps select them: name, shape, dtype and the "
+        "line it comes from.",
+    )
+    parser.add_argument(
+        "target",
+        metavar="MODULE:ATTRIBUTE",
+        help="a tr.Trainer that has been trained, or a function without arguments that returns "
+        "(trainer, example), where example is one element of its dataset",
+    )
+    add_select(parser, "*")
+    parser.add_argument("--json", action="store_true", help="print the catalogue as JSON")
+    parser.set_defaults(run=_run_tensors)
+
+
+def _run_tensors(arguments: argparse.Namespace) -> int:
+    found: Any = load(arguments.target, "a trainer", "mypackage.train:make")
+    if not hasattr(found, "tensors") and callable(found):
+        found = _guarded(found, f"{arguments.target} was called and raised")
+    pair: Any = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    trainer, example = pair
+    if not hasattr(trainer, "tensors"):
+        raise OptionError(
+            f"{arguments.target} must be a tr.Trainer, or a function that returns (trainer, "
+            f"example). Received: {type(trainer).__name__}."
+        )
+    chosen = trainer.tensors(example).select(selected(arguments))
+    print(chosen.to_json() if arguments.json else chosen)
+    return 0
+
+
+def plan(subparsers: Subparsers) -> None:
+    """`tailrace plan`: a pipeline schedule, drawn."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="draw a pipeline schedule and say what it costs",
+        description="Plan one execution of a pipeline: which device does what in which tick.",
+    )
+    parser.add_argument("--stages", type=int, required=True, help="how many stages")
+    parser.add_argument(
+        "--microbatches", type=int, required=True, help="how many microbatches make a step"
+    )
+    parser.add_argument(
+        "--schedule", default="grouped", help="grouped, interleaved or sequential (%(default)s)"
+    )
+    parser.add_argument("--inference", action="store_true", help="without backward passes")
+    parser.add_argument(
+        "--device-mapping",
+        metavar="DEVICES",
+        help="the device of each stage, such as 0,1,1,0; 1+2 for a stage of two members",
+    )
+    for name in ("forward", "backward"):
+        parser.add_argument(
+            f"--{name}",
+            metavar="TIMES",
+            help=f"how long the {name} pass of each stage takes, such as 1,1,2; predicts the time",
+        )
+    parser.add_argument("--svg", metavar="FILE", help="write the picture there")
+    parser.set_defaults(run=_run_plan)
+
+
+def _run_plan(arguments: argparse.Namespace) -> int:
+    from tailrace.pipeline import PipelineSchedule
+    from tailrace.pipeline import plan as make
+
+    known = [str(schedule.value) for schedule in PipelineSchedule]
+    if arguments.schedule.lower() not in known:
+        raise OptionError(
+            f"--schedule is one of {', '.join(known)}. Received: {arguments.schedule!r}."
+        )
+    mapping = _each("--device-mapping", arguments.device_mapping, int)
+    members = [len(each) if isinstance(each, list) else 1 for each in mapping or ()]
+    made = make(
+        members if any(count > 1 for count in members) else arguments.stages,
+        arguments.microbatches,
+        arguments.schedule.lower(),
+        mapping,
+        training=not arguments.inference,
+    )
+    print(made)
+    forward = _each("--forward", arguments.forward, float)
+    backward = _each("--backward", arguments.backward, float)
+    if forward is not None:
+        print(made.simulate(forward, backward))
+    elif backward is not None:
+        raise OptionError("--backward goes with --forward: give the times of both passes.")
+    if arguments.svg:
+        try:
+            Path(arguments.svg).write_text(str(made.draw(format="svg")), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"{arguments.svg!r} cannot be written: {error.strerror}.") from error
+        print(f"Saved {arguments.svg}")
+    return 0
+
+
+def _each(option: str, text: str | None, kind: type) -> list[Any] | None:
+    """A list with an entry for each stage; of a stage of several members, a list."""
+    if text is None:
+        return None
+    try:
+        parts = [[kind(number) for number in part.split("+")] for part in text.split(",")]
+    except ValueError:
+        raise OptionError(
+            f"{option} has a number for each stage, with commas between them; 1+2 for a stage of two "
+            f"members. Received: {text!r}."
+        ) from None
+    return [part[0] if len(part) == 1 else part for part in parts]
+
+
+def doctor(subparsers: Subparsers) -> None:
+    """`tailrace doctor`: what is here, and what will not work."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show versions, devices and optional packages, and what will not work",
+        description="Show versions, devices with their memory kinds, optional packages, and what "
+        "will not work here.",
+    )
+    parser.set_defaults(run=_run_doctor)
+
+
+def _run_doctor(_: argparse.Namespace) -> int:
+    from tailrace.cli.doctor import diagnose
+
+    print(diagnose())
+    return 0
+
+
+def launch(subparsers: Subparsers) -> None:
+    """`tailrace launch`: a script in several processes."""
+    from tailrace.devices.processes.launch import add_parser
+
+    add_parser(subparsers)
+
+
+def load(target: str, what: str = "a dataset", example: str = "mypackage.data:training_set") -> Any:
+    """The object at MODULE:ATTRIBUTE, looked for in the working directory as well.
+
+    >>> load("math:pi")
+    3.141592653589793
+    """
+    module_name, colon, attribute = target.partition(":")
+    if not (module_name and colon and attribute):
+        raise OptionError(
+            f"{what.capitalize()} is named as MODULE:ATTRIBUTE, for example {example}. "
+            f"Received: {target!r}."
+        )
+    # `python script.py` finds modules that lie beside it; an installed command does not.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if module_name.endswith(".py"):  # a file, as it was started
+        folder, module_name = os.path.split(os.path.abspath(module_name.removesuffix(".py")))
+        sys.path.insert(0, folder)
+    found = _guarded(
+        lambda: importlib.import_module(module_name), f"importing {module_name!r} raised"
+    )
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise OptionError(
+                f"{target!r} names no {what.split()[-1]}: {module_name!r} was imported, but it has no "
+                f"attribute {attribute!r}."
+            )
+        found = getattr(found, name)
+    return found
+
+
+def call(function: Callable[[], Any], target: str) -> Any:
+    """Call a function that `load` found; what it raises comes back as one sentence."""
+    return _guarded(function, f"{target} was called and raised")
+
+
+def _guarded(function: Callable[[], Any], what: str) -> Any:
+    """Call into the user's own code; what it raises comes back as one sentence."""
+    try:
+        return function()
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise OptionError(f"{what} {type(error).__name__}: {error}") from error
+
+
+COMMANDS: list[Callable[[Subparsers], None]] = [
+    *(benchmark_data, tensors, plan, doctor, launch),
+    *LOOK_COMMANDS,
+    *RUN_COMMANDS,
+    *LOOKBACK_COMMANDS,
+]
+"""The subcommands, in the order in which `--help` lists them."""

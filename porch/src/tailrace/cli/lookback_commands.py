@@ -1,0 +1,153 @@
+"""The subcommands of `tailrace` that look back: replay, audit, bisect."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tailrace.errors import OptionError
+
+Subparsers = Any  # argparse's own class for this is private
+
+
+def replay(subparsers: Subparsers) -> None:
+    """`tailrace replay RUN --step n MODULE:FUNCTION`: a past step again."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="run a past step again, with any taps, and say whether it is what happened",
+        description="Run a past step again from the nearest checkpoint, look at it with taps, and "
+        "compare loss and fingerprints with the run. The exit code is 0 if they are equal bit for "
+        "bit, 1 if not, or if nothing was recorded.",
+    )
+    parser.add_argument("directory", metavar="RUN", help="a run directory (Trainer(run_dir=...))")
+    _add_target(parser)
+    parser.add_argument("--step", type=int, required=True, help="the number of the step, from 0")
+    parser.add_argument(
+        "--observe", action="append", default=[], metavar="GLOB", help="tensors to look at"
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="the directory of checkpoints (as the run says)"
+    )
+    parser.set_defaults(run=_run_replay)
+
+
+def _run_replay(arguments: argparse.Namespace) -> int:
+    from tailrace.runs.reader import open_run
+    from tailrace.trainer.lookback.recorded import Recorded
+    from tailrace.trainer.lookback.replay import replay as run_again
+
+    run = open_run(arguments.directory)
+    where = arguments.checkpoint or run.info.get("checkpoint")
+    if where is None:
+        raise OptionError(
+            f"A replay starts from a checkpoint, and the run {arguments.directory!r} names no "
+            f"directory of them. Give --checkpoint DIR."
+        )
+    trainer, dataset = _made(arguments.target)
+    recorded = Recorded().add_run(run)
+    taps = arguments.observe
+    found = run_again(trainer.engine, arguments.step, dataset, taps, where, recorded)
+    print(found)
+    for (name, _), record in found.items():
+        print(f"  {name}: {_shown(record)}")
+    return 0 if found.proved else 1
+
+
+def audit(subparsers: Subparsers) -> None:
+    """`tailrace audit RUN`: whether every element was consumed once, in order."""
+    parser = subparsers.add_parser(
+        "audit",
+        help="say whether every element of the data was consumed once, in order",
+        description="Read which elements each execution of a run consumed, over kills and resumes. "
+        "The exit code is 0 if every element was consumed once, in order, else 1.",
+    )
+    parser.add_argument("directory", metavar="RUN", help="a run directory (Trainer(run_dir=...))")
+    _add_target(parser, optional=True)
+    parser.set_defaults(run=_run_audit)
+
+
+def _run_audit(arguments: argparse.Namespace) -> int:
+    from tailrace.runs.audit import audit as check
+    from tailrace.runs.reader import open_run
+
+    dataset = _made(arguments.target)[1] if arguments.target else None
+    found = check(open_run(arguments.directory), dataset)
+    print(found)
+    return 0 if found.is_clean else 1
+
+
+def bisect(subparsers: Subparsers) -> None:
+    """`tailrace bisect RUN RUN`: the first execution, step and tensor in which two runs differ."""
+    parser = subparsers.add_parser(
+        "bisect",
+        help="find the first execution, step and tensor group in which two runs differ",
+        description="Compare the fingerprints and losses of two runs. With two functions that make "
+        "trainer and dataset, the step is replayed in both and the first tensor that differs is "
+        "named, in the order of the program. The exit code is 1 if they differ.",
+    )
+    parser.add_argument("first", metavar="RUN", help="a run directory")
+    parser.add_argument("second", metavar="RUN", help="another one")
+    for name in ("--first", "--second"):
+        parser.add_argument(
+            name, dest=f"{name[2:]}_target", metavar="MODULE:FUNCTION", help=f"made {name[2:]} run"
+        )
+    parser.set_defaults(run=_run_bisect)
+
+
+def _run_bisect(arguments: argparse.Namespace) -> int:
+    from tailrace.runs.bisect import bisect as compare
+    from tailrace.runs.reader import open_run
+
+    runs = open_run(arguments.first), open_run(arguments.second)
+    found = compare(*runs)
+    print(found)
+    targets = (arguments.first_target, arguments.second_target)
+    if found and all(targets):
+        from tailrace.trainer.lookback.bisect import first_tensor
+
+        made = [_made(target) for target in targets]
+        last = [end for end in (found.step, found.ended and found.ended - 1) if end is not None]
+        sides = list(zip(runs, made, strict=True))
+        print(first_tensor(found.equal_until, min(last), sides))
+    return 1 if found else 0
+
+
+# -- what they share ----------------------------------------------------------------------------
+
+
+def _add_target(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        nargs="?" if optional else None,
+        help="a function without arguments that returns (trainer, dataset); MODULE may be a file, "
+        "train.py:make" + (". With it, contents are compared too" if optional else ""),
+    )
+
+
+def _made(target: str) -> tuple[Any, Any]:
+    """Trainer and dataset of the user's own function."""
+    from tailrace.cli.command_line import call, load
+
+    made: Any = load(target, "a function", "train.py:make")
+    if callable(made):
+        made = call(made, target)
+    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "engine"):
+        raise OptionError(
+            f"{target} must return (trainer, dataset): a tr.Trainer and what it was trained on. "
+            f"Received: {type(made).__name__}."
+        )
+    return made
+
+
+def _shown(record: Any) -> str:
+    import numpy as np
+
+    values = record.values
+    if isinstance(values, np.ndarray) and values.dtype.names:
+        row = values.reshape(-1)[-1]
+        return ", ".join(f"{name}={row[name]:.5g}" for name in values.dtype.names)
+    return repr(record)
+
+
+COMMANDS = [replay, audit, bisect]

@@ -1,0 +1,66 @@
+"""The seeds' own programming interface: `from tailrace.compat import ipu`.
+
+It stands where programs import `tensorflow.python.ipu`, submodules too. Everything here is a few lines
+over the engine; docs/guides/originals_names.md has every name and what became of it.
+"""
+
+from __future__ import annotations
+
+from tailrace.compat.ipu import config as config
+from tailrace.compat.ipu import dataset_benchmark as dataset_benchmark
+from tailrace.compat.ipu import eager as eager
+from tailrace.compat.ipu import errors as errors
+from tailrace.compat.ipu import gradient_accumulation as gradient_accumulation
+from tailrace.compat.ipu import ipu_compiler as ipu_compiler
+from tailrace.compat.ipu import ipu_infeed_queue as ipu_infeed_queue
+from tailrace.compat.ipu import ipu_outfeed_queue as ipu_outfeed_queue
+from tailrace.compat.ipu import loops as loops
+from tailrace.compat.ipu import ops as ops
+from tailrace.compat.ipu import optimizers as optimizers
+from tailrace.compat.ipu import pipelining_ops as pipelining_ops
+from tailrace.compat.ipu import scopes as scopes
+from tailrace.compat.ipu import utils as utils
+from tailrace.compat.ipu.graph import variables as variables
+from tailrace.compat.ipu.graph.gradients import GradientTape as GradientTape
+from tailrace.compat.ipu.graph.variables import Variable as Variable
+from tailrace.compat.ipu.graph.variables import get_variable as get_variable
+from tailrace.compat.ipu.graph.variables import variable_scope as variable_scope
+from tailrace.compat.originals.missing import missing_from
+
+_OPERATIONS = (
+    "all_to_all_op",
+    "control_flow_ops",
+    "cross_replica_ops",
+    "embedding_ops",
+    "functional_ops",
+    "grad_util_ops",
+    "internal_ops",
+    "math_ops",
+    "nn_ops",
+    "rand_ops",
+    "reduce_scatter_op",
+    "replication_ops",
+)
+"""Modules of `ops` that have a name here too."""
+
+_OPTIMIZERS = (
+    "automatic_loss_scaling_optimizer",
+    "cross_replica_optimizer",
+    "gradient_accumulation_optimizer",
+    "ipu_optimizer",
+    "map_gradient_optimizer",
+    "sharded_optimizer",
+)
+
+__getattr__, __dir__ = missing_from(
+    __name__,
+    {
+        "distributed": f"{__name__}.distributed",
+        "ipu_strategy": f"{__name__}.ipu_strategy",  # these two need Keras
+        "keras": f"{__name__}.keras",
+        "layers": f"{__name__}.keras.layers",
+        "outlined_function": f"{__name__}.ops.functional_ops:outlined_function",
+        **{name: f"{__name__}.ops.{name}" for name in _OPERATIONS},
+        **{name: f"{__name__}.optimizers.{name}" for name in _OPTIMIZERS},
+    },
+)

@@ -1,0 +1,93 @@
+"""How fast a dataset delivers; the JSON text comes in a list of one, as the original's tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.compat.ipu.errors import (
+    InvalidArgumentError,
+    IPUTypeError,
+    IPUValueError,
+    OutOfRangeError,
+)
+from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
+from tailrace.compat.originals.missing import missing_from
+from tailrace.errors import DataError, DataExhausted
+from tailrace.feeds.benchmark import measure as engine
+
+
+def dataset_benchmark(
+    dataset: Any,
+    number_of_epochs: int,
+    elements_per_epochs: int,
+    print_stats: bool = True,
+    apply_debug_options: bool = True,
+    do_memcpy: bool = True,
+) -> list[str]:
+    """Measure how many elements a second a dataset delivers.
+
+    Args:
+        dataset: any dataset that `tr.InfeedQueue` takes.
+        number_of_epochs: how many measurements to make.
+        elements_per_epochs: elements in each of them.
+        print_stats: print the figures of each epoch.
+        apply_debug_options: how TensorFlow ran the dataset there; without effect.
+        do_memcpy: copy every element, as feeding a device would.
+
+    Returns:
+        A list with one JSON text.
+    """
+    del apply_debug_options
+    for name, count in (
+        ("number_of_epochs", number_of_epochs),
+        ("elements_per_epochs", elements_per_epochs),
+    ):
+        if count < 1:
+            raise IPUValueError(f"{name} must be at least 1. Received: {count}.")
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        raise IPUTypeError(
+            f"Expected `dataset` to be a dataset. Received: {type(dataset).__name__}."
+        )
+    try:
+        text = engine.dataset_benchmark(
+            dataset,
+            number_of_epochs,
+            elements_per_epochs,
+            do_memcpy=do_memcpy,
+            print_stats=print_stats,
+        )
+    except DataExhausted as error:
+        raise OutOfRangeError(f"The benchmark reached the end of the dataset. {error}") from error
+    except DataError as error:
+        if "size 0" not in str(error):
+            raise
+        raise InvalidArgumentError(
+            f"Detected a tensor in the dataset with a dimension of size 0. Please remove it from the "
+            f"inputs. {error}"
+        ) from error
+    return [text]
+
+
+def infeed_benchmark(
+    infeed_queue: Any,
+    number_of_epochs: int,
+    elements_per_epochs: int,
+    print_stats: bool = True,
+    do_memcpy: bool = True,
+) -> list[str]:
+    """`dataset_benchmark` of the dataset of an infeed, which need not be initialised."""
+    if not isinstance(infeed_queue, IPUInfeedQueue):
+        raise IPUTypeError(
+            f"Expected `infeed_queue` to be an IPUInfeedQueue. "
+            f"Received: {type(infeed_queue).__name__}."
+        )
+    return dataset_benchmark(
+        infeed_queue.dataset,
+        number_of_epochs,
+        elements_per_epochs,
+        print_stats,
+        do_memcpy=do_memcpy,
+    )
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,225 @@
+"""Gradients of a value that has been computed, as programs of the original ask for them.
+
+`optimizer.minimize(loss)` gets a tensor, not a function. While a program is traced, the question is an
+equation, `gradients`; when the traced equations are run, those between the variables and the loss
+become the function that is differentiated. They run once: their results are what everything after them
+uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.errors import IPUTypeError
+from tailrace.compat.ipu.graph.state import inside, is_variable, value_of
+from tailrace.errors import ProgramError
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.control import programs_in
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Primitive, Var, variables
+from tailrace.jaxprs.marks import Tag, mark
+from tailrace.jaxprs.operations import name_of
+from tailrace.jaxprs.own_equations import is_made_by, is_mark
+from tailrace.jaxprs.stretches import bound, made_by, needed_for, results_of, run
+
+_gradients_p = Primitive("ipu_gradients")
+_gradients_p.multiple_results = True
+_gradients_p.def_abstract_eval(
+    lambda loss, *at: [internals.ShapedArray(value.shape, value.dtype) for value in at]
+)
+
+
+def gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
+    """The gradient of `loss`, a value of the program, in each of the variables.
+
+    Args:
+        loss: a float scalar, or an array whose sum is meant.
+        variables: variables of Keras or `Variable`s; or values of the program.
+    """
+    inside("a gradient")
+    loss = jnp.asarray(loss)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise IPUTypeError(f"A loss is a float. Received: {loss.dtype}{list(loss.shape)}.")
+    from tailrace.compat.ipu.graph.capture import active
+
+    context = active()
+    zeros = [zero for each in context.zeros.values() for zero in each] if context else []
+    found = _gradients_p.bind(loss, *map(_value, variables), *zeros)
+    if context:
+        context.filled(found[len(variables) :])
+    return found[: len(variables)]
+
+
+def _value(source: Any) -> Any:
+    return jnp.asarray(value_of(source) if is_variable(source) else source)
+
+
+def watched_zero(value: Any) -> Any:
+    """A zero of the shape of `value` that a gradient can be asked in."""
+    zeros = jnp.zeros(value.shape, value.dtype)
+    return mark(
+        zeros, Tag("captured")
+    )  # an equation of its own, so that it is a value of the trace
+
+
+class GradientTape:
+    """Gradients in the words of TensorFlow 2; everything in a program can be differentiated.
+
+    The block itself does nothing. `watch` takes variables only.
+    """
+
+    def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
+        self.persistent = persistent
+        self.watch_accessed_variables = watch_accessed_variables
+        self.watched: list[Any] = []
+
+    def __enter__(self) -> GradientTape:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def watch(self, variable: Any) -> None:
+        """Name a variable that `watched_variables` then returns."""
+        if not is_variable(variable):
+            raise IPUTypeError(
+                f"A tape watches variables. Received: {type(variable).__name__}. For the gradient in "
+                f"another value, use jax.grad on a function of it."
+            )
+        self.watched.append(variable)
+
+    def watched_variables(self) -> tuple[Any, ...]:
+        """The variables watched: those named, or else all trainable ones touched so far."""
+        return tuple(self.watched or trainable_so_far())
+
+    def gradient(self, target: Any, sources: Any) -> Any:
+        """The gradient of `target` in `sources`: one variable, or a list of them."""
+        alone = is_variable(sources)
+        found = gradients(target, [sources] if alone else list(sources))
+        return found[0] if alone else found
+
+
+def trainable_so_far() -> list[Any]:
+    """The trainable variables that the program has touched so far."""
+    return [v for v in inside("a gradient").seen.values() if getattr(v, "trainable", False)]
+
+
+# -- running what was traced --------------------------------------------------------------------
+
+
+def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """The results of a traced function, with its questions for gradients answered."""
+    jaxpr = closed.jaxpr
+    for eqn in jaxpr.eqns:
+        _refuse_hidden(eqn)
+    known = bound(jaxpr, closed.consts, args)
+    done: list[JaxprEqn] = []
+    waiting = list(jaxpr.eqns)
+    while waiting:
+        asked = next((i for i, eqn in enumerate(waiting) if is_made_by(eqn, _gradients_p)), None)
+        if asked is None:
+            run(waiting, known)
+            break
+        _answer(done, waiting[:asked], waiting[asked], known)
+        done += waiting[: asked + 1]
+        waiting = waiting[asked + 1 :]
+    return results_of(known, jaxpr.outvars)
+
+
+def _answer(
+    done: list[JaxprEqn], before: list[JaxprEqn], question: JaxprEqn, known: dict[Any, Any]
+) -> None:
+    """Run the equations before a question, those on the way to the loss as one function.
+
+    Args:
+        done: equations that have run, for questions before this one. Those of them on the way are run
+            once more, inside of the function, and what they send out is not sent again.
+        before: those between the question before this one and this one.
+        question: what is asked.
+        known: the values of variables; filled.
+    """
+    loss, *at = question.invars
+    free = [var for var in dict.fromkeys(at) if isinstance(var, Var)]
+    whole = _on_the_way([*done, *before], free, loss)
+    ran = {id(eqn) for eqn in done}
+    old = [eqn for eqn in whole if id(eqn) in ran]
+    way = [eqn for eqn in whole if id(eqn) not in ran]
+    made = made_by(way)
+    first, apart = needed_for(before, free), {id(eqn) for eqn in way}
+    run(first, known)
+    apart.update(map(id, first))
+    late, rest = set(made), []
+    for eqn in before:
+        if id(eqn) in apart:
+            continue
+        if any(var in late for var in variables(eqn.invars)):
+            late.update(eqn.outvars)
+            rest.append(eqn)
+        else:
+            run([eqn], known)
+
+    def forward(values: Any) -> Any:
+        local = known | dict(zip(free, values, strict=True))
+        _run_again(old, local, done)
+        run(way, local)
+        return jnp.sum(internals.value_of(local, loss)), [local[var] for var in made]
+
+    grads, values = jax.grad(forward, has_aux=True)([known[var] for var in free])
+    known.update(zip(made, values, strict=True))
+    run(rest, known)
+    _give(question, free, grads, known)
+
+
+def _give(question: JaxprEqn, free: list[Any], grads: Any, known: dict[Any, Any]) -> None:
+    """Write the answer to a question."""
+    for var, out in zip(question.invars[1:], question.outvars, strict=True):
+        known[out] = grads[free.index(var)] if isinstance(var, Var) else jnp.zeros_like(var.val)
+
+
+def _run_again(equations: list[JaxprEqn], known: dict[Any, Any], history: list[JaxprEqn]) -> None:
+    """Run equations that have run before: nothing is sent again, and questions are asked again."""
+    for eqn in equations:
+        if is_mark(eqn):
+            values = [internals.value_of(known, var) for var in eqn.invars]
+            known.update(zip(eqn.outvars, values, strict=True))
+        elif not is_made_by(eqn, _gradients_p):
+            run([eqn], known)
+        else:
+            loss, *at = eqn.invars
+            free = [var for var in dict.fromkeys(at) if isinstance(var, Var)]
+            earlier = history[: next(i for i, one in enumerate(history) if one is eqn)]
+            way = _on_the_way(earlier, free, loss)
+
+            def inner(values: Any, way: Any = way, free: Any = free, loss: Any = loss) -> Any:
+                local = known | dict(zip(free, values, strict=True))
+                _run_again(way, local, history)
+                return jnp.sum(internals.value_of(local, loss))
+
+            _give(eqn, free, jax.grad(inner)([known[var] for var in free]), known)
+
+
+def _refuse_hidden(eqn: JaxprEqn) -> None:
+    """Refuse a question inside of an equation, from where the way to the loss cannot be seen."""
+    for inner in programs_in(eqn):
+        for each in inner.eqns:
+            if is_made_by(each, _gradients_p):
+                raise ProgramError(
+                    f"A gradient is asked for inside of {name_of(eqn)!r}. Ask for it in the "
+                    f"body of the loop or the function itself: remove the jax.jit around it, or "
+                    f"use jax.grad on a function there."
+                )
+            _refuse_hidden(each)
+
+
+def _on_the_way(equations: list[JaxprEqn], start: list[Any], end: Any) -> list[JaxprEqn]:
+    """The equations that compute `end` out of `start`, in order."""
+    touched, forward = set(start), []
+    for eqn in equations:
+        begins_here = any(var in start for var in eqn.outvars)
+        if not begins_here and any(var in touched for var in variables(eqn.invars)):
+            touched.update(eqn.outvars)
+            forward.append(eqn)
+    return needed_for(forward, [end])

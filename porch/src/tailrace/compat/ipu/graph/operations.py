@@ -1,0 +1,66 @@
+"""What the original called an operation: something done by a program that has no value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.state import is_variable
+from tailrace.compat.ipu.graph.variables import as_array
+
+
+class Operation:
+    """Something done; a body or a stage may return it behind its tensors.
+
+    In the original it had to be returned, or it was not done. Here calling what makes it is enough.
+    On the host, calling an operation does it (`initializer`, `deleter`: they have been done by then).
+    """
+
+    def __init__(self, name: str, action: Callable[[], Any] | None = None) -> None:
+        self.name, self._action = name, action
+
+    def __call__(self) -> Any:
+        """Do it."""
+        return None if self._action is None else self._action()
+
+    def __repr__(self) -> str:
+        return f"<Operation {self.name}>"
+
+
+class Undelivered(list[Any]):
+    """What `dequeue` returns before a program has run: nothing, and what a session then runs."""
+
+    def __init__(self, queue: Any) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def again(self) -> Any:
+        """Dequeue now."""
+        found = self._queue.dequeue()
+        return [] if isinstance(found, Undelivered) else found
+
+
+def tensors_of(out: Any, what: str, at_most: int | None = None) -> list[Any]:
+    """The tensors that a function returned; operations behind them are left away.
+
+    Args:
+        out: what it returned: nothing, a value, or a list.
+        what: who returned it, for the message.
+        at_most: variables behind so many tensors are what an assignment returned: operations.
+    """
+    values: Sequence[Any] = out if isinstance(out, list | tuple) else [] if out is None else [out]
+    tensors: list[Any] = []
+    ended = False
+    for value in values:
+        done = isinstance(value, Operation) or value is None
+        if is_variable(value) and at_most is not None and len(tensors) >= at_most:
+            done = True
+        if not done and ended:
+            raise IPUValueError(
+                f"{what} must return zero or more Tensor values followed by zero or more Operations."
+            )
+        ended = ended or done
+        if not done:
+            tensors.append(as_array(value))
+    return tensors

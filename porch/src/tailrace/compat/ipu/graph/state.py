@@ -1,0 +1,296 @@
+"""Variables that are read and written as the program goes along, made into a function of arrays.
+
+A program of the original changes its variables as a side effect. A compiled program is a function. So
+a program is looked through twice: the first time (`discover`) to learn which variables it reads and
+writes, with the values they have now; the second time those values are arguments, what is written
+stands in the `Scope` of the code that wrote it, and loops carry it from pass to pass.
+
+Variables of Keras take part: inside a program, a `keras.StatelessScope` hands their reads and writes
+to the scope.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from tailrace.errors import ProgramError
+from tailrace.jaxprs.marks import ProgramTrace, tracing
+
+
+class Prepare(BaseException):
+    """Something must be made before the program can be traced: variables of an optimizer.
+
+    It leaves the trace (so it is no Exception, which a program might catch); `action` is then called
+    where arrays are real, and the trace begins anew.
+    """
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        super().__init__("something must be made first")
+        self.action = action
+
+
+def prepared(made: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What `make` makes, once, where arrays are real: outside of the program being traced."""
+    if key not in made:
+        if current() is None:
+            made[key] = make()
+        else:
+            raise Prepare(lambda: made.setdefault(key, make()))
+    return made[key]
+
+
+class Keep:
+    """What optimizers that are made inside of a program keep, from one trace of it to the next.
+
+    Each trace makes them anew, in the same order; so the n-th gets what the n-th had before.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[dict[Any, Any]] = []
+        self._taken = 0
+
+    def begin(self) -> None:
+        """A trace begins."""
+        self._taken = 0
+
+    def take(self) -> dict[Any, Any]:
+        """What the next optimizer keeps."""
+        self._taken += 1
+        if self._taken > len(self._made):
+            self._made.append({})
+        return self._made[self._taken - 1]
+
+
+def kept() -> dict[Any, Any]:
+    """A place for what an optimizer makes: its own, or that of its place in the program."""
+    scope = current()
+    return {} if scope is None else scope.found.keep.take()
+
+
+@dataclasses.dataclass
+class Found:
+    """The variables of a program, in the order in which it first touches them.
+
+    Attributes:
+        variables: all of them, by identity.
+        written: those that it changes.
+        infeeds: the infeeds that it reads, by number.
+        pipelines: how many pipelines it runs.
+        trains: whether one of them trains.
+        loops: how many loops it has besides.
+        shards: how many devices one copy of it takes.
+        keep: what optimizers made inside of it keep.
+        limits: (whether it was reached, what to say) for each limit that a run may reach.
+    """
+
+    variables: dict[int, Any] = dataclasses.field(default_factory=dict)
+    written: dict[int, Any] = dataclasses.field(default_factory=dict)
+    infeeds: dict[int, Any] = dataclasses.field(default_factory=dict)
+    pipelines: int = 0
+    trains: bool = False
+    loops: int = 0
+    shards: int = 1
+    keep: Keep = dataclasses.field(default_factory=Keep)
+    limits: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
+
+    def carried(self) -> list[Any]:
+        """What changes, and so is carried by every loop."""
+        return list(self.written.values())
+
+
+@dataclasses.dataclass(eq=False)
+class Scope:
+    """The values of variables where the code stands that is being traced.
+
+    Attributes:
+        found: what is known about the variables of the whole program.
+        looking: whether the program is only being looked through.
+        values: the values that differ from those around it, by identity of the variable.
+        around: the scope of the code around, if any.
+        loop: how many passes the loop around has; -1 if only running it shows that; None: no loop.
+        seen: variables touched so far, in order, in either pass.
+    """
+
+    found: Found
+    looking: bool
+    values: dict[int, Any] = dataclasses.field(default_factory=dict)
+    around: Scope | None = None
+    loop: int | None = None
+    seen: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def read(self, variable: Any) -> Any:
+        """The value of a variable here; None for the one it has outside of all programs."""
+        self.seen[id(variable)] = variable
+        if self.looking:
+            self.found.variables[id(variable)] = variable
+        scope: Scope | None = self
+        while scope is not None:
+            if id(variable) in scope.values:
+                return scope.values[id(variable)]
+            scope = scope.around
+        if not self.looking:
+            raise ProgramError(_CHANGED.format(variable=variable))
+        return None
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Change a variable, for what comes after."""
+        self.seen[id(variable)] = variable
+        if self.looking:
+            self.found.variables[id(variable)] = variable
+            self.found.written[id(variable)] = variable
+        elif id(variable) not in self.found.written:
+            raise ProgramError(_CHANGED.format(variable=variable))
+        self.values[id(variable)] = value
+
+    @contextlib.contextmanager
+    def inner(
+        self, variables: Sequence[Any] = (), values: Sequence[Any] = (), **changes: Any
+    ) -> Iterator[Scope]:
+        """A scope for code that is traced apart, such as the body of a loop."""
+        given = {id(variable): value for variable, value in zip(variables, values, strict=True)}
+        inner = dataclasses.replace(self, values=given, around=self, **changes)
+        token = _scope.set(inner)
+        try:
+            yield inner
+        finally:
+            _scope.reset(token)
+
+
+_CHANGED = (
+    "A program must touch the same variables each time it is traced. {variable} was not there the "
+    "first time. Make variables outside of the function, and let nothing else decide what it does."
+)
+
+_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("ipu_scope", default=None)
+
+
+def current() -> Scope | None:
+    """The scope of the program that is being traced, if one is."""
+    return _scope.get()
+
+
+def inside(what: str) -> Scope:
+    """The same; an error that names `what` if none is."""
+    scope = _scope.get()
+    if scope is None:
+        raise ProgramError(
+            f"{what} means something only inside a program. Call it in the function given to "
+            f"ipu_compiler.compile(...) or to strategy.run(...)."
+        )
+    return scope
+
+
+def value_of(variable: Any) -> Any:
+    """The value of a variable, here and now."""
+    if _is_keras(variable):
+        return variable.value
+    return variable.value()
+
+
+def write_host(variable: Any, value: Any) -> None:
+    """Give a variable the value that a program left it with."""
+    if _is_keras(variable):
+        variable.assign(value)
+    else:
+        variable.settle(value)
+
+
+def discover(function: Callable[..., Any], args: Sequence[Any], keep: Keep | None = None) -> Found:
+    """Look through `function(*args)`: which variables it reads, and which it changes."""
+    keep = keep or Keep()
+    for _ in range(_MOST_PREPARED):
+        found = Found(keep=keep)
+        keep.begin()
+        try:
+            # Keras makes the variables of layers built inside when its scope ends: outside the trace.
+            looking = Scope(found, looking=True)
+            with keras_scope(), scope_of(looking), tracing(ProgramTrace()):
+                jax.eval_shape(function, *args)
+        except Prepare as missing:
+            missing.action()
+            continue
+        return found
+    raise ProgramError(
+        "A program makes other variables each time it is traced. Make variables and optimizers outside "
+        "of it, or let it always make them in the same order."
+    )
+
+
+_MOST_PREPARED = 1000
+"""How often a program is looked through at most, until everything it needs is there."""
+
+
+@contextlib.contextmanager
+def scope_of(scope: Scope) -> Iterator[Scope]:
+    """Make `scope` the current one."""
+    token = _scope.set(scope)
+    try:
+        yield scope
+    finally:
+        _scope.reset(token)
+
+
+def run_if(predicate: Any, action: Callable[[], Any]) -> None:
+    """Call `action`, which changes variables, in those passes in which `predicate` holds."""
+    scope = inside("a conditional update")
+    if scope.looking:
+        with scope.inner():
+            action()
+        return
+    carried = scope.found.carried()
+
+    def act(values: Any) -> Any:
+        with scope.inner(carried, values) as inner:
+            action()
+            return [inner.read(variable) for variable in carried]
+
+    after = lax.cond(
+        predicate, act, lambda values: values, [scope.read(variable) for variable in carried]
+    )
+    for variable, value in zip(carried, after, strict=True):
+        scope.write(variable, value)
+
+
+# -- variables of Keras -------------------------------------------------------------------------
+
+
+def _is_keras(variable: Any) -> bool:
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(variable, keras.Variable)
+
+
+def is_variable(value: Any) -> bool:
+    """Whether `value` is a variable, ours or Keras'."""
+    return hasattr(value, "settle") or _is_keras(value)
+
+
+@contextlib.contextmanager
+def keras_scope() -> Iterator[None]:
+    """Reads and writes of Keras' variables go to the current scope inside, if Keras is loaded."""
+    keras = sys.modules.get("keras")
+    if keras is None:
+        yield
+        return
+    from tailrace.compat.ipu.graph.made_inside import (
+        optimizers_made_inside,  # which needs this file
+    )
+
+    optimizers_made_inside()
+
+    class ToScope(keras.StatelessScope):  # type: ignore[misc, name-defined]
+        def get_current_value(self, variable: Any) -> Any:
+            return inside("a Keras variable").read(variable)
+
+        def add_update(self, update: Any) -> None:
+            inside("a Keras variable").write(*update)
+
+    with ToScope():
+        yield

@@ -1,0 +1,206 @@
+"""Optimizers of other libraries in the manner of the original: gradients and variables in, writes out.
+
+An optimizer there has `compute_gradients(loss, var_list)`, `apply_gradients(grads_and_vars)` and
+`minimize(loss)`. `as_optimizer` makes one of an optax transformation or of a Keras optimizer; whatever
+has `apply_gradients` is taken as it is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
+from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import is_variable, kept, prepared, value_of
+from tailrace.compat.ipu.graph.variables import Variable
+
+
+class Computed:
+    """Gradients that somebody else has computed: Keras' `fit` does, before it asks an optimizer."""
+
+    def __init__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        self.variables = list(variables)
+        self._grads = {id(v): g for v, g in zip(variables, grads, strict=True)}
+
+    def of(self, variable: Any) -> Any:
+        """The gradient in a variable; None where there is none."""
+        return self._grads.get(id(variable))
+
+
+computed: contextvars.ContextVar[Computed | None] = contextvars.ContextVar(
+    "ipu_computed_gradients", default=None
+)
+
+
+class Optimizer:
+    """The manner of the original; a subclass says what `apply_gradients` does.
+
+    >>> class Descent(Optimizer):
+    ...     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    ...         for grad, var in grads_and_vars:
+    ...             var.assign_sub(0.5 * grad)
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name or type(self).__name__
+
+    def get_name(self) -> str:
+        """The name of the optimizer."""
+        return self._name
+
+    def compute_gradients(self, loss: Any, var_list: Any = None, **_: Any) -> list[tuple[Any, Any]]:
+        """(gradient, variable) for each variable; None: all trainable ones touched so far."""
+        if (given := computed.get()) is not None:
+            variables = given.variables if var_list is None else list(var_list)
+            return [(given.of(variable), variable) for variable in variables]
+        variables = _variables(var_list)
+        return list(zip(gradients(loss, variables), variables, strict=True))
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Change the variables; returns an operation."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to apply gradients.")
+
+    def minimize(
+        self,
+        loss: Any,
+        global_step: Any = None,
+        var_list: Any = None,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> Operation:
+        """Compute the gradients of a loss, a value or a function that returns it, and apply them."""
+        loss = loss() if callable(loss) and not is_variable(loss) else loss
+        pairs = self.compute_gradients(loss, var_list, **kwargs)
+        self.apply_gradients(pairs, global_step, name)
+        count_step(global_step)
+        return Operation(name or self.get_name())
+
+    def variables(self) -> list[Any]:
+        """The variables that the optimizer keeps for itself."""
+        return []
+
+    def get_slot_names(self) -> list[str]:
+        """The kinds of variables it keeps for each variable that it changes."""
+        return []
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """The variable of a kind that it keeps for `var`, or None."""
+        del var, name
+        return None
+
+
+def count_step(global_step: Any) -> None:
+    """Add one to the variable that counts steps, if there is one."""
+    if global_step is not None:
+        global_step.assign_add(jnp.ones((), global_step.dtype))
+
+
+def _variables(var_list: Any) -> list[Any]:
+    variables = list(trainable_so_far() if var_list is None else var_list)
+    if not variables:
+        raise IPUValueError("No variables to optimize.")
+    return variables
+
+
+class OptaxOptimizer(Optimizer):
+    """An optax transformation; its state is kept in variables."""
+
+    def __init__(self, transformation: Any, name: str | None = None) -> None:
+        super().__init__(name or "optax")
+        self.transformation = transformation
+        self._states = kept()
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Operation:
+        """One update of all the variables together."""
+        import optax
+
+        pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
+        variables = [var for _, var in pairs]
+        slots, structure, _ = self.slots_of(variables)
+        state = jax.tree.unflatten(structure, [slot.value() for slot in slots])
+        values = [jnp.asarray(value_of(var)) for var in variables]
+        updates, state = self.transformation.update([grad for grad, _ in pairs], state, values)
+        for slot, value in zip(slots, jax.tree.leaves(state), strict=True):
+            slot.assign(value)
+        after: Any = optax.apply_updates(values, updates)
+        for var, value in zip(variables, after, strict=True):
+            var.assign(value)
+        return Operation(name or self.get_name())
+
+    def slots_of(self, variables: Sequence[Any]) -> tuple[list[Variable], Any, Sequence[Any]]:
+        """The optimizer's variables for these variables, and the tree that they form."""
+
+        def make() -> Any:
+            state = self.transformation.init([jnp.asarray(value_of(var)) for var in variables])
+            leaves, structure = jax.tree.flatten(state)
+            slots = [Variable(leaf, trainable=False, name="slot") for leaf in leaves]
+            return slots, structure, variables  # kept, so that no other takes their identity
+
+        return prepared(self._states, tuple(map(id, variables)), make)
+
+    def variables(self) -> list[Any]:
+        """Everything that the transformation keeps."""
+        return [slot for slots, _, _ in self._states.values() for slot in slots]
+
+
+class KerasOptimizer(Optimizer):
+    """A Keras optimizer; it changes variables of Keras."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer.name)
+        self.optimizer = optimizer
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Operation:
+        """The optimizer's own `apply_gradients`, overridden or not."""
+        pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
+        for _, var in pairs:
+            if isinstance(var, Variable):
+                raise IPUTypeError(
+                    f"A Keras optimizer changes variables of Keras. Received: {var!r}. Make it with "
+                    f"keras.Variable, or use an optax optimizer."
+                )
+        self.build([var for _, var in pairs])
+        self.optimizer.apply_gradients(pairs)
+        return Operation(name or self.get_name())
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Let Keras make the optimizer's variables, which it cannot do inside of a program."""
+        if not self.optimizer.built:
+            prepared({}, None, lambda: self.optimizer.build(list(variables)))
+
+    def variables(self) -> list[Any]:
+        """The optimizer's variables."""
+        return list(self.optimizer.variables)
+
+
+def is_keras_optimizer(opt: Any) -> bool:
+    """Whether `opt` is an optimizer of Keras."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(opt, keras.optimizers.Optimizer)
+
+
+def as_optimizer(opt: Any) -> Any:
+    """`opt` in the manner of the original."""
+    if is_keras_optimizer(opt):
+        return KerasOptimizer(opt)
+    if callable(getattr(opt, "apply_gradients", None)):
+        return opt
+    if callable(getattr(opt, "update", None)) and callable(getattr(opt, "init", None)):
+        return OptaxOptimizer(opt)
+    raise IPUTypeError(
+        f"An optimizer is an optax transformation, a Keras optimizer, or an object with "
+        f"apply_gradients(grads_and_vars). Received: {type(opt).__name__}."
+    )

@@ -1,0 +1,247 @@
+"""A variable: an array with a name that programs read and write."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.state import current, prepared
+from tailrace.errors import ProgramError
+
+reads: list[Callable[[Any, Any], Any]] = []
+"""Called with a variable and its array when one is read outside of programs."""
+
+
+class Variable:
+    """An array that programs read and change.
+
+    Arithmetic takes it as it is; to functions of `jax.numpy`, give `variable.value()`.
+
+    Args:
+        initial_value: an array, a number, or a function that returns one.
+        trainable: whether optimizers without a list of variables change it.
+        name: what it is called in messages and records.
+        dtype: None keeps that of the value; Python's floats become float32.
+
+    >>> w = Variable(2.0, name="w")
+    >>> w.assign_add(0.5)
+    <Variable w, float32[], 2.5>
+    >>> print(w * 2)
+    5.0
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool = True,
+        name: str | None = None,
+        dtype: Any = None,
+    ) -> None:
+        if current() is not None:
+            raise ProgramError(
+                f"A program is traced more than once, so variables are made outside of it. "
+                f"Variable({name!r}) is made inside. Make it before, or use get_variable(name, ...), "
+                f"which finds it again."
+            )
+        value = initial_value() if callable(initial_value) else initial_value
+        self.trainable, self.name = bool(trainable), name or "Variable"
+        self._value = _array(value, dtype)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def value(self) -> jax.Array:
+        """The value it has now: in a program, at this place of it."""
+        scope = current()
+        found = None if scope is None else scope.read(self)
+        if scope is None:
+            for noted in reads:
+                noted(self, self._value)
+        return self._value if found is None else found
+
+    read_value = value
+    """The same, as the original also calls it."""
+
+    def numpy(self) -> np.ndarray:
+        """The value as a numpy array."""
+        return np.asarray(self.value())
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self.value(), dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, which never changes."""
+        return self._value.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype, which never changes."""
+        return self._value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many dims it has."""
+        return self._value.ndim
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def assign(self, value: Any) -> Variable:
+        """Give it another value, of its shape; the dtype stays."""
+        value = jnp.asarray(value).astype(self.dtype)
+        if value.shape != self.shape:
+            raise IPUValueError(
+                f"A variable keeps its shape: {self.name} has {self.shape}. "
+                f"Received: {value.shape}."
+            )
+        scope = current()
+        if scope is None:
+            self._value = value
+        else:
+            scope.write(self, value)
+        return self
+
+    def assign_add(self, delta: Any) -> Variable:
+        """Add to it."""
+        return self.assign(self.value() + jnp.asarray(delta).astype(self.dtype))
+
+    def assign_sub(self, delta: Any) -> Variable:
+        """Subtract from it."""
+        return self.assign(self.value() - jnp.asarray(delta).astype(self.dtype))
+
+    def settle(self, value: Any) -> None:
+        """Take the value that a program left it with (called when the program has run)."""
+        self._value = value
+
+    # -- as an array ----------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> jax.Array:
+        return self.value()[key]
+
+    def __neg__(self) -> jax.Array:
+        return -self.value()
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __repr__(self) -> str:
+        shown = "" if self._value.size > 8 else f", {np.asarray(self._value)}"
+        return f"<Variable {self.name}, {self.dtype}{list(self.shape)}{shown}>"
+
+
+_store: dict[str, Variable] = {}
+_prefix: contextvars.ContextVar[str] = contextvars.ContextVar("ipu_variable_scope", default="")
+
+
+def get_variable(
+    name: str,
+    shape: Sequence[int] | None = None,
+    dtype: Any = None,
+    initializer: Any = None,
+    trainable: bool = True,
+) -> Variable:
+    """The variable of this name; made if there is none yet. It may be called inside a program.
+
+    Args:
+        name: its name, in the scopes of `variable_scope` around.
+        shape: its shape; None if the initializer is a value.
+        dtype: its dtype; None: float32, or that of the value.
+        initializer: a value, or a function of shape and dtype; None: zeros.
+        trainable: whether optimizers without a list of variables change it.
+
+    >>> get_variable("doc/w", initializer=2.0) is get_variable("doc/w")
+    True
+    """
+    full = _prefix.get() + name
+
+    def make() -> Variable:
+        given = jnp.zeros if initializer is None else initializer
+        kind = jnp.float32 if dtype is None else dtype
+        value = given(tuple(shape or ()), kind) if callable(given) else given
+        return Variable(value, trainable, full, dtype)
+
+    found = prepared(_store, full, make)
+    if shape is not None and found.shape != tuple(shape):
+        raise IPUValueError(
+            f"Trying to share variable {full}, but specified shape {tuple(shape)} and found shape "
+            f"{found.shape}."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def variable_scope(name: str, **_: Any) -> Iterator[None]:
+    """Names of `get_variable` begin with this name inside."""
+    token = _prefix.set(f"{_prefix.get()}{name}/")
+    try:
+        yield
+    finally:
+        _prefix.reset(token)
+
+
+def global_variables() -> list[Variable]:
+    """The variables that `get_variable` has made."""
+    return list(_store.values())
+
+
+def trainable_variables() -> list[Variable]:
+    """Those of them that are trained."""
+    return [variable for variable in _store.values() if variable.trainable]
+
+
+def forget_variables() -> None:
+    """Let `get_variable` make all variables anew, as in a new graph of the original."""
+    _store.clear()
+
+
+def _both_ways(name: str) -> None:
+    function = getattr(operator, name)
+
+    def forward(self: Variable, other: Any) -> Any:
+        return function(self.value(), _plain(other))
+
+    def backward(self: Variable, other: Any) -> Any:
+        return function(_plain(other), self.value())
+
+    setattr(Variable, f"__{name}__", forward)
+    setattr(Variable, f"__r{name}__", backward)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    _both_ways(_name)
+
+
+def _plain(value: Any) -> Any:
+    return value.value() if isinstance(value, Variable) else value
+
+
+def _array(value: Any, dtype: Any) -> jax.Array:
+    if dtype is not None:
+        return jnp.asarray(value, dtype)
+    if isinstance(value, Variable):
+        return value.value()
+    # A Python number has a weak dtype in JAX; a variable's is what it says.
+    return jnp.asarray(value, jnp.result_type(value) if hasattr(value, "dtype") else _dtype(value))
+
+
+def _dtype(value: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(np.asarray(value).dtype)
+
+
+def as_array(value: Any) -> jax.Array:
+    """A variable, array or number as an array with a dtype of its own."""
+    return _array(value, None)

@@ -1,0 +1,310 @@
+"""`compile`: a function becomes one device program, which runs when it is called."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu import config
+from tailrace.compat.ipu.errors import (
+    FailedPreconditionError,
+    IPUTypeError,
+    IPUValueError,
+    OutOfRangeError,
+)
+from tailrace.compat.ipu.graph.gradients import evaluate
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.seeding import seeding
+from tailrace.compat.ipu.graph.state import (
+    Found,
+    Keep,
+    Scope,
+    discover,
+    is_variable,
+    keras_scope,
+    scope_of,
+    value_of,
+    write_host,
+)
+from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.ipu.loops import NeedsNumber
+from tailrace.compat.ipu.scopes import current_ordinal
+from tailrace.compat.originals.missing import missing_from
+from tailrace.devices import devices
+from tailrace.errors import DataExhausted, FeedError, ProducerError
+from tailrace.jaxprs.internals import is_library
+from tailrace.program.compile import Program
+from tailrace.program.compile import compile as compile_program
+
+
+def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> CompiledOp:
+    """Build one device program from a function.
+
+    Args:
+        computation: called with the inputs; may use loops, feeds, variables and pipelines.
+        inputs: its inputs: arrays and numbers.
+
+    Returns:
+        The program. Calling it runs it, with the inputs given here or with others of their form, and
+        returns what the function returns: a list, also of a single value; None if it returns nothing
+        but operations.
+
+    >>> program = compile(lambda x: x + 1, inputs=[1.0])
+    >>> program()[0].item(), program(2.0)[0].item()
+    (2.0, 3.0)
+    """
+    if inputs is not None and not isinstance(inputs, list | tuple):
+        raise IPUValueError(f"inputs is a list. Received: {type(inputs).__name__}.")
+    return CompiledOp(computation, list(inputs or ()))
+
+
+class CompiledOp:
+    """A device program; made by `compile`, run by calling it.
+
+    Args:
+        computation: what it computes.
+        inputs: what it is called with if nothing else is given.
+        plain: whether it is an ordinary function: it runs on the first device alone, and returns what
+            `computation` returns, in its own form.
+    """
+
+    def __init__(
+        self, computation: Callable[..., Any], inputs: list[Any], plain: bool = False
+    ) -> None:
+        self.computation, self.inputs, self._plain = computation, inputs, plain
+        self._ordinal = current_ordinal()
+        self._versions: dict[Hashable, Callable[..., Any]] = {}
+        self._numbers_known = False
+        self._keep = Keep()
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it; returns what the function returns."""
+        given = list(inputs) if inputs else self.inputs
+        group = config.group(self._ordinal)
+        group = group[:1] if self._plain else group
+        before = devices.chosen()
+        devices.use(group)
+        try:
+            return self._run(given, tuple(device.id for device in group))
+        except jax.errors.TracerArrayConversionError as error:
+            raise IPUTypeError(_FOREIGN.format(where=_user_line(error))) from error
+        except DataExhausted as error:
+            raise OutOfRangeError(
+                f"Infeed dataset iterator out of range. Are you trying to dequeue more elements than "
+                f"are in the dataset? {error}"
+            ) from error
+        except ProducerError as error:
+            raise FailedPreconditionError(
+                f"An infeed dataset iterator has failed. {error}"
+            ) from error
+        except FeedError as error:
+            if "one structure" not in str(error) and "one shape" not in str(error):
+                raise
+            raise FailedPreconditionError(
+                f"Outfeed already exists but with a different tensor shape or replication factor. "
+                f"{error}"
+            ) from error
+        finally:
+            devices.use(before)
+
+    def _run(self, given: list[Any], where: tuple[int, ...]) -> Any:
+        while True:
+            plain = [_is_number(x) and self._numbers_known for x in given]
+            arrays = [int(x) if p else as_array(x) for x, p in zip(given, plain, strict=True)]
+            key = (
+                where,
+                seeding(),
+                tuple(a if p else jax.typeof(a) for a, p in zip(arrays, plain, strict=True)),
+            )
+            try:
+                if key not in self._versions:
+                    self._versions[key] = self._version(arrays, plain)
+                changing = [x for x, p in zip(arrays, plain, strict=True) if not p]
+                return self._versions[key](changing)
+            except (NeedsNumber, FeedError) as error:
+                needed = isinstance(error, NeedsNumber) or "needs an upper bound" in str(error)
+                if not needed or self._numbers_known or not any(map(_is_number, given)):
+                    raise
+                # A loop takes its length from an input: compile for the number that was given.
+                self._numbers_known = True
+
+    def _version(self, arrays: list[Any], plain: list[bool]) -> Callable[..., Any]:
+        def computation(*changing: Any) -> Any:
+            rest = iter(changing)
+            return self.computation(
+                *(x if p else next(rest) for x, p in zip(arrays, plain, strict=True))
+            )
+
+        forms = [x for x, p in zip(arrays, plain, strict=True) if not p]
+        kept: list[Any] = []
+
+        def looked_through(*changing: Any) -> Any:
+            kept[:] = [Result(computation(*changing), self._plain)]
+            return kept[0].tensors
+
+        found = discover(looked_through, forms, self._keep)
+        alone = not found.loops and not found.written
+        if found.trains or (found.pipelines and alone):
+            return self._pipelined(found, computation)
+        replicas = 1 if self._plain else config.replicas(found.shards, self._ordinal)
+        return _Version(found, computation, replicas, self._plain)
+
+    def _pipelined(self, found: Found, computation: Callable[..., Any]) -> Callable[..., Any]:
+        if found.pipelines > 1:
+            raise FailedPreconditionError(
+                "Only a single ipu.pipeline() is allowed in a compiled program. Compile the others "
+                "by themselves."
+            )
+        if found.loops:
+            raise FailedPreconditionError(
+                "A training pipeline and a loop stand in one compiled program. Compile the loop by "
+                "itself, or use repeat_count= of the pipeline."
+            )
+        from tailrace.compat.ipu.pipelining.pipelines import PipelineProgram
+
+        return PipelineProgram(computation, self._ordinal)
+
+
+class _Version:
+    """A program for inputs of one form."""
+
+    def __init__(
+        self, found: Found, computation: Callable[..., Any], replicas: int, plain: bool
+    ) -> None:
+        self._found, self._computation, self._plain = found, computation, plain
+        self._result: Result | None = None
+        self._variables = list(found.variables.values())
+        self._program: Program = compile_program(
+            self._function, replicas=replicas, seed=seeding().seed
+        )
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run it on these inputs."""
+        for infeed in self._found.infeeds.values():
+            infeed.queue()  # it may have been deleted since
+        values = [value_of(variable) for variable in self._variables]
+        changed, tensors, reached = self._program(values, inputs)
+        for flag, (_, text) in zip(reached, self._found.limits, strict=True):
+            if bool(flag):
+                raise OutOfRangeError(text)
+        for variable, value in zip(self._found.carried(), changed, strict=True):
+            write_host(variable, value)
+        assert self._result is not None
+        if self._plain:
+            return self._result.as_returned(list(tensors))
+        return self._result.with_values(list(tensors))
+
+    def _function(self, values: Any, inputs: Any) -> Any:
+        given = dict(zip(map(id, self._variables), values, strict=True))
+        scope = Scope(self._found, looking=False)
+
+        def computation(values: Any, inputs: Any) -> Any:
+            scope.values = dict(zip(given, values, strict=True))
+            self._found.keep.begin()
+            self._found.limits.clear()
+            with scope_of(scope):
+                self._result = Result(self._computation(*inputs), self._plain)
+                changed = [scope.read(variable) for variable in self._found.carried()]
+            reached = [flag for flag, _ in self._found.limits]
+            return changed, self._result.tensors, reached
+
+        with keras_scope():
+            closed, form = jax.make_jaxpr(computation, return_shape=True)(values, inputs)
+        out = evaluate(closed, jax.tree.leaves((values, inputs)))
+        return jax.tree.unflatten(jax.tree.structure(form), out)
+
+
+class Result:
+    """What a computation returned: its tensors, and how to give them back."""
+
+    def __init__(self, out: Any, plain: bool = False) -> None:
+        self._out, self._plain = out, plain
+        self.tensors: list[Any] = []
+        self._walk(out)
+
+    def _walk(self, out: Any, ended: bool = False) -> bool:
+        if isinstance(out, dict):
+            for value in out.values():
+                ended = self._walk(value, ended)
+            return ended
+        if isinstance(out, list | tuple):
+            for value in out:
+                ended = self._walk(value, ended)
+            return ended
+        if out is None or isinstance(out, Operation):
+            return True
+        if ended and not self._plain:
+            raise IPUValueError(
+                "A computation returns zero or more Tensor values followed by zero or more "
+                "Operations."
+            )
+        if is_variable(out):
+            out = value_of(out)
+        self.tensors.append(jnp.asarray(out))
+        return ended
+
+    def with_values(self, values: list[Any]) -> Any:
+        """The same structure with these tensors; operations left away."""
+        rest = iter(values)
+
+        def again(out: Any) -> Any:
+            if isinstance(out, dict):
+                return {key: again(value) for key, value in out.items() if not _is_done(value)}
+            if isinstance(out, list | tuple):
+                return [again(value) for value in out if not _is_done(value)]
+            return next(rest)
+
+        if not values:
+            return None
+        found = again(self._out)
+        return found if isinstance(found, list | dict) else [found]
+
+    def as_returned(self, values: list[Any]) -> Any:
+        """What the computation returned, with these tensors; None for operations."""
+        rest = iter(values)
+
+        def again(out: Any) -> Any:
+            if isinstance(out, dict):
+                return {key: again(value) for key, value in out.items()}
+            if isinstance(out, tuple) and hasattr(out, "_fields"):
+                return type(out)(*(again(value) for value in out))
+            if isinstance(out, list | tuple):
+                return type(out)(again(value) for value in out)
+            return None if _is_done(out) else next(rest)
+
+        return again(self._out)
+
+
+_FOREIGN = (
+    "An operation of TensorFlow or numpy was given a value of the program{where}. Functions, bodies of "
+    "loops and stages compute with keras.ops or jax.numpy: keras.ops.mean for tf.reduce_mean."
+)
+
+
+def _user_line(error: BaseException) -> str:
+    """Where the user's code was when an error was raised."""
+    lines = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_library(frame.filename) and "site-packages" not in frame.filename
+    ]
+    return f", at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+
+
+def _is_done(value: Any) -> bool:
+    return value is None or isinstance(value, Operation)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value may be a count: an integer, of Python or in an array of no dimensions."""
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and value.shape == () and jnp.issubdtype(dtype, jnp.integer)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,259 @@
+"""`IPUInfeedQueue`: the elements of a dataset, for the loops and pipelines of a program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tailrace.compat.ipu.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    IPUNotImplementedError,
+    IPURuntimeError,
+    IPUTypeError,
+    IPUValueError,
+    NotFoundError,
+)
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.originals.missing import missing_from
+from tailrace.errors import DataError
+from tailrace.feeds.infeed import InfeedQueue
+
+ALLOWED = ("int32", "float32", "float16", "bool", "int8", "uint8")
+"""The dtypes that a feed takes, as in the original."""
+
+_numbers = itertools.count()
+
+
+class IPUInfeedQueue:
+    """A queue that feeds the elements of a dataset to loops and pipelines.
+
+    Args:
+        dataset: a `tf.data.Dataset` or anything `tr.InfeedQueue` takes; its shapes are static.
+        device_ordinal: which logical device; None: that of the scope around.
+        prefetch_depth: how many elements were staged ahead there. 1 to 255; here executions are
+            staged ahead, whatever it says.
+        optimise_latency: how elements travelled there; without effect.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device_ordinal: int | None = None,
+        prefetch_depth: int | None = None,
+        optimise_latency: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise IPUTypeError(f"IPUInfeedQueue has no argument {next(iter(kwargs))!r}.")
+        _check_static(dataset)
+        self.device_ordinal = check_ordinal(device_ordinal)
+        self.prefetch_depth = _check_depth(prefetch_depth)
+        self.optimise_latency = bool(optimise_latency)
+        self.id = next(_numbers)
+        self.dataset = dataset
+        self.dequeued = False
+        self._queue: InfeedQueue | None = None
+        self._open = False
+
+    # -- life -----------------------------------------------------------------------------------
+
+    @property
+    def initializer(self) -> Operation:
+        """Open the dataset; after `deleter`, from its beginning. Once is enough, and allowed."""
+        if self._open:
+            raise IPUValueError(
+                "The IPUInfeedQueue `initializer` function can only be accessed once."
+            )
+        if self._queue is None:
+            self._queue = InfeedQueue(self.dataset)
+        else:  # programs that were compiled for it go on with it
+            self._queue.restart()
+        self._open = True
+        return Operation("infeed initializer")
+
+    @property
+    def deleter(self) -> Operation:
+        """Close the dataset."""
+        if self._queue is None or not self._open:
+            raise NotFoundError(f"Infeed with id='{self.id}' is not there: it was not initialized.")
+        self._queue.rest()
+        self._open = False
+        return Operation("infeed deleter")
+
+    def get_next(self) -> Any:
+        """Refused: loops and pipelines take the elements."""
+        raise IPUValueError(
+            "IPUInfeedQueue.get_next() is obsolete: give the queue to loops.repeat, "
+            "loops.while_loop or pipelining_ops.pipeline, which take its elements."
+        )
+
+    @property
+    def number_of_tuple_elements(self) -> int:
+        """How many arguments one element supplies."""
+        args, kwargs = arguments_of(self.queue().spec().tree())
+        return len(args) + len(kwargs)
+
+    # -- what programs use ----------------------------------------------------------------------
+
+    def queue(self) -> InfeedQueue:
+        """The engine's queue; an error if the dataset has not been opened."""
+        if self._queue is None or not self._open:
+            raise FailedPreconditionError(
+                "Trying to access an infeed dataset iterator which has not been created. Did you "
+                "initialize the infeed_queue? Read its `initializer` before the program runs."
+            )
+        return self._queue
+
+    def take_part(self, replicas: int | None) -> InfeedQueue:
+        """The engine's queue, checked for use in a program with so many replicas (if known)."""
+        queue = self.queue()
+        scope = current()
+        if scope is not None:
+            scope.found.infeeds[self.id] = self
+        if replicas is not None and queue.replicas not in (None, replicas):
+            raise FailedPreconditionError(
+                f"Infeed with id='{self.id}' was already set up with replication factor "
+                f"{queue.replicas} when it should have {replicas}. Use another IPUInfeedQueue."
+            )
+        try:
+            spec = queue.spec()
+        except DataError as error:
+            if "dim of size 0" not in str(error):
+                raise
+            raise InvalidArgumentError(
+                f"Detected an input tensor to an infeed queue with a dimension of size 0. {error}"
+            ) from error
+        for index, dtype in enumerate(spec.dtypes):
+            check_dtype(dtype, index)
+        self.dequeued = True
+        return queue
+
+
+def check_dtype(dtype: Any, index: int) -> None:
+    """Refuse a dtype that no feed of the original took."""
+    if str(np.dtype(dtype)) not in ALLOWED:
+        raise FailedPreconditionError(
+            f"Unsupported datatype {np.dtype(dtype)} on index {index} of feed operation. Supported "
+            f"are {', '.join(ALLOWED)}. Cast it in the dataset, with map()."
+        )
+
+
+def check_ordinal(ordinal: Any) -> int | None:
+    """The number of a logical device, checked as the feeds do."""
+    if ordinal is None:
+        return None
+    if not isinstance(ordinal, int) or isinstance(ordinal, bool):
+        raise IPUValueError("Device ordinal must be an integer")
+    if ordinal < 0:
+        raise IPUValueError("Device ordinal must be >= 0")
+    return ordinal
+
+
+def _check_depth(depth: Any) -> int:
+    if not depth:  # 0 too, as there
+        return 3
+    if depth < 0:
+        raise IPUValueError(f"prefetch_depth must be greater than zero. Received: {depth}.")
+    if depth > 255:
+        raise IPUValueError(f"prefetch_depth must be less than 256. Received: {depth}.")
+    return depth
+
+
+def _check_static(dataset: Any) -> None:
+    spec = getattr(dataset, "element_spec", None)
+    if spec is None:
+        return
+    for leaf in _leaves(spec):
+        shape = getattr(leaf, "shape", None)
+        if isinstance(shape, list | tuple) and any(isinstance(dim, list | tuple) for dim in shape):
+            raise IPUValueError("Nested list/tuple input shapes are not supported")
+        known = getattr(shape, "is_fully_defined", None)
+        if known is not None and not known():
+            raise IPUValueError(
+                f"Output shape {shape} is not fully defined. If using tf.Dataset.batch, set "
+                f"drop_remainder=True"
+            )
+
+
+def _leaves(spec: Any) -> list[Any]:
+    if isinstance(spec, dict):
+        return [leaf for value in spec.values() for leaf in _leaves(value)]
+    if isinstance(spec, list | tuple):
+        return [leaf for value in spec for leaf in _leaves(value)]
+    return [spec]
+
+
+def arguments_of(element: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments that an element supplies: a list by position, a lone dict by name.
+
+    >>> arguments_of((1, 2)), arguments_of({"a": 1}), arguments_of(3)
+    (([1, 2], {}), ([], {'a': 1}), ([3], {}))
+    """
+    items = list(element) if isinstance(element, list | tuple) else [element]
+    lone = items[0] if len(items) == 1 else None
+    if isinstance(lone, dict) and all(isinstance(key, str) for key in lone):
+        return [], dict(lone)
+    return items, {}
+
+
+class IPUIterator:
+    """An opened infeed as an iterator, given to a device function as an argument.
+
+    Args:
+        dataset: what it reads; or else
+        infeed_spec: an IPUInfeedQueue that is there already, together with
+        element_spec: the form of its elements.
+        infeed_kwargs: go to IPUInfeedQueue.
+    """
+
+    def __init__(
+        self, dataset: Any = None, infeed_spec: Any = None, element_spec: Any = None, **kwargs: Any
+    ) -> None:
+        from_spec = infeed_spec is not None and element_spec is not None
+        if (dataset is None) != from_spec or (dataset is not None and infeed_spec is not None):
+            raise IPUValueError(
+                "Either dataset or both infeed_spec and element_spec need to be provided."
+            )
+        self.infeed_queue: Any = infeed_spec
+        if dataset is not None:
+            self.infeed_queue = IPUInfeedQueue(dataset, **kwargs)
+            self.infeed_queue.initializer()
+        self.element_spec = element_spec
+
+    def __iter__(self) -> IPUIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """The next element: inside a device function only."""
+        if current() is None:
+            raise IPURuntimeError(
+                "Accessing dataset elements can not be accessed in eager mode when inside "
+                "'IPUStrategy'. Take them in a function given to strategy.run, or outside the scope."
+            )
+        from tailrace.compat.ipu.loops import next_element
+
+        return next_element(self.infeed_queue)
+
+    get_next = __next__
+
+    def get_next_as_optional(self) -> Any:
+        """Refused, as in the original."""
+        raise IPUNotImplementedError("get_next_as_optional() is not available on an IPUIterator.")
+
+
+class IPUOwnedIterator(IPUIterator):
+    """An iterator whose queue ends with it."""
+
+    def __del__(self) -> None:
+        queue = getattr(self, "infeed_queue", None)
+        opened = getattr(queue, "_queue", None)
+        if opened is not None:
+            opened.close()
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,264 @@
+"""`IPUOutfeedQueue`: what a program sends out, waiting on the host."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from tailrace.compat.ipu.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    IPURuntimeError,
+    IPUValueError,
+)
+from tailrace.compat.ipu.graph.operations import Operation, Undelivered
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.ipu.ipu_infeed_queue import check_dtype, check_ordinal
+from tailrace.compat.originals.missing import missing_from
+from tailrace.errors import FeedError
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.internals import Tracer
+from tailrace.jaxprs.marks import current_trace, is_tracing
+
+
+class IPUOutfeedMode(enum.Enum):
+    """What a queue keeps: every element until it is dequeued, or the last one of an execution."""
+
+    ALL = "all"
+    LAST = "get_last"
+
+
+_numbers = itertools.count()
+_NEVER = object()
+
+
+class Enqueued(Operation):
+    """What `enqueue` returns: an operation, and the values sent, for code that goes on with them."""
+
+    def __init__(self, values: Any) -> None:
+        super().__init__("outfeed enqueue")
+        self.values = values
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.values[key]
+
+
+class IPUOutfeedQueue:
+    """A queue that takes values out of a running program.
+
+    Args:
+        outfeed_mode: ALL keeps every element, LAST only the last one of an execution.
+        device_ordinal: which logical device; without effect beyond its check.
+        buffer_depth: how many elements the device could have under way there. 1 to 255; no effect.
+        optimise_latency: how elements travelled there; without effect.
+
+    Results arrive while the program runs if another thread has asked for them before it starts.
+    """
+
+    def __init__(
+        self,
+        outfeed_mode: IPUOutfeedMode | None = None,
+        device_ordinal: int | None = None,
+        buffer_depth: int = 3,
+        optimise_latency: bool = False,
+    ) -> None:
+        outfeed_mode = IPUOutfeedMode.ALL if outfeed_mode is None else outfeed_mode
+        if not isinstance(outfeed_mode, IPUOutfeedMode):
+            raise IPUValueError(
+                f"Expected outfeed_mode value to be of ipu_outfeed_queue.IPUOutfeedMode type. "
+                f"Received: {outfeed_mode!r}."
+            )
+        if buffer_depth <= 0:
+            raise IPUValueError(
+                f"Outfeed buffer depth cannot be less than 1. Received: {buffer_depth}."
+            )
+        if buffer_depth >= 256:
+            raise IPUValueError(
+                f"Need prefetch_depth < 256. Received: buffer_depth={buffer_depth}."
+            )
+        self.outfeed_mode = outfeed_mode
+        self.device_ordinal = check_ordinal(device_ordinal)
+        self.buffer_depth, self.optimise_latency = buffer_depth, bool(optimise_latency)
+        self.id = next(_numbers)
+        self._enqueued = False
+        self._queue = OutfeedQueue("all" if outfeed_mode is IPUOutfeedMode.ALL else "last")
+        self._form: Any = _NEVER
+        self._traces: set[int] = set()
+        self._thread: int | None = None
+
+    # -- in a program ---------------------------------------------------------------------------
+
+    def enqueue(self, tensors: Any) -> Enqueued:
+        """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached."""
+        if not is_tracing() and any(isinstance(x, Tracer) for x in jax.tree.leaves(tensors)):
+            return Enqueued(tensors)  # Keras asks a layer for the shape of its outputs
+        scope, trace = current(), current_trace("IPUOutfeedQueue.enqueue")
+        if id(trace) in self._traces:
+            raise IPUValueError("An outfeed can only be enqueued once.")
+        trace.feeds.append(_Entered(self._traces, id(trace)))
+        leaves: list[Any] = []
+        form = _taken_apart(tensors, leaves)
+        if not leaves:
+            raise IPUValueError(f"There is nothing to enqueue in {tensors!r}.")
+        leaves = [as_array(leaf) for leaf in leaves]
+        for index, leaf in enumerate(leaves):
+            check_dtype(leaf.dtype, index)
+            if 0 in leaf.shape:
+                raise InvalidArgumentError(
+                    f"Detected an input tensor to an outfeed queue with a dimension of size 0: "
+                    f"shape {leaf.shape} on index {index}."
+                )
+        self._enqueued = True
+        if scope is None or not scope.looking:
+            self._form, self._thread = form, threading.get_ident()
+            leaves = list(self._queue.enqueue(tuple(leaves)))
+        return Enqueued(_put_together(form, iter(leaves)))
+
+    @property
+    def enqueued(self) -> bool:
+        """Whether something was enqueued: in a program that is being traced, in this trace of it."""
+        if is_tracing():
+            return id(current_trace("enqueued")) in self._traces
+        return self._enqueued
+
+    # -- on the host ----------------------------------------------------------------------------
+
+    def dequeue(self, wait_for_completion: bool = False) -> Any:
+        """Everything that waits (ALL), or the last element (LAST), in the form it was enqueued in.
+
+        Args:
+            wait_for_completion: without effect: a call of a program returns when its results are on
+                their way, and this waits for them.
+        """
+        del wait_for_completion
+        self._watched()
+        if self._form is _NEVER:
+            return Undelivered(self)
+        try:
+            leaves = self._queue.dequeue()
+        except FeedError as error:
+            if self.outfeed_mode is IPUOutfeedMode.LAST:
+                raise FailedPreconditionError(
+                    f"Trying to get the last value from an outfeed queue before it was executed. "
+                    f"{error}"
+                ) from error
+            return []
+        return _put_together(self._form, iter(leaves))
+
+    def __len__(self) -> int:
+        """How many elements wait."""
+        return len(self._queue)
+
+    def __bool__(self) -> bool:
+        return True  # an empty queue is still a queue
+
+    def __iter__(self) -> IPUOutfeedQueueIterator:
+        if self.outfeed_mode is not IPUOutfeedMode.ALL:
+            raise IPURuntimeError(
+                "IPUOutfeedQueue can only be iterated over if the outfeed_mode is "
+                "IPUOutfeedMode.ALL."
+            )
+        return IPUOutfeedQueueIterator(self)
+
+    @property
+    def deleter(self) -> Operation:
+        """Forget what waits, and the form of the elements."""
+        self._queue = OutfeedQueue(self._queue.mode, self._queue.live)
+        self._form, self._enqueued = _NEVER, False
+        return Operation("outfeed deleter")
+
+    def _watched(self) -> None:
+        """Whoever asks from another thread wants results while the program runs."""
+        other = threading.get_ident() != self._thread
+        before = self._thread is None and threading.current_thread() is not threading.main_thread()
+        if self.outfeed_mode is IPUOutfeedMode.ALL and other and (before or self._thread):
+            self._queue.live = True
+
+    # -- what programs use ----------------------------------------------------------------------
+
+    @property
+    def queue(self) -> OutfeedQueue:
+        """The engine's queue."""
+        return self._queue
+
+    def deliver(self, tensors: Any) -> None:
+        """Take over elements that were put together on the host: leaves with them as first dim."""
+        leaves: list[Any] = []
+        self._form = _taken_apart(tensors, leaves)
+        self._enqueued = True
+        self._queue.deliver(jax.tree.structure(tuple(leaves)), leaves, None, 1, 1)
+
+
+class ScopedIPUOutfeedQueue(IPUOutfeedQueue):
+    """A queue that ends with its object, as every queue does here."""
+
+    def __init__(
+        self, outfeed_mode: IPUOutfeedMode | None = None, device_ordinal: int | None = None
+    ) -> None:
+        super().__init__(outfeed_mode, device_ordinal)
+
+
+class IPUOutfeedQueueIterator:
+    """The elements of a queue one by one; it ends when the queue is empty for the moment."""
+
+    def __init__(self, outfeed_queue: IPUOutfeedQueue) -> None:
+        self._outfeed_queue = outfeed_queue
+        self._waiting: Iterator[Any] = iter(())
+
+    def __iter__(self) -> IPUOutfeedQueueIterator:
+        return self
+
+    def __next__(self) -> Any:
+        for element in self._waiting:
+            return element
+        block: Any = self._outfeed_queue.dequeue()
+        leaves: list[Any] = []
+        form = _taken_apart(block, leaves)
+        if not leaves or not len(leaves[0]):
+            raise StopIteration
+        self._waiting = (_put_together(form, iter(row)) for row in zip(*leaves, strict=True))
+        return next(self._waiting)
+
+
+class _Entered:
+    """Remembers, for as long as a trace lives, that a queue was enqueued in it."""
+
+    def __init__(self, traces: set[int], trace: int) -> None:
+        self._traces, self._trace = traces, trace
+        traces.add(trace)
+
+    def __del__(self) -> None:
+        self._traces.discard(self._trace)
+
+
+# -- nests in the order of their making (JAX sorts the keys of a dict) -----------------------------
+
+
+def _taken_apart(nest: Any, leaves: list[Any]) -> Any:
+    if isinstance(nest, dict):
+        return {key: _taken_apart(value, leaves) for key, value in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(_taken_apart(value, leaves) for value in nest))
+    if isinstance(nest, list | tuple):
+        return type(nest)(_taken_apart(value, leaves) for value in nest)
+    leaves.append(nest)
+    return None
+
+
+def _put_together(form: Any, leaves: Iterator[Any]) -> Any:
+    if isinstance(form, dict):
+        return {key: _put_together(value, leaves) for key, value in form.items()}
+    if isinstance(form, tuple) and hasattr(form, "_fields"):
+        return type(form)(*(_put_together(value, leaves) for value in form))
+    if isinstance(form, list | tuple):
+        return type(form)(_put_together(value, leaves) for value in form)
+    return next(leaves)
+
+
+__getattr__, __dir__ = missing_from(__name__)

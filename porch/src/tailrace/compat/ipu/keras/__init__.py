@@ -1,0 +1,39 @@
+"""Keras in the words of the original: the same things as in `tailrace.keras`.
+
+Models made in the scope of an `IPUStrategy` have the setters themselves (`set_pipelining_options` and
+its sisters); here is what programs import by name.
+"""
+
+from __future__ import annotations
+
+import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+from tailrace.compat.ipu.keras import layers as layers
+from tailrace.compat.ipu.keras import optimizers as optimizers
+from tailrace.compat.originals.missing import missing_from
+
+_SAME = (
+    "MaybeOutfeed",
+    "MaybeOutfeedQueue",
+    "Outfeed",
+    "OutfeedCallback",
+    "OutfeedOptimizer",
+    "OutfeedOptimizerMode",
+    "PipelineStage",
+)
+
+_OTHERS = {
+    "FunctionalLayerPipelineStageAssignment": "LayerStageAssignment",
+    "FunctionalNestedModelPipelineStageAssignment": "NestedModelStageAssignment",
+    "ModelLayerPipelineStageAssignment": "LayerStageAssignment",
+    "NestedModelPipelineStageAssignment": "NestedModelStageAssignment",
+    "ReplicatedMetricReductionMethod": "MetricReduction",
+    "SequentialLayerPipelineStageAssignment": "LayerStageAssignment",
+    "SequentialNestedModelPipelineStageAssignment": "NestedModelStageAssignment",
+}
+"""The name there, and the one in `tailrace.keras`."""
+
+__getattr__, __dir__ = missing_from(
+    __name__,
+    {name: f"tailrace.keras:{name}" for name in _SAME}
+    | {name: f"tailrace.keras:{ours}" for name, ours in _OTHERS.items()},
+)

@@ -1,0 +1,62 @@
+"""Values of all replicas, on each of them, or shared out anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.compat.ipu.errors import InvalidArgumentError
+from tailrace.compat.ipu.graph.replica_groups import Groups
+from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.originals.missing import missing_from
+from tailrace.program.in_program import replica
+
+
+def all_gather(x: Any, replication_factor: int, name: str | None = None) -> Any:
+    """The values that the replicas of a group have, along a new first dimension.
+
+    Args:
+        x: the value, or a list of them.
+        replication_factor: how many neighbouring replicas are a group.
+        name: without effect.
+    """
+    del name
+    groups = Groups.of(replication_factor, "replication_factor")
+    return jax.tree.map(lambda value: groups.gather(as_array(value)), x)
+
+
+def all_to_all(
+    x: Any,
+    split_dimension: int,
+    concat_dimension: int,
+    replication_factor: int,
+    name: str | None = None,
+) -> Any:
+    """Replica r gets the r-th part of the value of each replica.
+
+    Args:
+        x: the value.
+        split_dimension: the dimension that is cut into as many parts as there are replicas.
+        concat_dimension: the dimension along which the parts of all replicas are put together.
+        replication_factor: how many replicas there are.
+        name: without effect.
+    """
+    del name
+    x = as_array(x)
+    if x.shape[split_dimension] % replication_factor:
+        raise InvalidArgumentError(
+            f"all_to_all cuts dimension {split_dimension}, of size {x.shape[split_dimension]}, into "
+            f"{replication_factor} equal parts. Give a size that it divides."
+        )
+    everything = Groups.of(replication_factor, "replication_factor").gather(x)
+    size = x.shape[split_dimension] // replication_factor
+    mine = lax.dynamic_slice_in_dim(
+        everything, (replica() % replication_factor) * size, size, split_dimension + 1
+    )
+    return jnp.concatenate(list(mine), axis=concat_dimension)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,54 @@
+"""Reductions over replicas: over all of them, or within groups of neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from tailrace.compat.ipu.graph.replica_groups import Groups
+from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.originals.missing import missing_from
+from tailrace.jaxprs.marks import Tag, mark
+from tailrace.program import in_program as engine
+
+
+def cross_replica_sum(
+    x: Any, replica_group_size: int | None = None, name: str | None = None
+) -> Any:
+    """The sum of `x` over replicas, on each of them.
+
+    Args:
+        x: the value.
+        replica_group_size: how many neighbouring replicas are added up: with 2 of 4, replicas 0 and 1
+            get their sum, and 2 and 3 theirs. None: all.
+        name: without effect.
+    """
+    del name
+    if replica_group_size is None:
+        return engine.cross_replica_sum(as_array(x))
+    return Groups.of(replica_group_size, "replica_group_size").sum(as_array(x))
+
+
+def cross_replica_mean(
+    x: Any, replica_group_size: int | None = None, name: str | None = None
+) -> Any:
+    """The mean of `x` over replicas, on each of them; see `cross_replica_sum`."""
+    del name
+    if replica_group_size is None:
+        return engine.cross_replica_mean(as_array(x))
+    return Groups.of(replica_group_size, "replica_group_size").mean(as_array(x))
+
+
+def assume_equal_across_replicas(tensors: Any, inplace: bool = False) -> Any:
+    """The tensors themselves, which replicas are said to have in common.
+
+    Args:
+        tensors: a value, or a nest of them. That they are equal is not checked.
+        inplace: without effect.
+    """
+    del inplace
+    return jax.tree.map(lambda x: mark(as_array(x), Tag("equal at the end")), tensors)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,71 @@
+"""Printing from inside a program, and values of earlier passes."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import current, kept, prepared
+from tailrace.compat.ipu.graph.variables import Variable, as_array
+from tailrace.compat.originals.missing import missing_from
+from tailrace.records.print_tensor import print_tensor as engine_print
+
+
+def print_tensor(input: Any, name: str = "") -> Operation:
+    """Print a value to stderr each time this is reached.
+
+    As in the original it returns an operation, not the value. To print the gradient too, use
+    `tr.print_tensor`, and go on with what it returns.
+    """
+    scope = current()
+    if scope is None or not scope.looking:
+        engine_print(as_array(input), title=name, print_gradient=False)
+    return Operation("print_tensor")
+
+
+def fifo(x: Any, depth: int, offload: bool = False, name: str | None = None) -> Any:
+    """What `x` was `depth` calls earlier; zeros before that.
+
+    Args:
+        x: the value; each pass of a loop puts one in and takes one out.
+        depth: how many are kept. Below 1, `x` itself comes back.
+        offload: where they lay there; without effect.
+        name: without effect.
+    """
+    del offload, name
+    x = as_array(x)
+    if depth < 1:
+        return x
+
+    def make() -> tuple[Variable, Variable]:
+        kept_values = jnp.zeros((depth, *x.shape), x.dtype)
+        return Variable(kept_values, False, "fifo"), Variable(0, False, "fifo/position")
+
+    values, position = prepared(kept(), "fifo", make)
+    here = position.value()
+    out = values.value()[here]
+    values.assign(values.value().at[here].set(x))
+    position.assign((here + 1) % depth)
+    return out
+
+
+def remap(x: Any, name: str | None = None) -> Any:
+    """The value itself: where it lies in memory is the compiler's affair here."""
+    del name
+    return as_array(x)
+
+
+def remap_deduce(x: Any, name: str | None = None) -> Any:
+    """The value itself; see `remap`."""
+    return remap(x, name)
+
+
+def get_current_iteration_counter(name: str | None = None, **_: Any) -> Any:
+    """Which mini-batch of the current run of the pipeline this is, from 0."""
+    del name
+    from tailrace.compat.ipu.ops import pipelining_ops  # which needs more than this file
+
+    return pipelining_ops.get_current_iteration_counter()
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,62 @@
+"""Products and sums that the original computed piece by piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.originals.missing import missing_from
+
+_DIMENSIONS = ("a_columns", "a_rows_b_columns", "b_rows")
+
+
+def serialized_matmul(
+    a: Any,
+    b: Any,
+    serialization_factor: int,
+    serialization_dimension: str,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    name: str | None = None,
+) -> Any:
+    """The product of two matrices, or of as many as there are in a batch.
+
+    Args:
+        a: the left one.
+        b: the right one.
+        serialization_factor: in how many pieces the original computed it; without effect.
+        serialization_dimension: along which dimension: "a_columns", "a_rows_b_columns" or "b_rows";
+            checked, without effect.
+        transpose_a: take the transpose of `a`.
+        transpose_b: take the transpose of `b`.
+        name: without effect.
+    """
+    del serialization_factor, name
+    if serialization_dimension not in _DIMENSIONS:
+        raise IPUValueError(
+            f"serialization_dimension is one of {', '.join(_DIMENSIONS)}. "
+            f"Received: {serialization_dimension!r}."
+        )
+    a, b = as_array(a), as_array(b)
+    return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+
+
+def segment_sum(data: Any, segment_ids: Any, num_segments: int, name: str | None = None) -> Any:
+    """The sums of the rows that belong together.
+
+    Args:
+        data: the rows.
+        segment_ids: for each row, the number of its segment, in ascending order.
+        num_segments: how many segments there are.
+        name: without effect.
+    """
+    del name
+    return jax.ops.segment_sum(
+        as_array(data), as_array(segment_ids), num_segments, indices_are_sorted=True
+    )
+
+
+__getattr__, __dir__ = missing_from(__name__)

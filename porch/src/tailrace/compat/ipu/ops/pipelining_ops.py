@@ -1,0 +1,238 @@
+"""`pipeline`: a model cut into stages, each on its own device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
+from tailrace.compat.ipu.gradient_accumulation import (
+    GradientAccumulationReductionMethod as GradientAccumulationReductionMethod,
+)
+from tailrace.compat.ipu.graph.gradients import GradientTape
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.graph.update import Optimizer, as_optimizer, is_keras_optimizer
+from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
+from tailrace.compat.ipu.ipu_outfeed_queue import IPUOutfeedQueue
+from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
+from tailrace.compat.ipu.pipelining.pipeline_options import PipelineSchedule as PipelineSchedule
+from tailrace.compat.ipu.pipelining.pipeline_options import (
+    PipelineStageOptions as PipelineStageOptions,
+)
+from tailrace.compat.ipu.pipelining.pipeline_options import RecomputationMode as RecomputationMode
+from tailrace.compat.originals.missing import missing_from
+from tailrace.pipeline.lowering.forward_backward import (
+    recomputation_checkpoint as engine_checkpoint,
+)
+from tailrace.program.in_program import microbatch
+
+
+def pipeline(
+    computational_stages: Sequence[Any],
+    gradient_accumulation_count: Any = None,
+    gradient_accumulation_dtype: Any = None,
+    gradient_accumulation_for_captured_grads: bool = True,
+    repeat_count: int = 1,
+    batch_serialization_iterations: int = 1,
+    inputs: Any = None,
+    infeed_queue: IPUInfeedQueue | None = None,
+    outfeed_queue: IPUOutfeedQueue | None = None,
+    optimizer_function: Callable[..., Any] | None = None,
+    device_mapping: Sequence[Any] | None = None,
+    pipeline_schedule: PipelineSchedule | None = None,
+    recomputation_mode: RecomputationMode | None = None,
+    forward_propagation_stages_poplar_options: Any = None,
+    backward_propagation_stages_poplar_options: Any = None,
+    weight_update_poplar_options: Any = None,
+    offload_weight_update_variables: bool | None = None,
+    replicated_optimizer_state_sharding: bool = False,
+    offload_activations: bool | None = None,
+    offload_gradient_accumulation_buffers: bool | None = None,
+    replicated_weight_sharding: bool | None = None,
+    offload_weights: bool | None = None,
+    continuous_weight_updates: bool = False,
+    outfeed_loss: bool = False,
+    accumulate_outfeed: bool = False,
+    accumulate_outfeed_dtype: Any = None,
+    outfeed_mask: Sequence[bool] | None = None,
+    reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+    name: str | None = None,
+) -> Operation:
+    """Run mini-batches through stages on several devices; with an optimizer, train.
+
+    Args:
+        computational_stages: a function for each stage; a list of functions for concurrent ones.
+        gradient_accumulation_count: how many mini-batches go through before the weights change.
+        gradient_accumulation_dtype: of the accumulators: None, a dtype, a function of the variable.
+        gradient_accumulation_for_captured_grads: about captured gradients; without effect.
+        repeat_count: how many times the whole is run, each with its update.
+        batch_serialization_iterations: mini-batches that a stage takes before the next one runs.
+        inputs: values that are the same for every mini-batch of a call.
+        infeed_queue: where the first stage takes an element from, for each mini-batch.
+        outfeed_queue: where the outputs of the last stage (or the loss) go.
+        optimizer_function: called with the outputs of the last stage; returns an
+            `OptimizerFunctionOutput`.
+        device_mapping: the device of each stage; None: one after the other.
+        pipeline_schedule: Grouped unless said otherwise.
+        recomputation_mode: checked; activations are recomputed if the configuration allows it.
+        forward_propagation_stages_poplar_options: checked, and noted.
+        backward_propagation_stages_poplar_options: checked, and noted.
+        weight_update_poplar_options: checked, and noted.
+        offload_weight_update_variables: keep the optimizer's state in the host's memory between
+            updates; None: where that pays.
+        replicated_optimizer_state_sharding: let each replica keep a share of it.
+        offload_activations: keep what forwards leave for backwards in the host's memory.
+        offload_gradient_accumulation_buffers: noted.
+        replicated_weight_sharding: noted.
+        offload_weights: noted.
+        continuous_weight_updates: refused, as there.
+        outfeed_loss: send the loss out instead of the outputs.
+        accumulate_outfeed: send out the sum over the mini-batches, once a run.
+        accumulate_outfeed_dtype: of that sum: None, a dtype, a function of the value.
+        outfeed_mask: True for each output that is NOT sent out.
+        reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients; or its name.
+        name: what it is called.
+
+    Returns:
+        An operation: it changes variables and sends values out.
+    """
+    options = PipelineOptions(**{key: value for key, value in locals().items()})
+    options.check()
+    from tailrace.compat.ipu.pipelining import pipelines
+
+    return pipelines.add(options)
+
+
+class OptimizerFunctionOutput:
+    """What an `optimizer_function` returns.
+
+    Args:
+        opt: an optimizer in the manner of the original, an optax transformation or one of Keras.
+        loss: the loss of the mini-batch.
+        compute_gradients_args: for `compute_gradients`: the list of variables.
+        compute_gradients_kwargs: the same by name: `var_list`.
+        apply_gradients_args: further arguments of `apply_gradients`.
+        apply_gradients_kwargs: the same by name.
+        variables: what a Keras optimizer trains.
+        tape: a `GradientTape` that says what a Keras optimizer trains.
+        gradient_capture_context: refused: watch gradients with taps (`cotangent/...`).
+        captured_gradient_outfeed: refused, likewise.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        loss: Any,
+        compute_gradients_args: tuple[Any, ...] | None = None,
+        compute_gradients_kwargs: dict[str, Any] | None = None,
+        apply_gradients_args: tuple[Any, ...] | None = None,
+        apply_gradients_kwargs: dict[str, Any] | None = None,
+        variables: Any = None,
+        tape: GradientTape | None = None,
+        gradient_capture_context: Any = None,
+        captured_gradient_outfeed: Any = None,
+    ) -> None:
+        self.opt = as_optimizer(opt)
+        try:
+            self.loss = jnp.asarray(loss)
+        except TypeError:
+            raise IPUTypeError(
+                f"OptimizerFunctionOutput.loss must be a tensor. Received: {type(loss).__name__}."
+            ) from None
+        self.compute_args = _checked(compute_gradients_args, tuple, "compute_gradients_args")
+        self.compute_kwargs = _checked(compute_gradients_kwargs, dict, "compute_gradients_kwargs")
+        self.apply_args = _checked(apply_gradients_args, tuple, "apply_gradients_args")
+        self.apply_kwargs = _checked(apply_gradients_kwargs, dict, "apply_gradients_kwargs")
+        self.variables, self.tape = variables, tape
+        self._check(is_keras_optimizer(opt))
+        if gradient_capture_context is not None or captured_gradient_outfeed is not None:
+            raise IPUValueError(
+                "OptimizerFunctionOutput.gradient_capture_context and captured_gradient_outfeed are "
+                "not available: watch gradients of activations with taps (`cotangent/...`)."
+            )
+
+    def _check(self, keras: bool) -> None:
+        given = bool(self.compute_args or self.compute_kwargs)
+        if keras and given:
+            raise IPUValueError(
+                "OptimizerFunctionOutput.compute_gradients_args and compute_gradients_kwargs may not "
+                "be used with OptimizerV2 instances. Use variables=."
+            )
+        if not keras and self.variables is not None:
+            raise IPUValueError(
+                "OptimizerFunctionOutput.variables may only be used with OptimizerV2."
+            )
+        if self.tape is not None:
+            if not isinstance(self.tape, GradientTape):
+                raise IPUTypeError("OptimizerFunctionOutput.tape must be a GradientTape.")
+            if not keras:
+                raise IPUValueError(
+                    "OptimizerFunctionOutput.tape may only be used with OptimizerV2."
+                )
+            if self.variables:
+                raise IPUValueError(
+                    "OptimizerFunctionOutput.tape may not be used when "
+                    "OptimizerFunctionOutput.variables is nonempty."
+                )
+        if keras and self.tape is None and self.variables is None:
+            raise IPURuntimeError(
+                "No variables to optimize. Provide OptimizerFunctionOutput.variables or a tape."
+            )
+
+    def trained(self, seen: Sequence[Any]) -> list[Any]:
+        """The variables to train, of those that the stages have touched."""
+        wanted = self.variables
+        if self.tape is not None:
+            wanted = self.tape.watched or None
+        elif wanted is None:
+            wanted = self.compute_kwargs.get("var_list", (*self.compute_args, None)[0])
+        if wanted is None:
+            wanted = [var for var in seen if getattr(var, "trainable", False)]
+        wanted = list(wanted)
+        if not wanted:
+            raise IPUValueError("No variables to optimize.")
+        return wanted
+
+
+def _checked(value: Any, kind: type, name: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise IPUTypeError(
+            f"OptimizerFunctionOutput.{name} must be a {kind.__name__}. "
+            f"Received: {type(value).__name__}."
+        )
+    return kind() if value is None else value
+
+
+def recomputation_checkpoint(tensors: Any, name: str | None = None) -> Any:
+    """Mark values that are kept rather than computed again; they are returned.
+
+    It counts where recomputation and backward pass are interleaved; see `RecomputationMode`.
+    """
+    del name
+    return engine_checkpoint(tensors)
+
+
+def get_current_iteration_counter() -> Any:
+    """Which mini-batch of the current run of the pipeline this is, from 0."""
+    scope = current()
+    if scope is None:
+        raise IPURuntimeError("get_current_iteration_counter() may only be used inside a pipeline.")
+    return microbatch()
+
+
+__getattr__, __dir__ = missing_from(__name__)
+
+__all__ = [
+    "GradientAccumulationReductionMethod",
+    "Optimizer",
+    "OptimizerFunctionOutput",
+    "PipelineSchedule",
+    "PipelineStageOptions",
+    "RecomputationMode",
+    "get_current_iteration_counter",
+    "pipeline",
+    "recomputation_checkpoint",
+]

@@ -1,0 +1,42 @@
+"""Dropout in programs of the original's kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.compat.originals.missing import missing_from
+from tailrace.program.in_program import key
+
+
+def dropout(
+    x: Any,
+    rate: float = 0.5,
+    noise_shape: Any = None,
+    seed: Any = None,
+    name: str | None = None,
+    **_: Any,
+) -> Any:
+    """Set elements to zero at random; the others grow by 1 / (1 - rate).
+
+    Args:
+        x: the value.
+        rate: how probable it is that an element is set to zero.
+        noise_shape: the shape in which elements are chosen, if not that of `x`.
+        seed: two integers: the same elements each time. None: others in each step.
+        name: without effect.
+    """
+    del name
+    if not 0 <= rate < 1:
+        raise IPUValueError(f"rate must be in the range [0, 1). Received: {rate}.")
+    x = as_array(x)
+    keys = key() if seed is None else jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32))
+    keep = jax.random.bernoulli(keys, 1 - rate, tuple(noise_shape or x.shape))
+    return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x)).astype(x.dtype)
+
+
+__getattr__, __dir__ = missing_from(__name__)

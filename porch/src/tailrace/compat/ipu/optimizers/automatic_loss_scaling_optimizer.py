@@ -1,0 +1,224 @@
+"""Automatic loss scaling: the loss is scaled so that float16 gradients neither vanish nor overflow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.errors import IPUNotImplementedError, IPUValueError
+from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
+from tailrace.compat.ipu.graph.state import kept, prepared, run_if
+from tailrace.compat.ipu.graph.variables import Variable
+from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import (
+    GradientAccumulationOptimizerV2,
+)
+from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
+from tailrace.compat.originals.missing import missing_from
+from tailrace.program.in_program import cross_replica_sum
+
+
+class ALSOptimizer(IpuOptimizer):
+    """Scales the loss, unscales the gradients, and adapts the scale to what the gradients look like.
+
+    Args:
+        opt: the optimizer inside.
+        initial_loss_scaling_factor: the scale at first, a power of two.
+        update_frequency: after how many updates the scale is looked at again.
+        increase_factor: by what it grows or shrinks, a power of two.
+        max_loss_scaling_factor: it stays below this, a power of two.
+        accumulate_statistics_over_update_period: whether every update counts, or only those in which
+            the scale is looked at.
+        ratio_threshold: the share of large gradients above which the scale shrinks.
+        captured_grads_only: refused: gradients are not captured here.
+        lpf_alpha: how much of the statistics is kept when new ones come.
+        histogram_bin_edge: from where on a gradient is large.
+        name: what it is called.
+
+    Statistics are those of float16 gradients, over all replicas.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        initial_loss_scaling_factor: float = 1,
+        update_frequency: int = 8,
+        increase_factor: float = 2,
+        max_loss_scaling_factor: float = 32768,
+        accumulate_statistics_over_update_period: bool = True,
+        ratio_threshold: float = 10e-6,
+        captured_grads_only: bool = False,
+        lpf_alpha: float = 0.0,
+        histogram_bin_edge: float = 2**13,
+        name: str = "ALSOptimizer",
+    ) -> None:
+        super().__init__(opt, name)
+        if captured_grads_only:
+            raise IPUNotImplementedError("captured_grads_only: gradients are not captured here.")
+        for what, value in (
+            ("initial_loss_scaling_factor", initial_loss_scaling_factor),
+            ("increase_factor", increase_factor),
+            ("max_loss_scaling_factor", max_loss_scaling_factor),
+        ):
+            if value <= 0 or not math.log2(value).is_integer():
+                raise IPUValueError(f"{what} must be a power of two. Received: {value}.")
+        if update_frequency <= 0:
+            raise IPUValueError(
+                f"update_frequency must be nonzero and positive. Received: {update_frequency}."
+            )
+        if not 0 < ratio_threshold < 1:
+            raise IPUValueError(
+                f"ratio_threshold must be greater than 0 and less than 1. "
+                f"Received: {ratio_threshold}."
+            )
+        if initial_loss_scaling_factor * increase_factor >= max_loss_scaling_factor:
+            raise IPUValueError(
+                f"initial_loss_scaling_factor, also times increase_factor, must be less than "
+                f"max_loss_scaling_factor. Received: {initial_loss_scaling_factor}, "
+                f"{increase_factor}, {max_loss_scaling_factor}."
+            )
+        self.initial_loss_scaling_factor = float(initial_loss_scaling_factor)
+        self.update_frequency, self.increase_factor = update_frequency, float(increase_factor)
+        self.max_loss_scaling_factor = float(max_loss_scaling_factor)
+        self.accumulate_statistics_over_update_period = accumulate_statistics_over_update_period
+        self.ratio_threshold, self.lpf_alpha = ratio_threshold, float(lpf_alpha)
+        self.histogram_bin_edge = float(histogram_bin_edge)
+        start = self.initial_loss_scaling_factor
+
+        def make() -> tuple[Variable, ...]:
+            return (
+                Variable(start, False, f"{name}/loss_scaling_factor"),
+                Variable(start, False, f"{name}/previous_loss_scaling_factor"),
+                Variable(0, False, f"{name}/update_counter"),
+                Variable([0.0, 0.0], False, f"{name}/histogram"),
+            )
+
+        made = prepared(kept(), "scaling", make)
+        self._scale, self._before, self._counter, self._histogram = made
+
+    # -- what there is --------------------------------------------------------------------------
+
+    @property
+    def loss_scaling_factor(self) -> Any:
+        """The scale now."""
+        return self._scale.value()
+
+    @property
+    def previous_loss_scaling_factor(self) -> Any:
+        """The scale before it changed last."""
+        return self._before.value()
+
+    @property
+    def update_counter(self) -> Any:
+        """How many updates there were since the scale was looked at last."""
+        return self._counter.value()
+
+    @property
+    def histogram(self) -> Any:
+        """How many gradients were small, and how many large."""
+        return self._histogram.value()
+
+    @property
+    def normalized_histogram(self) -> Any:
+        """The share of either."""
+        counts = self.histogram
+        return counts / jnp.maximum(jnp.sum(counts), 1)
+
+    @property
+    def decrease_factor(self) -> float:
+        """What the scale is multiplied by when it shrinks."""
+        return 1 / self.increase_factor
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._scale.assign(self.initial_loss_scaling_factor)
+        self._before.assign(self.initial_loss_scaling_factor)
+        self._counter.assign(0)
+        self._histogram.assign([0.0, 0.0])
+
+    # -- an update ------------------------------------------------------------------------------
+
+    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
+        """The gradients of the scaled loss."""
+        loss = jnp.asarray(loss)
+        return super().compute_gradients(
+            loss * self.loss_scaling_factor.astype(loss.dtype), var_list, **kwargs
+        )
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Unscale and apply; then look at the scale, if it is time."""
+        pairs = list(grads_and_vars)
+        scale, number = self.loss_scaling_factor, self.update_counter
+        halves = [grad for grad, _ in pairs if grad is not None and grad.dtype == jnp.float16]
+        due = jnp.asarray(self.update_frequency == 1) | (
+            (number > 0) & (number % self.update_frequency == 0)
+        )
+        found = self._mixed(self._counted(halves))
+        if not self.accumulate_statistics_over_update_period:
+            found = jnp.where(due, found, self.histogram)
+        self._histogram.assign(found)
+        unscaled = [
+            (None if grad is None else grad / scale.astype(grad.dtype), var) for grad, var in pairs
+        ]
+        done = super().apply_gradients(unscaled, global_step, name)
+        self._counter.assign(number + 1)
+        run_if(due, self._look_again)
+        return done
+
+    def _counted(self, grads: list[Any]) -> Any:
+        """How many are small and how many large, over all replicas."""
+        large = sum(
+            (jnp.sum(~(jnp.abs(g) <= self.histogram_bin_edge)) for g in grads), jnp.int32(0)
+        )
+        total = sum(g.size for g in grads)
+        counts = jnp.stack([total - large, large]).astype(jnp.float32)
+        return cross_replica_sum(counts)
+
+    def _mixed(self, counts: Any) -> Any:
+        return self.lpf_alpha * self.histogram + (1 - self.lpf_alpha) * counts
+
+    def _look_again(self) -> None:
+        scale, counts = self.loss_scaling_factor, self.histogram
+        ratio = counts[1] / jnp.maximum(jnp.sum(counts), 1)
+        wanted = jnp.where(
+            ratio > self.ratio_threshold, scale / self.increase_factor, scale * self.increase_factor
+        )
+        taken = jnp.isfinite(wanted) & (wanted < self.max_loss_scaling_factor) & (wanted >= 1)
+        self._before.assign(jnp.where(taken, scale, self.previous_loss_scaling_factor))
+        self._scale.assign(jnp.where(taken, wanted, scale))
+        self._histogram.assign(jnp.zeros(2, jnp.float32))
+        self._counter.assign(0)
+
+
+class ALSGradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
+    """`GradientAccumulationOptimizerV2` around an `ALSOptimizer`."""
+
+    def __init__(
+        self,
+        als_optimizer: ALSOptimizer,
+        num_mini_batches: int,
+        offload_weight_update_variables: bool | None = None,
+        replicated_optimizer_state_sharding: bool = False,
+        dtype: Any = None,
+        reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        name: str = "ALSGradientAccumulationOptimizer",
+    ) -> None:
+        if not isinstance(als_optimizer, ALSOptimizer):
+            raise IPUValueError(
+                f"als_optimizer must be an ALSOptimizer. Received: {type(als_optimizer).__name__}."
+            )
+        super().__init__(
+            als_optimizer,
+            num_mini_batches,
+            offload_weight_update_variables,
+            replicated_optimizer_state_sharding,
+            dtype,
+            reduction_method,
+            name,
+        )
+
+
+__getattr__, __dir__ = missing_from(__name__)

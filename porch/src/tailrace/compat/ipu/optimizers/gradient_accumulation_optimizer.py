@@ -1,0 +1,210 @@
+"""One update for the gradients of several mini-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError
+from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
+from tailrace.compat.ipu.graph.operations import Operation
+from tailrace.compat.ipu.graph.state import inside, kept, prepared, run_if
+from tailrace.compat.ipu.graph.variables import Variable
+from tailrace.compat.ipu.optimizers.cross_replica_optimizer import CrossReplicaOptimizer
+from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
+from tailrace.compat.originals.missing import missing_from
+from tailrace.jaxprs.marks import Tag, mark
+from tailrace.messages import note_once
+from tailrace.program.step.accumulation import Accumulation
+
+_Method = GradientAccumulationReductionMethod
+
+
+class GradientAccumulationOptimizerV2(IpuOptimizer):
+    """Applies the inner optimizer once for every `num_mini_batches` passes of a loop.
+
+    Args:
+        opt: the optimizer; this one must be the outermost.
+        num_mini_batches: how many gradients make an update. The loop around, `loops.repeat`, has a
+            multiple of so many passes.
+        offload_weight_update_variables: where the optimizer's state lay there; without effect.
+        replicated_optimizer_state_sharding: whether replicas shared that state; without effect.
+        dtype: of the accumulators: None for that of the variable, a dtype, or a function of the
+            variable. The inner optimizer gets gradients of that dtype.
+        reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
+        name: what it is called.
+    """
+
+    is_outermost = True
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        offload_weight_update_variables: bool | None = None,
+        replicated_optimizer_state_sharding: bool = False,
+        dtype: Any = None,
+        reduction_method: Any = _Method.SUM,
+        name: str = "GradientAccumulationOptimizerV2",
+    ) -> None:
+        super().__init__(opt, name)
+        if isinstance(num_mini_batches, jax.Array):
+            raise FailedPreconditionError(
+                "Can't have runtime num mini batches for resource update. Give an integer."
+            )
+        if num_mini_batches < 1:
+            raise IPUValueError("num_mini_batches must be a positive number.")
+        check_sharding(offload_weight_update_variables, replicated_optimizer_state_sharding)
+        method = _Method.parse_reduction_method(reduction_method)
+        self._count = num_mini_batches
+        self._accumulation = Accumulation(num_mini_batches, dtype, method.reduction)
+        self._made = kept()
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Operation:
+        """Add to the accumulators; in every `num_mini_batches`-th pass, apply them."""
+        self._check_loop()
+        pairs = list(grads_and_vars)
+        given = [(grad, var) for grad, var in pairs if grad is not None]
+        counter, accumulators, _ = self._accumulators([var for _, var in given])
+        number = counter.value()
+        total = self._accumulation.add(
+            [accumulator.value() for accumulator in accumulators],
+            [grad for grad, _ in given],
+            number,
+        )
+        for accumulator, value in zip(accumulators, total, strict=True):
+            accumulator.assign(value)
+
+        def apply() -> None:
+            applied = list(zip(total, [var for _, var in given], strict=True))
+            missing = [(None, var) for grad, var in pairs if grad is None]
+            super(GradientAccumulationOptimizerV2, self).apply_gradients([*applied, *missing])
+            for accumulator in accumulators:
+                accumulator.assign(jnp.zeros_like(accumulator.value()))
+
+        if self._count == 1:
+            apply()
+        else:
+            run_if(number == self._count - 1, apply)
+        for accumulator in accumulators:
+            # Each replica has its own between updates; when the loop ends, they are empty.
+            accumulator.assign(mark(accumulator.value(), Tag("equal at the end")))
+        counter.assign((number + 1) % self._count)
+        return Operation(name or self.get_name())
+
+    def _accumulators(self, variables: list[Any]) -> tuple[Variable, list[Variable], Any]:
+        def make() -> Any:
+            zeros = [
+                jnp.zeros(var.shape, self._accumulation.dtype_of(_Described(var)))
+                for var in variables
+            ]
+            made = [Variable(zero, trainable=False, name="accumulator") for zero in zeros]
+            return Variable(jnp.int32(0), False, "mini-batches"), made, variables
+
+        return prepared(self._made, tuple(map(id, variables)), make)
+
+    def _check_loop(self) -> None:
+        length = inside(self.get_name()).loop
+        what = (
+            f"Detected a gradient accumulation operation with {self._count} number of mini batches"
+        )
+        if length is None:
+            raise FailedPreconditionError(
+                "Detected a gradient accumulation operation which is not inside a training loop. Put "
+                "it in the body of loops.repeat."
+            )
+        if length < 0:
+            raise FailedPreconditionError(
+                f"{what} from an unexpected callsite: a loop whose length only the running program "
+                f"knows. Use loops.repeat with an integer."
+            )
+        if length % self._count:
+            raise FailedPreconditionError(
+                f"{what} inside a loop with {length} iterations. Use a multiple of {self._count}."
+            )
+
+
+class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
+    """The older one: always the sum.
+
+    In the original it was right for plain and momentum descent only (`verify_usage` checked that);
+    here the inner optimizer runs once an update, whatever it is.
+    """
+
+    is_outermost = False
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        verify_usage: bool = True,
+        name: str = "GradientAccumulationOptimizer",
+    ) -> None:
+        super().__init__(opt, num_mini_batches, name=name)
+        self.verify_usage = verify_usage
+
+
+class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2):
+    """`GradientAccumulationOptimizerV2`, with one mean over replicas for each update."""
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        offload_weight_update_variables: bool | None = None,
+        replicated_optimizer_state_sharding: bool = False,
+        dtype: Any = None,
+        reduction_method: Any = _Method.SUM,
+        name: str = "CrossReplicaGradientAccumulationOptimizerV2",
+    ) -> None:
+        super().__init__(
+            CrossReplicaOptimizer(opt),
+            num_mini_batches,
+            offload_weight_update_variables,
+            replicated_optimizer_state_sharding,
+            dtype,
+            reduction_method,
+            name,
+        )
+
+
+class CrossReplicaGradientAccumulationOptimizer(GradientAccumulationOptimizer):
+    """`GradientAccumulationOptimizer`, with one mean over replicas for each update."""
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        verify_usage: bool = True,
+        name: str = "CrossReplicaGradientAccumulationOptimizer",
+    ) -> None:
+        super().__init__(CrossReplicaOptimizer(opt), num_mini_batches, verify_usage, name)
+
+
+def check_sharding(offload: bool | None, sharding: bool, *, honoured: bool = False) -> None:
+    """The rule of the two options about where an optimizer's state lies, and what becomes of them."""
+    if sharding and offload is False:
+        raise IPUValueError(
+            "To use replicated_optimizer_state_sharding, optimizer state must be offloaded by using "
+            "offload_weight_update_variables."
+        )
+    if (offload or sharding) and not honoured:
+        note_once(
+            "offload_weight_update_variables and replicated_optimizer_state_sharding say where the "
+            "optimizer's state lies; it stays on the device here, and no result changes."
+        )
+
+
+class _Described:
+    """A variable as a function that chooses a dtype sees it."""
+
+    def __init__(self, variable: Any) -> None:
+        self.name, self.shape = getattr(variable, "name", ""), tuple(variable.shape)
+        self.dtype = jnp.dtype(variable.dtype)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,64 @@
+"""An optimizer around another one, which may be optax's, Keras' or in the manner of the original."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.compat.ipu.errors import FailedPreconditionError
+from tailrace.compat.ipu.graph.update import Optimizer, as_optimizer
+from tailrace.compat.originals.missing import missing_from
+
+
+class IpuOptimizer(Optimizer):
+    """An optimizer around another one, to which it forwards everything.
+
+    Args:
+        opt: the optimizer it stands around.
+        name: what it is called.
+    """
+
+    def __init__(self, opt: Any, name: str | None = None) -> None:
+        super().__init__(name)
+        self._opt = as_optimizer(opt)
+        self.wrapped = opt
+        if getattr(self._opt, "is_outermost", False):
+            raise FailedPreconditionError(
+                f"{self.get_name()} stands around a GradientAccumulationOptimizerV2: it must not be "
+                f"wrapped by any other optimizer. Put the accumulation outermost."
+            )
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer it stands around, in the manner of the original."""
+        return self._opt
+
+    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
+        """The gradients that the inner optimizer computes."""
+        inner = getattr(self._opt, "compute_gradients", None)
+        if inner is None:
+            return super().compute_gradients(loss, var_list, **kwargs)
+        return inner(loss, var_list=var_list, **kwargs)
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """What the inner optimizer does with them."""
+        del global_step, name  # `minimize` counts, once
+        return self._opt.apply_gradients(list(grads_and_vars))
+
+    def variables(self) -> list[Any]:
+        """The variables of the inner optimizer."""
+        if isinstance(self._opt, Optimizer):
+            return self._opt.variables()
+        return list(getattr(self._opt, "variables", ()))
+
+    def get_slot_names(self) -> list[str]:
+        """Those of the inner optimizer."""
+        return self._opt.get_slot_names()
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """That of the inner optimizer."""
+        return self._opt.get_slot(var, name)
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,45 @@
+"""Gradients changed by a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.state import value_of
+from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
+from tailrace.compat.originals.missing import missing_from
+
+
+class MapGradientOptimizer(IpuOptimizer):
+    """Maps each gradient when it is computed: of every mini-batch, before accumulation.
+
+    Args:
+        wrapped_optimizer: the optimizer it stands around.
+        gradient_mapping_function: called as `fn(gradient, value of the variable)`.
+        name: what it is called.
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        gradient_mapping_function: Callable[[Any, Any], Any],
+        name: str = "MapGradientOptimizer",
+    ) -> None:
+        super().__init__(wrapped_optimizer, name)
+        if not callable(gradient_mapping_function):
+            raise IPUValueError(
+                f"gradient_mapping_function must be a callable of gradient and variable. Received: "
+                f"{gradient_mapping_function!r}."
+            )
+        self.gradient_mapping_function = gradient_mapping_function
+
+    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
+        """The inner optimizer's gradients, mapped."""
+        return [
+            (grad if grad is None else self.gradient_mapping_function(grad, value_of(var)), var)
+            for grad, var in super().compute_gradients(loss, var_list, **kwargs)
+        ]
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,123 @@
+"""`ipu_scope`: which of the logical devices what is made inside runs on."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.originals.missing import missing_from
+from tailrace.messages import note_once
+
+_ordinal: contextvars.ContextVar[int] = contextvars.ContextVar("ipu_device", default=0)
+_DEVICE = re.compile(r"/?(?:device:)?IPU:(\d+)", re.IGNORECASE)
+
+
+def ordinal_of(device: Any) -> int:
+    """The number of a logical device, from `"/device:IPU:0"` or the number itself."""
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    if match is None:
+        raise IPUValueError(
+            f'A device is named "/device:IPU:0", with the number of the logical device. '
+            f"Received: {device!r}."
+        )
+    return int(match[1])
+
+
+def current_ordinal() -> int:
+    """The logical device of the scope around; 0 outside of all."""
+    return _ordinal.get()
+
+
+@contextlib.contextmanager
+def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
+    """Programs compiled inside run on this logical device.
+
+    >>> with ipu_scope("/device:IPU:0"):
+    ...     current_ordinal()
+    0
+    """
+    token = _ordinal.set(ordinal_of(device))
+    try:
+        yield
+    finally:
+        _ordinal.reset(token)
+
+
+@contextlib.contextmanager
+def ipu_shard(index: Any) -> Iterator[None]:
+    """One copy of the program takes the devices up to this one, as there; the compiler places.
+
+    Args:
+        index: the number of a device within a copy of the program, or a list of numbers.
+    """
+    from tailrace.compat.ipu.config import shards_of
+
+    numbers = list(index) if isinstance(index, list | tuple) else [index]
+    if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+        raise IPUValueError(
+            f"ipu_shard takes the number of a device, or a list. Received: {index!r}."
+        )
+    scope = current()
+    if scope is not None and scope.looking:
+        scope.found.shards = max(scope.found.shards, shards_of(max(numbers)))
+    note_once(
+        "ipu_shard spread the operations of a program over several chips. Here a copy of the program "
+        "reserves as many devices, so that the number of replicas is the same, and computes on the "
+        "first of them. To use all of them, cut the model into the stages of a pipeline."
+    )
+    yield
+
+
+@contextlib.contextmanager
+def ipu_jit_scope(ipu_scope: str) -> Iterator[None]:
+    """Without effect: what is compiled together is what is given to `ipu_compiler.compile`."""
+    note_once(f"ipu_jit_scope({ipu_scope!r}) has no effect: a compiled function is one program.")
+    yield
+
+
+@contextlib.contextmanager
+def outside_compilation_scope(name: str = "outside") -> Iterator[None]:
+    """What is computed inside is computed with the rest, on the device, with the same results."""
+    note_once(
+        f"outside_compilation_scope({name!r}) put operations on the host. They are part of the "
+        f"program here; for code that must run on the host, use jax.pure_callback."
+    )
+    yield
+
+
+@contextlib.contextmanager
+def frontend_attribute(
+    attribute_name: str, attribute_value: str, restore_to: str | None = None
+) -> Iterator[None]:
+    """Without effect: an attribute of operations, for the original's compiler."""
+    del attribute_value, restore_to
+    note_once(f"frontend_attribute({attribute_name!r}) is for the original's compiler.")
+    yield
+
+
+@contextlib.contextmanager
+def stochastic_rounding(override: bool) -> Iterator[None]:
+    """Without effect: numbers are rounded to the nearest."""
+    note_once(
+        f"stochastic_rounding({override}) is about the original chip and changes nothing here."
+    )
+    yield
+
+
+@contextlib.contextmanager
+def partials_type(override_type: Any) -> Iterator[None]:
+    """Without effect: products are added up in float32."""
+    note_once(
+        f"partials_type({override_type}) is about the original chip and changes nothing here."
+    )
+    yield
+
+
+__getattr__, __dir__ = missing_from(__name__)

@@ -1,0 +1,19 @@
+"""`popdist.tensorflow`: the configuration of this process's devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.compat import popdist
+
+
+def set_ipu_config(config: Any, ipus_per_replica: int = 1, configure_device: bool = True) -> None:
+    """Let a configuration take the devices of this process's replicas.
+
+    Args:
+        config: an `IPUConfig`.
+        ipus_per_replica: how many devices a replica has.
+        configure_device: whether to choose devices; False changes nothing.
+    """
+    if configure_device:
+        config.auto_select_ipus = popdist.getNumLocalReplicas() * ipus_per_replica

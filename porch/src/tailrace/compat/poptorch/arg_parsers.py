@@ -1,0 +1,43 @@
+"""Arguments of classes of the user's own: how they are taken apart and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tailrace.errors import OptionError
+from tailrace.torch.calls.containers import register_container
+
+
+class ICustomArgParser:
+    """The interface of a parser: a class derived from it says how a struct is taken apart."""
+
+    def yieldTensors(self, struct: Any) -> Iterator[Any]:
+        """The tensors in a struct, always in the same order."""
+        raise NotImplementedError("A parser has a method yieldTensors(struct)")
+
+    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[Any]) -> Any:
+        """A struct like the original with these tensors in it."""
+        raise NotImplementedError("A parser has a method reconstruct(original, tensors)")
+
+
+class _Renamed:
+    """A parser of the original's, by the names of the native front end."""
+
+    def __init__(self, parser: Any) -> None:
+        self.reconstruct = parser.reconstruct
+        self.yield_tensors = getattr(parser, "yieldTensors", None) or parser.yield_tensors
+
+
+def registerCustomArgParser(arg_type: type, arg_parser: Any) -> None:
+    """Say how objects of a class of your own are taken apart; None forgets it."""
+    if arg_parser is None:
+        return register_container(arg_type, None)
+    if not hasattr(arg_parser, "reconstruct") or not (
+        hasattr(arg_parser, "yieldTensors") or hasattr(arg_parser, "yield_tensors")
+    ):
+        raise OptionError(
+            f"A parser is an object derived from poptorch.ICustomArgParser, with the methods "
+            f"yieldTensors(struct) and reconstruct(original, tensors). Received: {arg_parser!r}"
+        )
+    return register_container(arg_type, _Renamed(arg_parser))

@@ -1,0 +1,146 @@
+"""`poptorch.DataLoader` and `AsynchronousDataAccessor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tailrace.compat.poptorch.enums import DataLoaderMode, SharingStrategy
+from tailrace.compat.poptorch.options import Options
+from tailrace.compat.poptorch.process_shares import share_of
+from tailrace.errors import OptionError
+from tailrace.torch.calls.loader import Ahead
+from tailrace.torch.calls.loader import DataLoader as NativeLoader
+from tailrace.torch.errors import UsageError
+
+_MODES = {
+    DataLoaderMode.Sync: "sync",
+    DataLoaderMode.Async: "async",
+    DataLoaderMode.AsyncRebatched: "async_rebatched",
+}
+
+
+class DataLoader(NativeLoader):
+    """PyTorch's loader, whose batches hold all rows of one call of a model.
+
+    Args:
+        options: the options of the model; they are frozen.
+        dataset: any PyTorch dataset.
+        batch_size: rows of one microbatch.
+        shuffle: as in PyTorch.
+        num_workers: as in PyTorch.
+        drop_last: leave out rows at the end that do not fill a call.
+        persistent_workers: as in PyTorch.
+        auto_distributed_partitioning: with several processes (`options.Distributed`), give each its
+            rows.
+        mode: a `DataLoaderMode`.
+        async_options: {"buffer_size": 3}.
+        rebatched_worker_size: rows that a worker delivers at a time, when rebatching.
+        batch_sampler: as in PyTorch.
+        **dataloader_kwargs: everything else that PyTorch's loader takes.
+    """
+
+    options: Options
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        persistent_workers: bool | None = None,
+        auto_distributed_partitioning: bool = True,
+        mode: DataLoaderMode = DataLoaderMode.Sync,
+        async_options: dict[str, Any] | None = None,
+        rebatched_worker_size: int | None = None,
+        batch_sampler: Any = None,
+        **dataloader_kwargs: Any,
+    ) -> None:
+        if not isinstance(options, Options):
+            raise OptionError(
+                f"Invalid type: 'options' is of type {type(options).__name__} (Expected "
+                f"poptorch.Options)"
+            )
+        if not isinstance(mode, DataLoaderMode):
+            raise UsageError(f"Expected a poptorch.DataLoaderMode, got {mode!r}")
+        native = options.native()
+        if auto_distributed_partitioning:
+            chosen = {"shuffle": shuffle, "drop_last": drop_last, "batch_sampler": batch_sampler}
+            whole = (batch_size or 1) * native.pieces
+            share = share_of(options, dataset, batch_size, whole, chosen | dataloader_kwargs)
+            if share is not None:
+                dataloader_kwargs["sampler"], shuffle = share, None
+        super().__init__(
+            native,
+            dataset,
+            batch_size,
+            shuffle,
+            num_workers,
+            drop_last,
+            persistent_workers,
+            _MODES[mode],
+            async_options,
+            rebatched_worker_size,
+            batch_sampler,
+            **dataloader_kwargs,
+        )
+        options.freeze()
+        self.options = options
+
+    @property
+    def combinedBatchSize(self) -> int | None:
+        """How many rows a batch has."""
+        return self.combined_batch_size
+
+
+class AsynchronousDataAccessor:
+    """Reads a dataset or a loader ahead, in a thread.
+
+    Elements are fresh tensors, unlike in the original, whose next element overwrites the last.
+
+    Args:
+        dataset: a dataset or a loader.
+        buffer_size: how many elements are read ahead.
+        miss_sleep_time_in_ms: accepted; nothing polls here.
+        load_indefinitely: accepted; an iterator reads what it is asked for.
+        early_preload: accepted.
+        sharing_strategy: accepted; there is no second process.
+        rebatched_size: use `DataLoader(mode=DataLoaderMode.AsyncRebatched)`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        buffer_size: int = 3,
+        miss_sleep_time_in_ms: float = 0.1,
+        load_indefinitely: bool = True,
+        early_preload: bool = False,
+        sharing_strategy: SharingStrategy = SharingStrategy.ForkServer,
+        rebatched_size: int | None = None,
+    ) -> None:
+        if rebatched_size is not None:
+            raise OptionError(
+                "Rebatching is a mode of the loader: poptorch.DataLoader(..., "
+                "mode=poptorch.DataLoaderMode.AsyncRebatched)."
+            )
+        self._dataset, self._size = dataset, buffer_size
+        self._running: list[Ahead] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        source = self._dataset
+        if not hasattr(source, "__iter__"):
+            source = (self._dataset[index] for index in range(len(self._dataset)))
+        ahead = Ahead(source, self._size)
+        self._running.append(ahead)
+        return iter(ahead)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def terminate(self) -> None:
+        """Stop reading."""
+        for ahead in self._running:
+            ahead.stop()
+        self._running.clear()

@@ -1,0 +1,100 @@
+"""Where tensors live: settings of that chip, of which one means something here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.compat.poptorch.containers import OptionsDict, noted
+from tailrace.torch.errors import UsageError
+
+
+class TensorLocationSettings(OptionsDict):
+    """Where a kind of tensor lives; setters can be chained."""
+
+    def __init__(self) -> None:
+        super().__init__(settings={})
+
+    def _put(self, **values: Any) -> TensorLocationSettings:
+        self._check_not_frozen()
+        self._values["settings"].update(values)
+        return self
+
+    def useOnChipStorage(self, use_on_chip_storage: bool | None) -> TensorLocationSettings:
+        """Whether on the device (True) or in the host's memory (False)."""
+        _typed("useOnChipStorage", use_on_chip_storage, bool, optional=True)
+        return self._put(onChip=None if use_on_chip_storage is None else int(use_on_chip_storage))
+
+    def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
+        """Smaller tensors stay on the device."""
+        return self._put(minElementsForOffChip=_typed("minElementsForOffChip", min_elements, int))
+
+    def useReplicatedTensorSharding(self, use_rts: bool = True) -> TensorLocationSettings:
+        """Whether replicas share out the tensors."""
+        return self._put(useReplicatedTensorSharding=int(_typed("useRTS", use_rts, bool)))
+
+    def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
+        """Smaller tensors are not shared out."""
+        value = _typed("minElementsForReplicatedTensorSharding", min_elements, int)
+        return self._put(minElementsForReplicatedTensorSharding=value)
+
+    def useIOTilesToLoad(self, use_io_tiles: bool = True) -> TensorLocationSettings:
+        """About that chip."""
+        return self._put(useIOTilesToLoad=int(_typed("useIOTilesToLoad", use_io_tiles, bool)))
+
+    def useIOTilesToStore(self, use_io_tiles: bool = True) -> TensorLocationSettings:
+        """About that chip."""
+        return self._put(useIOTilesToStore=int(_typed("useIOTilesToStore", use_io_tiles, bool)))
+
+
+class TensorLocationOptions(OptionsDict):
+    """`opts.TensorLocations`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            location_activation={},
+            location_weight={},
+            location_optimizer={},
+            location_accumulator={},
+        )
+
+    def _locate(self, kind: str, location: Any) -> TensorLocationOptions:
+        if not isinstance(location, TensorLocationSettings):
+            raise UsageError(
+                f"A location is a poptorch.TensorLocationSettings. Received: {type(location).__name__}"
+            )
+        self.set(**{f"location_{kind}": dict(location.settings)})
+        return self
+
+    def setActivationLocation(self, location: Any) -> TensorLocationOptions:
+        """Where activations live: always on the device here."""
+        noted("setActivationLocation")
+        return self._locate("activation", location)
+
+    def setWeightLocation(self, location: Any) -> TensorLocationOptions:
+        """Where weights live: always on the device here."""
+        noted("setWeightLocation")
+        return self._locate("weight", location)
+
+    def setOptimizerLocation(self, location: Any) -> TensorLocationOptions:
+        """Where optimizer state lives; `useOnChipStorage(False)` keeps it in the host's memory."""
+        return self._locate("optimizer", location)
+
+    def setAccumulatorLocation(self, location: Any) -> TensorLocationOptions:
+        """Where accumulators live: always on the device here."""
+        noted("setAccumulatorLocation")
+        return self._locate("accumulator", location)
+
+    def numIOTiles(self, num_tiles: int) -> TensorLocationOptions:
+        """About that chip."""
+        if not isinstance(num_tiles, int) or num_tiles % 2 or not 32 <= num_tiles <= 192:
+            raise UsageError("numIOTiles must be an even number between 32 and 192.")
+        noted("numIOTiles")
+        return self
+
+
+def _typed(name: str, value: Any, kind: type, optional: bool = False) -> Any:
+    if optional and value is None:
+        return value
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UsageError(f"{name} takes {kind.__name__}. Received: {value!r}")
+    return value

@@ -1,0 +1,163 @@
+"""The groups of `poptorch.Options`: `opts.Training`, `opts.Precision`, `opts.Distributed`, ..."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from tailrace.compat.poptorch import enums
+from tailrace.compat.poptorch.containers import OptionsDict, noted
+from tailrace.errors import OptionError
+from tailrace.messages import note_once
+from tailrace.torch.errors import UsageError
+
+
+class TrainingOptions(OptionsDict):
+    """`opts.Training`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            gradient_accumulation=1,
+            accumulation_and_replication_reduction_type=enums.ReductionType.Mean,
+            meanAccumulationAndReplicationReductionStrategy=enums.MeanReductionStrategy.Post,
+            automatic_loss_scaling=False,
+        )
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> TrainingOptions:
+        """How many microbatches make a step."""
+        return self.set(gradient_accumulation=gradient_accumulation)
+
+    def accumulationAndReplicationReductionType(self, reduction_type: Any) -> TrainingOptions:
+        """Whether gradients are averaged or summed."""
+        kinds = enums.ReductionType
+        if reduction_type not in (kinds.Mean, kinds.Sum):
+            raise OptionError(
+                "accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean "
+                f"or poptorch.ReductionType.Sum. Received: {reduction_type}"
+            )
+        return self.set(accumulation_and_replication_reduction_type=reduction_type)
+
+    def setMeanAccumulationAndReplicationReductionStrategy(self, strategy: Any) -> TrainingOptions:
+        """When a mean is divided: `Running` never holds more than one gradient's worth."""
+        if not isinstance(strategy, enums.MeanReductionStrategy):
+            raise OptionError(
+                f"The strategy is a poptorch.MeanReductionStrategy. Received: {strategy!r}"
+            )
+        return self.set(meanAccumulationAndReplicationReductionStrategy=strategy)
+
+    def setAutomaticLossScaling(self, enabled: bool) -> TrainingOptions:
+        """Let the scale of the loss follow the gradients, from the optimizer's loss_scaling on.
+
+        It is doubled after each step, up to 32768, and halved where gradients come close to the
+        largest number of their dtype. `finalLossScale` and `lossScaleUpdateFactor` can be anchored.
+        """
+        return self.set(automatic_loss_scaling=enabled)
+
+    def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
+        """About that chip."""
+        noted("setConvolutionDithering")
+        return self
+
+
+class PrecisionOptions(OptionsDict):
+    """`opts.Precision`."""
+
+    def __init__(self) -> None:
+        super().__init__(floating_point_exceptions=False, partials_type=None)
+
+    def enableFloatingPointExceptions(self, enabled: bool) -> PrecisionOptions:
+        """Stop with an error at the first NaN or Inf in the loss or a gradient."""
+        if not isinstance(enabled, bool):
+            raise UsageError(f"enableFloatingPointExceptions takes a bool. Received: {enabled!r}")
+        return self.set(floating_point_exceptions=enabled)
+
+    def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
+        """About that chip."""
+        noted("enableStochasticRounding")
+        return self
+
+    def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
+        """About that chip: sums are made in float32 here."""
+        if dtype not in (torch.float, torch.half):
+            raise OptionError(f"partials are torch.float or torch.half. Received: {dtype}")
+        noted("setPartialsType")
+        return self.set(partials_type=dtype)
+
+    def halfFloatCasting(self, *_: Any) -> PrecisionOptions:
+        """Deprecated in the original, without effect."""
+        note_once("halfFloatCasting is deprecated and has no effect.")
+        return self
+
+    def runningStatisticsAlwaysFloat(self, *_: Any) -> PrecisionOptions:
+        """Deprecated in the original, without effect."""
+        note_once("runningStatisticsAlwaysFloat is deprecated and has no effect.")
+        return self
+
+
+class DistributedOptions(OptionsDict):
+    """`opts.Distributed`: which process this is, of how many.
+
+    Loaders share out their dataset by it, and each process may run its own inference model. A training
+    model runs in one process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(process_id=0, num_processes=1)
+        self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+
+    @property
+    def processId(self) -> int:
+        """The number of this process."""
+        return self._values["process_id"]
+
+    @property
+    def numProcesses(self) -> int:
+        """How many there are."""
+        return self._values["num_processes"]
+
+    def disable(self) -> DistributedOptions:
+        """One process."""
+        return self.set(process_id=0, num_processes=1)
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> DistributedOptions:
+        """Say which process this is, from 0, of how many."""
+        if not 0 <= process_id < num_processes:
+            raise OptionError(
+                f"Processes are numbered from 0. Received: process {process_id} of {num_processes}."
+            )
+        return self.set(process_id=process_id, num_processes=num_processes)
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> DistributedOptions:
+        """Where the counts are read from."""
+        count = int(os.environ.get(var_num_processes, "1"))
+        return self.configureProcessId(int(os.environ.get(var_process_id, "0")), count)
+
+
+class JitOptions:
+    """`opts.Jit`: how the original traced; forward passes are traced in one way here."""
+
+    def traceModel(self, trace_model: bool) -> JitOptions:
+        """Without effect."""
+        noted("Jit.traceModel")
+        return self
+
+
+class PopartOptions:
+    """`opts._Popart`: settings of the original's compiler, accepted without effect."""
+
+    def set(self, key: str, value: Any) -> PopartOptions:
+        """A setting of a compiler that is not here."""
+        noted(f"_Popart.set({key!r})")
+        return self
+
+    def setEngineOptions(self, engine_options: dict[str, str]) -> PopartOptions:
+        """Settings of an engine that is not here."""
+        noted("_Popart.setEngineOptions")
+        return self
+
+    def setPatterns(self, patterns: dict[str, bool], level: int = 2) -> PopartOptions:
+        """Settings of a compiler that is not here."""
+        noted("_Popart.setPatterns")
+        return self

@@ -1,0 +1,373 @@
+"""`poptorch.Options`, with the original's setters."""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Any
+
+import torch
+
+from tailrace.compat.originals.missing import missing_from
+from tailrace.compat.poptorch import enums
+from tailrace.compat.poptorch.containers import OptionsDict, noted
+from tailrace.compat.poptorch.locations import TensorLocationOptions
+from tailrace.compat.poptorch.option_files import ConfigFileError as ConfigFileError
+from tailrace.compat.poptorch.option_files import (
+    calling,
+    named_setter,
+    read_line,
+    read_object,
+    read_text,
+)
+from tailrace.compat.poptorch.option_groups import (
+    DistributedOptions,
+    JitOptions,
+    PopartOptions,
+    PrecisionOptions,
+    TrainingOptions,
+)
+from tailrace.compat.poptorch.strategies import PipelinedExecution, _Strategy
+from tailrace.errors import OptionError
+from tailrace.messages import note_once
+from tailrace.torch.calls.options import ModelOptions
+from tailrace.torch.errors import CallError, UsageError
+
+
+class Options(OptionsDict):
+    """How a model runs; setters can be chained. A model or a loader that uses it freezes it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            device_iterations=1,
+            replication_factor=1,
+            input_group_size=1,
+            output_mode=enums.OutputMode.Default,
+            output_return_period=1,
+            anchored_tensors={},
+            execution_strategy=PipelinedExecution(),
+            random_seed=None,
+            broadcast_buffers=True,
+            model_name="",
+            updatable_named_buffers=[],
+            relax_optimizer_checks=False,
+            module_namescope_enabled=True,
+            log_cycle_count=False,
+            show_compilation_progress_bar=True,
+        )
+        for name, part in {
+            "Training": TrainingOptions(),
+            "Precision": PrecisionOptions(),
+            "TensorLocations": TensorLocationOptions(),
+            "Distributed": DistributedOptions(),
+            "Jit": JitOptions(),
+            "_Popart": PopartOptions(),
+        }.items():
+            object.__setattr__(self, name, part)
+        if defaults := os.environ.get("POPTORCH_DEFAULT_OPTIONS"):
+            self.from_json(defaults)
+        for variable in ("POPTORCH_CACHE_DIR", "POPTORCH_LOG_LEVEL", "POPTORCH_IPU_MODEL"):
+            if variable in os.environ:
+                noted(f"The environment variable {variable}")
+
+    Training: TrainingOptions
+    Precision: PrecisionOptions
+    TensorLocations: TensorLocationOptions
+    Distributed: DistributedOptions
+    Jit: JitOptions
+    _Popart: PopartOptions
+
+    # -- what counts here -----------------------------------------------------------------------
+
+    def deviceIterations(self, device_iterations: int) -> Options:
+        """How many steps, or batches, one call runs on the device."""
+        return self.set(device_iterations=device_iterations)
+
+    def replicationFactor(self, replication_factor: int) -> Options:
+        """How many copies run side by side."""
+        return self.set(replication_factor=replication_factor)
+
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: Any) -> Options:
+        """Replicas that get the same input: groups of one only."""
+        if input_group_type is enums.CommGroupType.NoGrouping:
+            return self.set(input_group_size=1)
+        if input_group_type is enums.CommGroupType.All:
+            raise OptionError("CommGroupType.All cannot be used for input groups.")
+        factor = self.replication_factor
+        if input_group_size > factor or factor % input_group_size:
+            raise OptionError(
+                f"The size of a group divides the replicas, {factor}. Received: {input_group_size}"
+            )
+        if input_group_size != 1:
+            raise OptionError(
+                f"Each replica has input of its own here. Received: groups of {input_group_size}. "
+                f"Repeat the rows in the input."
+            )
+        return self.set(input_group_size=1)
+
+    def outputMode(self, output_mode: Any, output_return_period: int | None = None) -> Options:
+        """Which outputs a call returns."""
+        _check_mode(output_mode, output_return_period)
+        self.set(output_mode=output_mode)
+        return self.set(output_return_period=output_return_period or 1)
+
+    def anchorMode(self, anchor_mode: Any, anchor_return_period: int | None = None) -> Options:
+        """An older name of `outputMode`."""
+        return self.outputMode(anchor_mode, anchor_return_period)
+
+    def defaultOutputMode(self) -> bool:
+        """Whether no mode was chosen."""
+        return self.output_mode is enums.OutputMode.Default
+
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: Any = None,
+        output_return_period: int | None = None,
+        *,
+        anchor_mode: Any = None,
+        anchor_return_period: int | None = None,
+    ) -> None:
+        """Return a tensor of the program after each call: `model.getAnchoredTensor(short_name)`.
+
+        `anchor_mode` and `anchor_return_period` are older names of the two last arguments.
+        """
+        if output_mode is not None and anchor_mode is not None:
+            raise CallError(
+                "anchorTensor got output_mode and anchor_mode, which are the same. Give one of them."
+            )
+        if output_return_period is not None and anchor_return_period is not None:
+            raise CallError(
+                "anchorTensor got output_return_period and anchor_return_period, which are the same. "
+                "Give one of them."
+            )
+        mode = anchor_mode if output_mode is None else output_mode
+        period = anchor_return_period if output_return_period is None else output_return_period
+        if mode is not None:
+            _check_mode(mode, 1 if period is None else period)
+        period = period if mode is enums.OutputMode.EveryN and period is not None else 1
+        # Not refused when frozen, as in the original; a model has its own copy.
+        self.anchored_tensors[short_name] = [long_name, mode is None, mode, period]
+
+    def setExecutionStrategy(self, strategy: Any) -> Options:
+        """How blocks run."""
+        if not isinstance(strategy, _Strategy):
+            raise UsageError(f"Unknown strategy {strategy!r}: use poptorch.PipelinedExecution, ...")
+        self._check_not_frozen()
+        self._values["execution_strategy"] = strategy
+        return self
+
+    def randomSeed(self, random_seed: int) -> Options:
+        """Where random numbers come from; PyTorch's own generator is seeded too."""
+        torch.manual_seed(random_seed)
+        return self.set(random_seed=random_seed)
+
+    def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
+        """Buffers that change are averaged over replicas here, once a step."""
+        return self.set(broadcast_buffers=broadcast_buffers)
+
+    def modelName(self, name: str) -> Options:
+        """What reports call the model."""
+        return self.set(model_name=name)
+
+    def updatableNamedBuffers(self, buffers: list[str]) -> Options:
+        """Buffers that `copyNamedBuffersToDevice` copies."""
+        return self.set(updatable_named_buffers=list(buffers))
+
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Options:
+        """Unexpected attributes of optimizers are never complained about here."""
+        return self.set(relax_optimizer_checks=relax)
+
+    def disableModuleNamescope(self) -> Options:
+        """Names of operations without the path of their module; they have it here all the same."""
+        noted("disableModuleNamescope")
+        return self.set(module_namescope_enabled=False)
+
+    def showCompilationProgressBar(self, show: bool = True) -> Options:
+        """There is no progress bar."""
+        return self.set(show_compilation_progress_bar=show)
+
+    def logCycleCount(self, log_cycle_count: bool) -> Options:
+        """Cycles of that chip: there are none to count."""
+        noted("logCycleCount")
+        return self.set(log_cycle_count=log_cycle_count)
+
+    # -- what only that chip had ----------------------------------------------------------------
+
+    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Options:
+        """About that chip."""
+        noted("autoRoundNumIPUs")
+        return self
+
+    def setAvailableMemoryProportion(
+        self, available_memory_proportion: dict[str, float]
+    ) -> Options:
+        """About that chip."""
+        for key in available_memory_proportion:
+            if not key.startswith("IPU"):
+                raise UsageError(
+                    f"Available memory proportion is given for 'IPU0', ... not {key!r}"
+                )
+        noted("setAvailableMemoryProportion")
+        return self
+
+    def enableSyntheticData(self, enabled: bool) -> Options:
+        """Without effect: the data that a model is given is used."""
+        if enabled:
+            note_once(
+                "enableSyntheticData has no effect: a model computes on the tensors that it is given. "
+                "For timings without a dataset, give it torch.randn tensors."
+            )
+        return self
+
+    def enableProfiling(self, profile_dir: str | None = None) -> Options:
+        """About that chip; see `tr.Trainer` and jax.profiler for what there is."""
+        noted("enableProfiling")
+        return self
+
+    def maxRepeatLogs(self, max_lines: int | None) -> Options:
+        """About the original's log."""
+        noted("maxRepeatLogs")
+        return self
+
+    def sourceLocationExcludes(self, excludes: list[str]) -> Options:
+        """About the original's log."""
+        noted("sourceLocationExcludes")
+        return self
+
+    def appendToLocationExcludes(self, *excludes: str) -> Options:
+        """About the original's log."""
+        noted("appendToLocationExcludes")
+        return self
+
+    def connectionType(self, connection_type: Any) -> Options:
+        """About that chip; `Never` is refused."""
+        if not isinstance(connection_type, enums.ConnectionType):
+            raise UsageError(f"Expected a poptorch.ConnectionType, got {connection_type!r}")
+        if connection_type is enums.ConnectionType.Never:
+            raise OptionError("There is no offline device: models run where they are compiled.")
+        noted("connectionType")
+        return self
+
+    def syncPattern(self, sync_pattern: Any) -> Options:
+        """About that chip."""
+        if not isinstance(sync_pattern, enums.SyncPattern):
+            raise UsageError(f"Expected a poptorch.SyncPattern, got {sync_pattern!r}")
+        noted("syncPattern")
+        return self
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def loadFromFile(self, filepath: Any) -> Options:
+        """Call setters from a file: one call a line, without `options.` in front, literals inside."""
+        lines = [line.strip() for line in read_text(filepath).splitlines()]
+        effective = [line for line in lines if line and not line.startswith("#")]
+        for number, line in enumerate(effective, 1):
+            read_line(self, line, number, filepath)
+        return self
+
+    def from_json(self, text: str) -> Options:
+        """Call setters from JSON: `{"Training.gradientAccumulation": 4}`."""
+        for name, value in read_object(text).items():
+            arguments = value if isinstance(value, list) else [value]
+            with calling(name):
+                named_setter(self, name)(*map(_enum_member, arguments))
+        return self
+
+    def toDict(self) -> dict[str, Any]:
+        """All values by name."""
+        if self.defaultOutputMode():
+            raise UsageError("An output mode must be picked before serialisation")
+        return dict(self._values)
+
+    # -- for the native front end ---------------------------------------------------------------
+
+    def native(self, training_model: bool = True) -> ModelOptions:
+        """The same options as `tt.ModelOptions`. With floating point exceptions, the outputs of a
+        model that does not train are looked at on the host."""
+        training, strategy = self.Training, self.execution_strategy
+        kinds, means = enums.ReductionType, enums.MeanReductionStrategy
+        reduction = "sum"
+        if training.accumulation_and_replication_reduction_type is kinds.Mean:
+            running = training.meanAccumulationAndReplicationReductionStrategy is means.Running
+            reduction = "running_mean" if running else "mean"
+        observe: list[Any] = []
+        if self.Precision.floating_point_exceptions and training_model:
+            from tailrace.taps.tap import stop_on_nonfinite
+
+            observe = [stop_on_nonfinite()]
+        location = self.TensorLocations.location_optimizer
+        every = self.output_mode is enums.OutputMode.EveryN
+        period = self.output_return_period if every else 1  # of other modes it is not looked at
+        return ModelOptions(
+            device_iterations=self.device_iterations,
+            accumulation=training.gradient_accumulation,
+            replicas=self.replication_factor,
+            output_mode=enums.MODES[self.output_mode],
+            output_return_period=period,
+            reduction=reduction,
+            offload_optimizer_state=location.get("onChip") == 0,
+            shard_optimizer_state=bool(location.get("useReplicatedTensorSharding")),
+            seed=self.random_seed,
+            execution=strategy.execution,
+            stages=strategy.staging(),
+            recompute="interleaved",
+            observe=observe,
+        )
+
+
+def _noting(name: str) -> Any:
+    def setter(self: Options, *_: Any, **__: Any) -> Options:
+        noted(name)
+        return self
+
+    setter.__name__ = name
+    setter.__doc__ = "About that chip: accepted, without effect."
+    return setter
+
+
+for _name in (
+    "useIpuModel",
+    "useIpuId",
+    "useOfflineIpuTarget",
+    "enableExecutableCaching",
+    "enableStableNorm",
+    "logDir",
+):
+    setattr(Options, _name, _noting(_name))
+
+
+def _check_mode(mode: Any, period: int | None) -> None:
+    if not isinstance(mode, enums.OutputMode):
+        raise UsageError(f"Expected a poptorch.OutputMode, got {mode!r}")
+    if mode is enums.OutputMode.EveryN and (not isinstance(period, int) or period < 1):
+        raise UsageError(
+            "EveryN anchor must have output_return_period set to valid positive integer"
+        )
+
+
+def _enum_member(value: Any) -> Any:
+    if isinstance(value, str) and "." in value:
+        kind, _, member = value.partition(".")
+        found = getattr(enums, kind, None)
+        if isinstance(found, enum.EnumMeta) and member in found.__members__:
+            return found[member]
+    return value
+
+
+_ELSEWHERE = (
+    "Attribute",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "Stage",
+    "TensorLocationSettings",
+)
+"""What the original had in this module, and has a file of its own here."""
+
+__getattr__, __dir__ = missing_from(
+    __name__, {name: f"tailrace.compat.poptorch:{name}" for name in _ELSEWHERE}
+)

@@ -1,0 +1,133 @@
+"""How blocks run: strategies, stages and phases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.compat.poptorch.containers import noted
+from tailrace.compat.poptorch.enums import AutoStage, Liveness
+from tailrace.torch.errors import UsageError
+from tailrace.torch.tracing.blocks import Staging
+
+
+class Stage:
+    """Blocks that run together."""
+
+    def __init__(self, *block_ids: str) -> None:
+        if not block_ids or not all(isinstance(name, str) for name in block_ids):
+            raise UsageError(f"A stage is made of names of blocks. Received: {block_ids!r}")
+        self.blocks = list(block_ids)
+        self.ipu_id: int | None = None
+
+    def ipu(self, ipu: int) -> Stage:
+        """Say which device it runs on."""
+        self.ipu_id = ipu
+        return self
+
+
+class Phase:
+    """Stages that run at the same time, in a phased execution."""
+
+    def __init__(self, *arg: Any) -> None:
+        self.stages = [_stage(one) for one in arg]
+
+    def ipus(self, *ipus: int) -> None:
+        """Say which devices they run on."""
+        if len(ipus) != len(self.stages):
+            raise UsageError(
+                f"A phase of {len(self.stages)} stages takes as many devices. Received: {len(ipus)}"
+            )
+        for stage, ipu in zip(self.stages, ipus, strict=True):
+            stage.ipu(ipu)
+
+    def stage(self, index: int) -> Stage:
+        """One of the stages."""
+        return self.stages[index]
+
+
+class _Strategy:
+    execution = "pipelined"
+
+    def __init__(self, *args: Any) -> None:
+        self._auto = AutoStage.SameAsIpu
+        self._stages: list[Stage] = []
+        if len(args) == 1 and isinstance(args[0], AutoStage):
+            self._auto = args[0]
+        else:
+            self._stages = [_stage(one) for one in args]
+        self.staging()
+
+    def stage(self, block_id: str) -> Stage:
+        """The stage that a block belongs to."""
+        for stage in self._stages:
+            if block_id in stage.blocks:
+                return stage
+        raise UsageError(f"Unknown Block {block_id!r}")
+
+    def staging(self) -> Staging:
+        """The same, for the native front end."""
+        if self._stages:
+            devices = {n: s.ipu_id for n, s in enumerate(self._stages) if s.ipu_id is not None}
+            return Staging([stage.blocks for stage in self._stages], devices)
+        return Staging("device" if self._auto is AutoStage.SameAsIpu else "increment")
+
+
+class PipelinedExecution(_Strategy):
+    """Stages overlap: while one works on a microbatch, the next works on the one before."""
+
+
+class ShardedExecution(_Strategy):
+    """One device at a time."""
+
+    execution = "sharded"
+
+
+class _Phased(_Strategy):
+    execution = "sharded"
+
+    def __init__(self, *phases: Any) -> None:
+        if not phases:
+            raise UsageError("At least one phase is required")
+        self.phases = [one if isinstance(one, Phase) else _phase(one) for one in phases]
+        noted(f"{type(self).__name__} keeps tensors off the chip between phases, which")
+        super().__init__(*(stage for phase in self.phases for stage in phase.stages))
+
+    def phase(self, index: int) -> Phase:
+        """One of the phases."""
+        return self.phases[index]
+
+    def useSeparateBackwardPhase(self, use: bool = True) -> _Phased:
+        """About that chip."""
+        return self
+
+
+class ParallelPhasedExecution(_Phased):
+    """Phases on that chip; here its stages run one device at a time, with the same results."""
+
+    def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
+        """About that chip."""
+        return self
+
+
+class SerialPhasedExecution(_Phased):
+    """Phases on that chip; here its stages run one device at a time, with the same results."""
+
+    def setTensorsLiveness(self, liveness: Liveness) -> SerialPhasedExecution:
+        """About that chip."""
+        if not isinstance(liveness, Liveness):
+            raise UsageError(f"liveness is a poptorch.Liveness. Received: {liveness!r}")
+        return self
+
+
+def _stage(value: Any) -> Stage:
+    if isinstance(value, Stage):
+        return value
+    return Stage(value) if isinstance(value, str) else Stage(*value)
+
+
+def _phase(value: Any) -> Phase:
+    if isinstance(value, str | Stage):
+        return Phase(value)
+    return (
+        Phase(*value) if any(not isinstance(v, str) for v in value) else Phase(*map(Stage, value))
+    )

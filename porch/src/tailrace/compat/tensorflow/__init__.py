@@ -1,0 +1,185 @@
+"""TensorFlow's words for programs of the device: `from tailrace.compat import tensorflow as tf`.
+
+It stands where programs import `tensorflow`. Operations are Keras' and JAX's; tensors are JAX's arrays;
+variables, models and layers are Keras'. What is done on the host (datasets, files, images, summaries)
+is TensorFlow's own, where it is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+from tailrace.compat.originals.missing import RefusedName as _RefusedName
+from tailrace.compat.tensorflow import namespaces as _namespaces
+from tailrace.compat.tensorflow import structures as _structures
+from tailrace.compat.tensorflow.control import autograph as _autograph
+from tailrace.compat.tensorflow.dtypes import DTYPES, OTHER_NAMES, DType, as_dtype
+from tailrace.compat.tensorflow.function import function
+from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
+from tailrace.compat.tensorflow.operations import (  # each fills the table
+    control_flow as _control_flow,
+)
+from tailrace.compat.tensorflow.operations import elementwise as _elementwise  # noqa: F401
+from tailrace.compat.tensorflow.operations import matrices as _matrices  # noqa: F401
+from tailrace.compat.tensorflow.operations import neural as _neural  # noqa: F401
+from tailrace.compat.tensorflow.operations import random_numbers as _random_numbers
+from tailrace.compat.tensorflow.operations import reductions as _reductions  # noqa: F401
+from tailrace.compat.tensorflow.operations import shapes as _shapes  # noqa: F401
+from tailrace.compat.tensorflow.structures import TensorShape, TensorSpec
+from tailrace.compat.tensorflow.tape import GradientTape
+from tailrace.compat.tensorflow.variables import Module, Variable
+from tailrace.jaxprs.internals import Tracer as _Tracer
+
+_namespaces.find_modules()
+
+__version__ = "2.6.3"  # the last that the originals were made for
+
+newaxis = None
+Tensor = jax.Array
+UnconnectedGradients = _Namespace("UnconnectedGradients", {"NONE": "none", "ZERO": "zero"})
+
+
+def device(device_name: Any) -> Any:
+    """Without effect: programs run on the devices that are configured, the rest on the host."""
+    del device_name
+    return contextlib.nullcontext()
+
+
+def name_scope(name: str) -> Any:
+    """What is computed inside has this name in records and profiles."""
+    return jax.named_scope(name)
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether a value is an array or a variable."""
+    from keras import KerasTensor
+
+    return isinstance(x, jax.Array | Variable | KerasTensor)
+
+
+def executing_eagerly() -> bool:
+    """Whether operations run as they are written: outside of programs."""
+    from tailrace.compat.ipu.graph.state import current
+
+    return current() is None
+
+
+def get_static_value(tensor: Any, partial: bool = False) -> Any:
+    """The value of a tensor, or None if it is known only when the program runs."""
+    del partial
+    return None if isinstance(tensor, _Tracer) else np.asarray(tensor)
+
+
+_NEST = {
+    name: getattr(_structures, name)
+    for name in (
+        "assert_same_structure",
+        "flatten",
+        "is_nested",
+        "map_structure",
+        "pack_sequence_as",
+    )
+}
+
+
+def _keras() -> Any:
+    import tailrace.compat.tensorflow.keras as keras
+
+    return keras
+
+
+def _v1() -> Any:
+    import tailrace.compat.tensorflow.compat.v1 as v1
+
+    return v1
+
+
+_NAMES: dict[str, Any] = {
+    **DTYPES,
+    **{other: DTYPES[name] for other, name in OTHER_NAMES.items()},
+    "dtypes": _Namespace("dtypes", {**DTYPES, "DType": DType, "as_dtype": as_dtype}),
+    "nest": _Namespace("nest", _NEST),
+    "autograph": _Namespace(
+        "autograph",
+        {
+            "experimental": _Namespace(
+                "autograph.experimental",
+                {
+                    "do_not_convert": _autograph.do_not_convert,
+                    "set_loop_options": lambda *_, **__: None,
+                },
+            ),
+            "set_verbosity": lambda *_, **__: None,
+        },
+    ),
+    "control_dependencies": _control_flow.control_dependencies,
+    "random": _Namespace("random", {"set_seed": _random_numbers.set_seed}),
+}
+
+
+def _python() -> Any:
+    import tailrace.compat.tensorflow.python as python
+
+    return python
+
+
+def _compat() -> Any:
+    import tailrace.compat.tensorflow.compat.v1
+
+    return tailrace.compat.tensorflow.compat
+
+
+def _estimator() -> Any:
+    raise _RefusedName(
+        "tf.estimator is not available: TensorFlow has removed estimators. Use a Keras model in an "
+        "IPUStrategy, or pipelining_ops.pipeline."
+    )
+
+
+_LATE = {
+    "keras": _keras,
+    "compat": _compat,
+    "python": _python,
+    "optimizers": lambda: _keras().optimizers,
+    "losses": lambda: _keras().losses,
+    "metrics": lambda: _keras().metrics,
+    "initializers": lambda: _keras().initializers,
+    "train": lambda: _v1().train,
+    "estimator": _estimator,
+    "Session": lambda: _v1().Session,
+    "placeholder": lambda: _v1().placeholder,
+    "get_variable": lambda: _v1().get_variable,
+    "variable_scope": lambda: _v1().variable_scope,
+    "global_variables_initializer": lambda: _v1().global_variables_initializer,
+    "Graph": lambda: _v1().Graph,
+}
+
+
+__all__ = [  # the rest is looked up
+    "DType",
+    "GradientTape",
+    "Module",
+    "TensorShape",
+    "TensorSpec",
+    "Variable",
+    "as_dtype",
+    "device",
+    "function",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _namespaces.look_up("", name, _NAMES, _LATE, on_host=False)
+
+
+def __dir__() -> list[str]:
+    here = {name for name in vars(sys.modules[__name__]) if not name.startswith("_")}
+    return sorted({*here, *_NAMES, *_LATE, *_namespaces.names_under("")})

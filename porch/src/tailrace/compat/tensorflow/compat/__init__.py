@@ -1,0 +1,1 @@
+"""`tensorflow.compat`: the words of TensorFlow 1."""

@@ -1,0 +1,222 @@
+"""The one file that knows `diastatic-malt`, AutoGraph without TensorFlow.
+
+It rewrites the source of a function: each `for`, `while`, `if`, `and`, `or`, `not` and each call
+becomes a call of an operator that is given to it. Ours look at the values: those of Python are handled
+as Python does, those of the device become loops and branches of the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import sysconfig
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.tensorflow.control import loops
+from tailrace.compat.tensorflow.control.branches import branch, either
+from tailrace.compat.tensorflow.control.symbols import Symbols, is_device_value
+from tailrace.jaxprs.internals import is_library
+from tailrace.messages import note_once
+
+_STANDARD = sysconfig.get_paths()["stdlib"]
+
+
+def available() -> bool:
+    """Whether functions can be rewritten here."""
+    return _malt() is not None
+
+
+def advice() -> str:
+    """What to do where a function cannot be rewritten."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"Loops and branches over values of the device are rewritten by diastatic-malt, which is not "
+        f"installed or does not know Python {version}: pip install 'tailrace[tensorflow]', on a Python "
+        f"that it knows (3.11 to 3.13). Or write ipu.loops.repeat, ipu.loops.while_loop and tf.cond."
+    )
+
+
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with its loops and branches rewritten; the function itself where that cannot be."""
+    malt = _malt()
+    if malt is None or not _is_user_code(function):
+        return function
+    try:
+        return malt.rewritten(function)
+    except (
+        Exception
+    ) as error:  # what it cannot read (no source, a lambda on a line of many) it says in any way
+        note_once(
+            f"The loops and branches of {_name(function)} stay Python's, because its source cannot be "
+            f"rewritten: {error}",
+            key=f"autograph {_name(function)}",
+        )
+        return function
+
+
+def do_not_convert(func: Any = None) -> Any:
+    """Leave the loops and branches of a function Python's; a decorator."""
+    if func is None:
+        return do_not_convert
+    func.tailrace_plain = True
+    return func
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _is_user_code(function: Any) -> bool:
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(plain, "__code__", None)
+    if code is None or hasattr(plain, "tailrace_plain"):
+        return False
+    path = code.co_filename
+    return not (
+        is_library(path)
+        or "site-packages" in path
+        or path.startswith(_STANDARD)
+        or path.startswith("<")
+    )
+
+
+@functools.cache
+def _malt() -> Any:
+    try:
+        from malt.core import converter
+        from malt.impl import api
+        from malt.operators import variables
+    except Exception:  # not installed, or it fails on this Python
+        return None
+
+    class Rewriter(api.PyToPy):
+        def get_extra_locals(self) -> Any:
+            if self._extra_locals is None:
+                found = super().get_extra_locals()
+                ours = found["ag__"]
+                for name, operator in _operators(variables).items():
+                    setattr(ours, name, operator)
+            return self._extra_locals
+
+        def rewritten(self, function: Any) -> Any:
+            features: Any = None  # the library's own default, which it does not type
+            options: Any = converter.ConversionOptions(
+                recursive=True, user_requested=True, optional_features=features
+            )
+            context = converter.ProgramContext(options=options)
+            method = inspect.ismethod(function)
+            found: Any = self.transform(function.__func__ if method else function, context)
+            return types.MethodType(found[0], function.__self__) if method else found[0]
+
+    return Rewriter()
+
+
+def _operators(variables: Any) -> dict[str, Any]:
+    """What rewritten code calls, by the names that it calls it by."""
+
+    def is_missing(value: Any) -> bool:
+        return isinstance(value, variables.Undefined | variables.UndefinedReturnValue)
+
+    def symbols(names: Any, get_state: Any, set_state: Any, count: int | None = None) -> Symbols:
+        if count is None or count == len(names):
+            return Symbols(names, get_state, set_state, is_missing)
+        rest = get_state()[count:]  # used before it only, so not carried
+        return Symbols(
+            names[:count],
+            lambda: get_state()[:count],
+            lambda values: set_state((*values, *rest)),
+            is_missing,
+        )
+
+    def for_stmt(
+        iter_: Any, extra_test: Any, body: Any, get_state: Any, set_state: Any, names: Any, _: Any
+    ) -> None:
+        if current() is not None and isinstance(iter_, jax.Array | loops.Range):
+            loops.for_loop(iter_, body, symbols(names, get_state, set_state), extra_test)
+            return
+        if extra_test is not None and not extra_test():
+            return
+        for item in iter_:
+            body(item)
+            if extra_test is not None and not _plain_bool(extra_test()):
+                break
+
+    def while_stmt(
+        test: Any, body: Any, get_state: Any, set_state: Any, names: Any, _: Any
+    ) -> None:
+        while True:
+            wanted = test()
+            if is_device_value(wanted):
+                loops.while_loop(test, body, symbols(names, get_state, set_state))
+                return
+            if not wanted:
+                return
+            body()
+
+    def if_stmt(
+        cond: Any, body: Any, orelse: Any, get_state: Any, set_state: Any, names: Any, nouts: int
+    ) -> None:
+        if is_device_value(cond):
+            branch(cond, body, orelse, symbols(names, get_state, set_state, nouts))
+        elif cond:
+            body()
+        else:
+            orelse()
+
+    def if_exp(cond: Any, if_true: Any, if_false: Any, _: Any) -> Any:
+        if is_device_value(cond):
+            return either(cond, lambda: [if_true()], lambda: [if_false()])[0]
+        return if_true() if cond else if_false()
+
+    return {
+        "for_stmt": for_stmt,
+        "while_stmt": while_stmt,
+        "if_stmt": if_stmt,
+        "if_exp": if_exp,
+        "and_": _both(jnp.logical_and, lambda value: bool(value)),
+        "or_": _both(jnp.logical_or, lambda value: not value),
+        "not_": lambda value: jnp.logical_not(value) if is_device_value(value) else not value,
+        "converted_call": converted_call,
+    }
+
+
+def _plain_bool(value: Any) -> bool:
+    return bool(value)
+
+
+def _both(function: Callable[..., Any], goes_on: Callable[[Any], bool]) -> Callable[..., Any]:
+    """`and` and `or`: of the device, both sides are computed."""
+
+    def operator(a: Callable[[], Any], b: Callable[[], Any]) -> Any:
+        first = a()
+        if is_device_value(first):
+            return function(first, b())
+        return b() if goes_on(first) else first
+
+    return operator
+
+
+def converted_call(f: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
+    """A call in rewritten code: of the user's functions, which are rewritten too, or of others."""
+    kwargs = kwargs or {}
+    if f is super or f is locals or f is globals or f is eval:
+        malt: Any = sys.modules["malt.impl.api"]
+        return malt.converted_call(f, args, kwargs, *_, **__)
+    if isinstance(f, functools.partial):
+        return converted_call(f.func, (*f.args, *args), {**f.keywords, **kwargs})
+    if (inspect.isfunction(f) or inspect.ismethod(f)) and not inspect.isgeneratorfunction(f):
+        return _once(f)(*args, **kwargs)
+    return f(*args, **kwargs)
+
+
+def _once(f: Any) -> Any:
+    if not _is_user_code(f) or hasattr(f, "autograph_info__"):
+        return f
+    return converted(f)

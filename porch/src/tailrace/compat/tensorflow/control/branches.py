@@ -1,0 +1,95 @@
+"""`if` over a value of the device, as a branch of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from tailrace.compat.ipu.graph.gradients import evaluate
+from tailrace.compat.ipu.graph.state import Scope, inside
+from tailrace.compat.tensorflow.control.symbols import (
+    MISSING,
+    Symbols,
+    boolean,
+    same_form,
+    split,
+)
+
+
+def branch(
+    condition: Any, body: Callable[[], Any], orelse: Callable[[], Any], symbols: Symbols
+) -> None:
+    """Run `body` or `orelse`, each of which changes the symbols, in the program."""
+    before, undefined = symbols.values(), list(symbols.read())
+
+    def run(one: Callable[[], Any]) -> list[Any]:
+        symbols.put(before, undefined)
+        one()
+        return symbols.values()
+
+    values = either(condition, lambda: run(body), lambda: run(orelse), symbols.names)
+    symbols.put(values, undefined)
+
+
+def either(
+    condition: Any,
+    body: Callable[[], list[Any]],
+    orelse: Callable[[], list[Any]],
+    names: Any = ("the result",),
+) -> list[Any]:
+    """What one of two functions returns: values of one form; variables that they change are carried."""
+    scope = inside("a branch over a value of the device")
+    carried = [] if scope.looking else scope.found.carried()
+    given = [scope.read(variable) for variable in carried]
+    ways = [_Way(one, scope, carried, given) for one in (body, orelse)]
+    # A name with a value in one branch only has none behind it, as in the original.
+    both = [
+        a is not MISSING and b is not MISSING for a, b in zip(ways[0].out, ways[1].out, strict=True)
+    ]
+    first, second = (
+        split([v if some else MISSING for v, some in zip(way.out, both, strict=True)])
+        for way in ways
+    )
+    same_form(first, second, names, "A branch")
+    if scope.looking:
+        return first.joined(first.arrays)
+    after, written = lax.cond(boolean(condition), ways[0].chosen(both), ways[1].chosen(both), given)
+    for variable, value in zip(carried, written, strict=True):
+        scope.write(variable, value)
+    return first.joined(after)
+
+
+class _Way:
+    """One branch, traced: what it returns and what it leaves variables with."""
+
+    def __init__(
+        self, function: Callable[[], list[Any]], scope: Scope, carried: list[Any], given: list[Any]
+    ) -> None:
+        self._function, self._scope, self._carried = function, scope, carried
+        self.out: list[Any] = []
+        if scope.looking:
+            with scope.inner():
+                self.out = function()
+            return
+        self._closed, form = jax.make_jaxpr(self._run, return_shape=True)(given)
+        self._structure = jax.tree.structure(form)
+
+    def _run(self, values: list[Any]) -> Any:
+        with self._scope.inner(self._carried, values) as inner:
+            self.out = self._function()
+            parts = [split([value]).arrays for value in self.out]
+            return parts, [inner.read(variable) for variable in self._carried]
+
+    def chosen(self, both: list[bool]) -> Callable[[list[Any]], Any]:
+        """The branch as a function of the variables, which returns what both branches have."""
+
+        def run(values: list[Any]) -> Any:
+            found = evaluate(self._closed, jax.tree.leaves(values))
+            parts, written = jax.tree.unflatten(self._structure, found)
+            arrays = [a for part, some in zip(parts, both, strict=True) if some for a in part]
+            return arrays, written
+
+        return run

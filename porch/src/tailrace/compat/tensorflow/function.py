@@ -1,0 +1,112 @@
+"""`tf.function`: a Python function that becomes a program when it is called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.ipu.strategy.calls import Calls
+from tailrace.compat.tensorflow.control import autograph
+from tailrace.compat.tensorflow.dtypes import narrowed
+from tailrace.compat.tensorflow.tape import recording
+from tailrace.errors import ProgramError
+
+
+class Function:
+    """What `tf.function` returns.
+
+    Inside of a program (given to `strategy.run`, called by another) it is a part of that program.
+    Called on the host it is a program of its own, compiled for each form of its arguments. While a tape
+    records it runs operation by operation.
+
+    Attributes:
+        python_function: the function inside.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], input_signature: Any = None, autograph: bool = True
+    ) -> None:
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        functools.update_wrapper(self, function)
+        self.python_function = function
+        self.input_signature = input_signature
+        self._rewrites = autograph
+        self._calls = Calls(one_device=True)
+
+    @functools.cached_property
+    def _inner(self) -> Callable[..., Any]:
+        return autograph.converted(self.python_function) if self._rewrites else self.python_function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        args = self._checked(args)
+        try:
+            if current() is not None or recording() is not None:
+                return self._inner(*args, **kwargs)
+            return self._calls(self._inner, args, kwargs)
+        except jax.errors.TracerBoolConversionError as error:
+            if autograph.available() and self._rewrites:
+                raise
+            raise ProgramError(f"{self.__name__}: {autograph.advice()}") from error
+
+    def _checked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with the dtypes that a signature gives them."""
+        if self.input_signature is None:
+            return args
+        specs = list(self.input_signature)
+        if len(args) > len(specs) + 1:
+            raise ProgramError(
+                f"{self.__name__} has an input_signature of {len(specs)} arguments. "
+                f"Received: {len(args)}."
+            )
+        first = args[: len(args) - len(specs)]  # the object of a method has no spec
+        rest = args[len(first) :]
+        return *first, *(_as_spec(value, spec) for value, spec in zip(rest, specs, strict=False))
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        return self if obj is None else functools.partial(self, obj)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself: it is compiled for each form of its arguments when it is called."""
+        del args, kwargs
+        return self
+
+    def experimental_get_tracing_count(self) -> int:
+        """For how many kinds of arguments there is a program."""
+        return len(self._calls)
+
+    def __repr__(self) -> str:
+        return f"<tf.function {self.__name__}>"
+
+
+def _as_spec(value: Any, spec: Any) -> Any:
+    dtype = getattr(spec, "dtype", None)
+    if dtype is None or isinstance(value, list | tuple | dict):
+        return value
+    return jax.numpy.asarray(value, narrowed(dtype))
+
+
+def function(
+    func: Callable[..., Any] | None = None,
+    input_signature: Any = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Make a function one that is compiled; a decorator, with arguments or without.
+
+    Args:
+        func: the function; None in a decorator with arguments.
+        input_signature: the dtypes of its arguments, as `tf.TensorSpec`s.
+        autograph: whether its loops and branches over values of the device become the program's.
+        jit_compile: without effect: it is always compiled.
+        **options: `reduce_retracing`, `experimental_...`: without effect.
+    """
+    del jit_compile, options
+    if func is None:
+        return lambda inner: Function(inner, input_signature, autograph)
+    return Function(func, input_signature, autograph)

@@ -1,0 +1,136 @@
+"""The real TensorFlow, where it is installed: for what is done on the host.
+
+Datasets, files, images, summaries and text are TensorFlow's own, passed through by name. Where it is
+not installed they are refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import numpy as np
+
+from tailrace.compat.ipu.strategy.dataset_iteration import hook_datasets
+from tailrace.errors import MissingDependency
+
+MODULES = frozenset(
+    [
+        "audio",
+        "autodiff",
+        "config",
+        "data",
+        "debugging",
+        "errors",
+        "experimental",
+        "feature_column",
+        "image",
+        "io",
+        "lite",
+        "lookup",
+        "mlir",
+        "profiler",
+        "queue",
+        "quantization",
+        "ragged",
+        "raw_ops",
+        "saved_model",
+        "signal",
+        "sparse",
+        "strings",
+        "summary",
+        "sysconfig",
+        "test",
+        "tpu",
+        "types",
+        "version",
+        "xla",
+    ]
+)
+"""Modules that are TensorFlow's own, but for names in them that are operations here."""
+
+NAMES = frozenset(
+    [
+        "IndexedSlices",
+        "RaggedTensor",
+        "RaggedTensorSpec",
+        "SparseTensor",
+        "SparseTensorSpec",
+        "TensorArray",
+        "as_string",
+        "numpy_function",
+        "py_function",
+        "load_library",
+        "load_op_library",
+        "timestamp",
+    ]
+)
+"""Names at the top that are TensorFlow's own."""
+
+
+def installed() -> bool:
+    """Whether there is a TensorFlow."""
+    return importlib.util.find_spec("tensorflow") is not None
+
+
+def tensorflow(what: str = "tensorflow") -> Any:
+    """The module; an error that names what was asked for if there is none.
+
+    Args:
+        what: who asks, for the message.
+    """
+    try:
+        import tensorflow  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise MissingDependency(
+            f"tf.{what} is done on the host by TensorFlow itself, which is not installed here. Install "
+            f"it: pip install tensorflow-cpu. Or feed programs with tr.batches(arrays, batch_size), "
+            f"generators or a PyTorch loader."
+        ) from error
+    # In the scope of a strategy its datasets are infeeds, also where it is loaded only there.
+    hook_datasets()
+    return tensorflow
+
+
+def named(path: str) -> Any:
+    """What TensorFlow has under a name, `data.Dataset`."""
+    found = tensorflow(path)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def has(path: str) -> bool:
+    """Whether TensorFlow is loaded or installed and has a name."""
+    if not installed():
+        return False
+    try:
+        named(path)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor or a variable of TensorFlow itself."""
+    kind = type(value)
+    if "tensorflow" not in sys.modules or kind.__module__.split(".")[0] != "tensorflow":
+        return False
+    names = {base.__name__ for base in kind.__mro__}
+    return not names.isdisjoint(("Tensor", "Variable", "CompositeTensor"))
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a tensor of TensorFlow has no value yet: inside of `dataset.map`."""
+    return is_tensor(value) and not hasattr(value, "numpy")
+
+
+def is_numeric(value: Any) -> bool:
+    """Whether a tensor of TensorFlow holds numbers, which text is not."""
+    return getattr(value.dtype, "name", "") not in ("string", "resource", "variant")
+
+
+def to_array(value: Any) -> Any:
+    """A tensor of TensorFlow that has a value, as an array."""
+    return np.asarray(value)

@@ -1,0 +1,146 @@
+"""Loops and branches as operations: `tf.range`, `tf.cond`, `tf.while_loop`, `tf.map_fn`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.compat.ipu import loops
+from tailrace.compat.ipu.graph.state import current
+from tailrace.compat.tensorflow.control.branches import either
+from tailrace.compat.tensorflow.control.loops import Range
+from tailrace.compat.tensorflow.control.symbols import is_device_value
+from tailrace.compat.tensorflow.dtypes import narrowed
+from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.errors import ProgramError
+
+
+@operation("range")
+def range_(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
+    """Numbers from `start` to before `limit`.
+
+    A limit that is a value of the device gives something that a `for` of a `tf.function` iterates.
+    """
+    start, limit = (0, start) if limit is None else (start, limit)
+    if any(map(is_device_value, (start, limit, delta))):
+        return Range(jnp.asarray(start), jnp.asarray(limit), jnp.asarray(delta))
+    given = [each.item() if hasattr(each, "item") else each for each in (start, limit, delta)]
+    return jnp.arange(*given, dtype=None if dtype is None else narrowed(dtype))
+
+
+@operation("cond")
+def cond(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+    """What one of two functions returns."""
+    if not is_device_value(pred):
+        return true_fn() if pred else false_fn()
+    if current() is None:
+        raise ProgramError(
+            "tf.cond over a value of the device belongs into a program or a tf.function."
+        )
+    return either(pred, lambda: [true_fn()], lambda: [false_fn()])[0]
+
+
+@operation("while_loop")
+def while_loop(
+    cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Any, **options: Any
+) -> Any:
+    """Run a body for as long as a condition holds; `maximum_iterations=` limits it."""
+    most = options.get("maximum_iterations")
+    values, structure = jax.tree.flatten(loop_vars)
+
+    def as_vars(arrays: Any) -> Any:
+        return jax.tree.unflatten(structure, arrays)
+
+    if current() is None:
+        found = loop_vars
+        passes = 0
+        while (most is None or passes < most) and bool(cond(*found)):
+            out = body(*found)
+            found = out if isinstance(out, list | tuple) else (out,)
+            passes += 1
+        return found
+    after = loops.while_loop(
+        lambda *arrays: cond(*as_vars(arrays)),
+        lambda *arrays: jax.tree.leaves(body(*as_vars(arrays))),
+        values,
+        maximum_iterations=most,
+    )
+    return as_vars(after if isinstance(after, list) else [after])
+
+
+@operation("map_fn")
+def map_fn(fn: Callable[[Any], Any], elems: Any, *_: Any, **__: Any) -> Any:
+    """A function of each row."""
+    return jax.lax.map(fn, jax.tree.map(jnp.asarray, elems))
+
+
+@operation("vectorized_map")
+def vectorized_map(fn: Callable[[Any], Any], elems: Any, *_: Any, **__: Any) -> Any:
+    """A function of each row, of all rows at once."""
+    return jax.vmap(fn)(jax.tree.map(jnp.asarray, elems))
+
+
+@operation("scan")
+def scan(
+    fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_: Any, **__: Any
+) -> Any:
+    """What a function of what it returned before and of each row returns."""
+    elems = jax.tree.map(jnp.asarray, elems)
+    if initializer is not None:
+        return jax.lax.scan(
+            lambda a, x: (fn(a, x),) * 2, jax.tree.map(jnp.asarray, initializer), elems
+        )[1]
+    first = jax.tree.map(lambda each: each[0], elems)
+    rest = jax.tree.map(lambda each: each[1:], elems)
+    after = jax.lax.scan(lambda a, x: (fn(a, x),) * 2, first, rest)[1]
+    return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, after)
+
+
+@operation("foldl")
+def foldl(
+    fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_: Any, **__: Any
+) -> Any:
+    """What a function of what it returned before and of each row returns in the end."""
+    return jax.tree.map(lambda each: each[-1], scan(fn, elems, initializer))
+
+
+@operation("custom_gradient")
+def custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns its result and a function for its gradient."""
+    from keras import ops
+
+    return ops.custom_gradient(f)
+
+
+@operation("recompute_grad")
+def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose values are computed again for its gradient."""
+    return jax.checkpoint(f)
+
+
+@operation("group", "no_op")
+def group(*operations: Any) -> Any:
+    """Operations done together: they are done when they are made."""
+    return operations[-1] if operations else None
+
+
+@operation("print")
+def print_(*inputs: Any, **options: Any) -> None:
+    """Print values when they are there."""
+    del options
+    if any(map(is_device_value, inputs)):
+        text = " ".join("{}" if is_device_value(each) else str(each) for each in inputs)
+        jax.debug.print(text, *(each for each in inputs if is_device_value(each)))
+    else:
+        print(*inputs)
+
+
+@contextlib.contextmanager
+def control_dependencies(control_inputs: Any) -> Iterator[None]:
+    """Without effect: what is written first is done first."""
+    del control_inputs
+    yield

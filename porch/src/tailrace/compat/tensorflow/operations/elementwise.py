@@ -1,0 +1,246 @@
+"""Operations on each element: `tf.exp`, `tf.add`, `tf.math.*`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from keras import ops
+
+from tailrace.compat.tensorflow.operations.table import operation
+
+UNARY: dict[str, Any] = {
+    "abs": ops.absolute,
+    "acos": ops.arccos,
+    "acosh": ops.arccosh,
+    "angle": ops.angle,
+    "asin": ops.arcsin,
+    "asinh": ops.arcsinh,
+    "atan": ops.arctan,
+    "atanh": ops.arctanh,
+    "ceil": ops.ceil,
+    "conj": ops.conjugate,
+    "cos": ops.cos,
+    "cosh": ops.cosh,
+    "digamma": jax.scipy.special.digamma,
+    "erf": ops.erf,
+    "erfc": ops.erfc,
+    "erfinv": ops.erfinv,
+    "exp": ops.exp,
+    "expm1": ops.expm1,
+    "floor": ops.floor,
+    "imag": ops.imag,
+    "is_finite": ops.isfinite,
+    "is_inf": ops.isinf,
+    "is_nan": ops.isnan,
+    "lgamma": jax.scipy.special.gammaln,
+    "log": ops.log,
+    "log1p": ops.log1p,
+    "log_sigmoid": ops.log_sigmoid,
+    "logical_not": ops.logical_not,
+    "ndtri": jax.scipy.special.ndtri,
+    "negative": ops.negative,
+    "real": ops.real,
+    "reciprocal": ops.reciprocal,
+    "rint": ops.round,
+    "round": ops.round,
+    "rsqrt": ops.rsqrt,
+    "sigmoid": ops.sigmoid,
+    "sign": ops.sign,
+    "sin": ops.sin,
+    "sinh": ops.sinh,
+    "softplus": ops.softplus,
+    "softsign": ops.softsign,
+    "sqrt": ops.sqrt,
+    "square": ops.square,
+    "tan": ops.tan,
+    "tanh": ops.tanh,
+}
+"""Functions of one tensor, by their name in `tf.math`."""
+
+BINARY: dict[str, Any] = {
+    "add": ops.add,
+    "atan2": ops.arctan2,
+    "divide": ops.divide,
+    "divide_no_nan": ops.divide_no_nan,
+    "equal": ops.equal,
+    "floordiv": ops.floor_divide,
+    "floormod": ops.mod,
+    "greater": ops.greater,
+    "greater_equal": ops.greater_equal,
+    "less": ops.less,
+    "less_equal": ops.less_equal,
+    "logical_and": ops.logical_and,
+    "logical_or": ops.logical_or,
+    "logical_xor": ops.logical_xor,
+    "maximum": ops.maximum,
+    "minimum": ops.minimum,
+    "mod": ops.mod,
+    "multiply": ops.multiply,
+    "not_equal": ops.not_equal,
+    "pow": ops.power,
+    "subtract": ops.subtract,
+    "truediv": ops.true_divide,
+}
+"""Functions of two tensors, by their name in `tf.math`."""
+
+AT_TOP = frozenset(
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cos",
+        "cosh",
+        "divide",
+        "equal",
+        "exp",
+        "floor",
+        "greater",
+        "greater_equal",
+        "less",
+        "less_equal",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negative",
+        "not_equal",
+        "pow",
+        "round",
+        "sigmoid",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "subtract",
+        "tan",
+        "tanh",
+        "truediv",
+    ]
+)
+"""Those that TensorFlow has at the top as well."""
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(x: Any) -> Any:
+        return function(x if isinstance(x, keras.KerasTensor) else tensor(x))
+
+    return computed
+
+
+def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(x: Any, y: Any) -> Any:
+        return function(x, y)
+
+    return computed
+
+
+def tensor(value: Any) -> Any:
+    """A value as a tensor; Keras' symbolic ones as they are."""
+    return value if isinstance(value, keras.KerasTensor) else ops.convert_to_tensor(value)
+
+
+for _name, _function in UNARY.items():
+    operation(f"math.{_name}", *[_name] * (_name in AT_TOP))(_unary(_function))
+for _name, _function in BINARY.items():
+    operation(f"math.{_name}", *[_name] * (_name in AT_TOP))(_binary(_function))
+
+
+@operation("math.squared_difference", "squared_difference")
+def squared_difference(x: Any, y: Any) -> Any:
+    """(x - y)²."""
+    return ops.square(ops.subtract(x, y))
+
+
+@operation("math.multiply_no_nan")
+def multiply_no_nan(x: Any, y: Any) -> Any:
+    """x · y, and 0 where y is 0, whatever x is there."""
+    x, y = tensor(x), tensor(y)
+    return ops.where(ops.equal(y, 0), ops.zeros_like(x), ops.multiply(x, y))
+
+
+@operation("math.xlogy")
+def xlogy(x: Any, y: Any) -> Any:
+    """x · log y, and 0 where x is 0."""
+    return jax.scipy.special.xlogy(jnp.asarray(x), jnp.asarray(y))
+
+
+@operation("math.xdivy")
+def xdivy(x: Any, y: Any) -> Any:
+    """x / y, and 0 where x is 0."""
+    x, y = tensor(x), tensor(y)
+    zero = ops.equal(x, 0)
+    return ops.where(zero, ops.zeros_like(x), ops.divide(x, ops.where(zero, ops.ones_like(y), y)))
+
+
+@operation("math.add_n", "add_n")
+def add_n(inputs: Any) -> Any:
+    """The sum of a list of tensors."""
+    total, *rest = inputs
+    for each in rest:
+        total = ops.add(total, each)
+    return tensor(total)
+
+
+@operation("clip_by_value")
+def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
+    """Each element, at least the one and at most the other."""
+    return ops.minimum(ops.maximum(t, clip_value_min), clip_value_max)
+
+
+@operation("clip_by_norm")
+def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
+    """A tensor scaled down so that its norm is at most `clip_norm`."""
+    t = tensor(t)
+    norm = ops.sqrt(ops.sum(ops.square(t), axis=axes, keepdims=True))
+    return ops.divide(ops.multiply(t, clip_norm), ops.maximum(norm, clip_norm))
+
+
+@operation("linalg.global_norm")
+def global_norm(t_list: Any) -> Any:
+    """The norm of all tensors of a list together; None counts nothing."""
+    squares = [ops.sum(ops.square(tensor(t))) for t in t_list if t is not None]
+    return ops.sqrt(ops.sum(ops.stack(squares)))
+
+
+@operation("clip_by_global_norm")
+def clip_by_global_norm(t_list: Any, clip_norm: Any, use_norm: Any = None) -> Any:
+    """Tensors scaled down together so that their norm is at most `clip_norm`, and that norm."""
+    norm = global_norm(t_list) if use_norm is None else use_norm
+    scale = ops.divide(clip_norm, ops.maximum(norm, clip_norm))
+    return [None if t is None else ops.multiply(t, scale) for t in t_list], norm
+
+
+@operation("identity")
+def identity(input: Any) -> Any:
+    """The same values."""
+    return tensor(input)
+
+
+@operation("stop_gradient")
+def stop_gradient(input: Any) -> Any:
+    """The same values, through which no gradient flows back."""
+    return ops.stop_gradient(tensor(input))
+
+
+for _name, _function in {
+    "bitwise_and": ops.bitwise_and,
+    "bitwise_or": ops.bitwise_or,
+    "bitwise_xor": ops.bitwise_xor,
+    "left_shift": ops.left_shift,
+    "right_shift": ops.right_shift,
+}.items():
+    operation(f"bitwise.{_name}")(_binary(_function))
+operation("bitwise.invert")(_unary(ops.bitwise_not))

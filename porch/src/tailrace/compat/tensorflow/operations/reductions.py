@@ -1,0 +1,190 @@
+"""Operations that reduce: `tf.reduce_*`, `tf.argmax`, cumulative sums, sorting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from keras import ops
+
+from tailrace.compat.tensorflow.dtypes import narrowed
+from tailrace.compat.tensorflow.operations.elementwise import tensor
+from tailrace.compat.tensorflow.operations.table import operation
+
+
+def _euclidean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    return ops.sqrt(ops.sum(ops.square(x), axis=axis, keepdims=keepdims))
+
+
+def _sum(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    return _same(x, ops.sum(x, axis=axis, keepdims=keepdims))
+
+
+def _prod(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    return _same(x, ops.prod(x, axis=axis, keepdims=keepdims))
+
+
+def _mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    # TensorFlow's mean of integers is an integer.
+    found = ops.mean(x, axis=axis, keepdims=keepdims)
+    if not jnp.issubdtype(_dtype(x), jnp.integer):
+        return _same(x, found)
+    total: Any = ops.sum(x, axis=axis, keepdims=keepdims)
+    count = x.size // total.size
+    return ops.cast(ops.trunc(ops.true_divide(total, count)), _dtype(x))
+
+
+def _dtype(x: Any) -> Any:
+    return jnp.dtype(str(getattr(x.dtype, "name", x.dtype)))
+
+
+def _same(x: Any, found: Any) -> Any:
+    """With the dtype of `x`, which TensorFlow keeps where others widen it."""
+    return found if _dtype(found) == _dtype(x) else ops.cast(found, _dtype(x))
+
+
+REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "reduce_all": ops.all,
+    "reduce_any": ops.any,
+    "reduce_euclidean_norm": _euclidean,
+    "reduce_logsumexp": ops.logsumexp,
+    "reduce_max": ops.max,
+    "reduce_mean": _mean,
+    "reduce_min": ops.min,
+    "reduce_prod": _prod,
+    "reduce_std": ops.std,
+    "reduce_sum": _sum,
+    "reduce_variance": ops.var,
+}
+
+
+def _axes(axis: Any) -> Any:
+    if axis is None or isinstance(axis, int):
+        return axis
+    found = [int(each) for each in jnp.asarray(axis).reshape(-1)]
+    return tuple(found)
+
+
+def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(input_tensor: Any, axis: Any = None, keepdims: bool = False, **older: Any) -> Any:
+        axis = older.get("reduction_indices", axis)
+        keepdims = older.get("keep_dims", keepdims)
+        if axis is not None and _axes(axis) == ():  # each element by itself
+            one = ops.expand_dims(tensor(input_tensor), -1)
+            return function(one, axis=-1, keepdims=False)
+        return function(tensor(input_tensor), axis=_axes(axis), keepdims=bool(keepdims))
+
+    return computed
+
+
+_AT_TOP = ("all", "any", "logsumexp", "max", "mean", "min", "prod", "sum")
+for _name, _function in REDUCTIONS.items():
+    _top = _name.removeprefix("reduce_") in _AT_TOP
+    operation(f"math.{_name}", *[_name] * _top)(_reduction(_function))
+
+
+@operation("math.argmax", "argmax")
+def argmax(input: Any, axis: Any = None, output_type: Any = "int64", **older: Any) -> Any:
+    """The place of the largest element along an axis; along the first if none is given."""
+    axis = older.get("dimension", axis)
+    return ops.cast(ops.argmax(input, axis=0 if axis is None else axis), narrowed(output_type))
+
+
+@operation("math.argmin", "argmin")
+def argmin(input: Any, axis: Any = None, output_type: Any = "int64", **older: Any) -> Any:
+    """The place of the smallest element along an axis; along the first if none is given."""
+    axis = older.get("dimension", axis)
+    return ops.cast(ops.argmin(input, axis=0 if axis is None else axis), narrowed(output_type))
+
+
+@operation("math.count_nonzero")
+def count_nonzero(
+    input: Any, axis: Any = None, keepdims: bool = False, dtype: Any = "int64"
+) -> Any:
+    """How many elements are not 0."""
+    some = ops.cast(ops.not_equal(tensor(input), 0), "int32")
+    return ops.cast(ops.sum(some, axis=_axes(axis), keepdims=keepdims), narrowed(dtype))
+
+
+@operation("math.zero_fraction", "nn.zero_fraction")
+def zero_fraction(value: Any) -> Any:
+    """The share of elements that are 0."""
+    return ops.mean(ops.cast(ops.equal(tensor(value), 0), "float32"))
+
+
+def _cumulated(
+    function: Any, start: float, x: Any, axis: int, exclusive: bool, reverse: bool
+) -> Any:
+    x = tensor(x)
+    x = ops.flip(x, axis=axis) if reverse else x
+    found = _same(x, function(x, axis=axis))
+    if exclusive:
+        first = ops.full_like(jax.lax.slice_in_dim(x, 0, 1, axis=axis), start)
+        found = ops.concatenate(
+            [first, jax.lax.slice_in_dim(found, 0, x.shape[axis] - 1, axis=axis)], axis=axis
+        )
+    return ops.flip(found, axis=axis) if reverse else found
+
+
+@operation("math.cumsum", "cumsum")
+def cumsum(x: Any, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Any:
+    """Sums of the elements up to each; without it if `exclusive`."""
+    return _cumulated(ops.cumsum, 0, x, axis, exclusive, reverse)
+
+
+@operation("math.cumprod")
+def cumprod(x: Any, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Any:
+    """Products of the elements up to each; without it if `exclusive`."""
+    return _cumulated(ops.cumprod, 1, x, axis, exclusive, reverse)
+
+
+@operation("sort")
+def sort(values: Any, axis: int = -1, direction: str = "ASCENDING") -> Any:
+    """The elements along an axis in order."""
+    found = ops.sort(tensor(values), axis=axis)
+    return ops.flip(found, axis=axis) if direction.upper() == "DESCENDING" else found
+
+
+@operation("argsort")
+def argsort(values: Any, axis: int = -1, direction: str = "ASCENDING", stable: bool = False) -> Any:
+    """Where the elements along an axis are, in order."""
+    values = tensor(values)
+    return jnp.argsort(values, axis=axis, descending=direction.upper() == "DESCENDING", stable=True)
+
+
+@operation("math.top_k", "nn.top_k")
+def top_k(input: Any, k: int = 1, sorted: bool = True) -> Any:
+    """The k largest elements of each row, and where they are."""
+    return ops.top_k(tensor(input), k, sorted)
+
+
+@operation("math.in_top_k", "nn.in_top_k")
+def in_top_k(targets: Any, predictions: Any, k: int) -> Any:
+    """Whether the target of each row is among its k largest elements."""
+    return ops.in_top_k(targets, predictions, k)
+
+
+@operation("math.bincount")
+def bincount(arr: Any, weights: Any = None, minlength: int | None = None) -> Any:
+    """How often each number occurs."""
+    return ops.bincount(tensor(arr), weights=weights, minlength=minlength or 0)
+
+
+def _segments(function: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(data: Any, segment_ids: Any, num_segments: Any = None) -> Any:
+        count = None if num_segments is None else int(num_segments)
+        return function(jnp.asarray(data), jnp.asarray(segment_ids), num_segments=count)
+
+    return computed
+
+
+for _name, _function in {
+    "segment_max": jax.ops.segment_max,
+    "segment_min": jax.ops.segment_min,
+    "segment_prod": jax.ops.segment_prod,
+    "segment_sum": jax.ops.segment_sum,
+}.items():
+    operation(f"math.unsorted_{_name}")(_segments(_function))
+    operation(f"math.{_name}")(_segments(_function))

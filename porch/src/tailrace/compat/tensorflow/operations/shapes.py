@@ -1,0 +1,363 @@
+"""Operations that make, move and choose elements: `tf.zeros`, `tf.reshape`, `tf.gather`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+from keras import ops
+
+from tailrace.compat.tensorflow.dtypes import narrowed
+from tailrace.compat.tensorflow.operations.elementwise import tensor
+from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.errors import OptionError
+
+
+def shape_of(given: Any) -> tuple[int, ...]:
+    """A shape from a number, a list of numbers or an array of them."""
+    if isinstance(given, int | np.integer):
+        return (int(given),)
+    if isinstance(given, list | tuple):
+        return tuple(int(each) for each in given)
+    return tuple(int(each) for each in np.asarray(given).reshape(-1))
+
+
+# -- making ---------------------------------------------------------------------------------------
+
+
+@operation("constant")
+def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
+    """An array of a value; a number fills a shape."""
+    found = tensor(value) if dtype is None else jnp.asarray(value, narrowed(dtype))
+    if shape is None:
+        return found
+    wanted = shape_of(shape)
+    if found.size == 1:
+        return jnp.broadcast_to(found.reshape(()), wanted)
+    return jnp.reshape(found, wanted)
+
+
+@operation("convert_to_tensor")
+def convert_to_tensor(value: Any, dtype: Any = None, dtype_hint: Any = None) -> Any:
+    """A value as an array."""
+    del dtype_hint
+    return tensor(value) if dtype is None else ops.convert_to_tensor(value, narrowed(dtype))
+
+
+@operation("zeros")
+def zeros(shape: Any, dtype: Any = "float32") -> Any:
+    """Zeros."""
+    return jnp.zeros(shape_of(shape), narrowed(dtype))
+
+
+@operation("ones")
+def ones(shape: Any, dtype: Any = "float32") -> Any:
+    """Ones."""
+    return jnp.ones(shape_of(shape), narrowed(dtype))
+
+
+@operation("fill")
+def fill(dims: Any, value: Any) -> Any:
+    """A shape filled with a value."""
+    return jnp.broadcast_to(tensor(value), shape_of(dims))
+
+
+@operation("zeros_like")
+def zeros_like(input: Any, dtype: Any = None) -> Any:
+    """Zeros of the shape of a tensor."""
+    return ops.zeros_like(tensor(input), None if dtype is None else narrowed(dtype))
+
+
+@operation("ones_like")
+def ones_like(input: Any, dtype: Any = None) -> Any:
+    """Ones of the shape of a tensor."""
+    return ops.ones_like(tensor(input), None if dtype is None else narrowed(dtype))
+
+
+@operation("eye")
+def eye(
+    num_rows: int, num_columns: int | None = None, batch_shape: Any = None, dtype: Any = "float32"
+) -> Any:
+    """Ones on the diagonal."""
+    found = jnp.eye(num_rows, num_columns, dtype=narrowed(dtype))
+    return (
+        found
+        if batch_shape is None
+        else jnp.broadcast_to(found, (*shape_of(batch_shape), *found.shape))
+    )
+
+
+@operation("linspace")
+def linspace(start: Any, stop: Any, num: int, axis: int = 0) -> Any:
+    """Numbers at equal distances."""
+    return jnp.linspace(jnp.asarray(start), jnp.asarray(stop), int(num), axis=axis)
+
+
+@operation("one_hot")
+def one_hot(
+    indices: Any,
+    depth: int,
+    on_value: Any = None,
+    off_value: Any = None,
+    axis: int | None = None,
+    dtype: Any = None,
+) -> Any:
+    """A row for each index, with `on_value` at it and `off_value` elsewhere."""
+    kind = narrowed("float32" if dtype is None else dtype)
+    found = ops.one_hot(tensor(indices), int(depth), axis=-1 if axis is None else axis, dtype=kind)
+    if on_value is None and off_value is None:
+        return found
+    on, off = 1 if on_value is None else on_value, 0 if off_value is None else off_value
+    return ops.where(ops.equal(found, 1), on, off)
+
+
+@operation("sequence_mask")
+def sequence_mask(lengths: Any, maxlen: int | None = None, dtype: Any = "bool") -> Any:
+    """For each length, true for as many places."""
+    lengths = tensor(lengths)
+    size = int(jnp.max(lengths)) if maxlen is None else int(maxlen)
+    return (jnp.arange(size) < lengths[..., None]).astype(narrowed(dtype))
+
+
+@operation("meshgrid")
+def meshgrid(*args: Any, indexing: str = "xy") -> Any:
+    """Coordinates of a grid."""
+    return ops.meshgrid(*args, indexing=indexing)
+
+
+# -- dtypes and shapes ------------------------------------------------------------------------------
+
+
+@operation("cast", "saturate_cast")
+def cast(x: Any, dtype: Any) -> Any:
+    """The values in another dtype."""
+    return ops.cast(tensor(x), narrowed(dtype))
+
+
+@operation("bitcast")
+def bitcast(input: Any, type: Any) -> Any:
+    """The bits read as another dtype."""
+    return tensor(input).view(narrowed(type))
+
+
+@operation("shape")
+def shape(input: Any, out_type: Any = "int32") -> Any:
+    """The shape, as an array."""
+    return jnp.asarray(ops.shape(tensor(input)), narrowed(out_type))
+
+
+@operation("size")
+def size(input: Any, out_type: Any = "int32") -> Any:
+    """How many elements there are."""
+    return jnp.asarray(np.prod(tensor(input).shape, dtype=np.int64), narrowed(out_type))
+
+
+@operation("rank")
+def rank(input: Any) -> Any:
+    """How many axes there are."""
+    return jnp.asarray(len(tensor(input).shape), jnp.int32)
+
+
+# -- moving -----------------------------------------------------------------------------------------
+
+
+@operation("reshape")
+def reshape(tensor: Any, shape: Any) -> Any:
+    """The elements in another shape; one length may be -1."""
+    return ops.reshape(tensor, shape_of(shape))
+
+
+@operation("expand_dims")
+def expand_dims(input: Any, axis: int) -> Any:
+    """One more axis, of length 1."""
+    return ops.expand_dims(input, axis)
+
+
+@operation("squeeze")
+def squeeze(input: Any, axis: Any = None, **older: Any) -> Any:
+    """Without axes of length 1."""
+    axis = older.get("squeeze_dims", axis)
+    axis = None if axis is None or axis == [] else axis
+    return ops.squeeze(input, tuple(axis) if isinstance(axis, list) else axis)
+
+
+@operation("transpose")
+def transpose(a: Any, perm: Any = None, conjugate: bool = False) -> Any:
+    """Axes in another order; backwards if none is given."""
+    found = ops.transpose(a, None if perm is None else list(shape_of(perm)))
+    return ops.conjugate(found) if conjugate else found
+
+
+@operation("concat")
+def concat(values: Any, axis: int) -> Any:
+    """Tensors one after the other along an axis."""
+    return ops.concatenate(list(values), axis=int(axis))
+
+
+@operation("stack")
+def stack(values: Any, axis: int = 0) -> Any:
+    """Tensors along a new axis."""
+    return ops.stack(list(values), axis=axis)
+
+
+@operation("unstack")
+def unstack(value: Any, num: int | None = None, axis: int = 0) -> Any:
+    """The parts along an axis, as a list."""
+    parts: Any = ops.unstack(tensor(value), num, axis)
+    return list(parts)
+
+
+@operation("split")
+def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = None) -> Any:
+    """A tensor cut along an axis, into equal parts or parts of these lengths."""
+    del num
+    if isinstance(num_or_size_splits, int | np.integer):
+        parts: Any = ops.split(tensor(value), int(num_or_size_splits), axis=axis)
+        return list(parts)
+    sizes = list(shape_of(num_or_size_splits))
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = tensor(value).shape[axis] - sum(sizes) - 1
+    parts = ops.split(tensor(value), list(np.cumsum(sizes)[:-1]), axis=axis)
+    return list(parts)
+
+
+@operation("tile")
+def tile(input: Any, multiples: Any) -> Any:
+    """A tensor repeated along its axes."""
+    return ops.tile(tensor(input), shape_of(multiples))
+
+
+@operation("repeat")
+def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
+    """Each element repeated."""
+    return ops.repeat(tensor(input), repeats, axis=axis)
+
+
+@operation("pad")
+def pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any = 0) -> Any:
+    """A tensor with more elements around it."""
+    widths = [tuple(shape_of(each)) for each in paddings]
+    kind = mode.lower()
+    if kind == "constant":
+        return ops.pad(tensor, widths, mode=kind, constant_values=constant_values)
+    return ops.pad(tensor, widths, mode=kind)
+
+
+@operation("broadcast_to")
+def broadcast_to(input: Any, shape: Any) -> Any:
+    """A tensor repeated to fill a shape."""
+    return ops.broadcast_to(tensor(input), shape_of(shape))
+
+
+@operation("reverse")
+def reverse(tensor: Any, axis: Any) -> Any:
+    """Backwards along these axes."""
+    return ops.flip(tensor, axis=tuple(shape_of(axis)))
+
+
+@operation("roll")
+def roll(input: Any, shift: Any, axis: Any) -> Any:
+    """Moved along an axis; what leaves it comes back at its other end."""
+    return ops.roll(tensor(input), shift, axis)
+
+
+# -- choosing ---------------------------------------------------------------------------------------
+
+
+@operation("where")
+def where(condition: Any, x: Any = None, y: Any = None) -> Any:
+    """The one where a condition holds and the other elsewhere; or the places where it holds."""
+    if x is None and y is None:
+        return jnp.argwhere(jnp.asarray(condition))
+    return ops.where(condition, x, y)
+
+
+@operation("gather")
+def gather(
+    params: Any,
+    indices: Any,
+    validate_indices: Any = None,
+    axis: int | None = None,
+    batch_dims: int = 0,
+) -> Any:
+    """The parts at these places along an axis."""
+    del validate_indices
+    axis = batch_dims if axis is None else axis
+    if not batch_dims:
+        return ops.take(params, indices, axis=axis)
+    if axis != batch_dims:
+        raise OptionError(
+            f"tf.gather with batch_dims gathers along the axis behind them. Received: axis={axis}, "
+            f"batch_dims={batch_dims}. Transpose first."
+        )
+    params, indices = jnp.asarray(params), jnp.asarray(indices)
+    grid = jnp.ogrid[tuple(slice(0, length) for length in params.shape[:batch_dims])]
+    extra = indices.ndim - batch_dims
+    places = tuple(each.reshape(each.shape + (1,) * extra) for each in grid)
+    return params[(*places, indices)]
+
+
+@operation("gather_nd")
+def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
+    """The parts at these places; a place is a row of `indices`."""
+    if batch_dims:
+        raise OptionError("tf.gather_nd is available without batch_dims. Use jax.vmap around it.")
+    indices = jnp.asarray(indices)
+    return jnp.asarray(params)[tuple(jnp.moveaxis(indices, -1, 0))]
+
+
+@operation("slice")
+def slice_(input_: Any, begin: Any, size: Any) -> Any:
+    """A part that begins at a place and has a size; -1: up to the end."""
+    found = tensor(input_)
+    starts, sizes = shape_of(begin), shape_of(size)
+    ends = [n if s == -1 else b + s for b, s, n in zip(starts, sizes, found.shape, strict=True)]
+    return found[tuple(slice(b, e) for b, e in zip(starts, ends, strict=True))]
+
+
+@operation("boolean_mask")
+def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
+    """The parts for which a mask holds; its values must be known, so not those of a program."""
+    return jnp.compress(np.asarray(mask).reshape(-1), jnp.asarray(tensor), axis=axis or 0)
+
+
+@operation("unique")
+def unique(x: Any, out_idx: Any = "int32") -> Any:
+    """The different values in the order in which they come, and for each element which it is."""
+    values, first, inverse = np.unique(np.asarray(x), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank_of = np.argsort(order)
+    return jnp.asarray(values[order]), jnp.asarray(rank_of[inverse], narrowed(out_idx))
+
+
+@operation("scatter_nd")
+def scatter_nd(indices: Any, updates: Any, shape: Any) -> Any:
+    """Zeros with values added at these places."""
+    updates = jnp.asarray(updates)
+    places = tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
+    return jnp.zeros(shape_of(shape), updates.dtype).at[places].add(updates)
+
+
+def _scattered(name: str) -> None:
+    @operation(f"tensor_scatter_nd_{name}")
+    def scattered(tensor: Any, indices: Any, updates: Any) -> Any:
+        places = tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
+        at = jnp.asarray(tensor).at[places]
+        return getattr(at, {"update": "set", "sub": "subtract"}.get(name, name))(
+            jnp.asarray(updates)
+        )
+
+
+for _name in ("update", "add", "sub", "max", "min"):
+    _scattered(_name)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a symbolic tensor of Keras."""
+    return isinstance(value, keras.KerasTensor)
+
+
+for _name in ("dsplit", "hsplit", "vsplit", "dstack", "hstack", "vstack"):
+    operation(f"experimental.numpy.{_name}")(getattr(ops, _name))

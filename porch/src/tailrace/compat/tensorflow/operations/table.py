@@ -1,0 +1,102 @@
+"""The table of operations, and who computes a call: TensorFlow, a session, or Keras and JAX."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tailrace.compat.ipu.graph.variables import Variable as IpuVariable
+from tailrace.compat.tensorflow import host
+from tailrace.compat.tensorflow.v1.deferred import Deferred, deferred_call
+
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+"""What there is, by its name in TensorFlow: `reduce_mean`, `math.reduce_mean`, `nn.relu`."""
+
+
+def operation(*paths: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put a function into the table, under these names; `name=` is accepted and has no effect."""
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        takes_name = "name" in inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kind = _kind((args, kwargs))
+            if kind == "host":
+                return host.named(paths[0])(*_for_host(args), **_for_host(kwargs))
+            if kind == "deferred":
+                return deferred_call(called, args, kwargs)
+            if not takes_name:
+                kwargs.pop("name", None)
+            return function(*_plain(args), **_plain(kwargs))
+
+        called.__name__ = called.__qualname__ = paths[0].rpartition(".")[2]
+        for path in paths:
+            OPERATIONS[path] = called
+        return called
+
+    return enter
+
+
+def names_under(prefix: str) -> list[str]:
+    """The names in a module of the table: those under `nn`, or at the top for an empty prefix."""
+    start = f"{prefix}." if prefix else ""
+    ends = [path.removeprefix(start) for path in OPERATIONS if path.startswith(start)]
+    return sorted({end for end in ends if "." not in end})
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The leaves of a nest of lists, tuples and dicts."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from leaves(inner)
+    else:
+        yield value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A nest with its leaves replaced."""
+    if isinstance(value, dict):
+        return {key: mapped(function, inner) for key, inner in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(function, inner) for inner in value))
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(function, inner) for inner in value)
+    return function(value)
+
+
+def _kind(given: Any) -> str:
+    found = "here"
+    for leaf in leaves(given):
+        if isinstance(leaf, Deferred):
+            return "deferred"
+        if host.is_tensor(leaf) and (host.is_symbolic(leaf) or not host.is_numeric(leaf)):
+            found = "host"
+    return found
+
+
+def _plain(given: Any) -> Any:
+    """Arguments with variables read, and tensors of TensorFlow that have values as arrays."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, IpuVariable):
+            return leaf.value()
+        return host.to_array(leaf) if host.is_tensor(leaf) else leaf
+
+    return mapped(one, given)
+
+
+def _for_host(given: Any) -> Any:
+    """Arguments for TensorFlow: arrays of JAX as numpy's."""
+
+    def one(leaf: Any) -> Any:
+        return np.asarray(leaf) if type(leaf).__module__.startswith("jax") else leaf
+
+    return mapped(one, given)

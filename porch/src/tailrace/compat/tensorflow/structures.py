@@ -1,0 +1,105 @@
+"""Shapes, specs and nests: `tf.TensorShape`, `tf.TensorSpec`, `tf.nest`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.tensorflow.dtypes import DTYPES, DType, as_dtype
+from tailrace.compat.tensorflow.operations.table import leaves, mapped
+
+
+class TensorShape(tuple[Any, ...]):
+    """A shape; unknown lengths are None.
+
+    >>> TensorShape([None, 3]).as_list(), TensorShape([2, 3]).num_elements()
+    ([None, 3], 6)
+    """
+
+    def __new__(cls, dims: Any = ()) -> TensorShape:
+        """From a list, a number or another shape."""
+        given = [dims] if isinstance(dims, int) else list(dims)
+        return super().__new__(cls, given)
+
+    @property
+    def rank(self) -> int:
+        """How many axes there are."""
+        return len(self)
+
+    ndims = rank
+
+    def as_list(self) -> list[Any]:
+        """The lengths."""
+        return list(self)
+
+    def is_fully_defined(self) -> bool:
+        """Whether all lengths are known."""
+        return None not in self
+
+    def num_elements(self) -> int | None:
+        """How many elements there are."""
+        if None in self:
+            return None
+        count = 1
+        for length in self:
+            count *= length
+        return count
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """The form of a tensor."""
+
+    shape: Any
+    dtype: Any = DTYPES["float32"]
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", TensorShape(self.shape or ()))
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
+
+    @classmethod
+    def from_tensor(cls, tensor: Any, name: str | None = None) -> TensorSpec:
+        """The form that a tensor has."""
+        dtype: DType = as_dtype(str(tensor.dtype))
+        return cls(tensor.shape, dtype, name)
+
+
+def flatten(structure: Any) -> list[Any]:
+    """The leaves of a nest."""
+    return list(leaves(structure))
+
+
+def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
+    """A nest of what a function returns for the leaves of one nest or several of one form.
+
+    >>> map_structure(lambda a, b: a + b, [1, {"x": 2}], [10, {"x": 20}])
+    [11, {'x': 22}]
+    """
+    first, *others = structures
+    for other in others:
+        assert_same_structure(first, other)
+    rests = [iter(flatten(other)) for other in others]
+    return mapped(lambda leaf: function(leaf, *(next(rest) for rest in rests)), first)
+
+
+def assert_same_structure(nest1: Any, nest2: Any, **_: Any) -> None:
+    """Refuse nests of two forms."""
+    one, other = (mapped(lambda _: 0, nest) for nest in (nest1, nest2))
+    if one != other:
+        raise IPUValueError(
+            f"The two structures don't have the same nested structure. Received: {one} and {other}."
+        )
+
+
+def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
+    """Leaves in the form of a nest."""
+    rest = iter(flat_sequence)
+    return mapped(lambda _: next(rest), structure)
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a value is a nest."""
+    return isinstance(value, list | tuple | dict)

@@ -1,0 +1,149 @@
+"""Optimizers of TensorFlow 1: `tf.train.GradientDescentOptimizer` and its sisters.
+
+Their rules are those of TensorFlow 1, written as optax transformations where those are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tailrace.compat.ipu.graph.state import is_variable, value_of
+from tailrace.compat.ipu.graph.update import OptaxOptimizer
+from tailrace.compat.ipu.graph.update import Optimizer as PlainOptimizer
+
+
+class Optimizer(PlainOptimizer):
+    """The class that optimizers of a program derive from.
+
+    Args:
+        use_locking: without effect.
+        name: its name.
+    """
+
+    def __init__(self, use_locking: bool = False, name: str | None = None) -> None:
+        del use_locking
+        super().__init__(name)
+
+
+class _Rule(OptaxOptimizer, Optimizer):
+    """An optimizer whose rule is a transformation, made with the rate that a program has at the time.
+
+    Args:
+        make: makes the transformation of a rate.
+        rate: a number, a value of the program, or a variable, which is read at each update.
+        name: its name.
+    """
+
+    def __init__(self, make: Callable[[Any], Any], rate: Any, name: str) -> None:
+        self._make, self._rate = make, rate
+        OptaxOptimizer.__init__(self, None, name)
+
+    @property
+    def transformation(self) -> Any:  # type: ignore[override]
+        """The rule with the rate of now."""
+        return self._make(value_of(self._rate) if is_variable(self._rate) else self._rate)
+
+    @transformation.setter
+    def transformation(self, value: Any) -> None:
+        del value  # made when it is asked for
+
+
+class GradientDescentOptimizer(_Rule):
+    """Plain descent."""
+
+    def __init__(
+        self, learning_rate: Any, use_locking: bool = False, name: str = "GradientDescent"
+    ) -> None:
+        del use_locking
+        super().__init__(optax.sgd, learning_rate, name)
+
+
+class MomentumOptimizer(_Rule):
+    """Descent along a running sum of gradients."""
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        momentum: Any,
+        use_locking: bool = False,
+        name: str = "Momentum",
+        use_nesterov: bool = False,
+    ) -> None:
+        del use_locking
+        super().__init__(lambda rate: optax.sgd(rate, momentum, use_nesterov), learning_rate, name)
+
+
+class RMSPropOptimizer(_Rule):
+    """Gradients divided by a running norm of theirs."""
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        decay: Any = 0.9,
+        momentum: Any = 0.0,
+        epsilon: Any = 1e-10,
+        use_locking: bool = False,
+        centered: bool = False,
+        name: str = "RMSProp",
+    ) -> None:
+        del use_locking
+        options = {"centered": centered, "momentum": momentum or None}
+        super().__init__(
+            lambda rate: optax.rmsprop(rate, decay, epsilon, 1.0, **options), learning_rate, name
+        )
+
+
+class AdagradOptimizer(_Rule):
+    """Gradients divided by the norm of all so far."""
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        initial_accumulator_value: Any = 0.1,
+        use_locking: bool = False,
+        name: str = "Adagrad",
+    ) -> None:
+        del use_locking
+        start = initial_accumulator_value
+        super().__init__(lambda rate: optax.adagrad(rate, start, eps=0.0), learning_rate, name)
+
+
+class AdamOptimizer(_Rule):
+    """Adam; as in TensorFlow 1, epsilon is added before the bias is corrected."""
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta1: Any = 0.9,
+        beta2: Any = 0.999,
+        epsilon: Any = 1e-8,
+        use_locking: bool = False,
+        name: str = "Adam",
+    ) -> None:
+        del use_locking
+        super().__init__(lambda rate: _adam(rate, beta1, beta2, epsilon), learning_rate, name)
+
+
+def _adam(rate: Any, beta1: Any, beta2: Any, epsilon: Any) -> Any:
+    def init(params: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return jnp.zeros((), jnp.int32), zeros, zeros
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        grads = updates
+        count, first, second = state
+        count = count + 1
+        first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, first, grads)
+        second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, second, grads)
+        time = count.astype(jnp.float32)
+        scale = rate * jnp.sqrt(1 - beta2**time) / (1 - beta1**time)
+        after = jax.tree.map(lambda m, v: -scale * m / (jnp.sqrt(v) + epsilon), first, second)
+        return after, (count, first, second)
+
+    return optax.GradientTransformation(init, update)

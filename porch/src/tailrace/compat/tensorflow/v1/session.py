@@ -1,0 +1,155 @@
+"""Sessions and graphs: what was described is run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.compat.ipu.errors import IPURuntimeError
+from tailrace.compat.ipu.graph.operations import Operation, Undelivered
+from tailrace.compat.ipu.graph.state import is_variable, value_of
+from tailrace.compat.ipu.ipu_compiler import CompiledOp
+from tailrace.compat.tensorflow.dtypes import narrowed
+from tailrace.compat.tensorflow.structures import TensorShape
+from tailrace.compat.tensorflow.v1 import deferred
+from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed, evaluated
+from tailrace.jaxprs.marks import is_tracing
+
+
+class Placeholder(Deferred):
+    """A value that each run of a session is given."""
+
+    def __init__(self, dtype: Any, shape: Any = None, name: str | None = None, default: Any = None):
+        super().__init__(self._missing, name or "Placeholder")
+        self.dtype, self._default = narrowed(dtype), default
+        self.shape = None if shape is None else TensorShape(shape)
+
+    def _missing(self, feed: Feed) -> Any:
+        del feed
+        if self._default is not None:
+            return np.asarray(self._default, self.dtype)
+        raise IPURuntimeError(
+            f"You must feed a value for the placeholder {self.name!r}: "
+            f"sess.run(..., feed_dict={{placeholder: value}})."
+        )
+
+
+def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:
+    """A value that each run of a session is given."""
+    return Placeholder(dtype, shape, name)
+
+
+def placeholder_with_default(input: Any, shape: Any, name: str | None = None) -> Placeholder:
+    """The same, with a value for runs that are given none."""
+    return Placeholder(np.asarray(input).dtype, shape, name, input)
+
+
+class Session:
+    """Runs what was described.
+
+    Args:
+        target: without effect, as are `graph` and `config`.
+    """
+
+    def __init__(self, target: str = "", graph: Any = None, config: Any = None) -> None:
+        del target, config
+        self.graph = graph or get_default_graph()
+        self._token: Any = None
+
+    def __enter__(self) -> Session:
+        self._token = deferred.open_session(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        deferred.close_session(self._token)
+
+    def as_default(self) -> Session:
+        """The session as the one around."""
+        return self
+
+    def close(self) -> None:
+        """Without effect."""
+
+    def run(
+        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+    ) -> Any:
+        """The values of what is fetched: one thing, or a nest of them.
+
+        Args:
+            fetches: tensors, variables, operations, programs.
+            feed_dict: values of placeholders.
+            options: without effect.
+            run_metadata: without effect.
+        """
+        del options, run_metadata
+        feed: Feed = {}
+        for key, value in (feed_dict or {}).items():
+            feed[id(key)] = np.asarray(value, key.dtype) if isinstance(key, Placeholder) else value
+        return _fetched(fetches, feed)
+
+
+def _fetched(fetch: Any, feed: Feed) -> Any:
+    if isinstance(fetch, Undelivered):
+        return fetch.again()
+    if isinstance(fetch, dict):
+        return {key: _fetched(value, feed) for key, value in fetch.items()}
+    if isinstance(fetch, list | tuple):
+        return type(fetch)(_fetched(value, feed) for value in fetch)
+    if isinstance(fetch, CompiledOp):
+        if id(fetch) not in feed:
+            feed[id(fetch)] = jax.tree.map(_host, fetch(*evaluated(fetch.inputs, feed)))
+        return feed[id(fetch)]
+    if isinstance(fetch, Deferred):
+        return jax.tree.map(_host, fetch.value(feed))
+    if isinstance(fetch, Operation):
+        return fetch()
+    return _host(fetch)
+
+
+def _host(value: Any) -> Any:
+    if is_variable(value):
+        value = value_of(value)
+    return np.asarray(value) if isinstance(value, jax.Array) else value
+
+
+class Graph:
+    """What a session runs; here a name only."""
+
+    @property
+    def name(self) -> str:
+        """Whether a program is being made, or Keras asks a layer for the shape of its outputs."""
+        return "graph" if is_tracing() else "keras_scratch_graph"
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[Graph]:
+        """Without effect."""
+        yield self
+
+    def device(self, name: Any) -> Any:
+        """Without effect."""
+        del name
+        return contextlib.nullcontext()
+
+    def finalize(self) -> None:
+        """Without effect."""
+
+
+_graph = Graph()
+
+
+def get_default_graph() -> Graph:
+    """The graph."""
+    return _graph
+
+
+def global_variables_initializer() -> Operation:
+    """An operation that does nothing: variables have their values when they are made."""
+    return Operation("global variables initializer")
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What is asked of TensorFlow itself, and has no effect here."""

@@ -1,0 +1,192 @@
+"""`as_dataset`: whatever holds data, as a `Dataset`; and sentences for what does not.
+
+A list is a sequence of elements. A tuple or a dict is one element, or arrays that nobody has cut
+into batches yet; it is never a dataset.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from tailrace.data.batch_iterator import BatchIterator
+from tailrace.data.batches import Batches
+from tailrace.data.dataset import Dataset
+from tailrace.data.foreign import FOREIGN
+from tailrace.data.leaves import to_numpy_tree
+from tailrace.data.resumable import resumable
+from tailrace.data.trees import Tree, describe
+from tailrace.errors import DataError
+
+ACCEPTED = (
+    "Accepted are: tr.batches(arrays, batch_size), an iterable or iterator of arrays or trees of "
+    "arrays (one for each batch), a function without arguments that returns one, a "
+    "tf.data.Dataset, a grain dataset or DataLoader, and a PyTorch DataLoader."
+)
+
+
+class ArrayBatches(Dataset):
+    """`tr.batches`: the one source that can be read many elements at a time."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = self.fast = batches
+        self.name = f"batches of {batches.batch_size} from {batches.num_examples} examples"
+        self.endless = batches.repeat
+        self.length = None if batches.repeat else len(batches)
+
+    def iterate(self, epoch: int = 0) -> BatchIterator:
+        """The batches from the beginning of `epoch`."""
+        return self._batches.iterate(epoch)
+
+
+class PlainIterable(Dataset):
+    """Anything that gives a new iterator whenever it is asked for one."""
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self._iterable = iterable
+        self.name = type(iterable).__name__
+        try:
+            self.length = len(iterable)  # pyright: ignore[reportArgumentType]
+        except TypeError:  # no length, or one that cannot be told
+            self.length = None
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """A fresh iterator."""
+        return resumable(to_numpy_tree, self._iterable)
+
+
+class OneShotIterator(Dataset):
+    """An iterator or generator: what was read is gone."""
+
+    restartable = False
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        # One map for all: elements that a caller has not taken stay in the one iterator.
+        self._iterator = resumable(to_numpy_tree, iterator)
+        called = getattr(iterator, "__name__", None)
+        self.name = f"{type(iterator).__name__} {called}" if called else type(iterator).__name__
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """The one iterator, where it stands."""
+        return self._iterator
+
+
+class FromFunction(Dataset):
+    """A function without arguments that makes the iterable; called for each iteration."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self.name = f"function {_function_name(function)}"
+        _check_takes_no_arguments(function)
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """A fresh iterator, over what the function returns this time."""
+        return self.make().iterate(epoch)
+
+    def make(self) -> Dataset:
+        """Call the function: the dataset that it returns this time."""
+        made = self._function()
+        try:
+            if callable(made) and not isinstance(made, Iterable):
+                _refuse(made)
+            return as_dataset(made)
+        except DataError as error:
+            raise DataError(
+                f"The {self.name} was called for a dataset and did not return one. {error}"
+            ) from None
+
+
+def as_dataset(obj: Any) -> Dataset:
+    """Give `obj` the face of a `Dataset`, or say why that cannot be done.
+
+    Args:
+        obj: what `tr.batches` returns, any iterable or iterator whose elements are arrays or trees
+            of arrays, a function without arguments that returns such an iterable, a
+            `tf.data.Dataset`, a grain dataset or loader, a PyTorch `DataLoader`, or a `Dataset`.
+
+    Returns:
+        A `Dataset`. Nothing is read yet.
+
+    Raises:
+        DataError: `obj` is no stream of elements; arrays that were passed by themselves are sent
+            to `tr.batches`.
+
+    >>> import numpy as np
+    >>> data = as_dataset([{"x": np.zeros(2)}, {"x": np.ones(2)}])
+    >>> data.length, data.restartable, [element["x"].sum() for element in data]
+    (2, True, [np.float64(0.0), np.float64(2.0)])
+    """
+    if isinstance(obj, Dataset):
+        return obj
+    if isinstance(obj, Batches):
+        return ArrayBatches(obj)
+    for module_name, adapt in FOREIGN.items():
+        module = sys.modules.get(module_name)
+        found = adapt(module, obj) if module is not None else None
+        if found is not None:
+            return found
+    _refuse_arrays(obj)
+    if isinstance(obj, (str, bytes, bytearray)):
+        _refuse(obj)
+    if isinstance(obj, Iterator):
+        return OneShotIterator(obj)
+    if isinstance(obj, Iterable):
+        return PlainIterable(obj)
+    if callable(obj):
+        return FromFunction(obj)
+    _refuse(obj)
+
+
+def _refuse(obj: Any) -> NoReturn:
+    shown = repr(obj)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    what = "None" if obj is None else f"a {type(obj).__name__}: {shown}"
+    raise DataError(f"This is not a dataset. Received: {what}. {ACCEPTED}")
+
+
+def _refuse_arrays(obj: Any) -> None:
+    """Arrays that were passed as they are, in the belief that they would be cut into batches."""
+    if _is_array(obj):
+        what = "an array"
+    elif isinstance(obj, (tuple, Mapping)):
+        what = "a tuple" if isinstance(obj, tuple) else f"a {type(obj).__name__}"
+    elif isinstance(obj, list) and _are_unlike_arrays(obj):
+        what = "a list of arrays that are not alike"
+    else:
+        return
+    raise DataError(
+        f"A dataset is a stream of elements, one for each batch, but {what} was received: "
+        f"{describe(obj)}. To cut arrays into batches, use tr.batches(arrays, batch_size). To give "
+        "elements that are batches already, put them into a list."
+    )
+
+
+def _is_array(obj: Any) -> bool:
+    return hasattr(obj, "__array__") or (hasattr(obj, "shape") and hasattr(obj, "dtype"))
+
+
+def _are_unlike_arrays(members: list[Any]) -> bool:
+    # [images, labels]: no stream could hold both, since all elements of a stream are alike.
+    kinds = {
+        (tuple(a.shape), str(a.dtype)) for a in members if _is_array(a) and hasattr(a, "shape")
+    }
+    return len(kinds) > 1 and all(_is_array(member) for member in members)
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def _check_takes_no_arguments(function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some built-in functions have no signature to look at
+    try:
+        signature.bind()
+    except TypeError:
+        raise DataError(
+            "A function that stands for a dataset is called without arguments, but "
+            f"{_function_name(function)}{signature} needs some. Wrap it: "
+            f"lambda: {_function_name(function)}(...)."
+        ) from None

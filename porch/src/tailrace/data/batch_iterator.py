@@ -1,0 +1,173 @@
+"""A place in the stream of a `Batches` recipe, and the ways to read on from there.
+
+There are three: one batch (`next`), many stacked (`read`), and only the numbers of the examples
+(`indices`). They share one position, and which batch has which examples never depends on them.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tailrace.data.counts import check_count
+from tailrace.data.trees import Tree, rebuild
+from tailrace.errors import DataError
+
+if TYPE_CHECKING:
+    from tailrace.data.batches import Batches
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+
+class BatchIterator:
+    """A place in the stream of a `Batches` recipe, and the ways to read on from there.
+
+    `next`, `read` and `indices` may be mixed; each continues where the last one stopped. Not safe
+    for use from several threads at once.
+    """
+
+    def __init__(self, batches: "Batches", epoch: int = 0) -> None:
+        self.batches = batches
+        self.first_epoch = epoch
+        self._position = 0
+        self._order: tuple[int, np.ndarray] | None = None  # the epoch whose order is at hand
+
+    @property
+    def position(self) -> int:
+        """Batches delivered so far, counted from where this iterator began."""
+        return self._position
+
+    def seek(self, position: Any) -> None:
+        """Go to any position, forwards or back; the next batch is the one with that number."""
+        check_count("position", position, at_least=0)
+        if not self.batches.repeat and position > self.batches.batches_per_epoch:
+            raise DataError(
+                f"A position lies within the stream, which has {self.batches.batches_per_epoch} "
+                f"batches. Received: position={position}. Use repeat=True to go on past the end."
+            )
+        self._position = int(position)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream stands, as plain values that JSON can hold."""
+        return {**self._identity(), "position": self._position}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `get_state` was called, on this or on an equal recipe."""
+        for name, value in self._identity().items():
+            if name != "first_epoch" and state.get(name) != value:
+                raise DataError(
+                    "A state belongs to the recipe that it was saved from, or the stream would "
+                    f"continue elsewhere. Received a state with {name}={state.get(name)!r}, "
+                    f"but these batches have {name}={value!r}."
+                )
+        check_count("first_epoch", state.get("first_epoch"), at_least=0)
+        self.seek(state.get("position"))
+        self.first_epoch = int(state["first_epoch"])
+
+    def _identity(self) -> dict[str, Any]:
+        recipe = self.batches
+        return {
+            "num_examples": recipe.num_examples,
+            "batch_size": recipe.batch_size,
+            "shuffle": recipe.shuffle,
+            "seed": recipe.seed,
+            "repeat": recipe.repeat,
+            "drop_remainder": recipe.drops,
+            **({"left_out": list(recipe.left_out)} if recipe.left_out else {}),
+            "first_epoch": self.first_epoch,
+        }
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> Tree:
+        recipe = self.batches
+        if not recipe.repeat and self._position >= recipe.batches_per_epoch:
+            raise StopIteration
+        epoch, number = divmod(self._position, recipe.batches_per_epoch)
+        start = number * recipe.batch_size
+        stop = min(start + recipe.batch_size, recipe.num_examples)
+        if not recipe.ordered:
+            rows = self._order_of(epoch)[start:stop]
+            taken = (np.take(leaf, rows, axis=0, mode="clip") for leaf in recipe.leaves)
+        else:
+            # Copies: whoever receives a batch may write to it, and devices may alias it.
+            taken = (leaf[start:stop].copy() for leaf in recipe.leaves)
+        batch = rebuild(recipe.arrays, taken)
+        self._position += 1
+        return batch
+
+    def read(self, n: int, allocate: Allocate = np.empty) -> tuple[Tree, int]:
+        """Up to `n` batches at once, stacked: each leaf has the shape [m, batch_size, ...].
+
+        Args:
+            n: how many batches to read at most.
+            allocate: called as `allocate(shape, dtype)` once for each leaf, in tree order; what it
+                returns is filled and handed back. It must not be memory that is still in use.
+
+        Returns:
+            The tree of stacked arrays and m, the number of batches in them. m < n at the end of
+            the stream, and before a smaller last batch (`drop_remainder=False`): that one does not
+            stack and is left to `next`.
+        """
+        spans = self._spans(n)
+        count = sum(stop - start for _, start, stop in spans)
+        recipe, size = self.batches, self.batches.batch_size
+        stacked = [allocate((count, size, *a.shape[1:]), a.dtype) for a in recipe.leaves]
+        done = 0
+        for epoch, start, stop in spans:
+            rows = slice(start * size, stop * size)
+            here = slice(done, done + stop - start)
+            order = self._order_of(epoch)[rows].reshape(-1, size) if not recipe.ordered else None
+            for source, target in zip(recipe.leaves, stacked, strict=True):
+                if order is None:
+                    np.copyto(target[here], source[rows].reshape(-1, size, *source.shape[1:]))
+                else:
+                    # With mode="raise" numpy gathers into a buffer first and copies that to `out`.
+                    np.take(source, order, axis=0, out=target[here], mode="clip")
+            done = here.stop
+        self._position += count
+        return rebuild(recipe.arrays, iter(stacked)), count
+
+    def indices(self, n: int) -> np.ndarray:
+        """Like `read`, but only which examples the batches consist of: an array [m, batch_size].
+
+        For arrays that were put on a device once: `leaf[indices]` there is what `read` gives here.
+        """
+        spans = self._spans(n)
+        size = self.batches.batch_size
+        narrow = self.batches.num_examples <= np.iinfo(np.int32).max
+        count = sum(stop - start for _, start, stop in spans)
+        found = np.empty((count, size), np.int32 if narrow else np.int64)
+        done = 0
+        for epoch, start, stop in spans:
+            here = slice(done, done + stop - start)
+            found[here] = self._order_of(epoch)[start * size : stop * size].reshape(-1, size)
+            done = here.stop
+        self._position += count
+        return found
+
+    def _spans(self, n: int) -> list[tuple[int, int, int]]:
+        """The next `n` batches at most as (epoch, first, last + 1), none of them a smaller one."""
+        check_count("n", n, at_least=0)
+        recipe = self.batches
+        per_epoch, whole = recipe.batches_per_epoch, recipe.whole_batches_per_epoch
+        spans: list[tuple[int, int, int]] = []
+        position = self._position
+        while n > 0 and (recipe.repeat or position < per_epoch):
+            epoch, start = divmod(position, per_epoch)
+            stop = min(start + n, whole)
+            if stop > start:
+                spans.append((epoch, start, stop))
+            if whole < per_epoch and stop == whole:
+                break  # a smaller batch stands next
+            n -= stop - start
+            position += stop - start
+        return spans
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        epoch += self.first_epoch
+        if self._order is None or self._order[0] != (epoch if self.batches.shuffle else 0):
+            # What is not shuffled has one order for all epochs.
+            self._order = (epoch if self.batches.shuffle else 0, self.batches.order(epoch))
+        return self._order[1]

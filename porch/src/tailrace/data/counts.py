@@ -1,0 +1,49 @@
+"""Numbers with a lower limit, checked with one sentence."""
+
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import DataError, TailraceError
+
+
+def check_count(name: str, value: Any, *, at_least: int) -> None:
+    """Raise a DataError unless `value` is a whole number, Python's or numpy's, >= `at_least`."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < at_least:
+        raise DataError(f"{name} must be a whole number >= {at_least}. Received: {name}={value!r}.")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    at_least: float = 0.0,
+    positive: bool = False,
+    error: type[TailraceError] = DataError,
+) -> float:
+    """A finite number, Python's or numpy's, within the limit; or an error that names it.
+
+    Args:
+        name: what the argument is called.
+        value: what was given.
+        at_least: the smallest that is allowed.
+        positive: whether it must be larger than that.
+        error: what to raise.
+
+    >>> check_number("timeout_s", np.float32(2))
+    2.0
+    """
+    number = isinstance(value, (int, float, np.integer, np.floating))
+    if (
+        number
+        and not isinstance(value, bool)
+        and (value > at_least if positive else value >= at_least)
+    ):
+        try:
+            if np.isfinite(float(value)):
+                return float(value)
+        except OverflowError:
+            pass
+    limit = f"greater than {at_least:g}" if positive else f"of at least {at_least:g}"
+    raise error(f"{name} is a number {limit}. Received: {name}={value!r}.")

@@ -1,0 +1,176 @@
+"""Files from elsewhere, read with care; and files that appear whole or not at all.
+
+A file may be a pipe that never says anything, a device that never ends, or a few bytes that claim to be
+terabytes. So only regular files are opened, and a size is compared with the limit before memory is
+taken. The limit is for people: it can be raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tailrace.errors import OptionError, TailraceError
+from tailrace.messages import shown
+
+LIMIT = "TAILRACE_READ_LIMIT"
+"""The environment variable that sets the limit, in bytes, or as `8GiB`."""
+
+DEFAULT_LIMIT = 4 << 30
+"""Bytes that one array of a file may take in memory, unless the limit is raised."""
+
+_DESCRIPTION_SHARE, _DESCRIPTION_LEAST = 64, 1 << 20
+"""A description (JSON) takes many times more memory than it has bytes; a short one is always read."""
+
+_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def read_limit(given: Any = None) -> int:
+    """The limit in bytes: what is given, what the environment says, or the default.
+
+    >>> read_limit("2GiB"), read_limit(1000)
+    (2147483648, 1000)
+    """
+    where, value = ("limit", given) if given is not None else (LIMIT, os.environ.get(LIMIT))
+    if value is None or (isinstance(value, str) and not value):
+        return DEFAULT_LIMIT
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        digits = value.strip().rstrip("kKmMgGtTiIbB")
+        unit = value.strip()[len(digits) :].upper()
+        if digits.strip().isascii() and digits.strip().isdigit() and unit in _UNITS:
+            return max(1, int(digits) * _UNITS[unit])
+    raise OptionError(
+        f"{where} is the most that one array of a file may take in memory: a number of bytes, or a "
+        f"text such as '8GiB'. Received: {where}={value!r}."
+    )
+
+
+def too_large(
+    what: str, size: int, limit: int, error: type[TailraceError], share: int = 1
+) -> TailraceError:
+    """What to say of a size beyond the limit, of which `limit` is the given share."""
+    enough = _round(size * share)
+    return error(
+        f"{what} takes {size:,} bytes, and at most {limit:,} are read from a file unless you ask for "
+        f"more. If you trust its source, raise the limit: set {LIMIT}={enough}, or pass "
+        f"limit='{enough}' where the call has it."
+    )
+
+
+def _round(size: int) -> str:
+    """A limit that is enough, in words.
+
+    >>> _round(5 << 30), _round(1 << 20)
+    ('6GiB', '1GiB')
+    """
+    return f"{(size >> 30) + 1}GiB"
+
+
+def open_regular(path: str | os.PathLike[str], error: type[TailraceError]) -> BinaryIO:
+    """A regular file, opened for reading; anything else is refused, and never waited for.
+
+    Raises:
+        OSError: as `open` does.
+    """
+    # Without waiting: a pipe that nobody writes to would never open.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags)
+    kind = os.fstat(handle).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(handle)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
+        raise error(
+            f"Only regular files are read. '{shown(str(path))}' is a pipe, a socket or a device."
+        )
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(
+    path: str | os.PathLike[str],
+    error: type[TailraceError],
+    limit: int | None = None,
+    *,
+    description: bool = False,
+) -> bytes:
+    """The content of a regular file within the limit.
+
+    Args:
+        path: the file.
+        error: what a pipe, a device or too large a file is refused with.
+        limit: in bytes; None: as `read_limit` says.
+        description: whether it is JSON, of which less is read.
+
+    Raises:
+        OSError: as `open` does.
+    """
+    most, share = read_limit() if limit is None else limit, 1
+    if description:
+        share = _DESCRIPTION_SHARE
+        most = max(_DESCRIPTION_LEAST, most // share)
+    with open_regular(path, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise too_large(f"The file '{shown(str(path))}'", size, most, error, share)
+        return file.read(size)  # one that grows meanwhile is read as far as it was
+
+
+def read_head(path: str | os.PathLike[str], count: int, error: type[TailraceError]) -> bytes:
+    """The first `count` bytes of a regular file, or as many as there are."""
+    with open_regular(path, error) as file:
+        return file.read(count)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """JSON; a ValueError for whatever is wrong with it.
+
+    >>> parse_json(b'{"a": 1}')
+    {'a': 1}
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(
+    path: str | os.PathLike[str], error: type[TailraceError], limit: int | None = None
+) -> Any:
+    """The JSON in a file of a size that fits a description.
+
+    Raises:
+        OSError: as `open` does.
+        ValueError: it is no JSON.
+    """
+    return parse_json(read_bytes(path, error, limit, description=True))
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes its name when the context ends without an error.
+
+    Until then it is beside it under another name. A link of that name is not followed.
+    """
+    part = path.with_name(f"{path.name}.part")
+    with contextlib.suppress(FileNotFoundError):
+        part.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    handle = os.open(part, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(handle)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise

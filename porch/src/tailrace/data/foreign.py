@@ -1,0 +1,127 @@
+"""Datasets of other libraries, one small class each.
+
+Nothing here imports those libraries. An object can only be one of theirs if its module was loaded
+by whoever made it, so `FOREIGN` is a table by module name, and an entry is asked only when that
+module is in `sys.modules`; it gets the loaded module and the object, and answers with an adapter
+or with None.
+"""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from tailrace.data.dataset import Dataset
+from tailrace.data.leaves import to_numpy_tree
+from tailrace.data.resumable import resumable
+from tailrace.data.trees import Tree, leaf_called, leaves_with_paths
+from tailrace.errors import DataError
+
+
+class TensorFlowDataset(Dataset):
+    """A `tf.data.Dataset`. Its arrays are TensorFlow's own memory, read-only and not copied."""
+
+    def __init__(self, tf: ModuleType, dataset: Any) -> None:
+        _refuse_what_tensorflow_cannot_hand_over(tf, dataset.element_spec)
+        self._dataset = dataset
+        self.name = f"tf.data dataset ({type(dataset).__name__.lstrip('_')})"
+        cardinality = int(dataset.cardinality())
+        self.length = cardinality if cardinality >= 0 else None
+        self.endless = cardinality == tf.data.INFINITE_CARDINALITY
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """A fresh iterator; a shuffle in the dataset reshuffles as it was told to."""
+        return map(to_numpy_tree, self._dataset.as_numpy_iterator())
+
+
+class GrainDataset(Dataset):
+    """A grain `MapDataset`, `IterDataset` or `DataLoader`."""
+
+    # A repeated MapDataset has a length near sys.maxsize (divided by the batch size, if batched).
+    _ENDLESS = 2**40
+
+    def __init__(self, grain: ModuleType, dataset: Any) -> None:
+        self._dataset = dataset
+        self.name = f"grain {type(dataset).__name__}"
+        # The length of a MapDataset counts what a filter will leave out, so it is only a bound.
+        self.endless = isinstance(dataset, grain.MapDataset) and len(dataset) >= self._ENDLESS
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """A fresh iterator."""
+        return resumable(to_numpy_tree, self._dataset)
+
+
+class TorchDataLoader(Dataset):
+    """A PyTorch `DataLoader`. Tensors become arrays over the same memory."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.name = f"PyTorch DataLoader over {type(loader.dataset).__name__}"
+        try:
+            self.length = len(loader)
+        except TypeError:  # an IterableDataset need not know its length
+            self.length = None
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """A fresh iterator; a sampler that shuffles draws a new order."""
+        return resumable(_torch_element, self._loader)
+
+
+def _torch_element(element: Tree) -> Tree:
+    return to_numpy_tree(_lists_to_tuples(element))
+
+
+def _lists_to_tuples(tree: Tree) -> Tree:
+    # default_collate turns the tuple that a dataset returns into a list; what was written as
+    # `return image, label` is to arrive as (image, label).
+    if isinstance(tree, list) or type(tree) is tuple:
+        return tuple(_lists_to_tuples(child) for child in tree)
+    if isinstance(tree, dict):
+        return {key: _lists_to_tuples(child) for key, child in tree.items()}
+    return tree
+
+
+def _refuse_what_tensorflow_cannot_hand_over(tf: ModuleType, element_spec: Any) -> None:
+    for path, spec in leaves_with_paths(element_spec):
+        kind = type(spec).__name__
+        if not isinstance(spec, tf.TensorSpec):
+            if kind == "NoneTensorSpec":
+                continue  # an element with a None in it, which is an empty branch
+            raise DataError(
+                f"The elements of a tf.data dataset must be dense tensors, but {leaf_called(path)} "
+                f"is described by a {kind}. Make it dense with map(), for example by to_tensor() "
+                "or tf.sparse.to_dense()."
+            )
+        if spec.dtype == tf.string:
+            raise DataError(
+                "A dataset holds numbers and booleans only, but in the tf.data dataset "
+                f"{leaf_called(path)} is a tf.string. Encode it as numbers, or drop it with map()."
+            )
+
+
+def _tensorflow(tf: ModuleType, obj: Any) -> Dataset | None:
+    return TensorFlowDataset(tf, obj) if isinstance(obj, tf.data.Dataset) else None
+
+
+def _grain(grain: ModuleType, obj: Any) -> Dataset | None:
+    kinds = (grain.MapDataset, grain.IterDataset, grain.DataLoader)
+    return GrainDataset(grain, obj) if isinstance(obj, kinds) else None
+
+
+def _torch(torch: ModuleType, obj: Any) -> Dataset | None:
+    data = torch.utils.data
+    if isinstance(obj, data.DataLoader):
+        return TorchDataLoader(obj)
+    if isinstance(obj, data.Dataset) and not isinstance(obj, data.IterableDataset):
+        raise DataError(
+            f"A PyTorch Dataset ({type(obj).__name__}) gives single examples, not the batches that "
+            "a step takes. Wrap it: torch.utils.data.DataLoader(dataset, batch_size=..., "
+            "drop_last=True)."
+        )
+    return None
+
+
+FOREIGN: dict[str, Callable[[ModuleType, Any], Dataset | None]] = {
+    "tensorflow": _tensorflow,
+    "grain": _grain,
+    "torch": _torch,
+}

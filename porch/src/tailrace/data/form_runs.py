@@ -1,0 +1,76 @@
+"""A dataset as runs of elements that look alike: most often one run, and a smaller last batch.
+
+Programs are compiled for elements of one form. Whoever must take every row reads a dataset run by run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.data.batches import Batches
+from tailrace.data.dataset import Dataset
+from tailrace.data.trees import Tree, leaves_with_paths, map_leaves
+
+
+def form_runs(dataset: Any) -> Iterator[Any]:
+    """Datasets of one form each that are, one after the other, the whole of `dataset`.
+
+    Each must be read to its end before the next is asked for.
+
+    >>> import numpy as np
+    >>> [len(list(run)) for run in form_runs([(np.ones(4),), (np.ones(4),), (np.ones(3),)])]
+    [2, 1]
+    """
+    source = as_dataset(dataset)
+    if source.fast is not None:
+        yield from _parts_of_arrays(source.fast.keeping_rows())
+        return
+    run = _Run(source.name, source.iterate())
+    yield run
+    while run.following is not None:
+        run = _Run(source.name, chain([run.following], run.elements))
+        yield run
+
+
+class _Run(Dataset):
+    """The elements of an iterator, as long as they look like the first of them."""
+
+    restartable = False
+
+    def __init__(self, name: str, elements: Iterator[Tree]) -> None:
+        self.name, self.elements = name, elements
+        self.following: Tree | None = None
+
+    def iterate(self, epoch: int = 0) -> Iterator[Tree]:
+        """The elements; the first of another form is kept as `following`."""
+        form = None
+        for element in self.elements:
+            found = _form(element)
+            form = found if form is None else form
+            if found != form:
+                self.following = element
+                return
+            yield element
+
+
+def _parts_of_arrays(batches: Batches) -> Iterator[Any]:
+    """The whole batches, still as a recipe, and the rest as one element."""
+    whole, size = batches.whole_batches_per_epoch, batches.batch_size
+    if batches.repeat or whole:
+        yield dataclasses.replace(batches, drop_remainder=True)
+    rest = batches.order(0)[whole * size :]
+    if not batches.drops and not batches.repeat and len(rest):
+        yield [map_leaves(lambda leaf: np.take(leaf, rest, axis=0), batches.arrays)]
+
+
+def _form(element: Tree) -> tuple[Any, ...]:
+    return tuple(
+        (path, np.shape(leaf), getattr(leaf, "dtype", type(leaf)))
+        for path, leaf in leaves_with_paths(element)
+    )

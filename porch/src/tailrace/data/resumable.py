@@ -1,0 +1,83 @@
+"""Sources that know where they are: `get_state` and `set_state` of an iterator.
+
+`tr.batches`, Grain's iterators and loaders with `state_dict` continue in constant time. All other
+sources are read from their start, and what was used before is skipped.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from tailrace.errors import DataError
+
+Element = TypeVar("Element")
+
+
+class ResumableMap(Iterator[Element], Generic[Element]):
+    """`map(function, source)`, with the position of the source.
+
+    Args:
+        function: applied to each element.
+        source: the iterator.
+        get_state: returns the state of the source.
+        set_state: makes the source go on from a state.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Element],
+        source: Iterator[Any],
+        get_state: Callable[[], Any],
+        set_state: Callable[[Any], Iterator[Any] | None],
+    ) -> None:
+        self._function, self._source = function, source
+        self.get_state, self._set_state = get_state, set_state
+
+    def __next__(self) -> Element:
+        return self._function(next(self._source))
+
+    def set_state(self, state: Any) -> None:
+        """Go on from a state; some sources then have another iterator."""
+        self._source = self._set_state(state) or self._source
+
+
+def resumable(function: Callable[[Any], Element], iterable: Any) -> Iterator[Element]:
+    """`map(function, iterable)`; with a position if the iterable, or its iterator, has one."""
+    loads = callable(getattr(iterable, "state_dict", None))
+    if loads and callable(getattr(iterable, "load_state_dict", None)):
+
+        def load(state: Any) -> Iterator[Any]:
+            iterable.load_state_dict(state)
+            return iter(iterable)
+
+        return ResumableMap(function, iter(iterable), iterable.state_dict, load)
+    source = iter(iterable)
+    if can_go_back(source):
+        return ResumableMap(function, source, source.get_state, source.set_state)  # type: ignore[attr-defined]
+    return map(function, source)
+
+
+def can_go_back(source: Any) -> bool:
+    """Whether an iterator has a state that can be kept and set."""
+    return all(callable(getattr(source, name, None)) for name in ("get_state", "set_state"))
+
+
+def encode_state(state: Any) -> dict[str, Any]:
+    """A state as JSON can hold it."""
+    if isinstance(state, bytes):
+        return {"bytes": base64.b64encode(state).decode("ascii")}
+    try:
+        return {"json": json.loads(json.dumps(state))}
+    except (TypeError, ValueError):
+        raise DataError(
+            f"The state of a dataset's iterator is kept in a checkpoint as JSON or bytes. Received: "
+            f"a {type(state).__name__} that is neither."
+        ) from None
+
+
+def decode_state(encoded: dict[str, Any]) -> Any:
+    """The state again."""
+    return base64.b64decode(encoded["bytes"]) if "bytes" in encoded else encoded["json"]

@@ -1,0 +1,228 @@
+"""Which devices this process trains on, and the mesh that replicas (and stages) form on them."""
+
+from __future__ import annotations
+
+import operator
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tailrace.devices.environment import TOO_LATE, asked_devices
+from tailrace.errors import DeviceError, ReplicaError
+
+REPLICA, STAGE = "replica", "stage"
+"""The names of the mesh's axes."""
+
+_chosen: list[Any] | None = None
+_default: Any = None  # the default device that we gave JAX
+
+
+def configure(devices: int | None = None, platform: str | None = None) -> list[Any]:
+    """Choose the devices of this process; call it before anything else uses JAX.
+
+    Virtual CPU devices are made only where there is no accelerator, or where `platform="cpu"` asks
+    for them. Without this call, and without the environment variable `TAILRACE_DEVICES`, all
+    devices that JAX finds may be used.
+
+    A `platform` becomes JAX's own default too, so that plain programs beside a Tailrace one compute on
+    the same kind of device: with `platform="cpu"` on a machine with a GPU, `jnp.ones(3)` is made on
+    the CPU. What was chosen for JAX itself before (`JAX_PLATFORMS`, `jax_default_device`) stays.
+
+    Args:
+        devices: how many; with several processes, in each of them. None: all there are.
+        platform: "cpu", "gpu" or "tpu". None: what JAX prefers.
+
+    Returns:
+        The devices chosen.
+
+    >>> len(configure(devices=1))
+    1
+    """
+    global _chosen
+    if devices is not None and not _is_count(devices):
+        raise DeviceError(
+            f"A process needs at least one device. Received: devices={devices!r}. "
+            f"Give a positive integer, or leave it out for all devices."
+        )
+    known = isinstance(platform, str) and platform in ("cpu", "gpu", "cuda", "rocm", "tpu")
+    if platform is not None and not known:
+        raise DeviceError(f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}.")
+    started = not _ask_for_cpu_devices(devices)
+    found = _devices_of(platform)
+    each = _by_process(found)
+    if devices is not None and min(map(len, each)) < devices:
+        raise DeviceError(_too_few(devices, min(each, key=len), started))
+    _chosen = [device for own in each for device in own[:devices]]
+    if platform is not None:
+        _make_default()
+    return list(_chosen)
+
+
+def _make_default() -> None:
+    """Let plain JAX compute on the first device chosen, unless it was told something else."""
+    global _default
+    own = [device for device in _chosen or () if device.process_index == jax.process_index()]
+    config: Any = jax.config
+    asked = config.jax_default_device
+    told = config.jax_platforms or (asked is not None and asked is not _default)
+    if told or not own:
+        return
+    # Where JAX prefers that platform anyway nothing is set: a default device is part of the key by
+    # which JAX finds compiled programs again.
+    preferred = jax.default_backend() if asked is None else None
+    _default = None if own[0].platform == preferred else own[0]
+    config.update("jax_default_device", _default)
+
+
+def offer_cpu_devices(count: int) -> None:
+    """Ask for virtual CPU devices, unless JAX has started or somebody has asked for a number.
+
+    With an accelerator they change nothing: its devices come first.
+    """
+    asked = os.environ.get("TAILRACE_DEVICES") or "host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
+    if not asked and getattr(jax.config, "jax_num_cpu_devices", -1) in (-1, None):
+        _ask_for_cpu_devices(count)
+
+
+def use(devices: list[Any] | None) -> None:
+    """Take these devices, in this order, from now on; None: all there are (for front ends)."""
+    global _chosen
+    _chosen = None if devices is None else list(devices)
+
+
+def chosen() -> list[Any] | None:
+    """The devices chosen, or None if nobody has chosen yet."""
+    return None if _chosen is None else list(_chosen)
+
+
+def available() -> list[Any]:
+    """The devices chosen, or all there are."""
+    if _chosen is not None:
+        return list(_chosen)
+    wanted = asked_devices()
+    return configure(wanted) if wanted else list(jax.devices())
+
+
+def platform() -> str:
+    """The platform that programs are compiled for: that of the devices chosen, not JAX's default."""
+    return available()[0].platform
+
+
+def mesh(replicas: int, stages: int = 1) -> Mesh:
+    """The devices as a grid of replicas and stages; stages of one replica are neighbours."""
+    found = available()
+    needed = replicas * stages
+    if needed > len(found):
+        if stages > len(found):
+            raise ReplicaError(
+                f"A pipeline whose stages are on {stages} devices needs as many, and there are "
+                f"{len(found)}. Put several stages on one device with tr.Pipeline(device_mapping="
+                f"[...]), or use tr.configure(devices={needed}) before JAX starts."
+            )
+        copy = "1 device" if stages == 1 else f"{stages} devices"
+        raise ReplicaError(
+            f"{replicas} replicas of a model that needs {copy} take {replicas} x {stages} = "
+            f"{needed} devices, and there are {len(found)}. Use replicas="
+            f"{len(found) // stages} at most, or tr.configure(devices={needed}) before JAX starts."
+        )
+    return Mesh(np.array(_evenly(found, needed)).reshape(replicas, stages), (REPLICA, STAGE))
+
+
+def local_replicas(mesh: Mesh) -> int:
+    """How many of the replicas of a mesh this process computes, or has a stage of."""
+    here = jax.process_index()
+    rows = mesh.devices.reshape(mesh.shape[REPLICA], -1)
+    return sum(any(device.process_index == here for device in row) for row in rows)
+
+
+def _evenly(found: list[Any], needed: int) -> list[Any]:
+    """The first `needed` devices; with several processes, equally many of each."""
+    each = _by_process(found)
+    if len(each) == 1:
+        return found[:needed]
+    count, rest = divmod(needed, len(each))
+    if rest or min(map(len, each)) < count:
+        raise ReplicaError(
+            f"Devices are taken equally from all processes: {needed} devices from {len(each)} "
+            f"processes with {min(map(len, each))} each cannot be. Use a number of replicas that "
+            f"makes it a multiple of {len(each)}, or None for all devices."
+        )
+    return [device for own in each for device in own[:count]]
+
+
+def _by_process(found: list[Any]) -> list[list[Any]]:
+    """Devices by the process that they belong to, in the order of processes."""
+    numbers = sorted({device.process_index for device in found})
+    return [[device for device in found if device.process_index == n] for n in numbers]
+
+
+def resolve_replicas(replicas: int | None, per_copy: int = 1) -> int:
+    """The number of replicas: as given, or devices divided by what one copy needs."""
+    if replicas is None:
+        count = len(available())
+        if count % per_copy:
+            raise ReplicaError(
+                f"The number of replicas is the devices divided by what one copy needs: {count} / "
+                f"{per_copy} leaves a remainder of {count % per_copy}. Choose devices with "
+                f"tr.configure(devices={count - count % per_copy}), or give replicas= yourself."
+            )
+        return count // per_copy
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ReplicaError(
+            f"replicas counts the copies of the model and is at least 1. "
+            f"Received: replicas={replicas!r}. Use None for as many as the devices allow."
+        )
+    return replicas
+
+
+def _is_count(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 1
+    except TypeError:
+        return False
+
+
+def _ask_for_cpu_devices(devices: int | None) -> bool:
+    """Ask JAX for virtual CPU devices; False if it has started and can no longer be asked."""
+    if devices is None:
+        return True
+    try:
+        jax.config.update("jax_num_cpu_devices", int(devices))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _devices_of(platform: str | None) -> list[Any]:
+    try:
+        return list(jax.devices(platform) if platform else jax.devices())
+    except RuntimeError as error:
+        raise DeviceError(
+            f"There are no {platform} devices here ({error}). Leave platform out, or use 'cpu'."
+        ) from error
+
+
+def _too_few(devices: int, found: list[Any], started: bool) -> str:
+    kind = found[0].platform if found else "cpu"
+    if kind != "cpu":
+        return (
+            f"{devices} devices were asked for, and there are {len(found)} of the platform {kind!r}. "
+            f"Ask for at most {len(found)}, or use tr.configure(devices={devices}, platform='cpu') "
+            f"for virtual CPU devices."
+        )
+    reason = "JAX has already started" if started else "JAX made"
+    text = (
+        f"Virtual CPU devices are made when JAX starts: {devices} were asked for, but {reason} with "
+        f"{len(found)}."
+    )
+    if (asked_devices() or 0) >= devices:
+        return f"{text} {TOO_LATE}"
+    return (
+        f"{text} Call tr.configure(devices={devices}) before anything uses JAX, or set "
+        f"TAILRACE_DEVICES={devices} in the environment."
+    )

@@ -1,0 +1,35 @@
+"""A process that ends others when the one that started them is gone, however it ended.
+
+Run as a script, without imports that take time: it reads lines from its standard input, `+PID` for a
+group of processes to guard and `-PID` for one that has ended. When the other end is closed without a
+last line `done`, it ends the groups that are left.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+GRACE_S = 2.0
+"""How long they may take to end after they were asked to."""
+
+
+def guard() -> None:
+    """Read until the end, then act."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what interrupts the launcher is its own concern
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line.strip() == "done":
+            return
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for number, wait in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 0.0)):
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+        time.sleep(wait)
+
+
+if __name__ == "__main__":
+    guard()

@@ -1,0 +1,236 @@
+"""`tailrace launch`: a script in several processes of this machine, watched.
+
+Each process is told of the others by its environment, which `tr.distributed.initialize()` reads.
+When one ends badly, the others would wait for it: they are ended, and what it last said is shown.
+When the launcher itself is ended, so are they: by itself, or, if it is killed, by a guardian.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from tailrace.devices.environment import COORDINATOR, PROCESS, PROCESSES
+from tailrace.devices.processes.rollcall import TOKEN
+from tailrace.errors import OptionError
+
+LINES = 20
+"""How many of the last lines of a process that died are shown."""
+
+GRACE_S = 2.0
+"""How long processes that are told to end may take before they are made to."""
+
+_POLL_S = 0.05
+
+
+class Watched:
+    """One process: its output is passed on, each line with the process's number in front."""
+
+    def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.number = number
+        self.last: deque[str] = deque(maxlen=LINES)
+        self.process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._pass_on, args=(self.process.stdout,), daemon=True
+        )
+        self._reader.start()
+
+    def _pass_on(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                self.last.append(line.rstrip("\n"))
+                # The first one speaks plainly: what all would say alike is read once.
+                sys.stdout.write(line if self.number == 0 else f"[{self.number}] {line}")
+                sys.stdout.flush()
+
+    def finish_reading(self) -> None:
+        """Wait until what it said last has been passed on."""
+        self._reader.join(timeout=2.0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it and to what it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+def launch(script: Sequence[str], processes: int, devices: int | None = None) -> int:
+    """Run a script in `processes` processes; returns the exit code of the first that fails, or 0.
+
+    Args:
+        script: the script and its arguments.
+        processes: how many.
+        devices: how many virtual CPU devices each has, where there is no accelerator.
+    """
+    if processes < 1:
+        raise OptionError(f"-n counts the processes, at least 1. Received: {processes}.")
+    if devices is not None and devices < 1:
+        raise OptionError(f"--devices counts the devices of a process. Received: {devices}.")
+    if not os.path.exists(script[0]):
+        raise OptionError(f"There is no script {script[0]!r} here. Give the path of a Python file.")
+    environment = dict(os.environ)
+    environment[COORDINATOR] = f"127.0.0.1:{free_port()}"
+    environment[TOKEN] = secrets.token_hex(16)  # nobody else on this machine is one of them
+    environment[PROCESSES] = str(processes)
+    environment["PYTHONUNBUFFERED"] = "1"
+    if devices is not None:
+        environment["TAILRACE_DEVICES"] = str(devices)
+    watched: list[Watched] = []
+    with _guardian() as tell, _ended_by_sigterm():
+        try:
+            for number in range(processes):
+                own = {**environment, PROCESS: str(number)}
+                watched.append(Watched(number, [sys.executable, *script], own))
+                tell(f"+{watched[-1].process.pid}")
+            failed = _watch(watched, tell)
+        except BaseException:
+            _end(watched)
+            raise
+        return _finish(watched, failed)
+
+
+def _finish(watched: Sequence[Watched], failed: Watched | None) -> int:
+    if failed is None:
+        for one in watched:
+            one.finish_reading()
+        return 0
+    others = [one for one in watched if one.process.poll() is None]
+    _end(others)
+    failed.finish_reading()
+    print(_told(failed, len(watched), others), file=sys.stderr, flush=True)
+    code = failed.process.returncode
+    return code if code > 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _guardian() -> Iterator[Callable[[str], None]]:
+    """A process that ends the others if this one is killed; yields what tells it of them."""
+    path = os.path.join(os.path.dirname(__file__), "guardian.py")
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # what ends this process and its group does not end the guardian
+    )
+    assert process.stdin is not None
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            print(line, file=process.stdin, flush=True)
+
+    try:
+        yield tell
+    finally:
+        tell("done")
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the launcher as Ctrl-C does, with the processes that it started."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    kinds = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = [signal.signal(kind, leave) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _watch(watched: Sequence[Watched], tell: Callable[[str], None]) -> Watched | None:
+    """Wait until all have ended well, or one has not: that one is returned."""
+    running = set(watched)
+    while True:
+        codes = [one.process.poll() for one in watched]
+        for one, code in zip(watched, codes, strict=True):
+            if code is not None and one in running:
+                running.discard(one)
+                tell(f"-{one.process.pid}")  # its number may be given to another process now
+            if code:
+                return one
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(_POLL_S)
+
+
+def _end(watched: Sequence[Watched]) -> None:
+    for one in watched:
+        one.signal(signal.SIGTERM)
+    give_up = time.monotonic() + GRACE_S
+    for one in watched:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.0, give_up - time.monotonic()))
+        one.signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(GRACE_S)  # one that hangs in the kernel is not waited for
+
+
+def _told(failed: Watched, processes: int, others: Sequence[Watched]) -> str:
+    code = failed.process.returncode
+    how = f"ended with code {code}"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            how = f"was ended by {signal.Signals(-code).name}"
+    lines = [f"  | {line}" for line in failed.last] or ["  | (it said nothing)"]
+    ended = ", ".join(str(one.number) for one in others)
+    rest = f" The others ({ended}) were ended." if others else ""
+    return "\n".join(
+        [f"tailrace launch: process {failed.number} of {processes} {how}.{rest}", *lines]
+    )
+
+
+def add_parser(subparsers: Any) -> None:
+    """`tailrace launch`: its options."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a script in several processes of this machine",
+        description="Run a script that calls tr.distributed.initialize() in several processes of "
+        "this machine. When one dies, it is named, its last lines are shown and the others ended.",
+    )
+    parser.add_argument("-n", "--processes", type=int, required=True, help="how many processes")
+    parser.add_argument(
+        "--devices", type=int, help="virtual CPU devices of each process, without an accelerator"
+    )
+    parser.add_argument("script", help="the script to run")
+    parser.add_argument("arguments", nargs="...", help="its arguments")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Any) -> int:
+    return launch([arguments.script, *arguments.arguments], arguments.processes, arguments.devices)

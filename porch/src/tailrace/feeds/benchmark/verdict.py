@@ -1,0 +1,117 @@
+"""Whether the data or the device is what a training run waits for, in one sentence."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tailrace.errors import DataError, OptionError
+
+# Rates within a tenth of each other are called equal: a benchmark repeats no better than that.
+_EQUAL_WITHIN = 1.1
+
+
+class Bottleneck(StrEnum):
+    """What limits the speed."""
+
+    DATA = "data"
+    DEVICE = "device"
+    NEITHER = "neither"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of comparing a dataset with a device; `str()` of it is the sentence."""
+
+    bottleneck: Bottleneck
+    ratio: float
+    """Elements that the dataset delivers for each one that the device takes. Below 1 the device
+    waits, and only this share of its time is used; above 1 the data waits."""
+    dataset_rate: float
+    """Elements a second that the dataset delivers: the median of the benchmark's epochs."""
+    device_rate: float
+    """Elements a second that the device takes."""
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def verdict(
+    benchmark_json: str | Mapping[str, Any], *, step_time_s: float, elements_per_step: int = 1
+) -> Verdict:
+    """Say whether the data or the device is the bottleneck, and by how much.
+
+    Args:
+        benchmark_json: what `dataset_benchmark` returned. The median of its epochs counts, since
+            the first one often includes a start-up.
+        step_time_s: seconds that the device needs for one step when its data is there already.
+        elements_per_step: elements that a step takes: microbatches times replicas.
+
+    Returns:
+        A `Verdict`, which prints as a sentence.
+
+    >>> measured = {"epochs": [{"elements_per_second": 41_000.0}]}
+    >>> print(verdict(measured, step_time_s=1 / 7_000))
+    The dataset delivers 41,000 elements a second and the device takes 7,000: the device is the \
+bottleneck, by 5.9 times.
+    """
+    if not (_is_number(step_time_s) and step_time_s > 0):
+        raise OptionError(
+            f"step_time_s must be greater than 0. Received: step_time_s={step_time_s!r}."
+        )
+    if not (_is_number(elements_per_step) and elements_per_step >= 1):
+        raise OptionError(
+            "elements_per_step must be a whole number >= 1. "
+            f"Received: elements_per_step={elements_per_step!r}."
+        )
+    dataset_rate = _median_rate(benchmark_json)
+    device_rate = elements_per_step / step_time_s
+    ratio = dataset_rate / device_rate
+    rates = (
+        f"The dataset delivers {_rate(dataset_rate)} elements a second and the device takes "
+        f"{_rate(device_rate)}"
+    )
+    if max(ratio, 1 / ratio) < _EQUAL_WITHIN:
+        bottleneck = Bottleneck.NEITHER
+        sentence = f"{rates}: they keep pace with each other, and neither is the bottleneck."
+    elif ratio > 1:
+        bottleneck = Bottleneck.DEVICE
+        sentence = f"{rates}: the device is the bottleneck, by {_times(ratio)} times."
+    else:
+        bottleneck = Bottleneck.DATA
+        sentence = (
+            f"{rates}: the data is the bottleneck, by {_times(1 / ratio)} times, and the device "
+            f"waits {1 - ratio:.0%} of the time."
+        )
+    return Verdict(bottleneck, ratio, dataset_rate, device_rate, sentence)
+
+
+def _median_rate(benchmark_json: str | Mapping[str, Any]) -> float:
+    try:
+        loaded = json.loads(benchmark_json) if isinstance(benchmark_json, str) else benchmark_json
+        rate = statistics.median(epoch["elements_per_second"] for epoch in loaded["epochs"])
+        if not rate > 0:
+            raise ValueError
+        return rate
+    except (ValueError, KeyError, TypeError):
+        shown = repr(benchmark_json)
+        raise DataError(
+            "A verdict needs the JSON that dataset_benchmark returns. "
+            f"Received: {shown if len(shown) <= 80 else shown[:77] + '...'}"
+        ) from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _times(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"

@@ -1,0 +1,176 @@
+"""What one element of a dataset looks like, and how it becomes the arguments of a function."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.data.dtypes import check_numeric
+from tailrace.data.trees import leaf_called
+from tailrace.errors import DataError, ElementError, ProgramError
+from tailrace.messages import note_once
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementSpec:
+    """The form that every element of a dataset has.
+
+    Attributes:
+        structure: the tree of an element.
+        leaves: shape and dtype of each leaf, as the device will see them.
+        paths: how each leaf is called in messages.
+        dtypes: the dtype of each leaf as the dataset delivers it.
+    """
+
+    structure: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    paths: tuple[str, ...]
+    dtypes: tuple[np.dtype, ...]
+
+    @classmethod
+    def of(cls, element: Any) -> ElementSpec:
+        """The form of `element`; a DataError if no program could be fed with it."""
+        try:
+            with_paths, structure = jax.tree_util.tree_flatten_with_path(element)
+        except ValueError as error:  # keys that cannot be sorted
+            raise DataError(
+                f"An element is a tree that JAX can flatten. It says: {error}."
+            ) from None
+        if not with_paths:
+            raise DataError(
+                f"An element of a dataset needs at least one array. Received: {element!r}."
+            )
+        paths = tuple(jax.tree_util.keystr(path) for path, _ in with_paths)
+        arrays = [
+            check_numeric(p, np.asarray(leaf))
+            for p, (_, leaf) in zip(paths, with_paths, strict=True)
+        ]
+        for path, array in zip(paths, arrays, strict=True):
+            if 0 in array.shape:
+                raise DataError(
+                    f"An element may not have a dim of size 0: such an array cannot be fed. "
+                    f"Received: {leaf_called(path)} of shape {array.shape}. Remove it from the "
+                    f"dataset, or use drop_remainder=True if it is an empty last batch."
+                )
+        leaves = tuple(jax.ShapeDtypeStruct(a.shape, _narrowed(a.dtype)) for a in arrays)
+        return cls(structure, leaves, paths, tuple(a.dtype for a in arrays))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one element on the device."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
+
+    def tree(self) -> Any:
+        """The form as a tree of `jax.ShapeDtypeStruct`."""
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+    def conform(self, element: Any, number: int) -> list[Any]:
+        """The leaves of element `number`, checked against the form; an ElementError otherwise."""
+        try:
+            leaves, structure = jax.tree.flatten(element)
+        except ValueError:  # keys that cannot be sorted
+            leaves, structure = [], f"keys that cannot be sorted: {element!r:.80}"
+        if structure != self.structure:
+            raise ElementError(
+                f"All elements of a dataset have the structure of the first one, {self.structure}. "
+                f"Received: element {number} with {structure}. Yield one structure throughout."
+            )
+        for path, leaf, spec, dtype in zip(
+            self.paths, leaves, self.leaves, self.dtypes, strict=True
+        ):
+            found = np.asarray(leaf) if not hasattr(leaf, "dtype") else leaf
+            if found.shape != spec.shape or found.dtype != dtype:
+                raise ElementError(
+                    f"All elements of a dataset have the shapes and dtypes of the first one: "
+                    f"{leaf_called(path)} is {dtype}{list(spec.shape)}. Received: element {number} "
+                    f"with {found.dtype}{list(found.shape)}. {_remedy(spec.shape, found.shape)}"
+                )
+        return leaves
+
+
+def _remedy(expected: tuple[int, ...], found: tuple[int, ...]) -> str:
+    if len(found) == len(expected) and found[1:] == expected[1:] and found[:1] < expected[:1]:
+        return "It looks like a smaller last batch: drop it (drop_remainder=True), or pad it."
+    return "Cast, pad or reshape in the dataset."
+
+
+def _narrowed(dtype: np.dtype) -> np.dtype:
+    narrow = jax.dtypes.canonicalize_dtype(dtype)
+    if narrow != dtype:
+        note_once(
+            f"{dtype} data is narrowed to {narrow} on its way to the device, as JAX does "
+            f"(jax_enable_x64 keeps 64 bits)."
+        )
+    return narrow
+
+
+# -- from an element to arguments ---------------------------------------------------------------
+
+
+def call_with_element(function: Callable[..., Any], first: Sequence[Any], element: Any) -> Any:
+    """Call `function(*first, ...)` with an element, by the rules of `bind_element`."""
+    args, kwargs = bind_element(function, len(first), element)
+    return function(*first, *args, **kwargs)
+
+
+def bind_element(
+    function: Callable[..., Any], given: int, element: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How an element is handed to a function that gets `given` other positional arguments first.
+
+    A tuple or list becomes positional arguments; a dict keyword arguments, if they fit; a function
+    that takes exactly one more positional argument gets the element whole. A named tuple is handed
+    over whole where one argument is taken, and as positional arguments otherwise.
+
+    >>> bind_element(lambda state, x, y: None, 1, (1, 2))
+    ((1, 2), {})
+    >>> bind_element(lambda state, x: None, 1, {"x": 1})
+    ((), {'x': 1})
+    >>> bind_element(lambda state, batch: None, 1, {"x": 1})
+    (({'x': 1},), {})
+    """
+    if getattr(function, "takes_whole_element", False):
+        return (element,), {}
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
+        return (tuple(element) if isinstance(element, tuple | list) else (element,)), {}
+    before = (None,) * given
+    ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((element,), {})]
+    if isinstance(element, tuple | list):
+        # What has named fields is a thing of its own: whole, if it can be.
+        named = hasattr(element, "_fields")
+        ways.insert(1 if named else 0, (tuple(element), {}))
+    if isinstance(element, dict) and all(isinstance(key, str) for key in element):
+        ways.insert(0, ((), dict(element)))
+    for args, kwargs in ways:
+        try:
+            signature.bind(*before, *args, **kwargs)
+        except TypeError:
+            continue
+        return args, kwargs
+    name = getattr(function, "__name__", repr(function))
+    raise ProgramError(
+        f"The function must take what an element of the dataset supplies. {name}{signature} "
+        f"gets {given} argument{'s' * (given != 1)} first and then {_describe(element)}, which does "
+        f"not fit. Change its parameters, or take the element whole with one more parameter."
+    )
+
+
+def _describe(element: Any) -> str:
+    if isinstance(element, dict):
+        return f"the keyword arguments {sorted(map(str, element))}"
+    if isinstance(element, tuple | list):
+        return f"{len(element)} positional argument{'s' * (len(element) != 1)}"
+    return "one array"
+
+
+def effective_batch_size(spec: ElementSpec, elements: int) -> int | None:
+    """Examples in a step of so many elements; None where elements have no common leading dim."""
+    sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+    return min(sizes) * elements if len(sizes) == 1 else None

@@ -1,0 +1,357 @@
+"""The outfeed: what a program sends out, waiting on the host in the order it was sent.
+
+Values leave a program stacked, one block per execution. A block is copied to the host while the next
+execution runs and is taken apart only when somebody reads it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.data.trees import leaf_called
+from tailrace.errors import FeedError, OptionError
+from tailrace.feeds.waiting import Runs
+from tailrace.jaxprs.marks import Tag, Weakly, current_trace, mark
+from tailrace.messages import note_once
+
+
+class OutfeedMode(enum.StrEnum):
+    """What an outfeed keeps: every element until it is dequeued, or the last one of an execution."""
+
+    ALL = "all"
+    LAST = "last"
+
+
+MOST_BYTES = 4 << 30
+"""Bytes that may wait in a queue unless told otherwise."""
+
+FULL = ("raise", "drop_oldest")
+"""What a queue may do that is full."""
+
+
+class OutfeedQueue:
+    """A queue that takes values out of a running program.
+
+    Args:
+        mode: "all" keeps every element, "last" only the last one of an execution.
+        live: whether elements arrive while the program runs. A loop at the top of the program is
+            then run in short dispatches; deeper inside, a callback sends each element.
+        most_bytes: how much may wait to be dequeued.
+        when_full: what happens beyond that: "raise" ends the program with a sentence, and what waits
+            is kept; "drop_oldest" forgets the oldest executions, and says so once.
+
+    `enqueue` is called in a program, everything else on the host. With one replica and T the shape
+    of a leaf, `dequeue()` gives `[k, *T]` in mode "all" and `T` in mode "last"; with R replicas,
+    `[k, R, *T]` and `[R, *T]`.
+
+    Attributes:
+        dropped: how many executions were dropped because nobody dequeued.
+    """
+
+    def __init__(
+        self,
+        mode: OutfeedMode | str = OutfeedMode.ALL,
+        live: bool = False,
+        *,
+        most_bytes: int = MOST_BYTES,
+        when_full: str = "raise",
+    ) -> None:
+        try:
+            self.mode = OutfeedMode(mode if isinstance(mode, str) else "")
+        except ValueError:
+            raise OptionError(
+                f"The mode of an outfeed is 'all' or 'last'. Received: mode={mode!r}."
+            ) from None
+        self.live = bool(live)
+        if self.live and self.mode is OutfeedMode.LAST:
+            raise OptionError(
+                "A live outfeed delivers every element, so it cannot be in mode 'last'. "
+                "Received: mode='last', live=True. Choose one of the two."
+            )
+        if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 1:
+            raise OptionError(
+                f"most_bytes is how many bytes may wait in an outfeed. Received: "
+                f"most_bytes={most_bytes!r}."
+            )
+        if not isinstance(when_full, str) or when_full not in FULL:
+            raise OptionError(
+                f"when_full is 'raise' or 'drop_oldest'. Received: when_full={when_full!r}."
+            )
+        self.most_bytes, self.when_full = most_bytes, when_full
+        self.dropped = 0
+        self._blocks: deque[_Block] = deque()
+        self._structure: Any = None
+        self._shapes: Any = None
+        self._runs = Runs()
+        self._changed = self._runs.changed
+
+    # -- in a program ---------------------------------------------------------------------------
+
+    def enqueue(self, values: Any) -> Any:
+        """Send `values` (a tree) out of the program, each time this is reached; returns them."""
+        trace = current_trace("OutfeedQueue.enqueue")
+        structure = jax.tree.structure(values)
+        if not structure.num_leaves:
+            raise FeedError(
+                f"An element sent out needs at least one array. Received: enqueue({values!r})."
+            )
+        for path, value in jax.tree_util.tree_flatten_with_path(values)[0]:
+            _check_can_leave(_path_called(path), jnp.asarray(value))
+        site = trace.new_site("OutfeedQueue.enqueue")
+        trace.feeds.append(self)
+        return mark(values, Tag("outfeed", payload=OutfeedTarget(self, structure), site=site))
+
+    # -- on the host ----------------------------------------------------------------------------
+
+    def dequeue(self) -> Any:
+        """Everything that waits, as one tree of arrays; what is returned is gone from the queue."""
+        with self._changed:
+            blocks, structure, shapes = list(self._blocks), self._structure, self._shapes
+            self._blocks.clear()
+            if self.mode is OutfeedMode.LAST:
+                return self._last(blocks)
+        if structure is None:
+            raise FeedError(
+                "There is nothing to dequeue: no program has sent anything to this outfeed. Call "
+                "enqueue(...) in a program and run it first."
+            )
+        parts = [block.to_host() for block in blocks]
+        parts = [part for part in parts if len(part[0])]
+        if not parts:
+            parts = [[np.zeros((0, *shape), dtype) for shape, dtype in shapes]]
+        leaves = [
+            leaf[0] if len(leaf) == 1 else np.concatenate(leaf) for leaf in zip(*parts, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Elements that wait now, one by one; ends when the queue is empty."""
+        self._check_all("Iterating over an outfeed")
+        while (block := self._next_block()) is not None:
+            yield from block.elements()
+
+    def stream(self, timeout_s: float = 60.0) -> Iterator[Any]:
+        """Elements one by one, waiting for more until the program that sends them has ended.
+
+        Meant for a thread beside the one that runs the program. If no program is running and none
+        has delivered anything, it waits for one to start, `timeout_s` seconds at most.
+        """
+        self._check_all("Streaming an outfeed")
+        blocks = self._runs.stream(
+            self._next_block, lambda: bool(self._blocks), timeout_s, "this outfeed"
+        )
+        for block in blocks:
+            yield from block.elements()
+
+    def __len__(self) -> int:
+        """How many elements wait."""
+        return sum(block.count() for block in list(self._blocks))
+
+    def __bool__(self) -> bool:
+        return True  # an empty queue is still a queue
+
+    def __repr__(self) -> str:
+        return f"OutfeedQueue(mode={str(self.mode)!r}, live={self.live})"
+
+    # -- what programs use ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A program that sends to this queue starts."""
+        self._runs.begin()
+
+    def end(self) -> None:
+        """That program has ended, one way or the other."""
+        self._runs.end()
+
+    def check_fits(self, structure: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+        """Refuse a program, before it runs, whose elements are not like those that wait here."""
+        with self._changed:
+            if self._structure is not None and self._structure != structure:
+                raise FeedError(
+                    f"An outfeed keeps elements of one structure, {self._structure}. Received: "
+                    f"{structure} from another program. Use one outfeed per kind of element."
+                )
+            waits = self.mode is OutfeedMode.ALL and self._blocks
+            if waits and list(self._shapes) != list(shapes):
+                raise FeedError(self._unlike(structure, list(shapes)))
+
+    def deliver(
+        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
+    ) -> None:
+        """Take over what one execution sent: leaves with `loops` leading loop dims, on the device.
+
+        With several replicas their dim comes first and is moved behind the loops here.
+        """
+        block = _Block(structure, leaves, valid, loops, replicas)
+        with self._changed:
+            if self.mode is OutfeedMode.LAST and block.surely_has_elements():
+                self._blocks.clear()
+            self._structure, self._shapes = structure, block.element_shapes()
+            self._make_room(block.nbytes)
+            if self._blocks:
+                self._blocks[-1].settle()
+            self._blocks.append(block)
+            self._changed.notify_all()
+
+    def _make_room(self, size: int) -> None:
+        """Keep what waits within `most_bytes`, in the way that was chosen."""
+        waiting = sum(block.nbytes for block in self._blocks)
+        if waiting + size <= self.most_bytes or self.mode is OutfeedMode.LAST:
+            return
+        if self.when_full == "raise":
+            raise FeedError(
+                f"What a program sends out waits until it is dequeued, and {waiting:,} bytes of "
+                f"{len(self._blocks)} executions wait here, of at most {self.most_bytes:,}: {size:,} "
+                f"more have no room. Call dequeue() meanwhile (in a callback, or with live=True in "
+                f"another thread), use mode='last', or OutfeedQueue(most_bytes=..., "
+                f"when_full='drop_oldest'). What waits is kept."
+            )
+        note_once(
+            f"An outfeed is full ({self.most_bytes:,} bytes) and nobody dequeues: the oldest "
+            f"executions are dropped, as when_full='drop_oldest' says.",
+            key=f"full outfeed {id(self)}",
+        )
+        while self._blocks and waiting + size > self.most_bytes:
+            waiting -= self._blocks.popleft().nbytes
+            self.dropped += 1
+
+    def _next_block(self) -> _Block | None:
+        with self._changed:
+            return self._blocks.popleft() if self._blocks else None
+
+    def _last(self, blocks: list[_Block]) -> Any:
+        for block in reversed(blocks):
+            leaves = block.to_host()
+            if len(leaves[0]):
+                return jax.tree.unflatten(block.structure, [leaf[-1] for leaf in leaves])
+        if self._structure is not None:
+            raise FeedError(
+                "An outfeed in mode 'last' gives its value once. There is no new one since the last "
+                "dequeue. Keep the value, or run a program that sends to it again."
+            )
+        raise FeedError(
+            "An outfeed in mode 'last' has a value only after a program has run that sends to it. "
+            "It was dequeued before. Run the program first."
+        )
+
+    def _unlike(self, structure: Any, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
+        """Which leaf of an element is not like those that wait."""
+        numbered = jax.tree.unflatten(structure, range(len(shapes)))
+        for path, number in jax.tree_util.tree_flatten_with_path(numbered)[0]:
+            (was, old), (now, new) = self._shapes[number], shapes[number]
+            if (was, old) != (now, new):
+                return (
+                    f"Elements that wait in an outfeed together have one shape and dtype: "
+                    f"{_path_called(path)} is {old}{list(was)}. Received: {new}{list(now)} from "
+                    f"another program. Dequeue before that one runs, or use a second OutfeedQueue; "
+                    f"where it is the last batch that is smaller, leave it out of the data."
+                )
+        raise AssertionError
+
+    def _check_all(self, what: str) -> None:
+        if self.mode is not OutfeedMode.ALL:
+            raise FeedError(
+                f"{what} needs mode 'all': in mode 'last' there is only one value. "
+                f"Use dequeue(), or OutfeedQueue(mode='all')."
+            )
+
+
+def _path_called(path: Any) -> str:
+    """How a sentence names the leaf at a path."""
+    return leaf_called(jax.tree_util.keystr(path))
+
+
+def _check_can_leave(called: str, value: Any) -> None:
+    if 0 in value.shape:
+        raise FeedError(
+            f"An element sent out may not have a dim of size 0. Received: {called} of shape "
+            f"{value.shape}. Leave it out."
+        )
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise FeedError(
+            f"An element sent out consists of numbers. Received: {called}, a random key. Send "
+            f"jax.random.key_data(key)."
+        )
+
+
+class OutfeedTarget(Weakly):
+    """Which queue a mark sends to, and the tree of what it sends."""
+
+    def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
+        super().__init__(queue)
+        self.structure = structure
+
+
+class _Block:
+    """What one execution sent: [loops..., *T] on the device, or [count, *T] once on the host."""
+
+    def __init__(
+        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
+    ) -> None:
+        self.structure = structure
+        self._leaves, self._valid, self._loops, self._replicas = leaves, valid, loops, replicas
+        self._settled: list[np.ndarray] | None = None
+        for leaf in leaves:
+            if hasattr(leaf, "copy_to_host_async"):
+                leaf.copy_to_host_async()
+
+    def element_shapes(self) -> list[tuple[tuple[int, ...], Any]]:
+        lead = self._loops + (self._replicas > 1)
+        replica = (self._replicas,) if self._replicas > 1 else ()
+        return [((*replica, *leaf.shape[lead:]), leaf.dtype) for leaf in self._leaves]
+
+    def surely_has_elements(self) -> bool:
+        """Whether there is an element in it for sure, as far as can be told without waiting."""
+        looped = self._leaves[0].shape[(self._replicas > 1) :][: self._loops]
+        return self._valid is None and 0 not in looped
+
+    def count(self) -> int:
+        return len(self.to_host()[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        held = self._leaves if self._settled is None else self._settled
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in held)
+
+    def settle(self) -> None:
+        """Let go of the device's memory."""
+        self.to_host()
+
+    def to_host(self) -> list[np.ndarray]:
+        if self._settled is None:
+            self._settled = [self._flatten(np.asarray(leaf)) for leaf in self._leaves]
+            if self._valid is not None:
+                made = self._flatten(np.asarray(self._valid))
+                # A branch is taken by all replicas or by none, or there would be no order.
+                made = made.reshape(len(made), -1).all(axis=1)
+                self._settled = [leaf[made] for leaf in self._settled]
+            self._leaves, self._valid = [], None
+        return self._settled
+
+    def elements(self) -> Iterator[Any]:
+        for row in zip(*self.to_host(), strict=True):
+            yield jax.tree.unflatten(self.structure, row)
+
+    def _flatten(self, array: np.ndarray) -> np.ndarray:
+        replica = ()
+        if self._replicas > 1:
+            array = np.moveaxis(array, 0, self._loops)
+            replica = (self._replicas,)
+        return _alone(array.reshape(-1, *replica, *array.shape[self._loops + len(replica) :]))
+
+
+def _alone(array: np.ndarray) -> np.ndarray:
+    """An array that keeps no much larger one alive: results of an execution share a buffer."""
+    whole: Any = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    return array.copy() if 2 * array.nbytes < whole.nbytes else array

@@ -1,0 +1,342 @@
+"""Reading a dataset in blocks: many elements stacked in arrays, and some of them put back.
+
+A reader is used by one thread at a time. Nothing that it was asked for is lost: when the dataset
+ends or fails in the middle of a block, what was read until then stays for the next reading.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.data.batch_iterator import BatchIterator
+from tailrace.data.batches import Batches
+from tailrace.data.dataset import Dataset
+from tailrace.data.resumable import can_go_back, decode_state, encode_state
+from tailrace.errors import DataExhausted, ProducerError, TailraceError
+from tailrace.feeds.buffers import allocate
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.feed import Block
+from tailrace.feeds.transfer import put, with_room
+from tailrace.messages import logger
+
+SKIPPED_AT_ONCE = 64
+"""Elements that are skipped are read this many at a time."""
+
+SHOWN_EVERY_S = 5.0
+"""How often skipping tells how far it is, in seconds."""
+
+_END = object()
+"""Stands for the element after the last one; `None` could be an element."""
+
+
+def batch_spec(batches: Batches) -> ElementSpec:
+    """The form of the batches of a recipe, from its arrays."""
+    size = min(batches.batch_size, batches.num_examples)
+    return ElementSpec.of(
+        jax.tree.map(
+            lambda a: np.broadcast_to(np.zeros((), a.dtype), (size, *a.shape[1:])), batches.arrays
+        )
+    )
+
+
+class Reader:
+    """The elements of a dataset, from first to last, in blocks of any size."""
+
+    def __init__(self, dataset: Any, epoch: int | None = None) -> None:
+        source = as_dataset(dataset)
+        self.name = source.name
+        self._source: Iterator[Any] = self._opened(source, epoch or 0)
+        self._first: Any = None  # in a tuple, once it is fetched
+        self._asked: float | None = None  # since when the dataset has been asked for an element
+        self._waiting: deque[Block] = deque()
+        self._spec: ElementSpec | None = None
+        self._plain: list[tuple[tuple[int, ...], np.dtype]] | None = None
+        self._ended: BaseException | bool = False
+        self.delivered = 0
+        self._produced = 0
+        self._states: deque[tuple[int, Any]] = deque()
+        """States of the source, and how many elements it had given by then; the oldest first."""
+
+    @property
+    def has_spec(self) -> bool:
+        """Whether the form of the elements is known already."""
+        return self._spec is not None
+
+    def spec(self) -> ElementSpec:
+        """The form of the elements, learnt from the first of them (which is not lost)."""
+        if self._spec is None and isinstance(self._source, BatchIterator):
+            # Known without reading: a first element read alone would have to be copied again.
+            self._spec = batch_spec(self._source.batches)
+        if self._spec is None:
+            self.fetch_first()
+            (first,) = self._first
+            if first is _END:
+                raise DataExhausted(
+                    f"A dataset needs at least one element. Received: an empty {self.name}."
+                )
+            self._spec = self._first_form(first)
+            self._first = None
+            if self._spec.structure == jax.tree.structure((0,) * len(self._spec.leaves)):
+                shapes = (leaf.shape for leaf in self._spec.leaves)
+                self._plain = list(zip(shapes, self._spec.dtypes, strict=True))
+            block = self._new_block(1)
+            self._store(first, block, 0)
+            self._waiting.append(block)
+        return self._spec
+
+    def fetch_first(self) -> None:
+        """Read the first element, if the form of the elements is not known without it."""
+        known = self._spec is not None or isinstance(self._source, BatchIterator)
+        if not known and self._first is None:
+            self._first = (self._next(),)
+
+    def awaited(self) -> str:
+        """What a reading waits for, in words."""
+        return f"element {self._produced} of the dataset ({self.name})"
+
+    def waited_s(self) -> float:
+        """For how long the dataset has been asked for an element that it has not given."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - asked
+
+    def read(self, count: int) -> Block:
+        """The next `count` elements, stacked leaf by leaf; DataExhausted if there are fewer."""
+        self.spec()
+        blocks: list[Block] = []
+        missing = count
+        while missing and self._waiting:
+            block = self._waiting.popleft()
+            if len(block[0]) > missing:
+                self._waiting.appendleft([leaf[missing:] for leaf in block])
+                block = [leaf[:missing] for leaf in block]
+            blocks.append(block)
+            missing -= len(block[0])
+        if missing:
+            block, failure = self._read_on(missing, blocks)
+            if len(block[0]) < count:
+                self.put_back(block, uncount=False)
+                if isinstance(failure, BaseException):
+                    raise failure
+                raise self._exhausted(count, len(block[0]))
+            blocks = [block]
+        self.delivered += count
+        if not blocks:
+            return self._new_block(0)
+        return blocks[0] if len(blocks) == 1 else self._join(blocks)
+
+    def put_back(self, block: Block, *, uncount: bool = True) -> None:
+        """Make `block` the next thing that is read."""
+        if len(block[0]):
+            self._waiting.appendleft(block)
+            self.delivered -= len(block[0]) if uncount else 0
+
+    def available(self, count: int, needed: bool = False) -> int:
+        """How many of the next `count` elements there are; they stay where they are.
+
+        Args:
+            count: how many to look for.
+            needed: whether fewer are an error.
+        """
+        try:
+            block = self.read(count)
+        except DataExhausted:
+            if needed:
+                raise
+            return sum(len(block[0]) for block in self._waiting)
+        self.put_back(block)
+        return count
+
+    @property
+    def number(self) -> int:
+        """The number of the next element, as its source counts: an audit relies on nothing else."""
+        source = self._source
+        made = source.position if isinstance(source, BatchIterator) else self._produced
+        waiting = sum(len(block[0]) for block in self._waiting)
+        return made - waiting - (self._first is not None)
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """What leads to element number `position` again: a state of the source, and what to skip.
+
+        A source with a position of its own (`tr.batches`) is not asked: its elements are numbered.
+        """
+        while len(self._states) > 1 and self._states[1][0] <= position:
+            self._states.popleft()
+        if not self._states or self._states[0][0] > position:
+            return {}
+        produced, state = self._states[0]
+        return {"source": encode_state(state), "source_at": produced}
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Make element number `state["elements"]` the next one; none behind it may have been taken."""
+        position = int(state["elements"])
+        if isinstance(self._source, BatchIterator):
+            self._source.seek(position)
+            self._waiting.clear()
+            self.delivered = self._produced = position
+            return
+        done = self.delivered
+        if "source" in state and can_go_back(self._source):
+            self.spec()
+            self._waiting.clear()
+            self._source.set_state(decode_state(state["source"]))  # type: ignore[attr-defined]
+            self.delivered = self._produced = done = int(state["source_at"])
+            self._ended = False
+        self._skip(position - done)
+
+    def _skip(self, count: int) -> None:
+        """Read elements that were used before, and let go of them."""
+        shown = time.monotonic()
+        for start in range(0, count, SKIPPED_AT_ONCE):
+            self.read(min(SKIPPED_AT_ONCE, count - start))
+            if time.monotonic() - shown > SHOWN_EVERY_S:
+                shown = time.monotonic()
+                logger.warning(
+                    "Skipping elements of %s that were used before: %s of %s.",
+                    *(self.name, start + SKIPPED_AT_ONCE, count),
+                )
+
+    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+        """Move a block into arrays with `room` rows; those behind it hold nothing in particular.
+
+        On a CPU this aliases the block, which is why nobody writes to it again.
+        """
+        if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
+            # Each process has the elements of its own replicas.
+            place = jax.make_array_from_process_local_data
+            return tuple(place(sharding, with_room(leaf, room)) for leaf in block)
+        return tuple(put(leaf, sharding, room) for leaf in block)
+
+    def elements_of(self, block: Block) -> Block:
+        """The elements that a block on the host stands for: itself."""
+        return block
+
+    # -- from the dataset itself ----------------------------------------------------------------
+
+    def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:
+        """`before`, then up to `count` more elements, and what stopped it if there are fewer."""
+        assert self._spec is not None
+        if can_go_back(self._source) and not self._ended:
+            self._states.append((self._produced, self._source.get_state()))  # type: ignore[attr-defined]
+        if isinstance(self._source, BatchIterator) and not self._ended:
+            tree, done = self._source.read(count, allocate)
+            self._produced += done
+            whole = [*before, self._cast(jax.tree.leaves(tree))]
+            if done == count:
+                return (whole[0] if len(whole) == 1 else self._join(whole)), None
+            return self._read_singly(count - done, whole)
+        return self._read_singly(count, before)
+
+    def _read_singly(
+        self, count: int, before: Sequence[Block]
+    ) -> tuple[Block, BaseException | None]:
+        # Into the block that is returned, behind what waited: nothing is copied twice.
+        first = sum(len(block[0]) for block in before)
+        block = self._new_block(first + count)
+        for target, *waited in zip(block, *before, strict=True):
+            if waited:
+                np.concatenate(waited, out=target[:first])
+        row = first
+        try:
+            for row in range(first, first + count):
+                element = self._next()
+                if element is _END:
+                    return [leaf[:row] for leaf in block], None
+                self._store(element, block, row)
+        except TailraceError as error:
+            self._ended = error  # or the element that is wrong would be passed over silently
+            return [leaf[:row] for leaf in block], error
+        return block, None
+
+    def _opened(self, source: Dataset, epoch: int) -> Iterator[Any]:
+        try:
+            return source.iterate(epoch)
+        except TailraceError:
+            raise
+        except Exception as error:
+            raise ProducerError(
+                f"The dataset ({self.name}) raised {type(error).__name__} when it was iterated: "
+                f"{error}. Its own traceback is shown above."
+            ) from error
+
+    def _first_form(self, first: Any) -> ElementSpec:
+        try:
+            return ElementSpec.of(first)
+        except TailraceError as error:
+            self._ended = error  # it is not passed over: the next reading says the same
+            raise
+
+    def _next(self) -> Any:
+        if isinstance(self._ended, BaseException):
+            raise self._ended
+        if self._ended:
+            return _END
+        self._asked = time.monotonic()
+        try:
+            element = next(self._source)
+        except StopIteration:
+            self._ended = True
+            return _END
+        except TailraceError as error:
+            self._ended = error
+            raise
+        except Exception as error:
+            where = f"after {self._produced} elements"
+            failure = ProducerError(
+                f"The dataset ({self.name}) raised {type(error).__name__} {where}: {error}. "
+                f"Its own traceback is shown above."
+            )
+            failure.__cause__ = error
+            self._ended = failure
+            raise failure from error
+        finally:
+            self._asked = None
+        self._produced += 1
+        return element
+
+    def _new_block(self, count: int) -> Block:
+        assert self._spec is not None
+        return [allocate((count, *leaf.shape), leaf.dtype) for leaf in self._spec.leaves]
+
+    def _store(self, element: Any, block: Block, row: int) -> None:
+        assert self._spec is not None
+        leaves = element
+        if not self._is_plain(element):
+            leaves = self._spec.conform(element, self._produced - 1)
+        for leaf, target in zip(leaves, block, strict=True):
+            target[row] = leaf  # narrows 64 bits on the way, without a second copy
+
+    def _is_plain(self, element: Any) -> bool:
+        """Whether an element is the expected tuple of arrays; cheaper to see than any tree."""
+        if self._plain is None or type(element) is not tuple or len(element) != len(self._plain):
+            return False
+        for leaf, (shape, dtype) in zip(element, self._plain, strict=True):
+            if type(leaf) is not np.ndarray or leaf.shape != shape or leaf.dtype != dtype:
+                return False
+        return True
+
+    def _cast(self, leaves: list[np.ndarray]) -> Block:
+        assert self._spec is not None
+        return [
+            leaf.astype(spec.dtype, copy=False)
+            for leaf, spec in zip(leaves, self._spec.leaves, strict=True)
+        ]
+
+    def _join(self, blocks: list[Block]) -> Block:
+        joined = self._new_block(sum(len(block[0]) for block in blocks))
+        for number, target in enumerate(joined):
+            np.concatenate([block[number] for block in blocks], out=target)
+        return joined
+
+    def _exhausted(self, asked: int, found: int) -> DataExhausted:
+        return DataExhausted(
+            f"The dataset ({self.name}) must have all the elements of an execution before it "
+            f"starts. Asked for {asked}, found {found} (after {self.delivered} delivered before). "
+            f"Ask for fewer, or repeat the dataset. What was found is kept."
+        )

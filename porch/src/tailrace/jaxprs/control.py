@@ -1,0 +1,289 @@
+"""Equations that hold programs, as objects with names: loops, branches and calls.
+
+`control(eqn)` reads an equation; what it returns knows the programs inside, splits operands and results
+by their roles, and emits the equation again around other functions:
+
+    Scan    lax.scan, and tr.repeat        body
+    While   lax.while_loop                 condition, body
+    Cond    lax.cond and lax.switch        branches
+    Call    jit, checkpoint, functions with a derivative of their own, units of a pipeline
+
+No other room reads the parameters of an equation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
+
+T = TypeVar("T")
+
+Function = Callable[[list[Any]], list[Any]]
+"""A program as a function: it takes its inputs and returns its results, as flat lists."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inner:
+    """A program inside an equation.
+
+    Attributes:
+        number: which of the programs in that equation it is; the position of what is inside has it.
+        jaxpr: the program.
+        consts: its constants.
+    """
+
+    number: int
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, number: int, closed: ClosedJaxpr) -> Inner:
+        """A closed program, as number `number` of its equation."""
+        return cls(number, closed.jaxpr, tuple(closed.consts))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scan:
+    """A loop whose length is known.
+
+    Attributes:
+        eqn: the equation.
+        body: takes constants, what is carried, one row of each operand that is gone over.
+        num_consts: how many constants there are.
+        num_carry: how many values are carried.
+        length: the number of passes.
+        reverse: whether the last row comes first.
+        unroll: how many passes the compiled loop makes at a time.
+    """
+
+    eqn: JaxprEqn
+    body: Inner
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+    @property
+    def inside(self) -> tuple[Inner, ...]:
+        """The programs in it."""
+        return (self.body,)
+
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Operands, of the equation or of its body: constants, carried, gone over."""
+        end = self.num_consts + self.num_carry
+        return (
+            list(operands[: self.num_consts]),
+            list(operands[self.num_consts : end]),
+            list(operands[end:]),
+        )
+
+    def split_results(self, results: Sequence[T]) -> tuple[list[T], list[T]]:
+        """Results, of the equation or of its body: carried, stacked."""
+        return list(results[: self.num_carry]), list(results[self.num_carry :])
+
+    def again(
+        self,
+        body: Function,
+        operands: Sequence[Any],
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda one_pass: one_pass,
+    ) -> list[Any]:
+        """Emit the loop with another body; `wrap` is applied to the function of one pass."""
+        consts, init, xs = self.split(operands)
+
+        def one_pass(carry: Any, x: Any) -> Any:
+            return self.split_results(body([*consts, *carry, *x]))
+
+        carry, ys = lax.scan(
+            wrap(one_pass), init, xs, length=self.length, reverse=self.reverse, unroll=self.unroll
+        )
+        return [*carry, *ys]
+
+    def piece(self, length: int, carried: Sequence[Any]) -> JaxprEqn:
+        """The equation of a `tr.repeat` for `length` passes that go on from `carried`.
+
+        Its last operand is the counter, which counts on from piece to piece.
+        """
+        consts, _, rows = self.split(self.eqn.invars)
+        params = {**self.eqn.params, "length": length}
+        return self.eqn.replace(invars=[*consts, *carried, rows[-1]], params=params)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class While:
+    """A loop whose length only the running program knows.
+
+    Attributes:
+        eqn: the equation.
+        condition: takes its constants and what is carried; returns whether to go on.
+        body: takes its constants and what is carried; returns what is carried.
+        condition_consts: how many constants the condition has.
+        body_consts: how many the body has.
+    """
+
+    eqn: JaxprEqn
+    condition: Inner
+    body: Inner
+    condition_consts: int
+    body_consts: int
+
+    @property
+    def inside(self) -> tuple[Inner, ...]:
+        """The programs in it."""
+        return (self.condition, self.body)
+
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Operands: the condition's constants, the body's, carried."""
+        start = self.condition_consts + self.body_consts
+        return (
+            list(operands[: self.condition_consts]),
+            list(operands[self.condition_consts : start]),
+            list(operands[start:]),
+        )
+
+    def again(self, condition: Function, body: Function, operands: Sequence[Any]) -> list[Any]:
+        """Emit the loop with another condition and body."""
+        tests, consts, init = self.split(operands)
+        return list(
+            lax.while_loop(
+                lambda carry: condition([*tests, *carry])[0],
+                lambda carry: body([*consts, *carry]),
+                init,
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cond:
+    """A choice between programs that take the same operands.
+
+    Attributes:
+        eqn: the equation; its first operand says which branch is taken.
+        branches: the programs.
+    """
+
+    eqn: JaxprEqn
+    branches: tuple[Inner, ...]
+
+    @property
+    def inside(self) -> tuple[Inner, ...]:
+        """The programs in it."""
+        return self.branches
+
+    @staticmethod
+    def split(operands: Sequence[T]) -> tuple[T, list[T]]:
+        """Operands: which branch, and what all branches take."""
+        index, *others = operands
+        return index, others
+
+    def again(self, branches: Sequence[Function], operands: Sequence[Any]) -> list[Any]:
+        """Emit the choice with other branches."""
+        index, others = self.split(operands)
+        functions = [lambda *values, f=function: f(list(values)) for function in branches]
+        return list(lax.switch(index, functions, *others))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A program that is merely called, on the operands as they are.
+
+    Attributes:
+        eqn: the equation.
+        program: what is called.
+    """
+
+    eqn: JaxprEqn
+    program: Inner
+
+    @property
+    def inside(self) -> tuple[Inner, ...]:
+        """The programs in it."""
+        return (self.program,)
+
+    @property
+    def is_jit(self) -> bool:
+        """Whether it is a `jax.jit`."""
+        return self.eqn.primitive is primitives.jit_p
+
+    @property
+    def is_remat(self) -> bool:
+        """Whether it is a `jax.checkpoint`, or the recomputation that one asks for."""
+        return internals.is_remat(self.eqn)
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it calls a function that has its own derivative."""
+        return internals.is_custom(self.eqn)
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether it recomputes a forward pass for the backward pass."""
+        return internals.is_replay(self.eqn)
+
+    @property
+    def is_barrier(self) -> bool:
+        """Whether the compiler must not merge it with what it recomputes."""
+        return internals.is_barrier(self.eqn)
+
+    def again(self, function: Function, operands: Sequence[Any]) -> list[Any]:
+        """Emit another program in place of the one called; recomputed where that one is."""
+        if not self.is_remat:
+            return function(list(operands))
+        params = internals.parameters(self.eqn)
+        call = jax.checkpoint(
+            lambda *values: function(list(values)),
+            policy=params["policy"],
+            prevent_cse=internals.keeps_apart(self.eqn),
+        )
+        return list(call(*operands))
+
+
+Control = Scan | While | Cond | Call
+
+
+def control(eqn: JaxprEqn) -> Control | None:
+    """What an equation with programs inside is; None if it has none, or is opaque."""
+    if eqn.primitive is primitives.scan_p:
+        return as_scan(eqn)
+    if eqn.primitive is primitives.while_p:
+        params = eqn.params
+        condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+        counts = params["cond_nconsts"], params["body_nconsts"]
+        return While(eqn, Inner.of(0, condition), Inner.of(1, body), *counts)
+    if eqn.primitive is primitives.cond_p:
+        return Cond(eqn, tuple(Inner.of(n, b) for n, b in enumerate(eqn.params["branches"])))
+    called = internals.contents(eqn)
+    return None if called is None else Call(eqn, Inner(*called))
+
+
+def programs_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """All programs inside an equation, those of opaque ones too; a position counts these."""
+    return [inner for _, _, inner, _ in internals.inner_jaxprs(eqn)]
+
+
+def as_scan(eqn: JaxprEqn) -> Scan:
+    """An equation that is known to be a scan."""
+    params = eqn.params
+    body = Inner.of(0, params["jaxpr"])
+    sizes = internals.scan_sizes(eqn)
+    return Scan(eqn, body, *sizes, params["length"], params["reverse"], params["unroll"])
+
+
+def scan_of(eqn: JaxprEqn) -> Scan | None:
+    """An equation as a scan; None if it is none."""
+    return as_scan(eqn) if eqn.primitive is primitives.scan_p else None
+
+
+def jit_of(eqn: JaxprEqn) -> Call | None:
+    """An equation as a `jit` call; None if it is none."""
+    if eqn.primitive is not primitives.jit_p:
+        return None
+    called = internals.contents(eqn)
+    return None if called is None else Call(eqn, Inner(*called))

@@ -1,0 +1,326 @@
+"""Convolutions inside loops, in a form that XLA's CPU compiler makes fast code of.
+
+That compiler brings the convolutions of a program's entry computation into the one order that its
+library takes (batch, space, features; kernels space, in, out), and leaves those in the body of a loop
+as they are: any other order, which every gradient has, runs in a plain loop over scalars, 10 to 80
+times slower. So they are emitted in that order here, transposed before and after. The library is slow
+where groups are thin and in three dimensions, in entries too: there other forms are faster.
+
+`python -m benchmarks.convolutions` measures each kind. Milliseconds on 2 cores, float32, as XLA runs it
+in the entry / in a scan / in the scan in the form chosen here:
+
+    2 dims, 3x3, 32 channels, 28x28, batch 32: input gradient      12.6 /  543 / 15.7   library
+    the same, weight gradient                                      24.0 / 1515 / 22.7   library
+    1x1, weight gradient                                           15.1 /  560 /  6.1   matmuls
+    4 groups, weight gradient                                      1530 /  445 / 24.3   library
+    transposed, 20x20, batch 8, weight gradient                    19.0 / 49.4 / 12.3   matmuls
+    depthwise, forward                                             65.0 / 56.1 /  3.6   products
+    depthwise, 20x20, batch 8, weight gradient                      1.0 / 41.7 /  1.4   products
+    3 dims, 3x3x3, 32 channels, 10x10x10, batch 2: forward         13.6 / 16.8 /  5.4   matmuls
+    the same, strided, input gradient                              82.0 / 18.0 /  7.6   matmuls
+
+The library's form has the bits of one jit call a step, which runs the same kernel; the others, and
+weight gradients of groups, add up in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
+
+MOST_TERMS = 64
+"""A sum over positions is written out: up to this many, which 7x7 and 3x3x3 kernels have."""
+
+THIN = 4
+"""Products of values, in place of products of matrices, where a group has this many weights."""
+
+_DTYPES = ("float32", "bfloat16", "float16")  # those of the library; others run as they did
+_CALLS = {
+    *("jit", "pjit", "checkpoint", "remat2", "closed_call", "scan", "while", "cond"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
+
+
+def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """`internals.bind_again`, with every convolution in the form that is fastest on a CPU."""
+    form = fast_form(eqn)
+    if form is not None:
+        return [form(*inputs)]
+    return internals.bind_again(_with_fast_forms(eqn), inputs)
+
+
+def fast_form(eqn: JaxprEqn) -> Callable[[Any, Any], Any] | None:
+    """A faster function of the operands of a convolution; None: it is emitted as it is."""
+    if eqn.primitive is not primitives.conv_general_dilated_p:
+        return None
+    kind = Kind.of(eqn)
+    form = kind.fastest()
+    return None if form is None else lambda lhs, rhs: form(kind, lhs, rhs)
+
+
+# -- programs inside equations --------------------------------------------------------------------
+
+
+def _with_fast_forms(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation, with the convolutions in the programs inside it replaced, one for one."""
+    if eqn.primitive.name not in _CALLS:
+        return eqn
+    changed = {
+        key: new for key, value in eqn.params.items() if (new := _replaced(value)) is not value
+    }
+    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+
+
+def _replaced(value: Any) -> Any:
+    """A parameter of an equation; the same object where there is nothing to replace."""
+    if isinstance(value, tuple | list):
+        items = [_replaced(item) for item in value]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same or hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, ClosedJaxpr):
+        inner = _replaced_in(value.jaxpr)
+        return value if inner is value.jaxpr else ClosedJaxpr(inner, value.consts)
+    return _replaced_in(value) if isinstance(value, Jaxpr) else value
+
+
+def _replaced_in(jaxpr: Jaxpr) -> Jaxpr:
+    equations = [_called(eqn) or _with_fast_forms(eqn) for eqn in jaxpr.eqns]
+    same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
+    return jaxpr if same else jaxpr.replace(eqns=equations)
+
+
+def _called(eqn: JaxprEqn) -> JaxprEqn | None:
+    """One equation that calls the fast form, in place of a convolution; None: there is none."""
+    form = fast_form(eqn)
+    if form is None:
+        return None
+
+    def convolution(lhs: Any, rhs: Any) -> Any:
+        return form(lhs, rhs)
+
+    (call,) = jax.make_jaxpr(jax.jit(convolution))(*_forms(*eqn.invars)).jaxpr.eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+# -- the kinds ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a convolution is, whatever the order of its dimensions.
+
+    Attributes:
+        params: the equation's parameters.
+        dtype: of the result.
+        operand_dtypes: the names of those of the operands.
+        lhs: the shape of the left operand as batch, *space, features.
+        rhs: the shape of the kernel as *space, in, out.
+        space: the extents of the result in space.
+    """
+
+    params: dict[str, Any]
+    dtype: Any
+    operand_dtypes: tuple[str, ...]
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    space: tuple[int, ...]
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> Kind:
+        """The kind of a convolution's equation."""
+        left, kernel, out = eqn.params["dimension_numbers"]
+        a, b, made = _forms(*eqn.invars, *eqn.outvars)
+        return cls(
+            eqn.params,
+            made.dtype,
+            (str(a.dtype), str(b.dtype)),
+            tuple(a.shape[i] for i in _last(left)),
+            tuple(b.shape[i] for i in (*kernel[2:], kernel[1], kernel[0])),
+            tuple(made.shape[i] for i in out[2:]),
+        )
+
+    @property
+    def groups(self) -> int:
+        """How many convolutions side by side it is."""
+        return self.params["feature_group_count"] * self.params["batch_group_count"]
+
+    def fastest(self) -> Callable[[Kind, Any, Any], Any] | None:
+        """The form that was measured to be the fastest of those for this kind."""
+        left, right = self.operand_dtypes
+        if left not in _DTYPES or left != right or 0 in (*self.lhs, *self.rhs, *self.space):
+            return None
+        if len(self.space) not in (1, 2, 3):
+            return None
+        *kernel, inner, outer = self.rhs
+        positions, results = math.prod(kernel), math.prod(self.space)
+        if self.params["batch_group_count"] > 1:
+            rows = self.lhs[0] // self.groups
+            if rows * outer // self.groups <= THIN and results <= MOST_TERMS:
+                return products_by_output
+        elif self.groups > 1:
+            if inner * outer // self.groups <= THIN and positions <= MOST_TERMS:
+                # Out of order it does not go to the library, and is as fast if it sums over inputs.
+                return products_by_kernel if inner == 1 or self._in_order() else None
+        elif results <= min(positions, MOST_TERMS) and self._slow_in_library():
+            return matmuls_by_output
+        elif len(self.space) == 3 and positions <= MOST_TERMS:
+            return matmuls_by_kernel
+        return None if self._in_order() else library
+
+    def _slow_in_library(self) -> bool:
+        """Whether a convolution with a large kernel and a small result, a weight gradient, is."""
+        alone, spread = math.prod(self.space) == 1, max(self.params["lhs_dilation"]) > 1
+        return math.prod(self.rhs[:-2]) > 1 and (alone or spread or len(self.space) == 3)
+
+    def _in_order(self) -> bool:
+        """Whether the library takes it as it is."""
+        left, kernel, out = self.params["dimension_numbers"]
+        orders = (_last(left), (*kernel[2:], kernel[1], kernel[0]), _last(out))
+        same = all(order == tuple(range(len(self.lhs))) for order in orders)
+        return same and self.params["batch_group_count"] == 1
+
+
+def _forms(*variables: Any) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
+
+
+def _last(spec: Sequence[int]) -> tuple[int, ...]:
+    """From batch, features, *space to batch, *space, features."""
+    return (spec[0], *spec[2:], spec[1])
+
+
+def _ordered(kind: Kind, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """The operands, features last; groups of the batch become groups of features."""
+    left, kernel, _ = kind.params["dimension_numbers"]
+    lhs = lhs.transpose(_last(left))
+    rhs = rhs.transpose(*kernel[2:], kernel[1], kernel[0])
+    groups = kind.params["batch_group_count"]
+    if groups > 1:
+        apart = lhs.reshape(groups, -1, *lhs.shape[1:])
+        lhs = jnp.moveaxis(apart, 0, -2).reshape(*apart.shape[1:-1], -1)
+    return lhs, rhs
+
+
+def _restored(kind: Kind, out: Any) -> Any:
+    """The result in the order of the equation."""
+    now = _last(kind.params["dimension_numbers"][2])
+    return out.astype(kind.dtype).transpose([now.index(dim) for dim in range(len(now))])
+
+
+def _padded(kind: Kind, lhs: Any) -> Any:
+    sides = zip(kind.params["padding"], kind.params["lhs_dilation"], strict=True)
+    config = [(low, high, dilation - 1) for (low, high), dilation in sides]
+    return lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+
+
+def _windows(
+    lhs: Any, places: Sequence[int], steps: Sequence[int], sizes: Sequence[int], strides: Any
+) -> Any:
+    """For each place in space, every `strides`-th of the entries from there: (place, entries)."""
+    for place in itertools.product(*map(range, places)):
+        starts = [at * step for at, step in zip(place, steps, strict=True)]
+        ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, sizes, strides, strict=True)]
+        limits = (lhs.shape[0], *ends, lhs.shape[-1])
+        yield place, lax.slice(lhs, (0, *starts, 0), limits, (1, *strides, 1))
+
+
+# -- the forms ------------------------------------------------------------------------------------
+
+
+def library(kind: Kind, lhs: Any, rhs: Any) -> Any:
+    """The order that the library takes, the transposes written out."""
+    params = kind.params
+    lhs, rhs = _ordered(kind, lhs, rhs)
+    space = "012"[: len(kind.space)]
+    out = lax.conv_general_dilated(
+        lhs,
+        rhs,
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        (f"N{space}C", f"{space}IO", f"N{space}C"),
+        kind.groups,
+        precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )
+    return _restored(kind, out)
+
+
+def matmuls_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
+    """The sum over the kernel's positions of shifted values times a matrix."""
+    params, total = kind.params, jnp.float32(0)
+    lhs, rhs = _ordered(kind, lhs, rhs)
+    over = (params["rhs_dilation"], kind.space, params["window_strides"])
+    for place, part in _windows(_padded(kind, lhs), kind.rhs[:-2], *over):
+        total = total + _dot(kind, part, rhs[place], (part.ndim - 1,), (0,))
+    return _restored(kind, total)
+
+
+def matmuls_by_output(kind: Kind, lhs: Any, rhs: Any) -> Any:
+    """For each position of the result, which has few, one matrix product over the kernel."""
+    params = kind.params
+    lhs, rhs = _ordered(kind, lhs, rhs)
+    over = (params["window_strides"], kind.rhs[:-2], params["rhs_dilation"])
+    inside = tuple(range(rhs.ndim - 1))
+    made = [
+        _dot(kind, part, rhs, tuple(dim + 1 for dim in inside), inside)
+        for _, part in _windows(_padded(kind, lhs), kind.space, *over)
+    ]
+    out = jnp.stack(made, 1)
+    return _restored(kind, out.reshape(out.shape[0], *kind.space, out.shape[-1]))
+
+
+def _dot(kind: Kind, a: Any, b: Any, over_a: Any, over_b: Any) -> Any:
+    return lax.dot_general(
+        a,
+        b,
+        ((over_a, over_b), ((), ())),
+        precision=kind.params["precision"],
+        preferred_element_type=jnp.float32,
+    )
+
+
+def products_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
+    """The sum over the kernel's positions of shifted values times weights, for thin groups."""
+    params, total = kind.params, jnp.float32(0)
+    lhs, rhs = _ordered(kind, lhs, rhs)
+    *_, inner, outer = rhs.shape
+    over = (params["rhs_dilation"], kind.space, params["window_strides"])
+    for place, part in _windows(_padded(kind, lhs), kind.rhs[:-2], *over):
+        values = part.reshape(*part.shape[:-1], kind.groups, inner).astype(jnp.float32)
+        weights = rhs[place].reshape(inner, kind.groups, -1).astype(jnp.float32)
+        for row in range(inner):
+            total = total + values[..., row, None] * weights[row]
+    return _restored(kind, total.reshape(*total.shape[:-2], outer))
+
+
+def products_by_output(kind: Kind, lhs: Any, rhs: Any) -> Any:
+    """The weight gradient of thin groups: for each of its positions, one reduction a weight."""
+    params = kind.params
+    left, kernel, _ = params["dimension_numbers"]
+    lhs = lhs.transpose(left[1], *left[2:], left[0])  # what is summed over first, groups last
+    rhs = rhs.transpose(kernel[1], *kernel[2:], kernel[0])
+    over = (params["window_strides"], kind.rhs[:-2], params["rhs_dilation"])
+    values = rhs.reshape(*rhs.shape[:-1], kind.groups, -1).astype(jnp.float32)
+    made = []
+    for _, part in _windows(_padded(kind, lhs), kind.space, *over):
+        rows = part.reshape(*part.shape[:-1], kind.groups, -1).astype(jnp.float32)
+        sums = [
+            (rows[..., row] * values[..., column]).sum(tuple(range(rhs.ndim - 1)))
+            for row in range(rows.shape[-1])
+            for column in range(values.shape[-1])
+        ]
+        made.append(jnp.stack(sums, -1).reshape(kind.groups, rows.shape[-1], -1))
+    out = jnp.moveaxis(jnp.stack(made), 2, 0)  # rows, positions, groups, columns
+    return _restored(kind, out.reshape(out.shape[0], *kind.space, kind.rhs[-1]))

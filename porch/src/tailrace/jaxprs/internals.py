@@ -1,0 +1,431 @@
+"""The one place that touches JAX below its public surface, and the only one with version branches.
+
+Supported: jax 0.10.1, 0.11 and 0.12. Everything here comes from `jax.extend` and `jax.interpreters`,
+which promise less than `jax` itself: when a new JAX release breaks us, it breaks here. What is relied
+on is listed, with a probe each, in `jax_seams.py`.
+
+Under the upgrade flags of JAX 0.12 (remat3, custom_vjp3, custom_jvp3) one primitive holds an object
+that says what is called, in place of a primitive each; `operation` and `parameters` read both forms.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from tailrace.errors import VersionError
+from tailrace.seams import Package
+
+PACKAGE = Package("JAX", "jax", jax.__version__, newest="0.12.0.1")
+
+try:
+    from jax.core import ShapedArray, Trace, Tracer
+    from jax.extend import source_info_util
+    from jax.extend.core import (
+        ClosedJaxpr,
+        Jaxpr,
+        JaxprEqn,
+        Literal,
+        Primitive,
+        Var,
+        get_opaque_trace_state,
+        jaxpr_as_fun,
+        primitives,
+        set_current_trace,
+        take_current_trace,
+    )
+    from jax.interpreters import ad, batching, mlir
+    from jax.interpreters import partial_eval as pe
+
+    # What marks register themselves with, when this package is imported.
+    _ = (pe.dce_rules, pe.dce_jaxpr, batching.primitive_batchers, mlir.register_lowering)
+    _ = (ad.primitive_jvps, ad.primitive_transposes, ad.Zero, ad.is_undefined_primal, ad.deflinear2)
+    _ = (Primitive.def_impl, Primitive.def_abstract_eval, Primitive.def_effectful_abstract_eval)
+except (ImportError, AttributeError) as _error:
+    raise PACKAGE.unknown(f"what jax.extend and jax.interpreters offer ({_error})") from _error
+
+__all__ = [
+    "PACKAGE",
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "ShapedArray",
+    "Trace",
+    "Var",
+    "Tracer",
+    "ad",
+    "batching",
+    "bind_again",
+    "compiler_options",
+    "contents",
+    "coordination_client",
+    "define_marker",
+    "is_backward",
+    "is_barrier",
+    "is_custom",
+    "is_remat",
+    "is_replay",
+    "equation_context",
+    "function_name",
+    "inner_jaxprs",
+    "is_library",
+    "jaxpr_as_fun",
+    "keeps_apart",
+    "key_generator",
+    "lines_of",
+    "name_stack_of",
+    "nbytes",
+    "operation",
+    "parameters",
+    "primitives",
+    "refuse_scan3",
+    "replayed",
+    "scan_sizes",
+    "scope_names",
+    "scopes_of",
+    "set_current_trace",
+    "take_current_trace",
+    "trace_level",
+    "user_frame",
+    "value_of",
+    "variables",
+    "version",
+    "without_dead_code",
+]
+
+
+def define_marker(name: str, is_shown: Callable[..., bool]) -> Primitive:
+    """A primitive that returns its operands unchanged and is never removed as dead code.
+
+    The derivative rules are the caller's to add; everything else (evaluation, lowering, batching,
+    keeping it alive) is the same for every marker.
+
+    Args:
+        name: the primitive's.
+        is_shown: whether an equation with such parameters shows something to somebody. It is kept
+            even where JAX looks at nothing but effects: in a loop that is differentiated.
+    """
+    marker = Primitive(name)
+    marker.multiple_results = True
+    marker.def_impl(lambda *values, **_: list(values))
+    marker.def_effectful_abstract_eval(
+        lambda *avals, **params: (list(avals), _debug_effect() if is_shown(**params) else set())
+    )
+    mlir.register_lowering(marker, lambda _context, *values, **__: list(values))
+    batching.primitive_batchers[marker] = lambda values, dims, **params: (
+        marker.bind(*values, **params),
+        dims,
+    )
+    # A mark whose result nobody uses must survive: it says "show this", not "compute with this".
+    # The equation comes last; since 0.12 what is live of the inputs is handed over before it.
+    pe.dce_rules[marker] = lambda *live: ([True] * len(live[-1].invars), live[-1])
+    return marker
+
+
+@functools.cache
+def _debug_effect() -> set[Any]:
+    """What `jax.debug` has its equations kept by, wherever effects are allowed at all."""
+    return set(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
+
+
+def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """Emit `eqn` once more, on other inputs, under whatever trace is current."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    # Until 0.10.1 a pair (functions, params); a bare dict of params in between.
+    functions, params = bound if isinstance(bound, tuple) else ([], bound)
+    out = eqn.primitive.bind(*functions, *inputs, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def equation_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """What is emitted inside carries the equation's own name stack and user traceback."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+
+
+def name_stack_of(eqn: JaxprEqn) -> str:
+    """The scopes that an equation was traced in, outermost first, separated by slashes."""
+    return str(eqn.source_info.name_stack)
+
+
+_HELD = "call_hi_primitive"
+_SAME = {
+    "RematTraced": "remat2",
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "CustomVJPTraced": "custom_vjp_call",
+    "CustomJVPTraced": "custom_jvp_call",
+    "eval_jaxpr": "closed_call",  # since 0.11
+}
+"""Operations that have other names in newer versions or under upgrade flags."""
+
+
+def operation(eqn: JaxprEqn) -> str:
+    """What an equation does, by the name that its primitive has in JAX 0.10."""
+    name = eqn.primitive.name
+    if name == _HELD:
+        name = type(eqn.params["_prim"]).__name__
+    return _SAME.get(name, name)
+
+
+def parameters(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation, or of the object that it calls."""
+    return eqn.params["_prim"].params if eqn.primitive.name == _HELD else eqn.params
+
+
+def is_custom(eqn: JaxprEqn) -> bool:
+    """Whether an equation calls a function that has its own derivative."""
+    return operation(eqn) in ("custom_jvp_call", "custom_vjp_call")
+
+
+def is_remat(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.checkpoint`, or the recomputation that one asks for."""
+    return operation(eqn) == "remat2"
+
+
+def is_replay(eqn: JaxprEqn) -> bool:
+    """Whether an equation recomputes a forward pass for the backward pass."""
+    if not is_remat(eqn):
+        return False
+    if "differentiated" in eqn.params:
+        return bool(eqn.params["differentiated"])
+    return [name for name, _ in scopes_of(eqn)][-1:] == [_REPLAYED]
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]:
+    """The programs inside an equation: (parameter, position in it, jaxpr, constants)."""
+    found = []
+    for key, value in parameters(eqn).items():
+        for position, item in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            if eqn.primitive.name == _HELD:
+                item = getattr(item, "jaxpr", item)  # a function, traced
+            if isinstance(item, ClosedJaxpr):
+                found.append((key, position, item.jaxpr, tuple(item.consts)))
+            elif isinstance(item, Jaxpr):
+                found.append((key, position, item, ()))
+    return found
+
+
+def value_of(known: dict[Any, Any], var: Any) -> Any:
+    """The value of a variable that was computed, or of a literal, which is its own."""
+    return var.val if isinstance(var, Literal) else known[var]
+
+
+def variables(operands: Iterable[Any]) -> list[Any]:
+    """Those of an equation's operands, or of a program's results, that are no literals."""
+    return [var for var in operands if isinstance(var, Var)]
+
+
+def nbytes(form: Any) -> int:
+    """The bytes of an array of this shape and dtype; a random key, which tells no size, counts 8."""
+    return math.prod(form.shape) * getattr(form.dtype, "itemsize", 8)
+
+
+def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
+    """The one program that an equation such as `jit` or `remat` merely calls, or None.
+
+    With its index among `inner_jaxprs`. What it takes and returns has the forms of the equation's own
+    operands and results: the function of two numbers inside a reduction is not called on arrays.
+    """
+    for number, (_, _, inner, consts) in enumerate(inner_jaxprs(eqn)):
+        if _same_forms(inner.invars, eqn.invars) and _same_forms(inner.outvars, eqn.outvars):
+            return number, inner, consts
+    return None
+
+
+def _same_forms(inside: Iterable[Any], outside: Iterable[Any]) -> bool:
+    return [_form(var.aval) for var in inside] == [_form(var.aval) for var in outside]
+
+
+def _form(aval: Any) -> Any:
+    return (aval.shape, aval.dtype) if hasattr(aval, "shape") else aval
+
+
+def without_dead_code(
+    closed: ClosedJaxpr, used: list[bool], keep: list[bool]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """A program that computes only the outputs in use, and which inputs it takes.
+
+    Inputs that it does not need are dropped, unless `keep` says that they stay.
+    """
+    jaxpr, needed = pe.dce_jaxpr(closed.jaxpr, used, instantiate=keep)
+    return ClosedJaxpr(jaxpr, closed.consts), list(needed)
+
+
+def coordination_client() -> Any:
+    """The connection of this process to the service that `jax.distributed` started."""
+    from jax.experimental import multihost_utils  # late: only programs of several processes need it
+
+    try:
+        return multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
+    except AttributeError as error:
+        raise PACKAGE.unknown("the connection to its coordination service") from error
+
+
+def refuse_scan3() -> None:
+    """Refuse the upgrade flag that changes loops: JAX itself cannot train with it yet."""
+    if getattr(jax.config, "jax_scan3", False):
+        raise VersionError(
+            "Tailrace does not run under JAX_SCAN3: loops made with it have no reverse-mode derivative "
+            "in JAX, and ignore reverse=True. Leave JAX_SCAN3 unset, or call "
+            "jax.config.update('jax_scan3', False) before importing tailrace."
+        )
+
+
+def function_name(eqn: JaxprEqn) -> str:
+    """The name of the Python function that an equation's program was traced from, if known."""
+    for _, _, inner, _ in inner_jaxprs(eqn):
+        return str(getattr(getattr(inner, "debug_info", None), "func_name", ""))
+    return ""
+
+
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried (in this order)."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since 0.11
+    return len(consts), len(carry)
+
+
+def keeps_apart(eqn: JaxprEqn) -> bool:
+    """Whether a recomputation must not be merged with the original that it repeats."""
+    prevent = parameters(eqn).get("prevent_cse", True)
+    return any(prevent) if isinstance(prevent, tuple | list) else bool(prevent)
+
+
+def is_barrier(eqn: JaxprEqn) -> bool:
+    """Whether a recomputation keeps itself apart; under remat3 an equation before it does."""
+    return "differentiated" in eqn.params and keeps_apart(eqn)
+
+
+def replayed(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(*args)`, a list, emitted as what it is: a forward pass, repeated for its backward."""
+    leaves, structure = jax.tree.flatten(args)
+    again = jax.checkpoint(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
+    closed = jax.make_jaxpr(again)(*leaves)
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    known.update(zip(closed.jaxpr.invars, leaves, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        inputs = [value_of(known, var) for var in eqn.invars]
+        made = _replay(eqn, inputs) if is_remat(eqn) else bind_again(eqn, inputs)
+        known.update(zip(eqn.outvars, made, strict=True))
+    return [value_of(known, var) for var in closed.jaxpr.outvars]
+
+
+_REPLAYED = "rematted_computation"
+
+
+def _replay(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    if "differentiated" in eqn.params:
+        return bind_again(eqn.replace(params={**eqn.params, "differentiated": True}), inputs)
+    with jax.named_scope(_REPLAYED):
+        return bind_again(eqn, list(jax.lax.optimization_barrier(inputs)))
+
+
+def scopes_of(eqn: JaxprEqn) -> list[tuple[str, int]]:
+    """The named scopes of an equation, outermost first: name, and which entry of that scope.
+
+    The identity is that of JAX's own object, which differentiation carries along. Where a pass is
+    differentiated once more, for its recomputation, the scopes around it come up again: once is enough.
+    """
+    stack = eqn.source_info.name_stack.stack
+    found = {id(item): item.name for item in stack if type(item).__name__ == "Scope"}
+    return [(name, identity) for identity, name in found.items()]
+
+
+def scope_names(chain: Iterable[JaxprEqn]) -> list[str]:
+    """The names of the scopes of equations inside each other, each scope once."""
+    found = {identity: name for eqn in chain for name, identity in scopes_of(eqn)}
+    return list(found.values())
+
+
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation belongs to the backward pass."""
+    stack = eqn.source_info.name_stack.stack
+    return any(type(i).__name__ == "Transform" and i.name == "transpose" for i in stack)
+
+
+_LIBRARIES = frozenset(
+    ["jax", "jaxlib", "flax", "equinox", "haiku", "keras", "optax", "tailrace", "torch", "torchax"]
+)
+_OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def is_library(path: str) -> bool:
+    """Whether a file is ours or a library's, not the user's, wherever the user's own files lie."""
+    _, installed, inside = path.replace(os.sep, "/").rpartition("site-packages/")
+    return path.startswith(_OWN_FILES) or bool(installed and inside.split("/")[0] in _LIBRARIES)
+
+
+def user_frame(eqn: JaxprEqn) -> str:
+    """`file:line` of the user's code that an equation comes from, or an empty string."""
+    trace = eqn.source_info.traceback
+    for frame in trace.frames if trace is not None else ():
+        path = frame.file_name
+        if not is_library(path) and path[:1] != "<":
+            return f"{path}:{frame.line_num}"
+    return ""
+
+
+def lines_of(eqn: JaxprEqn) -> tuple[tuple[str, int], ...]:
+    """File and line of each call that led to an equation, innermost first, up to our own code.
+
+    Functions of JAX come last: what they are called from says more.
+    """
+    trace = eqn.source_info.traceback
+    inside, around = [], []
+    for frame in trace.frames if trace is not None else ():
+        if frame.file_name.startswith(_OWN_FILES):
+            break
+        place = (frame.file_name, frame.line_num)
+        (inside if _is_jax(frame.file_name) else around).append(place)
+    return (*around, *inside)
+
+
+def _is_jax(path: str) -> bool:
+    return path.replace(os.sep, "/").rpartition("site-packages/")[2].startswith(("jax/", "jaxlib/"))
+
+
+def key_generator(dtype: Any) -> str:
+    """The name of the generator that random keys of a dtype belong to."""
+    return dtype._impl.name
+
+
+def trace_level() -> Any:
+    """Which function is being traced: equal for calls in the same one, unequal inside another."""
+    return get_opaque_trace_state()
+
+
+def compiler_options(equations: Iterable[JaxprEqn], platform: str) -> dict[str, str] | None:
+    """Options that a program of these equations must be compiled with to be right; None for none.
+
+    JAX 0.10's CPU compiler hands reductions over windows (max pooling) to a library, which reads the
+    wrong entries where the operand is a reshaped slice of what a loop goes over.
+    """
+    if version()[:2] != (0, 10) or platform != "cpu" or not _has_windows(equations):
+        return None
+    return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+
+
+def _has_windows(equations: Iterable[JaxprEqn]) -> bool:
+    return any(
+        "reduce_window" in eqn.primitive.name
+        or any(_has_windows(inner.eqns) for _, _, inner, _ in inner_jaxprs(eqn))
+        for eqn in equations
+    )
+
+
+def version() -> tuple[int, ...]:
+    """The version of JAX as numbers."""
+    return tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+
+
+refuse_scan3()  # at import: nothing that follows would work

@@ -1,0 +1,281 @@
+"""Marks: identity operations that say something about a value inside a traced program.
+
+A Python side effect cannot say "send this out" from inside `jax.grad`: it would leak tracers. A mark
+can, because it is an equation of the program: it survives differentiation, `jit`, `scan`, `remat` and
+`vmap`, and is found again when the program's jaxpr is read. Four kinds of equation exist:
+
+* `mark(values, tag)` returns its values. The tag says who they are and what is wanted of them.
+* `dequeue(counter, queue, ...)` stands for the next element of an infeed.
+* `ambient(what)` stands for a number that only the running program knows (a key, a counter).
+* `unit(program, operands, ...)` calls a program: the forward or backward of a stage of a pipeline.
+
+Outside a program they do nothing (marks) or are refused by their public wrappers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.errors import ProgramError
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import ad
+from tailrace.jaxprs.replica_reductions import reduced_dtype
+
+FORWARD, TANGENT, COTANGENT = "forward", "tangent", "cotangent"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tag:
+    """What a mark says.
+
+    Attributes:
+        role: what the mark is for: "loop", "outfeed", "value", "print", "stage", ...
+        name: the name of the value, by the contract ("grad/dense/kernel"), or a title.
+        payload: what the role needs besides: a queue, print options, a loop's length.
+        follow_gradient: whether the gradient that flows back through the mark is marked too.
+        direction: which of the two this is; set by differentiation, not by the caller.
+        site: numbers the call that made the mark, so that a lost one can be named.
+    """
+
+    role: str
+    name: str = ""
+    payload: Any = None
+    follow_gradient: bool = False
+    direction: str = FORWARD
+    site: int = -1
+
+
+mark_p = internals.define_marker(
+    "tailrace_mark", lambda *, tag: tag.site >= 0 and tag.direction == FORWARD
+)
+cross_replica_p = internals.Primitive("tailrace_cross_replica")
+gather_p = internals.Primitive("tailrace_gather")
+dequeue_p = internals.Primitive("tailrace_dequeue")
+ambient_p = internals.Primitive("tailrace_ambient")
+unit_p = internals.Primitive("tailrace_unit")
+
+
+def mark(values: Any, tag: Tag) -> Any:
+    """Return `values` (a tree), marked with `tag`."""
+    leaves, structure = jax.tree.flatten(values)
+    return jax.tree.unflatten(structure, mark_p.bind(*map(jnp.asarray, leaves), tag=tag))
+
+
+def name_values(kind: str, tree: Any, alone: str = "0") -> Any:
+    """Mark every leaf of `tree` as `kind/path`, so that observers find it by that name.
+
+    A tree that is one single array has no path; it is called `kind/alone`.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    named = [
+        mark(leaf, Tag("value", f"{kind}/{path_name(path) or alone}")) for path, leaf in leaves
+    ]
+    return jax.tree.unflatten(structure, named)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A tree path as a name: `("layers", 0, "kernel")` becomes `layers/0/kernel`."""
+    parts = []
+    for key in path:
+        for attribute in ("key", "name", "idx"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    return "/".join(parts)
+
+
+# -- differentiation ----------------------------------------------------------------------------
+
+
+def _mark_jvp(primals: Any, tangents: Any, *, tag: Tag) -> Any:
+    out = mark_p.bind(*primals, tag=tag)
+    if tag.follow_gradient:
+        along = dataclasses.replace(tag, direction=TANGENT)
+        tangents = [t if isinstance(t, ad.Zero) else mark_p.bind(t, tag=along)[0] for t in tangents]
+    return out, list(tangents)
+
+
+def _mark_transpose(cotangents: Any, *operands: Any, tag: Tag) -> Any:
+    back = dataclasses.replace(tag, direction=COTANGENT)
+    return [
+        None
+        if not ad.is_undefined_primal(operand)
+        else (ct if isinstance(ct, ad.Zero) else mark_p.bind(ct, tag=back)[0])
+        for ct, operand in zip(cotangents, operands, strict=True)
+    ]
+
+
+ad.primitive_jvps[mark_p] = _mark_jvp
+ad.primitive_transposes[mark_p] = _mark_transpose
+
+
+# -- elements of an infeed ----------------------------------------------------------------------
+
+dequeue_p.multiple_results = True
+dequeue_p.def_abstract_eval(lambda counter, *, queue, avals: list(avals))
+ad.primitive_jvps[dequeue_p] = lambda primals, tangents, **params: (
+    (out := dequeue_p.bind(*primals, **params)),
+    [ad.Zero(jax.typeof(value).to_tangent_aval()) for value in out],
+)
+
+
+class Weakly:
+    """A queue, referred to without keeping it: JAX keeps what equations hold in its caches."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = weakref.ref(queue)
+
+    @property
+    def queue(self) -> Any:
+        """The queue, which the traced program keeps alive."""
+        queue = self._queue()
+        assert queue is not None
+        return queue
+
+
+def dequeue(counter: Any, queue: Any, spec: Any) -> Any:
+    """The next element of `queue`, whose leaves look like `spec`."""
+    leaves, structure = jax.tree.flatten(spec)
+    avals = tuple(internals.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
+    current_trace("tr.repeat").feeds.append(queue)
+    # The counter makes the equation vary with the loop: differentiation would move it out otherwise.
+    return jax.tree.unflatten(structure, dequeue_p.bind(counter, queue=Weakly(queue), avals=avals))
+
+
+# -- numbers that the running program supplies --------------------------------------------------
+
+_AMBIENT = {
+    "key": lambda: jax.eval_shape(lambda: jax.random.key(0)),
+    "step": lambda: jax.ShapeDtypeStruct((), jnp.int32),
+    "microbatch": lambda: jax.ShapeDtypeStruct((), jnp.int32),
+    "replica": lambda: jax.ShapeDtypeStruct((), jnp.int32),
+}
+
+
+def _ambient_aval(*, what: str, **_: Any) -> Any:
+    shape = _AMBIENT[what]()
+    return internals.ShapedArray(shape.shape, shape.dtype)
+
+
+ambient_p.def_abstract_eval(_ambient_aval)
+
+
+def ambient(what: str, call: int, depth: int) -> Any:
+    """A value known only while the program runs; `depth` counts the loops around the call."""
+    return ambient_p.bind(what=what, call=call, depth=depth)
+
+
+# -- units of a pipeline ------------------------------------------------------------------------
+# One equation each, so that an executor can run them elsewhere and at other times; whoever runs the
+# program plainly finds their contents in it.
+
+unit_p.multiple_results = True
+unit_p.def_abstract_eval(lambda *_, program, **__: [var.aval for var in program.jaxpr.outvars])
+
+
+def unit(program: Any, operands: Sequence[Any], kind: str, stage: int, member: int) -> list[Any]:
+    """Call `program`, the "F" or "B" of a member of a stage."""
+    return unit_p.bind(*operands, program=program, kind=kind, stage=stage, member=member)
+
+
+# -- reductions over replicas -------------------------------------------------------------------
+# An own primitive, because the program is traced before it is spread over replicas: no axis exists.
+
+cross_replica_p.def_abstract_eval(
+    lambda value, *, mean: internals.ShapedArray(value.shape, reduced_dtype(value.dtype, mean))
+)
+ad.deflinear2(cross_replica_p, lambda ct, value, *, mean: [cross_replica_p.bind(ct, mean=mean)])
+internals.batching.primitive_batchers[cross_replica_p] = lambda values, dims, *, mean: (
+    cross_replica_p.bind(*values, mean=mean),
+    dims[0],
+)
+
+
+gather_p.def_abstract_eval(
+    lambda value, *, replicas: internals.ShapedArray((replicas, *value.shape), value.dtype)
+)
+
+# -- the program that is being traced -----------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class ProgramTrace:
+    """What is known while the function of a program is traced.
+
+    `feeds` keeps the queues alive that the program uses: its equations refer to them weakly.
+    """
+
+    replicas: int = 1
+    loops: int = 0
+    calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    sites: dict[int, str] = dataclasses.field(default_factory=dict)
+    feeds: list[Any] = dataclasses.field(default_factory=list)
+    draws_keys: bool = False
+
+    def new_site(self, what: str) -> int:
+        """Number a call that must be found again in the traced program, and note where it stands."""
+        number = len(self.sites)
+        frame = next(
+            (
+                f
+                for f in reversed(traceback.extract_stack())
+                if not internals.is_library(f.filename)
+            ),
+            None,
+        )
+        where = f" at {frame.filename}:{frame.lineno}" if frame else ""
+        self.sites[number] = f"{what}{where}"
+        return number
+
+
+_current: contextvars.ContextVar[ProgramTrace | None] = contextvars.ContextVar(
+    "tailrace_program_trace", default=None
+)
+
+
+def current_trace(caller: str) -> ProgramTrace:
+    """The program being traced; an error naming `caller` if there is none."""
+    trace = _current.get()
+    if trace is None:
+        raise ProgramError(
+            f"{caller} means something only inside a program. It was called outside one. "
+            f"Call it in the function given to tr.compile(...), or in the step of a tr.Trainer."
+        )
+    return trace
+
+
+def is_tracing() -> bool:
+    """Whether a program is being traced."""
+    return _current.get() is not None
+
+
+@contextlib.contextmanager
+def tracing(trace: ProgramTrace) -> Iterator[ProgramTrace]:
+    """Make `trace` the current one."""
+    token = _current.set(trace)
+    try:
+        yield trace
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def inside_loop(trace: ProgramTrace) -> Iterator[None]:
+    """Count one more loop around whatever is traced inside."""
+    trace.loops += 1
+    try:
+        yield
+    finally:
+        trace.loops -= 1

@@ -1,0 +1,133 @@
+"""What single operations do: the names of primitives, and what is read from their parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import JaxprEqn, primitives
+
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max",
+    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count",
+    "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor",
+))
+# fmt: on
+"""Operations whose result at an index depends on their operands at that index alone."""
+
+_COMPARISONS = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
+
+_SAME_VALUE = frozenset(("copy", "copy_p", "convert_element_type", "reshape", "squeeze"))
+"""Operations that leave a number what it is."""
+
+
+_REARRANGEMENTS = _SAME_VALUE | {
+    *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "iota", "name", "pad", "rev"),
+    *("slice", "split", "stack", "stop_gradient", "tile", "transpose", "unstack"),
+}
+"""Operations that compute nothing, and that XLA makes part of the operation behind them."""
+
+_ARITHMETIC = _ELEMENTWISE - _REARRANGEMENTS
+_CHEAP = _ELEMENTWISE | _REARRANGEMENTS
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """The name that JAX has for an operation."""
+    return eqn.primitive.name
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Whether an operation with one result can be computed on a flat piece of its operands."""
+    if len(eqn.outvars) != 1:
+        return False
+    shape = _shape(eqn.outvars[0])
+    shapes = {_shape(var) for var in eqn.invars}
+    if is_fill(eqn):
+        return shapes == {()} and shape != ()
+    if is_reshape(eqn):  # the order of the elements stays
+        return eqn.params.get("dimensions") is None and shapes != {()}
+    return eqn.primitive.name in _ELEMENTWISE and shape != () and shapes <= {shape, ()}
+
+
+def is_arithmetic(eqn: JaxprEqn) -> bool:
+    """Whether an operation computes each number of its result from those in the same place."""
+    return eqn.primitive.name in _ARITHMETIC
+
+
+def is_rearrangement(eqn: JaxprEqn) -> bool:
+    """Whether an operation computes nothing: casts, broadcasts, slices, other shapes, constants."""
+    return internals.operation(eqn) in _REARRANGEMENTS
+
+
+def keeps_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: keep what is expensive to compute, and masks, which are small."""
+    return primitive.name in _COMPARISONS or primitive.name not in _CHEAP
+
+
+def is_reshape(eqn: JaxprEqn) -> bool:
+    """Whether an operation gives its operand another shape."""
+    return eqn.primitive.name == "reshape"
+
+
+def is_fill(eqn: JaxprEqn) -> bool:
+    """Whether an operation repeats its operand along dims."""
+    return eqn.primitive.name == "broadcast_in_dim"
+
+
+def is_select(eqn: JaxprEqn) -> bool:
+    """Whether an operation chooses between its operands, element by element (`jnp.where`)."""
+    return eqn.primitive.name == "select_n"
+
+
+def stops_gradient(eqn: JaxprEqn) -> bool:
+    """Whether no gradient flows through an operation by its own word."""
+    return eqn.primitive.name == "stop_gradient"
+
+
+def keeps_value(eqn: JaxprEqn) -> bool:
+    """Whether an operation leaves a number what it is: a copy, a cast, another shape."""
+    return eqn.primitive.name in _SAME_VALUE
+
+
+def checkpoint_of(eqn: JaxprEqn) -> str | None:
+    """The name that `checkpoint_name` gives a value; None for any other operation."""
+    return internals.parameters(eqn)["name"] if internals.operation(eqn) == "name" else None
+
+
+def call_name(eqn: JaxprEqn) -> str:
+    """The name of the function that an equation calls; empty if it calls none by name."""
+    name = eqn.params.get("name") if eqn.primitive is primitives.jit_p else None
+    if internals.is_custom(eqn):
+        name = internals.function_name(eqn)
+    return "" if not name or "<" in str(name) else str(name).strip("_")
+
+
+def multiplications(eqn: JaxprEqn) -> float:
+    """Multiplications and additions of a matrix product or convolution; 0 for other operations."""
+    if eqn.primitive is primitives.dot_general_p:
+        ((contracted, _), _) = eqn.params["dimension_numbers"]
+        left = _shape(eqn.invars[0])
+        return 2.0 * _size(eqn) * math.prod(left[dim] for dim in contracted)
+    if eqn.primitive is primitives.conv_general_dilated_p:
+        kernel = _shape(eqn.invars[1])
+        return 2.0 * _size(eqn) * math.prod(kernel) / kernel[_out_dim(eqn)]
+    return 0.0
+
+
+def _out_dim(convolution: JaxprEqn) -> int:
+    return convolution.params["dimension_numbers"].rhs_spec[0]
+
+
+def _size(eqn: JaxprEqn) -> int:
+    return sum(math.prod(_shape(var)) for var in eqn.outvars)
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())

@@ -1,0 +1,40 @@
+"""Sums and means over replicas: their dtypes, and how they are computed.
+
+A mean is never larger than the largest of its values, but the sum it is made of may be: two float16
+values of 40,000 have a mean and no sum. So the sum of a mean has 32 bits at least, as in `jnp.mean`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.spans.scopes import REPLICAS
+
+
+def reduced_dtype(dtype: Any, mean: bool) -> Any:
+    """The dtype of a sum or mean over replicas of values of a dtype, as in `jax.numpy`.
+
+    >>> [str(reduced_dtype(jnp.dtype(d), mean=True)) for d in ("float16", "int8", "bool")]
+    ['float16', 'float32', 'float32']
+    >>> [str(reduced_dtype(jnp.dtype(d), mean=False)) for d in ("float16", "int8", "bool")]
+    ['float16', 'int8', 'int32']
+    """
+    if mean:
+        return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
+
+
+def reduced(value: Any, axis: str | None, mean: bool) -> Any:
+    """The sum or the mean of `value` over the replicas of a mesh axis; None: there is one."""
+    dtype = reduced_dtype(value.dtype, mean)
+    if axis is None:
+        return value.astype(dtype)
+    with jax.named_scope(REPLICAS):
+        if not mean:
+            return lax.psum(value.astype(dtype), axis)
+        narrow = dtype.itemsize < 4
+        return lax.pmean(value.astype(jnp.float32 if narrow else dtype), axis).astype(dtype)

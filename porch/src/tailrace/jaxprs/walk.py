@@ -1,0 +1,161 @@
+"""Reading a traced program: every equation, where it stands, and what surrounds it.
+
+A position is a tuple of numbers: the index of an equation, then the index of the program inside that
+equation, then the index of an equation there, and so on. It names an equation for good, also where
+two equations share one inner program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, primitives
+from tailrace.jaxprs.marks import (
+    FORWARD,
+    Tag,
+    ambient_p,
+    cross_replica_p,
+    dequeue_p,
+    gather_p,
+    mark_p,
+    unit_p,
+)
+from tailrace.jaxprs.own_equations import has_role, queue_in, tag_in, unit_in
+
+Position = tuple[int, ...]
+
+Item = TypeVar("Item")
+
+LOOP, SCAN, WHILE, BRANCH, REPLAY, CALL = "loop", "scan", "while", "branch", "replay", "call"
+
+
+@dataclasses.dataclass(frozen=True)
+class Surrounding:
+    """One thing that an equation stands inside of.
+
+    Attributes:
+        kind: `LOOP` (made by Tailrace), `SCAN` or `WHILE` (the user's own), `BRANCH` of a condition,
+            `REPLAY` (a recomputation in the backward pass), or a plain `CALL`.
+        length: how often it runs; None when only the running program knows.
+        tag: the tag of a loop made by Tailrace.
+        scopes: the name stack of the equation that makes it.
+        stage: the number of the stage of a pipeline that a call is.
+    """
+
+    kind: str
+    length: int | None = None
+    tag: Tag | None = None
+    scopes: str = ""
+    stage: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """An equation and where it stands."""
+
+    equation: JaxprEqn
+    position: Position
+    inside: tuple[Surrounding, ...] = ()
+
+    @property
+    def replayed(self) -> bool:
+        """Whether this only repeats, for the backward pass, what was computed forward already."""
+        return any(around.kind == REPLAY for around in self.inside)
+
+    def loops(self) -> tuple[Surrounding, ...]:
+        """What repeats this equation, outermost first."""
+        return tuple(a for a in self.inside if a.kind in (LOOP, SCAN, WHILE))
+
+
+def walk(
+    equations: Sequence[JaxprEqn],
+    position: Position = (),
+    inside: tuple[Surrounding, ...] = (),
+) -> Iterator[Place]:
+    """Every equation of a program and of the programs inside it, in the order they run."""
+    for index, eqn in enumerate(equations):
+        here = (*position, index)
+        yield Place(eqn, here, inside)
+        for number, (_, _, inner, _) in enumerate(internals.inner_jaxprs(eqn)):
+            yield from walk(inner.eqns, (*here, number), (*inside, surrounding(eqn, inner)))
+
+
+def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
+    """What an equation is to the program inside it."""
+    scopes = internals.name_stack_of(eqn)
+    tag = loop_tag(inner)
+    if eqn.primitive is primitives.scan_p:
+        return Surrounding(LOOP if tag else SCAN, eqn.params["length"], tag, scopes)
+    if eqn.primitive is primitives.while_p:
+        return Surrounding(LOOP if tag else WHILE, tag.payload if tag else None, tag, scopes)
+    if eqn.primitive is primitives.cond_p:
+        return Surrounding(BRANCH, scopes=scopes)
+    if internals.is_replay(eqn):
+        return Surrounding(REPLAY, scopes=scopes)
+    unit = unit_in(eqn)
+    return Surrounding(CALL, scopes=scopes, stage=None if unit is None else unit.stage)
+
+
+def loop_tag(body: Jaxpr) -> Tag | None:
+    """The tag of the Tailrace loop whose body this is, or None if it is no such body."""
+    return next((tag_in(eqn) for eqn in body.eqns if has_role(eqn, "loop")), None)
+
+
+def tag_of(place: Place) -> Tag | None:
+    """The tag of an equation that is a mark and says something new (not a replay), else None."""
+    tag = tag_in(place.equation)
+    if tag is None or (place.replayed and tag.direction == FORWARD):
+        return None
+    return tag
+
+
+def by_surrounding(items: Mapping[Position, Iterable[Item]]) -> dict[Position, list[Item]]:
+    """For each equation that holds chosen ones, what belongs to those.
+
+    So whether anything inside an equation is chosen is one look-up, however many are chosen.
+    """
+    found: dict[Position, list[Item]] = {}
+    for position, each in items.items():
+        for depth in range(1, len(position), 2):  # an index of a program, then one of an equation
+            found.setdefault(position[:depth], []).extend(each)
+    return found
+
+
+def concerns_us(eqn: JaxprEqn) -> bool:
+    """Whether an equation must be resolved before XLA may see the program."""
+    return eqn.primitive in _OURS or any(
+        concerns_us(inner_eqn)
+        for _, _, inner, _ in internals.inner_jaxprs(eqn)
+        for inner_eqn in inner.eqns
+    )
+
+
+_OURS: set[Any] = {mark_p, dequeue_p, ambient_p, cross_replica_p, gather_p, unit_p}
+
+
+def elements_read(equations: Sequence[JaxprEqn]) -> dict[Any, int]:
+    """How many elements of each infeed one run of a program reads (at most, in a while loop)."""
+    counts: dict[Any, int] = {}
+    for place in walk(equations):
+        queue = queue_in(place.equation)
+        if queue is not None:
+            total = 1
+            for around in place.loops():
+                total *= around.length if around.length is not None else 1
+            counts[queue] = counts.get(queue, 0) + total
+    return counts
+
+
+def acts_on_host(equations: Sequence[JaxprEqn]) -> bool:
+    """Whether any equation, or one inside it, has effects; those of marks do not count."""
+
+    def acts(eqn: JaxprEqn) -> bool:
+        if eqn.primitive is mark_p or not eqn.effects:
+            return False
+        inner = internals.inner_jaxprs(eqn)
+        return not inner or any(acts_on_host(jaxpr.eqns) for _, _, jaxpr, _ in inner)
+
+    return any(map(acts, equations))

@@ -1,0 +1,75 @@
+"""What a call of `fit` says that matters to its checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from tailrace.errors import MissingDependency
+from tailrace.keras.checkpoints.keeping import FitForm, Keeping
+from tailrace.keras.data.batch_counts import batches_in, read_once
+from tailrace.keras.programs.pacing import Pacing
+from tailrace.messages import note_once
+from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+
+
+def form_of_fit(call: dict[str, Any], pacing: Pacing) -> FitForm:
+    """What must be the same when a fit is taken up, and how its data is read."""
+    x, steps, split = call["x"], call["steps_per_epoch"], call["validation_split"]
+    share = 1.0 - split if split and call["validation_data"] is None else 1.0
+    from_tensorflow = hasattr(x, "cardinality")
+    arrays = all(isinstance(leaf, np.ndarray | jax.Array) for leaf in keras.tree.flatten(x))
+    return FitForm(
+        epochs=call["epochs"],
+        batches=pacing.batches,
+        per_step=pacing.unit,
+        execution=pacing.execution,
+        continues=steps is not None or read_once(x),
+        size=batches_in(x, call["batch_size"], steps, share),
+        draws=not from_tensorflow and (not arrays or call["shuffle"] == "batch"),
+        dataset=x if from_tensorflow or read_once(x) else None,
+    )
+
+
+def callbacks_in(call: dict[str, Any]) -> list[Any]:
+    """The callbacks that `fit` was given."""
+    given = call["callbacks"]
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    own = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+    return [one for one in keras.tree.flatten(given or []) if not isinstance(one, own)]
+
+
+def backups_of(call: dict[str, Any], number: int, per_step: int) -> Keeping | None:
+    """The checkpoints that Keras' BackupAndRestore asks for, which is taken out of the callbacks.
+
+    It writes weights, and the epoch: on its own it would lose the seeds of dropout, metrics and the
+    place in the epoch. Here it stands for checkpoints in its directory.
+    """
+    kind = keras.callbacks.BackupAndRestore
+    backup = next((one for one in callbacks_in(call) if type(one) is kind), None)
+    if backup is None:
+        return None
+    try:
+        orbax_files.import_orbax()
+    except MissingDependency:
+        note_once(
+            "BackupAndRestore runs as Keras has it: weights and the epoch, without the seeds of "
+            "dropout and the place in the epoch. It is exact with Orbax: pip install "
+            "'tailrace[checkpoint]'."
+        )
+        return None
+    given = call["callbacks"]
+    if isinstance(given, keras.callbacks.CallbackList):
+        given.callbacks.remove(backup)
+    else:
+        call["callbacks"] = [one for one in keras.tree.flatten(given) if one is not backup]
+    at_epochs = backup.save_freq == "epoch" or not backup.save_freq
+    every = 1 if at_epochs else max(1, int(backup.save_freq) // per_step)
+    keep = 2 if backup.double_checkpoint else 1
+    checkpoint = Checkpoint(str(backup.backup_dir), every=every, keep=keep)
+    return Keeping(checkpoint, number, at_epochs, removed=bool(backup.delete_checkpoint))

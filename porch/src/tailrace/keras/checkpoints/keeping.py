@@ -1,0 +1,376 @@
+"""The checkpoints of one `fit` of a Keras model: what is kept, and how it is taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.devices.processes import distributed
+from tailrace.errors import CheckpointError
+from tailrace.keras.checkpoints.callback_states import with_arrays, without_arrays
+from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
+from tailrace.keras.data.batch_counts import read_once
+from tailrace.keras.programs.executions import Resumed
+from tailrace.messages import note_once
+from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.device_copies import copied
+from tailrace.trainer.checkpoints.snapshot import (
+    CALLBACK,
+    STATE,
+    Snapshot,
+    check_forms,
+    history_arrays,
+    history_of,
+)
+from tailrace.trainer.checkpoints.writer import CheckpointWriter
+from tailrace.trainer.fitting.interrupts import Interrupts
+from tailrace.trainer.monitoring import Monitor
+
+LOOKED_AT = 4
+"""At how many batches of an iterator Keras may look beforehand; it is two."""
+
+KIND = "keras"
+"""The entry of the note that checkpoints of Keras models have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FitForm:
+    """What must stay the same when a fit is taken up.
+
+    Attributes:
+        epochs: what was asked for; more of them go on.
+        batches: of an epoch; None if only reading shows it.
+        per_step: the batches that one step of the optimizer takes.
+        execution: the batches of an execution.
+        continues: whether an epoch goes on reading where the one before ended.
+        size: the batches of the whole dataset, if known.
+        draws: whether reading a batch may draw random numbers.
+        dataset: what is read, if it has another order each time it is iterated, or can be read once
+            only; else None.
+    """
+
+    epochs: int
+    batches: int | None
+    per_step: int
+    execution: int
+    continues: bool
+    size: int | None
+    draws: bool
+    dataset: Any
+
+
+class Keeping:
+    """The checkpoints of one fit.
+
+    Args:
+        checkpoint: where, and how often.
+        number: of the fit, among those of the model that keep checkpoints.
+        at_epochs: whether they are taken at the ends of epochs alone.
+        removed: whether they are removed once the fit has ended.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        number: int,
+        at_epochs: bool = False,
+        removed: bool = False,
+    ) -> None:
+        self.interrupts = Interrupts()
+        self._writer = CheckpointWriter(checkpoint, number)
+        self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
+        self._at_epochs, self._removed = at_epochs, removed
+        self._note: dict[str, Any] | None = None
+        self._run_end: Any = None
+        self._arrays: Mapping[str, np.ndarray] = {}
+        self._program: Any = None
+        self._first_step = 0
+        self._form: FitForm | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """While this process may write to the directory."""
+        if distributed.process_count() > 1:
+            raise CheckpointError(
+                f"Checkpoints of Keras models are for training in one process; this one has "
+                f"{distributed.process_count()}. tr.Trainer keeps them in several."
+            )
+        orbax_files.import_orbax()
+        directory = self._writer.directory
+        with directory.writing():
+            try:
+                yield
+                if self._removed:
+                    shutil.rmtree(directory.directory / f"fit-{self._writer.fit}")
+            finally:
+                self._writer.close()
+        if self._removed and not directory.found():
+            with suppress(OSError):
+                shutil.rmtree(directory.directory)
+
+    # -- taking up ------------------------------------------------------------------------------
+
+    def take_up(self, form: FitForm, initial_epoch: int) -> int:
+        """Read what the directory holds of this fit; returns the epoch that it goes on with."""
+        self._form = form
+        kept = self._writer.directory.newest(self._writer.fit)
+        if kept is None:
+            return initial_epoch
+        self._arrays, note = orbax_files.read(kept.path)
+        if KIND not in note:
+            raise CheckpointError(
+                f"The checkpoint {str(kept.path)!r} was not saved by fit of a Keras model. Give "
+                f"this fit another directory."
+            )
+        self._note = found = note[KIND]
+        self._run_end = note["run"]
+        self._check(found, form)
+        if self._monitor is not None:
+            self._monitor.best = found["best"]
+        if self.finished:
+            if form.epochs < found["epochs"]:
+                note_once(
+                    f"fit(epochs={form.epochs}): the checkpoint directory holds a fit that went "
+                    f"further ({found['epochs']} epochs). Its end is returned.",
+                    key=f"smaller fit {kept.path}",
+                )
+            return form.epochs
+        return int(found["epoch"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the directory holds the end of this fit."""
+        found, form = self._note, self._form
+        if found is None or form is None:
+            return False
+        if found["ended"]:
+            return form.epochs <= found["epochs"]
+        return found["epoch"] >= form.epochs
+
+    def _check(self, found: Mapping[str, Any], form: FitForm) -> None:
+        here = {
+            "batches of an epoch": (form.batches, found["batches"]),
+            "batches of a step (microbatches x replicas)": (form.per_step, found["per_step"]),
+        }
+        if found["execution"] != form.execution and found["done"] % form.execution:
+            here["batches of an execution (steps_per_execution x replicas)"] = (
+                form.execution,
+                found["execution"],
+            )
+        for what, (now, then) in here.items():
+            if now != then:
+                raise self._another(what, then, now)
+
+    def _another(self, what: str, then: Any, now: Any) -> CheckpointError:
+        return CheckpointError(
+            f"The checkpoint directory {str(self._writer.directory.directory)!r} belongs to another "
+            f"training: {what}: {then!r} there, {now!r} here. Use what it was saved with, or another "
+            f"directory."
+        )
+
+    def replay(self, x: Any) -> Any:
+        """Bring a dataset to where it was: begun as often as before, or read as far as before.
+
+        Returns:
+            What Keras is given in its place. It looks at the first batches even if it has no epoch to
+            run: of an iterator that a finished fit has read, those are batches that were used.
+        """
+        assert self._form is not None
+        found, dataset = self._note, self._form.dataset
+        if found is None or dataset is None:
+            return x
+        if read_once(dataset):
+            if not self.finished or not found["taken"]:
+                return x
+            used = deque(itertools.islice(dataset, found["taken"]), maxlen=LOOKED_AT)
+            return (batch for batch in used)
+        under_way = bool(found["taken"]) and not self.finished
+        for _ in range(found["begun"] - under_way):
+            next(iter(dataset), None)
+        return x
+
+    # -- while the fit runs ---------------------------------------------------------------------
+
+    @property
+    def took_up(self) -> bool:
+        """Whether the directory holds something of this fit."""
+        return self._note is not None
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        """What was kept of the callbacks; nothing where the fit starts, or has ended."""
+        if self._note is None or self.finished:
+            return []
+        return [with_arrays(state, self._arrays) for state in self._note["callbacks"]]
+
+    def begin(self, program: Any, model: Any) -> None:
+        """Keras has built the model: give it what was kept."""
+        self._program = program
+        self._first_step = program.steps
+        program.begun = program.taken = 0
+        found = self._note
+        if found is None:
+            self._writer.started_at(program.steps)
+            return
+        if program.steps != found["first_step"]:
+            what = "the model's step when the fit begins"
+            raise self._another(what, found["first_step"], program.steps)
+        self.put_values(program)
+        count = program.per_step // program.replicas
+        history = history_of(self._arrays, found["first_step"], count, program.replicas)
+        program.take_up(found["step"], history, self._run_end)
+        set_random_state(found["random"])
+        model.history.epoch = list(found["history"]["epoch"])
+        model.history.history = {name: list(v) for name, v in found["history"]["logs"].items()}
+        self._writer.started_at(found["step"])
+
+    def put_values(self, program: Any, of_replicas: bool = False) -> None:
+        """Give the variables the values that were kept.
+
+        Variables are known by their order: Keras numbers the names of layers as they are made.
+
+        Args:
+            program: whose variables.
+            of_replicas: whether each replica gets its own metrics back; an epoch begins without them.
+        """
+        assert self._note is not None
+        then: list[str] = self._note["names"]
+        layout = program.layout
+        names = [
+            f"{n}: {name}" for n, name in enumerate([*layout.names, *then[len(layout.names) :]])
+        ]
+        here = {
+            name: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype)
+            for name, v in zip(names, layout.variables, strict=False)
+        }
+        found = {
+            name: self._arrays[f"{STATE}{number}"] for number, name in enumerate(names[: len(then)])
+        }
+        replicas = program.replicas
+        own = {name: (form.shape, (replicas, *form.shape)) for name, form in here.items()}
+        check_forms(here, found, {}, own if replicas > 1 else {})
+        program.put(list(found.values()), of_replicas)
+
+    def resumed(self) -> Resumed | None:
+        """What the loop of the first epoch counts along, and skips; None where it starts as ever."""
+        found, form = self._note, self._form
+        if found is None or form is None:
+            return None
+        logs = dict(found["logs"])
+        after = None
+        if found["taken"]:
+            after = found["random"] if found["done"] else random_state()
+            set_random_state(found["random_then"])
+        return Resumed(
+            found["done"],
+            found["taken"],
+            found["begun"],
+            logs,
+            None if after is None or form.draws else lambda: set_random_state(after),
+        )
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint inside an epoch."""
+        return not self._at_epochs and self._writer.due(self._program.steps)
+
+    @property
+    def due_after_epoch(self) -> bool:
+        """Whether it is time for a checkpoint at the end of an epoch."""
+        return self._at_epochs or self._writer.due(self._program.steps)
+
+    def improves(self, logs: Mapping[str, Any]) -> bool:
+        """Whether the watched value is better than before."""
+        monitor = self._monitor
+        return monitor is not None and monitor.name in logs and monitor.improves(logs)
+
+    def save(
+        self,
+        model: Any,
+        position: Mapping[str, Any],
+        callbacks: list[Any],
+        *,
+        ended: bool = False,
+        best: bool = False,
+        wait: bool = False,
+    ) -> None:
+        """Save the state as it is now.
+
+        Args:
+            model: the model.
+            position: where the fit is: `epoch`, the batches `done` in it, its `logs`, `random_then`.
+            callbacks: the states of its callbacks.
+            ended: whether the fit is over.
+            best: whether the watched value was never better.
+            wait: wait until it is written; a failure is raised.
+        """
+        program = self._program
+        program.settle()
+        self._writer.save(
+            program.steps,
+            lambda: self._snapshot(model, position, callbacks, ended),
+            ended=ended,
+            best=best and not ended,
+        )
+        if wait:
+            self._writer.wait(last=True)
+
+    def _snapshot(
+        self, model: Any, position: Mapping[str, Any], callbacks: list[Any], ended: bool
+    ) -> Snapshot:
+        program, form = self._program, self._form
+        assert form is not None
+        values = {f"{STATE}{number}": value for number, value in enumerate(program.values())}
+        arrays: dict[str, Any] = dict(copied(values))
+        arrays |= history_arrays(program.history)
+        stored: dict[str, np.ndarray] = {}
+        states = [
+            without_arrays(state, stored, f"{CALLBACK}{number}")
+            for number, state in enumerate(callbacks)
+        ]
+        # Of a dataset that is read from its start in the next epoch, nothing is under way.
+        over = not form.continues or program.exhausted or program.taken == form.size
+        fresh = not position["done"] and over
+        history: Any = model.history
+        found = {
+            **position,
+            "taken": 0 if fresh else program.taken,
+            "begun": program.begun,
+            "random": random_state(),
+            "epochs": form.epochs,
+            "batches": form.batches,
+            "per_step": form.per_step,
+            "names": program.layout.names,
+            "execution": form.execution,
+            "step": program.steps,
+            "first_step": self._first_step,
+            "ended": ended,
+            "best": None if self._monitor is None else self._monitor.best,
+            "history": {"epoch": list(history.epoch), "logs": _numbers(history.history)},
+            "callbacks": states,
+        }
+        note = {"step": program.steps, KIND: found}
+        return Snapshot({**arrays, **stored}, note, program.mark())
+
+
+def _numbers(history: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {
+        name: [value if isinstance(value, int | float) else _plain(value) for value in values]
+        for name, values in history.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return np.asarray(value).tolist()
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,151 @@
+"""Keras' list of callbacks in a fit that keeps checkpoints: it knows when Keras is where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tailrace.keras.checkpoints.callback_states import (
+    changes,
+    plain_state,
+    reopen,
+    set_plain_state,
+)
+from tailrace.keras.checkpoints.keeping import Keeping
+from tailrace.keras.checkpoints.random_sources import random_state
+from tailrace.keras.programs.pacing import Pacing
+
+
+class KeptCallbacks(keras.callbacks.CallbackList):
+    """A list of callbacks that saves between executions and after epochs.
+
+    In the epoch that is taken up, callbacks do not hear of batches that were done before.
+
+    Args:
+        callbacks: as Keras has them.
+        keeping: the checkpoints.
+        pacing: of the fit.
+        told: the callbacks whose state is kept: the user's own.
+        program: returns the training program, which Keras makes before training begins.
+        epoch: the first one.
+        **params: as Keras has them.
+    """
+
+    def __init__(
+        self,
+        callbacks: Any,
+        keeping: Keeping,
+        pacing: Pacing,
+        told: list[Any],
+        program: Any,
+        epoch: int,
+        **params: Any,
+    ) -> None:
+        self._keeping, self._pacing, self._told, self._program = keeping, pacing, told, program
+        self._first = True
+        self._epoch, self._done = epoch, 0
+        self._logs: dict[str, Any] = {}
+        self._before: list[dict[str, Any]] = []
+        self._random_then: dict[str, Any] = {}
+        self._random_of_epoch: dict[str, Any] = {}
+        self._begun = 0
+        super().__init__(callbacks, add_history=True, **params)
+
+    # -- what Keras' loop calls -----------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Give everything what was kept, once callbacks have begun as ever."""
+        states = self._keeping.states
+        put_back = [reopen(one, state) for one, state in zip(self._told, states, strict=False)]
+        super().on_train_begin(logs)
+        for put in put_back:
+            put()
+        self._before = [plain_state(one) for one in self._told]
+        self._keeping.begin(self._program(), self.model)
+        for callback, state in zip(self._told, states, strict=False):
+            set_plain_state(callback, state)
+        if not self._keeping.took_up:
+            self._save(self._epoch, 0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Go to where the checkpoint was taken, if this is the first epoch."""
+        super().on_epoch_begin(epoch, logs)
+        program, keeping = self._program(), self._keeping
+        resumed = keeping.resumed() if self._first else None
+        self._epoch, self._done, self._logs = epoch, 0, {}
+        if resumed is not None:
+            program.resume(resumed, self._pacing)
+            self._done = -(-resumed.done // self._pacing.execution) * self._pacing.execution
+            if resumed.done:  # callbacks that change variables when an epoch begins did so before
+                keeping.put_values(program, of_replicas=True)
+                for callback, state in zip(self._told, keeping.states, strict=False):
+                    set_plain_state(callback, state)
+        self._random_of_epoch, self._begun = random_state(), program.begun
+        if self._first:
+            self._random_then, self._first = self._random_of_epoch, False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Tell of a batch that is not counted along."""
+        if batch >= self._done:
+            super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Tell of a batch, and save if it is time."""
+        if batch < self._done:
+            return
+        super().on_train_batch_end(batch, logs)
+        self._logs = logs or {}
+        keeping, pacing = self._keeping, self._pacing
+        if pacing.between and (keeping.due or keeping.interrupts.asked is not None):
+            self._flush_futures()
+            self._save(self._epoch, pacing.number, wait=keeping.interrupts.asked is not None)
+            keeping.interrupts.reraise()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Tell of the end of an epoch, and save if it is time."""
+        super().on_epoch_end(epoch, logs)
+        self._epoch, self._logs = epoch + 1, {}
+        keeping = self._keeping
+        model: Any = self.model
+        if model.stop_training:
+            return
+        asked = keeping.interrupts.asked is not None
+        best = keeping.improves(dict(logs or {}))
+        if best or asked or keeping.due_after_epoch:
+            self._save(epoch + 1, 0, best=best, wait=asked)
+        keeping.interrupts.reraise()
+
+    def save_between(self) -> None:
+        """Keep where the fit is, if that is between two executions."""
+        if self._pacing.between and not self._program().inside:
+            self._save(self._epoch, self._pacing.number, wait=True)
+
+    def save_end(self) -> None:
+        """Keep the end of the fit."""
+        self._logs = {}
+        self._save(self._epoch, 0, ended=True, wait=True)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _save(self, epoch: int, done: int, **kind: bool) -> None:
+        if self._program().begun > self._begun:  # the data under way began in this epoch
+            self._random_then = self._random_of_epoch
+        states = [
+            changes(before, plain_state(one))
+            for before, one in zip(self._before, self._told, strict=True)
+        ]
+        position = {
+            "epoch": epoch,
+            "done": done,
+            "logs": {name: _number(value) for name, value in dict(self._logs).items()},
+            "random_then": self._random_then,
+        }
+        self._keeping.save(self.model, position, states, **kind)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,89 @@
+"""What a device function can reach: models, optimizers and metrics, wherever it has them from.
+
+Their variables become part of the program: what it changes stays changed, and what changes elsewhere
+is seen. They may be among the arguments, in lists and dicts there, in the closure of the function,
+among the globals that it names, or attributes of an object found in one of these places.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+
+_KINDS = (
+    keras.layers.Layer,
+    keras.optimizers.Optimizer,
+    keras.metrics.Metric,
+    keras.random.SeedGenerator,
+    keras.Variable,
+)
+
+
+DEEPEST, LONGEST = 8, 1000
+"""How deep objects are looked for, and in containers of how many at most: data are longer."""
+
+
+def reached_by(function: Callable[..., Any], given: Any) -> list[Any]:
+    """The objects with variables that a function called with `given` may use, each once."""
+    seen: dict[int, Any] = {}
+    found = [one for one in _inside(given, seen) if isinstance(one, _KINDS)]
+    return found + [one for one in _inside(function, seen) if isinstance(one, _KINDS)]
+
+
+def variables_of(one: Any) -> list[Any]:
+    """The variables of such an object."""
+    if isinstance(one, keras.Variable):
+        return [one]
+    if isinstance(one, keras.random.SeedGenerator):
+        return [one.state]
+    return list(one.variables)
+
+
+def _inside(value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[Any]:
+    if id(value) in seen or depth > DEEPEST:
+        return
+    seen[id(value)] = value
+    if isinstance(value, _KINDS):
+        yield value
+    else:
+        for part in _parts(value):
+            yield from _inside(part, seen, depth + 1)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values() if len(value) <= LONGEST else ()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value if len(value) <= LONGEST else ()
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType) and not _is_library(value):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+        for name in _names(value.__code__):
+            yield value.__globals__.get(name)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | Callable):
+        yield vars(value) if not _is_library(type(value)) else None
+        yield getattr(value, "variables", None)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names that a function looks up outside, with those of the functions in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_library(function: Any) -> bool:
+    module = (function.__module__ or "").split(".")[0]
+    return module in ("keras", "jax", "numpy", "tensorflow", "torch", "tailrace")

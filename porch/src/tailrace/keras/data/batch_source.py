@@ -1,0 +1,308 @@
+"""From Keras' batches to blocks on the device.
+
+Keras' own data adapters yield one batch after another. An execution takes many: they are stacked, leaf
+by leaf, into one block and moved to the device together, for long executions by a thread, while the
+execution before runs. Batches of another shape (the last one of an array, often) make a block of
+their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.data.dtypes import check_numeric
+from tailrace.errors import DataError, DataExhausted
+from tailrace.feeds.background import STOP_S, Worker
+from tailrace.feeds.buffers import allocate
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.feed import HandedFeed, Staged
+from tailrace.feeds.reader import SHOWN_EVERY_S
+from tailrace.feeds.transfer import put, with_room
+from tailrace.feeds.waiting import Patience
+from tailrace.messages import logger
+
+THREAD_FROM = 8
+"""Blocks of so many batches are staged by a thread; handing over shorter ones costs more."""
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """Batches of one form, stacked: on the host, and on the device."""
+
+    form: Form
+    count: int
+    staged: Staged
+    sharding: Any = None
+
+    def on(self, sharding: Any, replicas: int) -> Staged:
+        """The block where `sharding` says; moved there if it was read before that was known."""
+        if self.sharding != sharding:
+            room = self.staged.room * replicas
+            self.staged = moved(self.staged.host, self.count, replicas, sharding, room)
+            self.sharding = sharding
+        return self.staged
+
+
+@dataclasses.dataclass(eq=False)
+class Form:
+    """What batches of one form look like, and the feed that hands them to programs."""
+
+    spec: ElementSpec
+    order: tuple[int, ...]
+    feed: HandedFeed
+
+
+class Batches:
+    """The batches that one iterator of Keras yields, in blocks.
+
+    Args:
+        iterator: yields batches, as Keras' trainer hands them to its functions.
+        shape: makes the element that programs see from a batch.
+        forms: the forms seen so far, by structure, shapes and dtypes; kept by the caller.
+        patience: how waits for a batch end. If something can stop them, a thread reads every batch.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        shape: Callable[[Any], Any],
+        forms: dict[Any, Form],
+        patience: Patience | None = None,
+    ) -> None:
+        self.iterator = iterator
+        self._patience = patience or Patience()
+        self._read, self._since = 0, 0.0
+        self._next_batch = on_host(iterator)
+        self._shape, self._forms = shape, forms
+        self._ended = False
+        self._held: tuple[Any, list[Any], Any] | None = None
+        self._worker: Worker | None = None
+        self._ahead: Future[Block | None] | None = None
+        self._rest: tuple[Form, list[np.ndarray]] | None = None
+        self._bytes: int | None = None
+        self.failure: Exception | None = None
+        """What reading raised, while batches that were read before it are on their way."""
+
+    def bytes_per_batch(self) -> int:
+        """The size of a batch, from the first one (which is not lost); 0 if there is none."""
+        if self._bytes is None:
+            first = self._next()
+            self._held = first
+            self._bytes = 0 if first is None else sum(leaf.nbytes for leaf in first[1])
+        return self._bytes
+
+    def take(
+        self, count: int, replicas: int, sharding: Any, ahead: int, room: int = 0
+    ) -> Block | None:
+        """Up to `count` batches of one form; None when there are no more.
+
+        Args:
+            count: how many at most, over all replicas.
+            replicas: how many replicas share the block.
+            sharding: where the block goes.
+            ahead: how many to read meanwhile, for the next call.
+            room: how many batches the block has room for on the device, if for more.
+        """
+        if self._ahead is None and self._patience.stopped is not None:
+            self._ahead = self._submit(self._stage, count, replicas, sharding, room)
+        if self._ahead is None:
+            block = self._stage(count, replicas, sharding, room)
+        else:
+            self._patience.wait_for(self._ahead, self)
+            waiting, self._ahead = self._ahead, None
+            block = waiting.result()
+        if block is not None and block.count > count:  # read for an execution of another length
+            self._rest = (block.form, [leaf[count:] for leaf in block.staged.host])
+            part = [leaf[:count] for leaf in block.staged.host]
+            block = self._moved(block.form, count, part, replicas, sharding, room)
+        if ahead and block is not None and count >= THREAD_FROM:
+            self._ahead = self._submit(self._stage, ahead, replicas, sharding, room)
+        return block
+
+    def awaited(self) -> str:
+        """What is awaited, in words."""
+        return f"batch {self._read} of the data ({type(self.iterator).__name__})"
+
+    def waited_s(self) -> float:
+        """For how long a batch has been awaited; 0 while none is read."""
+        since = self._since
+        return time.monotonic() - since if since else 0.0
+
+    def _submit(self, read: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._worker is None:
+            self._worker = Worker("tailrace-infeed-keras")
+        return self._worker.submit(read, *args)
+
+    def skip(self, count: int) -> None:
+        """Read batches that were used before, and let go of them."""
+        shown = time.monotonic()
+        for number in range(count):
+            future = self._submit(self._next)
+            self._patience.wait_for(future, self)
+            if future.result() is None:
+                raise too_short(number, count)
+            if time.monotonic() - shown > SHOWN_EVERY_S:
+                shown = time.monotonic()
+                logger.warning(
+                    "Skipping batches that were used before: %s of %s.", number + 1, count
+                )
+
+    def close(self) -> None:
+        """End the thread; what it read ahead is let go of."""
+        waiting, self._ahead = self._ahead, None
+        late = waiting is not None and not waiting.cancel() and not wait([waiting], STOP_S).done
+        if self._worker is not None:
+            self._worker.stop(0.0 if late else STOP_S)  # data that blocks is left behind
+            self._worker = None
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _stage(self, count: int, replicas: int, sharding: Any, room: int) -> Block | None:
+        if self._rest is not None:
+            (form, rows), self._rest = self._rest, None
+            if len(rows[0]) > count:
+                self._rest = (form, [leaf[count:] for leaf in rows])
+                rows = [leaf[:count] for leaf in rows]
+            return self._moved(form, len(rows[0]), rows, replicas, sharding, room)
+        first = self._next()
+        if first is None:
+            return None
+        key, leaves, batch = first
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = form_of(batch, self._shape, self._forms.values())
+        spread = isinstance(sharding, jax.sharding.NamedSharding)
+        if (
+            max(count, room) == 1 and not spread
+        ):  # travels with the call as it is, as it does in Keras
+            wanted = zip(form.order, form.spec.leaves, strict=True)
+            alone = [leaves[n].astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
+            return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
+        block = [allocate((count, *leaf.shape), leaf.dtype) for leaf in form.spec.leaves]
+        found = 0
+        for found, batch_leaves in enumerate(self._alike(key, leaves, count), start=1):
+            for target, n in zip(block, form.order, strict=True):
+                target[found - 1] = batch_leaves[n]
+        if found < count:
+            block = [leaf[:found] for leaf in block]
+        return self._moved(form, found, block, replicas, sharding, room)
+
+    def _moved(
+        self,
+        form: Form,
+        count: int,
+        block: list[np.ndarray],
+        replicas: int,
+        sharding: Any,
+        room: int,
+    ) -> Block:
+        """A block that was read, on the device too."""
+        return Block(form, count, moved(block, count, replicas, sharding, room), sharding)
+
+    def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:
+        """The leaves of a batch, and of those that follow and look like it: up to `count` in all."""
+        yield leaves
+        for _ in range(count - 1):
+            try:
+                following = self._next()
+            except Exception as error:  # what was read before it counts; it is raised afterwards
+                self.failure = error
+                return
+            if following is None:
+                return
+            if following[0] != key:
+                self._held = following
+                return
+            yield following[1]
+
+    def _next(self) -> tuple[Any, list[Any], Any] | None:
+        if self.failure is not None:
+            raise self.failure
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held
+        if self._ended:
+            return None
+        self._since = time.monotonic()
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            self._ended = True
+            return None
+        finally:
+            self._since = 0.0
+        self._read += 1
+        if type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch):
+            leaves, structure = list(batch), len(batch)  # most batches: cheaper to see than a tree
+        else:
+            leaves, structure = jax.tree.flatten(batch)
+            leaves = [leaf if type(leaf) is np.ndarray else np.asarray(leaf) for leaf in leaves]
+        key = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
+        return key, leaves, batch
+
+
+def moved(
+    block: list[np.ndarray], count: int, replicas: int, sharding: Any, room: int = 0
+) -> Staged:
+    """A block, on the device too; there with room for `room` batches, so that a short block at the
+    end of the data runs in the program of the long ones."""
+    passes, rows = count // replicas, max(count, room) // replicas
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        whole = [leaf[: passes * replicas] for leaf in block]
+        shaped = [leaf.reshape(passes, replicas, *leaf.shape[1:]) for leaf in whole]
+        device = tuple(jax.device_put(with_room(leaf, rows), sharding) for leaf in shaped)
+    else:
+        device = tuple(put(leaf, sharding, rows) for leaf in block)
+    return Staged(block, device, passes, replicas)
+
+
+def too_short(found: int, count: int) -> DataExhausted:
+    """What to say of data that ends before the place where a fit goes on."""
+    return DataExhausted(
+        f"The fit goes on after {count} batches of its data, which ends after {found}. Give it the "
+        f"data of the first run."
+    )
+
+
+def form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
+    """The form of a batch; it shares its feed with one of the others that is the same to programs."""
+    leaves, structure = jax.tree.flatten(batch)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        check_numeric(jax.tree_util.keystr(path), np.asarray(leaf))
+    spec = ElementSpec.of(shape(batch))
+    order = jax.tree.leaves(shape(jax.tree.unflatten(structure, range(len(leaves)))))
+    if len(order) != len(spec.leaves):
+        raise DataError(
+            f"A batch is (inputs,), (inputs, targets) or (inputs, targets, sample_weights). "
+            f"Received: {structure}."
+        )
+    # (x, y) and (x, y, None) are one to a program, and so share its feed.
+    feed = next((other.feed for other in others if other.spec == spec), None)
+    return Form(spec, tuple(order), feed or HandedFeed(spec))
+
+
+def on_host(iterator: Iterator[Any]) -> Callable[[], Any]:
+    """Takes the next batch of an iterator of Keras, and leaves it in the memory of the host.
+
+    On an accelerator Keras moves each batch there by `jax.device_put(batch)`. Blocks of batches are
+    stacked on the host, so its default device is the host while a batch is taken.
+    """
+    if jax.default_backend() == "cpu":
+        return lambda: next(iterator)
+    try:
+        host = jax.devices("cpu")[0]
+    except RuntimeError:  # JAX runs without its CPU backend: batches are brought back
+        return lambda: next(iterator)
+
+    def following() -> Any:
+        with jax.default_device(host):
+            return next(iterator)
+
+    return following

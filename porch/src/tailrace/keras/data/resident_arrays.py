@@ -1,0 +1,171 @@
+"""Arrays given to `fit`, kept on the device whole: only the numbers of their rows travel.
+
+Keras cuts arrays into batches by a simple rule: rows in order, or in that of a permutation from
+`np.random`. Here the same rule gives the numbers of the rows, and blocks of batches are gathered on the
+device. Keras' own iterator over the arrays says when an epoch begins; it is not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from tailrace.devices import devices
+from tailrace.feeds.device_dataset import MOST_BYTES
+from tailrace.feeds.transfer import put
+
+ONCE_BYTES = 64 << 20
+"""Arrays that are read once only are kept on the device up to this size: larger ones had better move
+while the device works."""
+
+
+@dataclasses.dataclass(eq=False)
+class Rows:
+    """The arrays that one fit reads, and the rule by which it does.
+
+    Attributes:
+        data: the arrays as `(x, y, sample_weight)`, each a tree or None.
+        batch_size: how many rows a batch has; the last one of an epoch may have fewer.
+        shuffle: as in Keras: True, False, or "batch" for a shuffle within each batch.
+    """
+
+    data: tuple[Any, Any, Any]
+    batch_size: int
+    shuffle: Any
+    _kept: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All arrays, in the order of a batch's leaves."""
+        return jax.tree.leaves(self.data)
+
+    def epoch(self) -> Iterator[Any]:
+        """The rows of one batch after another: a slice, or their numbers.
+
+        >>> list(Rows((np.zeros(5), None, None), 2, False).epoch())
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+        """
+        count = len(self.arrays[0])
+        whole = self.shuffle and self.shuffle != "batch"
+        order = np.random.permutation(count) if whole else None
+        for start in range(0, count, self.batch_size):
+            stop = min(start + self.batch_size, count)
+            if order is not None:
+                yield order[start:stop]
+            elif self.shuffle:
+                yield np.random.permutation(stop - start) + start
+            else:
+                yield slice(start, stop)
+
+    def batch(self, rows: Any) -> Any:
+        """A batch on the host."""
+        return jax.tree.map(lambda array: array[rows], self.data)
+
+    def gathered(self, numbers: np.ndarray, arrays: Any, device: Any) -> list[Any]:
+        """Some rows of arrays, on the device: [*numbers.shape, *row] each.
+
+        Args:
+            numbers: the numbers of the rows.
+            arrays: some of these arrays, each with the form (its dtype) that it has in a program.
+            device: where to.
+        """
+        kept = [self._on_device(array, spec.dtype, device) for array, spec in arrays]
+        return _gather(kept, jax.device_put(numbers, device))
+
+    def _on_device(self, array: np.ndarray, dtype: Any, device: Any) -> Any:
+        key = (id(array), dtype, device)  # the arrays are kept here, so an identity stays theirs
+        if key not in self._kept:
+            self._kept[key] = put(array.astype(dtype, copy=False), device)
+        return self._kept[key]
+
+
+def rows_of(call: dict[str, Any]) -> Rows | None:
+    """What `fit` was given, if it is nothing but numpy arrays of which batches are rows as they are."""
+    x, y, weights = call["x"], call["y"], call["sample_weight"]
+    arrays = [leaf for leaf in keras.tree.flatten((x, y, weights)) if leaf is not None]
+    if call["validation_split"] or not arrays or not all(map(_is_sliced, arrays)):
+        return None
+    count = len(arrays[0])
+    if any(len(array) != count for array in arrays):
+        return None  # Keras says what is wrong
+    nested = isinstance(y, list | tuple | dict)
+    if call["class_weight"] is not None:
+        if nested or y is None or weights is not None:
+            return None
+        weights = _weights_of_classes(y, call["class_weight"])
+    elif nested and isinstance(weights, np.ndarray):  # one for all outputs
+        weights = keras.tree.map_structure(lambda _: weights, y)
+    size, steps = call["batch_size"], call["steps_per_epoch"]
+    if not size:
+        size = math.ceil(count / steps) if steps else 32
+    return Rows((x, y, weights), size, call["shuffle"])
+
+
+def _is_sliced(leaf: Any) -> bool:
+    """Whether Keras hands on slices of an array as they are."""
+    if type(leaf) is not np.ndarray or not leaf.ndim or leaf.dtype.kind not in "fiub":
+        return False
+    return leaf.dtype.kind != "f" or leaf.dtype == keras.config.floatx()
+
+
+def _weights_of_classes(y: np.ndarray, class_weight: dict[int, float]) -> np.ndarray:
+    """A weight for each example, of one for each class; classes that are not named weigh 1."""
+    if y.ndim > 1:
+        y = y.argmax(-1) if y.shape[-1] != 1 else y.squeeze(-1)
+    found = [class_weight.get(int(one), 1.0) for one in np.round(y)]
+    return np.array(found, keras.config.floatx())
+
+
+class RowNumbers(np.ndarray):
+    """Numbers of rows, which know the array that has those rows; so do parts of them."""
+
+    source: np.ndarray | None
+
+    def __array_finalize__(self, made_from: Any) -> None:
+        """Called by numpy for each new array of this kind."""
+        self.source = getattr(made_from, "source", None)
+
+    @classmethod
+    def of(cls, source: np.ndarray, numbers: np.ndarray) -> RowNumbers:
+        """Numbers of rows of an array."""
+        made = numbers.view(cls)
+        made.source = source
+        return made
+
+    def elements(self) -> np.ndarray:
+        """The rows."""
+        assert self.source is not None
+        return self.source[self.view(np.ndarray)]
+
+
+def keeps(arrays: Sequence[np.ndarray], epochs: int) -> bool:
+    """Whether it pays to keep arrays on the device: it has a memory of its own, and they fit."""
+    if devices.platform() == "cpu":
+        return False
+    size = sum(array.nbytes for array in arrays)
+    return size <= (MOST_BYTES if epochs > 1 else ONCE_BYTES)
+
+
+def numbers_of(batches: Sequence[Any]) -> np.ndarray:
+    """The numbers of the rows of some batches, a batch to a row; batches are of one size.
+
+    >>> numbers_of([slice(4, 6), slice(8, 10)])
+    array([[4, 5],
+           [8, 9]], dtype=int32)
+    """
+    if all(isinstance(rows, slice) for rows in batches):
+        starts = np.array([rows.start for rows in batches], np.int32)
+        return starts[:, None] + np.arange(batches[0].stop - batches[0].start, dtype=np.int32)
+    return np.stack(batches).astype(np.int32, copy=False)
+
+
+@jax.jit
+def _gather(arrays: list[Any], rows: Any) -> list[Any]:
+    return [jnp.take(array, rows, axis=0, mode="clip") for array in arrays]

@@ -1,0 +1,102 @@
+"""Batches of arrays that are on the device: only the numbers of their rows are made on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.feeds.feed import Staged
+from tailrace.keras.data.batch_source import Block, Form, form_of, too_short
+from tailrace.keras.data.resident_arrays import RowNumbers, Rows, numbers_of
+
+
+class ResidentBatches:
+    """The batches of one epoch, in blocks; with the methods of `Batches`.
+
+    Args:
+        iterator: Keras' iterator over the same arrays, which says which epoch it is; it is not read.
+        shape: makes the element that programs see from a batch.
+        forms: the forms seen so far; kept by the caller.
+        rows: the arrays.
+    """
+
+    failure: Exception | None = None
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        shape: Callable[[Any], Any],
+        forms: dict[Any, Form],
+        rows: Rows,
+    ) -> None:
+        self.iterator = iterator
+        self._shape, self._forms, self._rows = shape, forms, rows
+        self._epoch = rows.epoch()
+        self._held: Any = None
+
+    def bytes_per_batch(self) -> int:
+        """The size of a batch."""
+        rows = self._rows
+        return sum(array.nbytes // max(1, len(array)) for array in rows.arrays) * rows.batch_size
+
+    def take(
+        self, count: int, replicas: int, sharding: Any, ahead: int, room: int = 0
+    ) -> Block | None:
+        """Up to `count` batches of one size, with room for more; None when there are no more."""
+        del ahead  # nothing is read
+        taken = self._next_of_one_size(count)
+        if not taken:
+            return None
+        form = self._form(taken[0])
+        if max(count, room) == 1:  # travels with the call, as it does in Keras
+            leaves = self._leaves(self._rows.batch(taken[0]), form)
+            alone = [leaf.astype(spec.dtype, copy=False)[None] for leaf, spec in leaves]
+            return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
+        numbers = numbers_of(taken)
+        arrays = self._leaves(self._rows.data, form)
+        host: list[Any] = [RowNumbers.of(array, numbers) for array, _ in arrays]
+        # Rows behind the last: room, so that a short block runs in the program of the long ones.
+        padded = np.pad(numbers, ((0, max(count, room) - len(taken)), (0, 0)), mode="edge")
+        device = self._rows.gathered(padded, arrays, sharding)
+        return Block(form, len(taken), Staged(host, tuple(device), len(taken), replicas), sharding)
+
+    def skip(self, count: int) -> None:
+        """Pass by batches that were used before."""
+        for number in range(count):
+            if next(self._epoch, None) is None:
+                raise too_short(number, count)
+
+    def close(self) -> None:
+        """There is no thread to end."""
+
+    def _next_of_one_size(self, count: int) -> list[Any]:
+        taken: list[Any] = []
+        while len(taken) < count:
+            rows, self._held = self._held, None
+            rows = next(self._epoch, None) if rows is None else rows
+            if rows is None:
+                break
+            if taken and _size(rows) != _size(taken[0]):
+                self._held = rows
+                break
+            taken.append(rows)
+        return taken
+
+    def _form(self, rows: Any) -> Form:
+        leaves, structure = jax.tree.flatten(self._rows.data)
+        key = (structure, _size(rows), *[(leaf.shape[1:], leaf.dtype) for leaf in leaves])
+        if key not in self._forms:
+            self._forms[key] = form_of(self._rows.batch(rows), self._shape, self._forms.values())
+        return self._forms[key]
+
+    def _leaves(self, batch: Any, form: Form) -> list[tuple[Any, Any]]:
+        """The leaves of a batch in the order of an element, each with its form."""
+        leaves = jax.tree.leaves(batch)
+        return [(leaves[n], spec) for n, spec in zip(form.order, form.spec.leaves, strict=True)]
+
+
+def _size(rows: Any) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

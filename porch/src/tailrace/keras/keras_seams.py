@@ -1,0 +1,103 @@
+"""Everything that this front end relies on of Keras beyond its public interface, with a probe each.
+
+The probes run when `tailrace.keras` is imported, except those that build a model, which run where
+they are used. A probe cannot tell all: that Keras slices arrays in order, and that a trainer's state is
+handed from batch to batch as a tuple, is known of the versions that were tried. So there is an upper
+bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import keras
+
+from tailrace.seams import Package, Seam
+
+PACKAGE = Package("Keras", "keras", keras.__version__, newest="3.15.1")
+BELOW = 4
+"""The first major version that is refused untried."""
+
+
+def check() -> None:
+    """Raise a `VersionError` with one sentence if Keras is not as we know it."""
+    if int(PACKAGE.version.split(".")[0]) >= BELOW:
+        raise PACKAGE.unknown("its major version")
+    PACKAGE.check(seam for seam in SEAMS if not seam.late)
+
+
+@functools.cache
+def check_graphs() -> None:
+    """The same for how the graph of a functional model is described, before one is read."""
+    PACKAGE.check([_GRAPHS])
+
+
+def _constants(function: Any) -> tuple[Any, ...]:
+    code = inspect.unwrap(function).__code__
+    names = code.co_names + code.co_varnames + code.co_freevars
+    return (*code.co_consts, *names)
+
+
+def _has(owner: Any, *names: str) -> bool:
+    return all(hasattr(owner, name) for name in names)
+
+
+def _losses() -> bool:
+    names = list(inspect.signature(keras.Model.compute_loss_and_updates).parameters)  # type: ignore[attr-defined]
+    first = ["self", "trainable_variables", "non_trainable_variables", "metrics_variables"]
+    return names[:7] == [*first, "x", "y", "sample_weight"]
+
+
+def _functions() -> bool:
+    names = ("make_train_function", "make_test_function", "make_predict_function")
+    return _has(keras.Model, *names, "jax_state_sync", "stateless_call")
+
+
+def _seeds() -> bool:
+    return keras.random.SeedGenerator(0).state.path.endswith("seed_generator_state")
+
+
+def _scaling() -> bool:
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build([])
+    return _has(optimizer, "inner_optimizer", "dynamic_scale", "initial_scale")
+
+
+def _cached_validation() -> bool:
+    return "_use_cached_eval_dataset" in _constants(keras.Model.evaluate)
+
+
+def _graph_description() -> bool:
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
+    node = model.get_config()["layers"][1]["inbound_nodes"][0]
+    tensor = node["args"][0]
+    described = tensor["class_name"] == "__keras_tensor__" and "kwargs" in node
+    return described and len(tensor["config"]["keras_history"]) == 3
+
+
+_GRAPHS = Seam("the description of functional models", "pipelines", _graph_description, late=True)
+
+SEAMS = (
+    Seam("the functions of a trainer", "fit, evaluate, predict", _functions),
+    Seam("compute_loss_and_updates' parameters", "every training step", _losses),
+    Seam("the name of a seed's variable", "random layers", _seeds),
+    Seam("LossScaleOptimizer's variables", "mixed precision", _scaling),
+    Seam(
+        "the list of callbacks",
+        "checkpoints",
+        lambda: _has(keras.callbacks.CallbackList(), "_flush_futures", "callbacks"),
+    ),
+    Seam("the way that fit validates", "validation_data", _cached_validation),
+    Seam(
+        "the aggregation of variables", "replicas", lambda: _has(keras.Variable(0.0), "aggregation")
+    ),
+    Seam(
+        "StatelessScope's interface",
+        "state on the device",
+        lambda: _has(keras.StatelessScope, "get_current_value", "add_update"),
+    ),
+    _GRAPHS,
+)

@@ -1,0 +1,474 @@
+"""What an adopted Keras model does: `compile`, `fit`, `evaluate` and `predict` on the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
+from tailrace.keras.checkpoints.keeping import Keeping
+from tailrace.keras.checkpoints.kept_fit import fit_kept
+from tailrace.keras.data.batch_counts import (
+    batches_in,
+    check_accumulation,
+    counted,
+    remainders,
+)
+from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
+from tailrace.keras.keras_internals import PLAIN
+from tailrace.keras.optimizers.wrappers import overrides
+from tailrace.keras.pipelines.assignment import Assigning
+from tailrace.keras.pipelines.stage_scope import in_scope
+from tailrace.keras.programs.logs import Number
+from tailrace.keras.programs.pacing import Pacing
+from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
+from tailrace.keras.programs.train import Training
+from tailrace.keras.settings.options import Settings
+from tailrace.keras.settings.setters import Setters
+from tailrace.messages import note_once
+from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
+
+ASSET = "tailrace.json"
+"""The file, among the assets of a saved model, that says what the model is set to."""
+
+_LOSS = "compute_loss_and_updates"
+_CALLED = {"train": "fit", "test": "evaluate", "predict": "predict"}
+_SINGLE = (
+    "train_on_batch, test_on_batch and predict_on_batch take one batch, and a step of this model takes "
+    "{} (replicas x microbatches). Give that many batches to fit, evaluate or predict instead."
+)
+
+
+class Watch(keras.callbacks.Callback):
+    """Tells the program when an epoch begins."""
+
+    def __init__(self, program: Any) -> None:
+        super().__init__()
+        self._pacing = program
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count the batches of this epoch."""
+        self._pacing.begin_epoch()
+
+
+class Adopted(Setters, Assigning):
+    """What Tailrace adds to one Keras model; `tk.of(model)`.
+
+    Keras calls the methods here that have the names of its own, for models that are adopted: what a
+    model's class overrides comes before them, and reaches them by `super()`.
+
+    Attributes:
+        model: the model.
+        settings: what it is set to.
+    """
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.programs: dict[str, Any] = {}
+        self._running: dict[str, Pacing] = {}
+        self._active: Any = None
+        self.kept_fits = 0
+        """How many fits kept checkpoints so far."""
+
+    # -- compile --------------------------------------------------------------------------------
+
+    def compile(self, *args: Any, observe: Any = (), run_dir: Any = None, **kwargs: Any) -> None:
+        """Keras' `compile`, and what Tailrace adds to it.
+
+        Args:
+            *args: as in Keras.
+            observe: taps (`tr.Tap`), or selections whose statistics are wanted; what they saw is in
+                `model.records` after a fit.
+            run_dir: a new directory that keeps history and records while training goes on.
+            **kwargs: as in Keras.
+        """
+        model, settings = self.model, self.settings
+        if args:
+            args = (settings.own_optimizer(args[0]), *args[1:])
+        elif "optimizer" in kwargs:
+            kwargs["optimizer"] = settings.own_optimizer(kwargs["optimizer"])
+        PLAIN["compile"](model, *args, **kwargs)
+        settings.check_compiled(model.run_eagerly, model.jit_compile)
+        settings.observe, settings.run_dir = observe, run_dir
+        model.steps_per_execution = _count(model.steps_per_execution)
+        self.forget_programs()
+
+    def forget_programs(self) -> None:
+        """Build the device programs anew when they are needed next."""
+        model = self.model
+        model.train_function = model.test_function = model.predict_function = None
+        self.programs = {}
+
+    # -- what is seen ---------------------------------------------------------------------------
+
+    @property
+    def records(self) -> Any:
+        """What the taps of `compile(observe=...)` saw in the latest fit."""
+        return self._trained("records").journal.records
+
+    def tensors(self) -> Any:
+        """Every tensor of a training step by name, as `observe=` selects them; after a fit."""
+        return self._trained("tensors()").engine.tensors()
+
+    def _trained(self, what: str) -> Any:
+        program = self.programs.get("train")
+        if program is None or getattr(program, "engine", None) is None:
+            raise ProgramError(
+                f"model.{what} is there after a fit: the model has not been trained since it was "
+                f"compiled. Call fit first."
+            )
+        return program
+
+    # -- fit, evaluate, predict -----------------------------------------------------------------
+
+    def fit(self, *args: Any, checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Keras' `fit`: many batches to an execution, on the device.
+
+        Args:
+            *args: as in Keras.
+            checkpoint: a directory, or a `tr.Checkpoint`, that keeps the state of the fit. If it holds
+                this fit already, the fit goes on from there, bit for bit as if it had never stopped.
+            **kwargs: as in Keras.
+        """
+        model, plain = self.model, PLAIN["fit"]
+        if not model.compiled or self._keras_runs("train"):  # Keras says what is missing
+            if checkpoint is not None and model.compiled:
+                raise OptionError(
+                    f"checkpoint= keeps the state of a program on the device. Received: a model with "
+                    f"{self._reason('train')}, which Keras' own loop runs. Leave that out, or use "
+                    f"keras.callbacks.BackupAndRestore."
+                )
+            return plain(model, *args, **kwargs)
+        bound = inspect.signature(plain).bind(model, *args, **kwargs)
+        bound.apply_defaults()
+        call = bound.arguments
+        keeping = self._keeping_of(checkpoint, call)
+        pacing = self._pacing_of_fit(call)
+        pacing.resident = self._resident_rows(call)
+        if keeping is None:
+            self.listen(pacing, call)
+            with self.while_running("train", pacing), remainders(pacing.drops):
+                return plain(**call)
+        with keeping.open():
+            self.kept_fits += 1
+            return fit_kept(self, keeping, pacing, call)
+
+    def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
+        """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""
+        if checkpoint is None:
+            per_step = self.settings.microbatches * self.settings.replicas
+            return backups_of(call, self.kept_fits, per_step)
+        kept = Keeping(as_checkpoint(checkpoint), self.kept_fits)
+        if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks_in(call)):
+            raise OptionError(
+                "checkpoint= and keras.callbacks.BackupAndRestore both take up a fit. Received: both. "
+                "Leave one of them out."
+            )
+        return kept
+
+    def listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
+        """Find out who wants to hear of batches, and hear of epochs ourselves."""
+        callbacks = call["callbacks"]
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks.callbacks.append(Watch(pacing))
+            return
+        listed = keras.tree.flatten(callbacks) if callbacks else []
+        call["callbacks"] = [Watch(pacing), *listed]
+        if call["verbose"] != 0 and not any(
+            isinstance(one, keras.callbacks.ProgbarLogger) for one in listed
+        ):
+            pacing.bar = keras.callbacks.ProgbarLogger()
+            pacing.bar.async_safe = True  # or Keras would wait for the logs of each execution
+            call["callbacks"].append(pacing.bar)
+        if self.settings.options.asynchronous_callbacks:
+            pacing.every_step = listed
+        stepwise = overrides(self.model, "train_step", keras.Model)  # its logs are all there is
+        listening = [one for one in call["callbacks"] if _listens(one)]
+        pacing.heard = stepwise or bool(listening) or logs_of_its_own(self.model)
+        pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
+
+    def _listen_to_steps(self, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:
+        """Find out who wants to hear of every step of an evaluation or prediction."""
+        callbacks = call.get("callbacks")
+        if not callbacks or not self.settings.options.asynchronous_callbacks:
+            return
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        own = (Watch, keras.callbacks.ProgbarLogger, keras.callbacks.History)
+        pacing.phase = phase
+        pacing.every_step = [c for c in keras.tree.flatten(callbacks) if not isinstance(c, own)]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras' `evaluate`: many batches to an execution, on the device."""
+        model, plain = self.model, PLAIN["evaluate"]
+        if not model.compiled or self._keras_runs("test"):
+            return plain(model, *args, **kwargs)
+        validating = kwargs.get("_use_cached_eval_dataset", False)
+        bound = inspect.signature(plain).bind(model, *args, **kwargs)
+        pacing = self._pacing_of_test(bound.arguments, validating)
+        self._listen_to_steps("test", pacing, bound.arguments)
+        several = self.settings.replicas > 1
+        with self.while_running("test", pacing, same_execution=validating), remainders(several):
+            return plain(model, *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras' `predict`: many batches to an execution, on the device."""
+        model, plain = self.model, PLAIN["predict"]
+        if self._keras_runs("predict"):
+            return plain(model, *args, **kwargs)
+        bound = inspect.signature(plain).bind(model, *args, **kwargs)
+        pacing = self._pacing_of_test(bound.arguments, False)
+        self._listen_to_steps("predict", pacing, bound.arguments)
+        with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
+            return plain(model, *args, **kwargs)
+
+    # -- what Keras' trainer asks for -----------------------------------------------------------
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """The function that trains for one execution."""
+        return self._make("train", Training if trains_by_engine(self.model) else Stepping, force)
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """The function that evaluates for one execution."""
+        return self._make("test", Evaluating, force)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        """The function that predicts for one execution."""
+        return self._make("predict", Predicting, force)
+
+    def jax_state_sync(self) -> None:
+        """Give the variables their values back."""
+        if self._active is not None:
+            self._active.fill()
+        PLAIN["jax_state_sync"](self.model)
+
+    def compute_loss_and_updates(
+        self,
+        trainable_variables: Any,
+        non_trainable_variables: Any,
+        metrics_variables: Any,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        training: bool = False,
+        optimizer_variables: Any = None,
+    ) -> Any:
+        """Keras' forward pass; inside a training program, its loss is also kept with its gradient."""
+        settings, plain = self.settings, PLAIN["compute_loss_and_updates"]
+        state = (trainable_variables, non_trainable_variables, metrics_variables)
+        if settings.seen is None:
+            return plain(self.model, *state, x, y, sample_weight, training, optimizer_variables)
+        layout = settings.layout
+        # Keras scales the loss too, by values that do not matter: that result is not used.
+        unused = [] if layout.scale is None else layout.optimizer.all[: layout.scale + 1]
+        zeros = [jnp.zeros(tuple(v.shape), v.dtype) for v in unused]
+        _, (loss, y_pred, others, metrics) = plain(
+            self.model, *state, x, y, sample_weight, True, zeros
+        )
+        settings.seen.loss = loss
+        loss, y_pred = jax.lax.stop_gradient((loss, y_pred))
+        return loss, (loss, y_pred, others, metrics)
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """The metrics now; with replicas, as `set_replication_options` says."""
+        found = PLAIN["get_metrics_result"](self.model)
+        settings = self.settings
+        latest = getattr(self._active, "latest", None)
+        if settings.replicas == 1 or settings.merges_metrics or not latest:
+            return found
+        return {
+            name: jax.numpy.asarray(Number(latest[name])) if name in latest else value
+            for name, value in found.items()
+        }
+
+    # -- saved with the model -------------------------------------------------------------------
+
+    def save_assets(self, directory: str) -> None:
+        """Put what the model is set to into its file, where plain Keras does not look."""
+        pathlib.Path(directory, ASSET).write_text(json.dumps(self.settings.saved()))
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _keras_runs(self, mode: str) -> bool:
+        """Whether Keras' own loop runs a model: what it asks for is not a program on the device."""
+        reason = self._reason(mode)
+        if reason is None:
+            return False
+        self.settings.check_keras_loop(reason)
+        note_once(
+            f"Keras' own loop runs {_CALLED[mode]} of the model {self.model.name!r}, a step at a time: "
+            f"it has {reason}.",
+            key=f"keras loop {mode} {reason}",
+        )
+        return True
+
+    def _reason(self, mode: str) -> str | None:
+        model, name = self.model, f"{mode}_function"
+        if model.run_eagerly:
+            return "run_eagerly=True"
+        if not model.jit_compile:
+            return "jit_compile=False, or a layer that cannot be compiled"
+        if overrides(model, f"make_{name}", keras.Model):
+            return f"a `make_{name}` of its own"
+        if getattr(model, name) is not None and not isinstance(getattr(model, name), _Function):
+            return f"a `{name}` of its own"
+        return None
+
+    def _make(self, mode: str, kind: type, force: bool) -> Any:
+        model, name = self.model, f"{mode}_function"
+        if self._keras_runs(mode):
+            ours = isinstance(getattr(model, name), _Function)
+            return PLAIN[f"make_{name}"](model, force or ours)
+        program: Any = self.programs.get(mode)
+        if force or type(program) is not kind or not program.layout.same(model):
+            program = self.programs[mode] = kind(model)
+        setattr(model, name, _Function(self, mode, program))
+        return getattr(model, name)
+
+    def run(self, mode: str, program: Any, state: Any, iterator: Iterator[Any]) -> Any:
+        """One execution of a program; called by Keras' trainer."""
+        self._active = program
+        running = self._running.get(mode)
+        program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
+        try:
+            if running is None and program.per_step > 1:
+                raise ProgramError(_SINGLE.format(program.per_step))
+            return program.run(state, iterator)
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                program.restore(state)  # Keras has emptied its variables
+            raise
+        finally:
+            if running is None:  # a single batch, outside fit
+                program.fill()
+                program.end()
+
+    @contextlib.contextmanager
+    def while_running(
+        self, mode: str, pacing: Pacing, same_execution: bool = False
+    ) -> Iterator[None]:
+        """While Keras' trainer runs: it counts executions in batches over all replicas."""
+        model, running = self.model, self._running
+        before, running[mode] = running.get(mode), pacing
+        configured = model.steps_per_execution
+        if not same_execution:
+            model.steps_per_execution = pacing.execution
+        try:
+            with in_scope():
+                yield
+        finally:
+            model.steps_per_execution = configured
+            if before is None:
+                del running[mode]
+            else:
+                running[mode] = before
+            program = self.programs.get(mode)
+            if program is not None:
+                program.end()
+
+    def _pacing_of_fit(self, call: dict[str, Any]) -> Pacing:
+        settings = self.settings
+        settings.check_pipeline()
+        replicas, count = settings.replicas, settings.microbatches
+        steps, split = call["steps_per_epoch"], call["validation_split"]
+        share = 1.0 - split if split and call["validation_data"] is None else 1.0
+        size = batches_in(call["x"], call["batch_size"], steps, share)
+        epochs = max(0, call["epochs"] - call["initial_epoch"])
+        counts = settings.counts(steps, size, self.model.steps_per_execution, epochs)
+        check_accumulation(counts, count, replicas, settings.is_pipelined)
+        return Pacing(
+            execution=counts.execution,
+            unit=count * replicas,
+            replicas=replicas,
+            batches=counts.batches,
+            ahead=settings.options.prefetch > 0,
+            drops=(steps or size or 0) % replicas != 0,
+        )
+
+    def _resident_rows(self, call: dict[str, Any]) -> Rows | None:
+        """The arrays that `fit` is given, where they are kept on the device whole."""
+        settings = self.settings
+        asked, one_device = (
+            settings.options.resident,
+            settings.replicas == 1 and not settings.is_pipelined,
+        )
+        found = rows_of(call) if one_device and asked is not False else None
+        if asked and found is None:
+            raise OptionError(
+                f"resident=True keeps the arrays given to fit on the one device that trains: numpy "
+                f"arrays, whose floats are of the type that Keras computes in "
+                f"({keras.config.floatx()}), not split by validation_split. Received: "
+                f"{'other data' if one_device else 'a model with replicas or stages'}. Leave it out."
+            )
+        if found is None or asked or keeps(found.arrays, call["epochs"] - call["initial_epoch"]):
+            return found
+        return None
+
+    def _pacing_of_test(self, call: dict[str, Any], validating: bool) -> Pacing:
+        settings = self.settings
+        replicas, steps = settings.replicas, call.get("steps")
+        outer = self._running.get("train")
+        if validating and outer is not None:  # as many batches to an execution as in training
+            counts = counted(steps, None, outer.execution // replicas, replicas)
+        elif validating:  # in an epoch of Keras' own loop
+            counts = counted(steps, None, self.model.steps_per_execution, replicas)
+        else:
+            size = batches_in(call.get("x"), call.get("batch_size"), steps)
+            counts = settings.counts(steps, size, self.model.steps_per_execution)
+        return Pacing(
+            execution=counts.execution,
+            unit=replicas,
+            replicas=replicas,
+            batches=counts.batches,
+            ahead=settings.options.prefetch > 0,
+        )
+
+
+class _Function:
+    """What Keras' trainer calls for one execution."""
+
+    def __init__(self, adopted: Adopted, mode: str, program: Any) -> None:
+        self._adopted, self._mode, self._program = adopted, mode, program
+
+    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
+        """Run an execution; returns logs or outputs, and the next state."""
+        return self._adopted.run(self._mode, self._program, state, iterator)
+
+
+def trains_by_engine(model: Any) -> bool:
+    """Whether a step is the engine's: loss and gradient, then the optimizer.
+
+    Otherwise Keras' `train_step`, or the user's, is the step, in a loop on the device.
+    """
+    own = any(overrides(model, one, keras.Model) for one in ("train_step", _LOSS))
+    return not own and bool(model.trainable_variables)
+
+
+def logs_of_its_own(model: Any) -> bool:
+    """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
+    names = ("compute_metrics", "get_metrics_result")
+    return any(overrides(model, name, keras.Model) for name in names)
+
+
+def _listens(callback: Any) -> bool:
+    """Whether a callback does something before or after a batch."""
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return any(overrides(callback, name, keras.callbacks.Callback) for name in names)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(
+            f"steps_per_execution counts batches and is at least 1. "
+            f"Received: steps_per_execution={value!r}."
+        )
+    return value

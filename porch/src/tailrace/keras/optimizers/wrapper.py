@@ -1,0 +1,201 @@
+"""What optimizers around optimizers have in common.
+
+A wrapper is a Keras optimizer itself. Hyperparameters, read or set, are those of the optimizer
+inside. It may stand around a `LossScaleOptimizer` or, as under the policy mixed_float16, inside one:
+inside, it sees the gradients of the loss; around, those of the scaled loss.
+
+`fit` on Tailrace's trainer asks the wrappers about the gradients of each batch itself. Whoever else
+calls them (plain Keras, an overridden `train_step`, a loop in `strategy.run`) has one batch to a step:
+the wrappers then ask each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tailrace.errors import OptionError
+from tailrace.keras.programs.variables import scaling
+
+_asked: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
+    "tailrace_wrappers_asked", default=frozenset()
+)
+
+
+@contextlib.contextmanager
+def asked(wrappers: Sequence[Any]) -> Iterator[None]:
+    """Inside, these wrappers have seen the gradients of each batch."""
+    token = _asked.set(_asked.get() | {id(wrapper) for wrapper in wrappers})
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def overrides(thing: Any, name: str, base: type) -> bool:
+    """Whether the class of `thing` has a version of its own of a method of `base`."""
+    return getattr(type(thing), name, None) is not getattr(base, name)
+
+
+class Wrapper(keras.optimizers.Optimizer):
+    """An optimizer that does something with gradients and leaves the rest to another.
+
+    Args:
+        inner_optimizer: any Keras optimizer.
+        name: the name of the wrapper.
+    """
+
+    sees_each = False
+    """Whether `each` is called for each microbatch."""
+
+    def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
+        inner_optimizer = keras.optimizers.get(inner_optimizer)
+        if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+            raise OptionError(
+                f"{type(self).__name__} wraps a Keras optimizer. "
+                f"Received: {type(inner_optimizer).__name__}."
+            )
+        super().__init__(learning_rate=0.0, name=name or type(self).__name__)
+        self.inner_optimizer = inner_optimizer
+
+    # -- what wrappers do -----------------------------------------------------------------------
+
+    def each(self, grads: list[Any], values: list[Any], variables: list[Any]) -> list[Any]:
+        """The gradients of one microbatch, before they are accumulated."""
+        return grads
+
+    def before_apply(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        """The gradients of a step, before they are applied."""
+        return grads
+
+    def check_alone(self) -> None:
+        """Refuse what only `fit` on Tailrace's trainer can do; called where something else trains."""
+
+    def _ask(self, grads: list[Any], values: Any, variables: list[Any]) -> tuple[list[Any], Any]:
+        """The gradients of one batch after this wrapper and those directly inside, and who they are."""
+        group = directly_inside(self)
+        if id(self) in _asked.get():
+            return grads, group
+        for wrapper in reversed(group):  # the innermost sees them first
+            wrapper.check_alone()
+            if wrapper.sees_each:
+                grads = wrapper.each(grads, list(values()), variables)
+        return grads, group
+
+    # -- an optimizer, all the same -------------------------------------------------------------
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those of the optimizer inside."""
+        return self.inner_optimizer.variables
+
+    def build(self, variables: Any) -> None:
+        """Build the optimizer inside."""
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        object.__setattr__(self, "_wrapped_variables", list(variables))  # not its own: not tracked
+        self.built = True
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """One update, by the optimizer inside."""
+        from tailrace.keras.optimizers.adapter import applied
+
+        variables = self._wrapped_variables
+        grads, group = self._ask(list(grads), lambda: trainable_variables, variables)
+        with asked(group):
+            grads = self.before_apply(grads, variables)
+            return applied(
+                self.inner_optimizer, optimizer_variables, grads, trainable_variables, variables
+            )
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """One update of the variables themselves, outside of a program."""
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if not self.built:
+            self.build(variables)
+        if variables is None:
+            variables = self._wrapped_variables
+        grads, group = self._ask(list(grads), lambda: [v.value for v in variables], variables)
+        with asked(group):
+            grads = self.before_apply(grads, variables)
+            if overrides(self.inner_optimizer, "apply_gradients", keras.optimizers.Optimizer):
+                self.inner_optimizer.apply_gradients(zip(grads, variables, strict=True))
+            else:
+                self.inner_optimizer.apply(grads, variables)
+
+    @property
+    def learning_rate(self) -> Any:
+        """That of the optimizer inside."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        if "inner_optimizer" in self.__dict__:
+            self.inner_optimizer.learning_rate = value
+
+    @property
+    def loss_scale_factor(self) -> Any:
+        """That of the optimizer inside."""
+        inside = self.__dict__.get("inner_optimizer")
+        return None if inside is None else inside.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        # A LossScaleOptimizer that is put around an optimizer takes this from it.
+        if "inner_optimizer" in self.__dict__:
+            if scaling(self.inner_optimizer) is not None:
+                raise OptionError(scaled_twice(self))
+            self.inner_optimizer.loss_scale_factor = value
+
+    @property
+    def iterations(self) -> Any:
+        """How many updates there were."""
+        return self.inner_optimizer.iterations
+
+    def scale_loss(self, loss: Any) -> Any:
+        """As the optimizer inside scales it."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """What the optimizer inside does at the end of training."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_config(self) -> dict[str, Any]:
+        """The wrapper and, inside, the optimizer."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"name": self.name, "inner_optimizer": inner}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Make it again."""
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(inner, **config)
+
+
+def directly_inside(wrapper: Wrapper) -> list[Wrapper]:
+    """A wrapper and those inside it, as far as nothing else comes between; from the outside in."""
+    found: list[Wrapper] = []
+    optimizer: Any = wrapper
+    while isinstance(optimizer, Wrapper):
+        found.append(optimizer)
+        optimizer = optimizer.inner_optimizer
+    return found
+
+
+def scaled_twice(optimizer: Any) -> str:
+    """Why an optimizer is refused that would stand between two scalers of the loss."""
+    return (
+        f"The loss is scaled once. Received: a LossScaleOptimizer around {type(optimizer).__name__}, "
+        f"which has another inside: under the policy mixed_float16, Keras' compile puts one around any "
+        f"optimizer that is not one itself. Wrap the bare optimizer, without a LossScaleOptimizer "
+        f"inside, or compile with auto_scale_loss=False."
+    )

@@ -1,0 +1,321 @@
+"""Layers, an optimizer and a callback that show what is inside a model while it trains.
+
+model ── Outfeed, MaybeOutfeed ──▶ queue ──▶ OutfeedCallback, once an epoch
+optimizer ── OutfeedOptimizer ──▶ queue ──▶ OutfeedCallback
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue
+from tailrace.jaxprs.marks import current_trace
+from tailrace.keras.optimizers.wrappers import (
+    MapGradientOptimizer,
+    Wrapper,
+    wrappers_by_scale,
+    wrappers_of,
+)
+from tailrace.keras.programs.variables import names_of
+from tailrace.records import filtered_outfeed as native
+from tailrace.records.table import print_summary
+
+_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("tailrace_silent", default=False)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Inside, layers send nothing: evaluation must not mix with what training sends."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def _sends() -> bool:
+    """Whether a program is being traced, so that something can be sent."""
+    if _silent.get():
+        return False
+    try:
+        current_trace("an outfeed layer")
+    except ProgramError:
+        return False
+    return True
+
+
+class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
+    """An outfeed that takes named tensors and sends those whose name passes a filter.
+
+    Args:
+        outfeed_mode: "all" (the default) or "last"; see `tr.OutfeedQueue`.
+        filters: a name is chosen if any of these strings is part of it. None chooses all, and so
+            does the one string "none"; an empty list, nothing.
+    """
+
+    def __init__(self, outfeed_mode: Any = None, filters: Sequence[str] | None = None) -> None:
+        mode = OutfeedMode.ALL if outfeed_mode is None else outfeed_mode
+        super().__init__(str(getattr(mode, "value", mode)).lower(), filters)
+
+    def deliver(self, found: OrderedDict[str, Any], replicas: int) -> None:
+        """Take over values that a program did not send but let be observed, `[k, (R,) *T]` each."""
+        leaves, structure = jax.tree.flatten(found)
+        if replicas > 1:
+            leaves = [np.moveaxis(leaf, 1, 0) for leaf in leaves]
+        self.queue.deliver(structure, leaves, None, 1, replicas)
+        self._enqueued = True
+
+
+@keras.saving.register_keras_serializable("tailrace")
+class Outfeed(keras.layers.Layer):
+    """Sends its inputs to an outfeed, under its own name, and passes them on.
+
+    Args:
+        outfeed_queue: a `tr.OutfeedQueue` for this layer alone.
+        **kwargs: as for any layer.
+    """
+
+    def __init__(self, outfeed_queue: OutfeedQueue | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.outfeed_queue = outfeed_queue
+        self.supports_masking = True
+
+    def call(self, inputs: Any) -> Any:
+        """The inputs."""
+        if self.outfeed_queue is None or not _sends():
+            return inputs
+        return self.outfeed_queue.enqueue({self.name: inputs})[self.name]
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """That of the inputs."""
+        return input_shape
+
+    def get_config(self) -> dict[str, Any]:
+        """Without the queue, which is not saved: a loaded layer passes its inputs on."""
+        return super().get_config()
+
+
+@keras.saving.register_keras_serializable("tailrace")
+class MaybeOutfeed(keras.layers.Layer):
+    """Puts its inputs into a `MaybeOutfeedQueue`, under its own name, and passes them on.
+
+    Args:
+        maybe_outfeed_queue: the queue, for all such layers of a model.
+        final_outfeed: whether this is the last of them: what was chosen is then sent.
+        **kwargs: as for any layer.
+    """
+
+    def __init__(
+        self,
+        maybe_outfeed_queue: native.MaybeOutfeedQueue | None = None,
+        final_outfeed: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.maybe_outfeed_queue, self.final_outfeed = maybe_outfeed_queue, final_outfeed
+        self.supports_masking = True
+
+    def call(self, inputs: Any) -> Any:
+        """The inputs."""
+        queue = self.maybe_outfeed_queue
+        if queue is None or not _sends():
+            return inputs
+        queue.maybe_outfeed(self.name, inputs)
+        if self.final_outfeed:
+            sent = queue.maybe_enqueue()
+            if sent is not None and self.name in sent:
+                return sent[self.name]
+        return inputs
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """That of the inputs."""
+        return input_shape
+
+    def get_config(self) -> dict[str, Any]:
+        """Without the queue, which is not saved: a loaded layer passes its inputs on."""
+        return {**super().get_config(), "final_outfeed": self.final_outfeed}
+
+
+_NO_MODEL = object()
+"""In place of the model, whose names are not asked for where there is no queue."""
+
+
+class OutfeedOptimizerMode(enum.StrEnum):
+    """Which gradients an `OutfeedOptimizer` sends.
+
+    `AFTER_COMPUTE`: those of each batch. `BEFORE_APPLY`: those that are applied, after accumulation.
+    """
+
+    AFTER_COMPUTE = "after_compute"
+    BEFORE_APPLY = "before_apply"
+
+
+@keras.saving.register_keras_serializable("tailrace")
+class OutfeedOptimizer(Wrapper):
+    """Sends gradients to an outfeed, and lets another optimizer do its work.
+
+    The queue is not saved: a loaded one sends nothing.
+
+    Args:
+        wrapped_optimizer: any Keras optimizer.
+        outfeed_queue: a `MaybeOutfeedQueue`; its filter chooses among names such as
+            `Dense_128/kernel:0_grad`.
+        outfeed_optimizer_mode: see `OutfeedOptimizerMode`.
+        name: the name of the wrapper.
+        model: the model that is trained, which has the names.
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        outfeed_queue: MaybeOutfeedQueue | None,
+        outfeed_optimizer_mode: Any = OutfeedOptimizerMode.BEFORE_APPLY,
+        name: str = "OutfeedOptimizer",
+        model: Any = None,
+    ) -> None:
+        if model is None:
+            raise OptionError(
+                "The model must be specified if a Keras optimizer is being wrapped: it has the names "
+                "of the variables. Give model=."
+            )
+        super().__init__(wrapped_optimizer, name)
+        value = str(getattr(outfeed_optimizer_mode, "value", outfeed_optimizer_mode)).lower()
+        try:
+            self.mode = OutfeedOptimizerMode(value)
+        except ValueError:
+            raise OptionError(
+                f"outfeed_optimizer_mode is 'after_compute' or 'before_apply'. "
+                f"Received: {outfeed_optimizer_mode!r}."
+            ) from None
+        self.sees_each = self.mode is OutfeedOptimizerMode.AFTER_COMPUTE
+        self._queue = outfeed_queue
+        # Not an attribute of its own: Keras would take the model for a part of the optimizer.
+        object.__setattr__(self, "_names", lambda: _names_in(model))
+
+    def each(self, grads: list[Any], values: list[Any], variables: list[Any]) -> list[Any]:
+        """Send the gradients of one batch."""
+        return self._sent(grads, variables)
+
+    def before_apply(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        """Send the gradients that are applied."""
+        after_compute = self.mode is OutfeedOptimizerMode.AFTER_COMPUTE
+        return grads if after_compute else self._sent(grads, variables)
+
+    def _sent(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        if self._queue is None or not _sends():
+            return grads
+        names = self._names()
+        keys = [f"{names.get(id(v), v.path)}:0_grad" for v in variables]
+        # As they are computed: the last layer first.
+        for key, grad in reversed(list(zip(keys, grads, strict=True))):
+            if grad is not None:
+                self._queue.maybe_outfeed(key, grad)
+        sent = self._queue.maybe_enqueue() or {}
+        return [sent.get(key, grad) for key, grad in zip(keys, grads, strict=True)]
+
+    def get_config(self) -> dict[str, Any]:
+        """Without the queue and the model, which are not saved."""
+        return {**super().get_config(), "outfeed_optimizer_mode": str(self.mode)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Make it again, without a queue."""
+        without: Any = {"outfeed_queue": None, "model": _NO_MODEL}
+        return super().from_config({**config, **without}, custom_objects)
+
+    # -- in a pipeline, where gradients of a batch are made by several devices ---------------------
+
+    def wanted(self) -> dict[str, str]:
+        """What is observed instead of sent: the names of gradients, and the keys they go by."""
+        if self._queue is None:
+            return {}
+        keys = {f"grad/{name}": f"{name}:0_grad" for name in reversed(self._names().values())}
+        return {name: key for name, key in keys.items() if self._queue.selects(key)}
+
+    def deliver(self, found: dict[str, Any], replicas: int) -> None:
+        """Put what was observed into the queue, as if it had been sent."""
+        if found and self._queue is not None:
+            self._queue.deliver(OrderedDict(found), replicas)
+
+
+def _names_in(model: Any) -> dict[int, str]:
+    variables = model.trainable_variables
+    names = names_of(variables, model.name)
+    return {id(v): name for v, name in zip(variables, names, strict=True)}
+
+
+def scale_is_elsewhere(wrapper: Wrapper) -> str:
+    """Why a wrapper inside a scaler of the loss cannot see gradients of each batch in a pipeline."""
+    return (
+        f"In a pipeline the scale of the loss is known where the loss is computed, not in the stages "
+        f"that make the gradients of one batch. Received: {type(wrapper).__name__} inside a "
+        f"LossScaleOptimizer (under the policy mixed_float16, Keras' compile puts one around). Put it "
+        f"around a LossScaleOptimizer, with auto_scale_loss=False: it then sees gradients of the "
+        f"scaled loss. Or change or send the gradients of a step."
+    )
+
+
+def check_wrappers(optimizer: Any) -> None:
+    """Refuse wrappers that a pipeline cannot ask about the gradients of each batch.
+
+    They are made by several devices: one gradient at a time is changed where it is made, and what is
+    sent is observed there before.
+    """
+    for wrapper in wrappers_by_scale(optimizer)[1]:
+        if wrapper.sees_each:
+            raise OptionError(scale_is_elsewhere(wrapper))
+    sending = None
+    for wrapper in wrappers_of(optimizer):  # from the outside in: the innermost sees them first
+        if not wrapper.sees_each:
+            continue
+        if isinstance(wrapper, OutfeedOptimizer):
+            sending = wrapper
+        elif not isinstance(wrapper, MapGradientOptimizer):
+            raise OptionError(
+                f"In a pipeline the gradients of one batch are made by several devices, so "
+                f"{type(wrapper).__name__} cannot change them all at once. Change one at a time with "
+                f"a MapGradientOptimizer, or those of a step: override `apply_gradients`."
+            )
+        elif sending is not None:
+            raise OptionError(
+                "In a pipeline an OutfeedOptimizer sends the gradients of each batch as they are "
+                "made, before a MapGradientOptimizer inside it changes them. Put it inside the "
+                "MapGradientOptimizer, or send those of a step (BEFORE_APPLY)."
+            )
+
+
+class OutfeedCallback(keras.callbacks.Callback):
+    """Prints, at the end of each epoch, statistics of what waits in a queue.
+
+    Args:
+        outfeed_queue: a `MaybeOutfeedQueue`, or a `tr.OutfeedQueue` of an `Outfeed` layer.
+        name: a heading.
+    """
+
+    def __init__(self, outfeed_queue: Any, name: str = "OutfeedCallback") -> None:
+        super().__init__()
+        self._queue, self.name = outfeed_queue, name
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Print and empty the queue."""
+        print_summary(self.name, self._dequeued(), epoch)
+
+    def _dequeued(self) -> Any:
+        if isinstance(self._queue, native.MaybeOutfeedQueue):
+            return self._queue.maybe_dequeue()
+        if hasattr(self._queue, "enqueued") and not self._queue.enqueued:
+            return None
+        if not len(self._queue):
+            return None
+        found = self._queue.dequeue()
+        return found if isinstance(found, dict) else dict(enumerate(jax.tree.leaves(found)))

@@ -1,0 +1,105 @@
+"""`tk.PipelineStage`: layers note the stage of a pipeline that they are made and called in."""
+
+from __future__ import annotations
+
+import contextvars
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.keras.keras_internals import hook
+from tailrace.keras.scopes import Scopes
+
+_stage: contextvars.ContextVar[int | None] = contextvars.ContextVar("tailrace_stage", default=None)
+_allowed = Scopes("tailrace_stages_allowed")
+
+following: contextvars.ContextVar[Any] = contextvars.ContextVar("tailrace_following", default=None)
+"""The subclassed model whose layer calls are followed here, if one is."""
+
+CALLS, MADE = "_tailrace_call_stages", "_tailrace_stage"
+"""Under these names a layer keeps the stages of its calls, and the one that it was made in."""
+
+
+def in_scope() -> AbstractContextManager[None]:
+    """While the scope of a strategy is open, stages can be named."""
+    return _allowed.opened(True)
+
+
+class PipelineStage:
+    """Layers made and called inside belong to a stage of a pipeline.
+
+    Args:
+        stage: the number of the stage, from 0.
+
+    Example:
+        >>> import keras, tailrace.keras as tk
+        >>> with tk.Strategy().scope():
+        ...     inputs = keras.Input((4,))
+        ...     with tk.PipelineStage(0):
+        ...         x = keras.layers.Dense(8)(inputs)
+        ...     with tk.PipelineStage(1):
+        ...         x = keras.layers.Dense(2)(x)
+        ...     model = keras.Model(inputs, x)
+        >>> [one.pipeline_stage for one in model.get_pipeline_stage_assignment()]
+        [0, 1]
+    """
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+
+    def __enter__(self) -> PipelineStage:
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage < 0:
+            raise OptionError(
+                f"A pipeline stage is a number of at least 0. Received: PipelineStage({self.stage!r})."
+            )
+        if not _allowed.innermost():
+            raise ProgramError(
+                "PipelineStage may only be used from within a tk.Strategy context. Write it inside "
+                "`with strategy.scope():`."
+            )
+        if _stage.get() is not None:
+            raise ProgramError(
+                f"Pipeline stages must not be nested. PipelineStage({self.stage}) stands inside "
+                f"PipelineStage({_stage.get()})."
+            )
+        self._token = _stage.set(self.stage)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _stage.reset(self._token)
+
+
+def _made(make: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a layer, which notes the stage that it is made in."""
+    make(layer, *args, **kwargs)
+    if (stage := _stage.get()) is not None:
+        layer.__dict__[MADE] = stage
+
+
+def _called(call: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer, which notes the stage; the model that calls it may be followed."""
+    if (stage := _stage.get()) is not None:
+        flat = keras.tree.flatten((args, kwargs))
+        symbolic = any(isinstance(one, keras.KerasTensor) for one in flat)
+        if symbolic or CALLS not in layer.__dict__:
+            layer.__dict__.setdefault(CALLS, []).append(stage)
+    found = following.get()
+    if found is None or found.depth:
+        return call(layer, *args, **kwargs)
+    found.depth += 1  # at once: a boundary carries masks with layers of its own
+    try:
+        args, kwargs = found.enter(layer, args, kwargs)
+        return call(layer, *args, **kwargs)
+    finally:
+        found.depth -= 1
+
+
+hook(keras.layers.Layer, "__init__", _made)
+hook(keras.layers.Layer, "__call__", _called)
+
+
+def current_stage() -> int | None:
+    """The stage that is named where this is called, if one is."""
+    return _stage.get()

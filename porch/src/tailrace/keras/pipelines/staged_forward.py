@@ -1,0 +1,193 @@
+"""The forward pass of a model, stage by stage.
+
+Sequential and Functional models are run from their graphs, in the order of stages. The `call` of a
+subclassed model is followed: where it calls a layer of the next stage, that stage begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.keras.pipelines.graph import Call, Flow, Tensor, flow_of, run_flow
+from tailrace.keras.pipelines.masks import masked_boundary
+from tailrace.keras.pipelines.stage_scope import MADE, current_stage, following, in_scope
+
+
+def by_call(flow: Flow, stages: Any) -> dict[int, int]:
+    """The stage of each call, by its identity; operations follow their inputs."""
+    found: dict[int, int] = {}
+
+    def walk(part: Flow, given: Any) -> None:
+        for one, stage in zip(part.tree, given, strict=True):
+            if isinstance(one, Flow):
+                walk(one, stage if isinstance(stage, list) else [stage] * len(one.tree))
+            else:
+                found[id(one)] = stage
+
+    walk(flow, stages)
+    made: dict[Any, int] = {}
+    for call in flow.calls:
+        if id(call) not in found:
+            found[id(call)] = max((made.get(t[:2], 0) for t in call.inputs), default=0)
+        made[call.output()[:2]] = found[id(call)]
+    return found
+
+
+def check_order(flow: Flow, stages: dict[int, int]) -> None:
+    """No call takes what a later stage makes."""
+    made: dict[Any, int] = {}
+    for call in flow.calls:
+        stage = stages[id(call)]
+        if any(made.get(t[:2], 0) > stage for t in call.inputs):
+            raise OptionError(
+                f"Layer {call.path} in pipeline stage {stage} has a dependency from a pipeline stage "
+                f"which has not yet been executed. Assign it to a later stage."
+            )
+        made[call.output()[:2]] = stage
+
+
+class StagedFlow:
+    """The forward pass of a Sequential or Functional model, stage by stage."""
+
+    def __init__(self, model: Any, stages: Any) -> None:
+        self._model, self._flow = model, flow_of(model)
+        self._stages = by_call(self._flow, stages)
+        check_order(self._flow, self._stages)
+        numbered = list(enumerate(self._flow.calls))
+        self._order = [c for _, c in sorted(numbered, key=lambda p: (self._stages[id(p[1])], p[0]))]
+
+    def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **_: Any) -> Any:
+        """What the model returns."""
+        here = 0
+
+        def between(call: Call, values: dict[Tensor, Any]) -> dict[Tensor, Any]:
+            nonlocal here
+            while here < self._stages[id(call)]:
+                here += 1
+                values = dict(zip(values, masked_boundary([*values.values()]), strict=True))
+            return values
+
+        return run_flow(self._model, self._flow, self._order, inputs, training, between, mask)
+
+
+# -- subclassed models --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Following:
+    """A subclassed model while its `call` is followed: one layer call after another."""
+
+    stages: Sequence[int] | None
+    layers: list[Any] = dataclasses.field(default_factory=list)
+    seen: list[int | None] = dataclasses.field(default_factory=list)
+    here: int = 0
+    depth: int = 0
+    cuts: bool = True
+
+    def enter(self, layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A layer is called: begin its stage, if it is another."""
+        number = len(self.layers)
+        self.layers.append(layer)
+        stage = self._stage_of(layer, number)
+        self.seen.append(stage)
+        if not self.cuts:
+            return args, kwargs
+        if stage is None:
+            raise OptionError(
+                f"All layers of a pipelined model must have an associated pipeline stage. However, "
+                f"{layer.name} has not been assigned to one."
+            )
+        if stage < self.here:
+            raise OptionError(
+                f"Layer {layer.name} in pipeline stage {stage} has a dependency from a pipeline "
+                f"stage which has not yet been executed: it is called after stage {self.here} has "
+                f"begun. Call layers in the order of their stages."
+            )
+        while self.here < stage:
+            self.here += 1
+            flat = keras.tree.flatten((args, kwargs))
+            arrays = [n for n, one in enumerate(flat) if hasattr(one, "shape")]
+            marked = masked_boundary([flat[n] for n in arrays])
+            for n, value in zip(arrays, marked, strict=True):
+                flat[n] = value
+            args, kwargs = keras.tree.pack_sequence_as((args, kwargs), flat)
+        return args, kwargs
+
+    def _stage_of(self, layer: Any, number: int) -> int | None:
+        if self.stages is not None:
+            return self.stages[number]
+        now = current_stage()
+        return layer.__dict__.get(MADE) if now is None else now
+
+
+@contextlib.contextmanager
+def followed(found: Following) -> Iterator[Following]:
+    """Follow the layer calls that a model makes itself."""
+    token = following.set(found)
+    try:
+        yield found
+    finally:
+        following.reset(token)
+
+
+def called_layers(model: Any) -> list[Any]:
+    """The layers that a subclassed model calls, in order."""
+    return _followed(model).layers
+
+
+def noted_in_call(model: Any) -> list[int] | None:
+    """The stages that a subclassed model's `call` names; None if it names none."""
+    seen = _followed(model).seen
+    if all(stage is None for stage in seen):
+        return None
+    for layer, stage in zip(_followed(model).layers, seen, strict=True):
+        if stage is None:
+            raise OptionError(
+                f"All layers of a pipelined model must have an associated pipeline stage. However, "
+                f"{layer.name} has not been assigned to one."
+            )
+    return [int(stage) for stage in seen if stage is not None]
+
+
+def _followed(model: Any) -> Following:
+    if not model.built:
+        raise ProgramError(
+            f"Cannot get pipeline stage assignments for model {model.name!r} which has not been "
+            f"built yet, and cannot set them: its layer calls are not known. Call it on a batch, or "
+            f"model.build(input_shape)."
+        )
+    shape = (model.get_build_config() or {}).get("input_shape")
+    if shape is None:
+        raise ProgramError(
+            f"The layer calls of {model.name!r} are found by following its `call` on the shape of its "
+            f"inputs, which it does not know. Call it on a batch first."
+        )
+    with followed(Following(None, cuts=False)) as found, keras.StatelessScope(), in_scope():
+        model.compute_output_spec(_symbols(shape))
+    return found
+
+
+def _symbols(shape: Any) -> Any:
+    if isinstance(shape, dict):
+        return {name: _symbols(part) for name, part in shape.items()}
+    if shape and isinstance(shape[0], list | tuple | dict):
+        return [_symbols(part) for part in shape]
+    return keras.KerasTensor(tuple(shape))
+
+
+class StagedCall:
+    """The forward pass of a subclassed model, stage by stage."""
+
+    def __init__(self, model: Any, stages: Sequence[int] | None) -> None:
+        self._call, self._stages = model.call, stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        with followed(Following(self._stages)):
+            return self._call(*args, **kwargs)

@@ -1,0 +1,296 @@
+"""What training, evaluation and prediction share: blocks of batches, run one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import keras
+
+from tailrace.errors import DataError
+from tailrace.feeds import buffers
+from tailrace.feeds.feed import Staged
+from tailrace.keras.data.batch_source import Batches, Block, Form
+from tailrace.keras.data.resident_batches import ResidentBatches
+from tailrace.keras.handles import settings_of
+from tailrace.keras.programs.logs import Later, Number, Series, Unheard
+from tailrace.keras.programs.pacing import Pacing
+from tailrace.messages import note_once
+from tailrace.program.running.dispatch_lengths import most_bytes
+from tailrace.program.running.executable import Placement
+
+IN_FLIGHT, MOST_IN_FLIGHT = 2, 64
+"""Dispatches that may be on their way at a time: of long ones, and of the shortest."""
+
+
+def as_element(batch: Any) -> dict[str, Any]:
+    """A batch of Keras as the element that programs see: its parts by name."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    parts = {"x": x, "y": y, "sample_weight": sample_weight}
+    return {name: part for name, part in parts.items() if jax.tree.leaves(part)}
+
+
+def as_batch(element: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The other way round."""
+    parts = (element.get("x"), element.get("y"), element.get("sample_weight"))
+    last = max(number for number, part in enumerate(parts) if part is not None)
+    return parts[: last + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """Where in its first epoch a fit goes on that was taken up from a checkpoint.
+
+    Attributes:
+        done: the batches of the epoch that are counted along, and not run.
+        skipped: the batches that were taken from the data under way.
+        begun: how often data had been begun, this time included.
+        logs: those of the last of the batches that were done.
+        after: called once they are skipped; None: nothing is.
+    """
+
+    done: int
+    skipped: int
+    begun: int
+    logs: Mapping[str, float | None]
+    after: Callable[[], None] | None
+
+
+class Executions:
+    """Takes batches from Keras' iterator and runs them, an execution at a call.
+
+    Args:
+        model: the model.
+        placement: where it runs.
+        per_step: a dispatch takes a multiple of so many batches, over all replicas.
+    """
+
+    drops_remainder = False
+    """Whether batches at the end of the data that replicas cannot share are left out."""
+
+    def __init__(self, model: Any, placement: Placement, per_step: int) -> None:
+        self.model, self.placement, self.per_step = model, placement, per_step
+        self.pacing = Pacing()
+        self._sharding = placement.shared_out
+        self.names: dict[str, tuple[int, ...]] = {}
+        """The metrics in the logs, and their shapes."""
+        self.latest: dict[str, Series] = {}
+        """Those of the latest dispatch that are numbers."""
+        self._latest_count = 0
+        self._room = 1
+        self._forms: dict[Any, Form] = {}
+        self._batches: Batches | ResidentBatches | None = None
+        self._tickets: deque[tuple[Any, int]] = deque()
+        self.begun = self.taken = 0
+        """How often data was begun in this fit, and how many batches were taken since."""
+        self.exhausted = False
+        """Whether that data has come to its end."""
+        self.inside = False
+        """Whether a part of an execution has run, and the rest has not."""
+        self._resumed: Resumed | None = None
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas share an execution."""
+        return self.placement.replicas
+
+    # -- for those who know what a dispatch does ------------------------------------------------
+
+    def dispatch(self, block: Block) -> tuple[Any, Any]:
+        """Run a block; returns an array that is ready afterwards, and what came out of it."""
+        raise NotImplementedError
+
+    def element(self, batch: Any) -> Any:
+        """What a program sees of a batch."""
+        return as_element(batch)
+
+    # -- running --------------------------------------------------------------------------------
+
+    def execute(self, iterator: Iterator[Any]) -> list[Any]:
+        """One execution; returns what its dispatches returned. StopIteration: there is no more."""
+        pacing = self.pacing
+        if pacing.already():
+            return [self.latest]
+        batches = self._open(iterator)
+        size = batches.bytes_per_batch()
+        wanted = pacing.wanted(size)
+        results: list[Any] = []
+        done, self.inside = 0, False
+        while done < wanted:
+            piece = min(pacing.piece(size, wanted), wanted - done)
+            ahead = pacing.reads_on(done + piece, piece)
+            # One program serves all lengths up to the longest, which comes first.
+            self._room = max(self._room, piece)
+            block = batches.take(piece, self.replicas, self._sharding, ahead, self._room)
+            if block is None:
+                break
+            if block.count % self.per_step:
+                if batches.failure is not None:
+                    raise batches.failure
+                block = self._whole(block)
+                if block is None:
+                    break
+            ticket, result = self.dispatch(block)
+            self.inside = True
+            results.append(result)
+            self._latest_count = block.count
+            self._wait(ticket, block)
+            if pacing.tells:
+                steps = block.count // self.replicas
+                told = functools.partial(self.step_logs, result, steps)
+                pacing.tell(done, block.count, done + block.count >= wanted, told)
+            done += block.count
+        if not done:
+            self.exhausted = True
+            raise StopIteration
+        pacing.took(done)
+        self.taken += done
+        self.inside = False
+        return results
+
+    def resume(self, resumed: Resumed, pacing: Pacing) -> None:
+        """Go on inside an epoch, or in data that an epoch before has begun."""
+        self._resumed = resumed
+        self.begun = resumed.begun - bool(resumed.skipped)
+        pacing.go_on(resumed.done)
+
+    def restore(self, state: Any) -> None:
+        """Give the variables back what Keras handed over, if nothing has been computed from it."""
+        values = [value for part in state for value in part or ()]
+        variables = self.handed_over()
+        if len(values) == len(variables):
+            for variable, value in zip(variables, values, strict=True):
+                if not getattr(value, "is_deleted", bool)():
+                    variable.assign(value)
+
+    def handed_over(self) -> list[Any]:
+        """The variables whose values Keras hands over, in order; none once they have changed."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """A call of fit, evaluate or predict is over: threads end."""
+        self._tickets.clear()
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+        self._resumed = None
+        self.pacing = Pacing()  # arrays on the device are let go of
+        buffers.trim()
+
+    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
+        """What callbacks hear of one of the steps of a dispatch: its metrics."""
+        del steps
+        return {name: float(Number(values, step)) for name, values in result.items()}
+
+    def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Series]:
+        """The metrics that are numbers, as one dispatch or several sent them out."""
+        reduce = settings_of(self.model).metric_reduction
+        return {
+            name: Series([part[name] for part in sent], self.replicas, reduce) for name in sent[0]
+        }
+
+    def logs(self, series: Mapping[str, Series]) -> dict[str, Any]:
+        """The metrics after a dispatch, still on their way."""
+        if self._resumed is not None:  # nothing has run yet
+            return _logs_of(self._resumed)
+        self.latest = dict(series)
+        if not self.pacing.heard:
+            return Unheard(self.names)
+        step = self.pacing.last_step(self._latest_count)
+        step = step if step >= 0 else -1  # it ran in a dispatch before the latest
+        return {
+            name: Number(series[name], step) if name in series else Later(shape)
+            for name, shape in self.names.items()
+        }
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _open(self, iterator: Iterator[Any]) -> Batches | ResidentBatches:
+        if self._batches is None or self._batches.iterator is not iterator:
+            if self._batches is not None:
+                self._batches.close()
+            rows = self.pacing.resident
+            self._batches = (
+                Batches(iterator, self.element, self._forms, self.pacing.patience)
+                if rows is None
+                else ResidentBatches(iterator, self.element, self._forms, rows)
+            )
+            self.begun, self.taken, self.exhausted = self.begun + 1, 0, False
+            self._skip(self._batches)
+        return self._batches
+
+    def _skip(self, batches: Batches | ResidentBatches) -> None:
+        """Go to where the data was when the checkpoint was taken."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None or not resumed.skipped:
+            return
+        batches.skip(resumed.skipped)
+        self.taken = resumed.skipped
+        if resumed.after is not None:
+            resumed.after()
+
+    def _wait(self, ticket: Any, block: Block) -> None:
+        """Do not run ahead of the device further than its memory allows."""
+        self._tickets.append((ticket, block.count))
+        if len(self._tickets) <= IN_FLIGHT:
+            return
+        size = block.form.spec.nbytes * block.count
+        most = max(IN_FLIGHT, min(MOST_IN_FLIGHT, most_bytes() // (size + 1)))
+        if len(self._tickets) <= most:
+            return
+        done, kept = 0, most if most == IN_FLIGHT else most // 2
+        while len(self._tickets) > kept:  # of many short ones not each is waited for
+            ticket, count = self._tickets.popleft()
+            done += count
+        jax.block_until_ready(ticket)
+        self.pacing.ready(done / self.pacing.execution)
+
+    def _whole(self, block: Block) -> Block | None:
+        """A block without the batches at its end that do not fill a step."""
+        left = block.count % self.per_step
+        known = self.pacing.batches is not None  # and so what replicas cannot share was left out
+        if not self.drops_remainder and (known or self.per_step > self.replicas):
+            size = block.form.spec.leaves[0].shape[:1]
+            raise DataError(
+                f"The provided set of data has a partial batch, or ends, where a step of "
+                f"{self.per_step} batches (microbatches x replicas) needs more: {block.count} "
+                f"batches of {size[0] if size else 1} examples are left. Make the number of examples "
+                f"a multiple of the batch size, and of batches a multiple of {self.per_step}; "
+                f"tf.data has drop_remainder=True."
+            )
+        note_once(
+            f"The last {left} batches do not divide evenly over {self.replicas} replicas and are "
+            f"dropped.",
+            key=f"keras dropped {left} {self.replicas}",
+        )
+        count = block.count - left
+        if not count:
+            return None
+        whole, passes = block.staged, count // self.replicas
+        host = [leaf[:count] for leaf in whole.host]
+        return Block(
+            block.form, count, Staged(host, whole.device, passes, self.replicas), block.sharding
+        )
+
+
+def _logs_of(resumed: Resumed) -> dict[str, Any]:
+    """The logs of a batch that was done before, as far as they were kept."""
+    kept = {name: Later(()) if value is None else value for name, value in resumed.logs.items()}
+    return kept if any(v is not None for v in resumed.logs.values()) else Unheard(kept)
+
+
+def part(staged: Staged, first: int, count: int) -> Staged:
+    """Some of the passes of a block."""
+    replicas = staged.replicas
+    host = [leaf[first * replicas : (first + count) * replicas] for leaf in staged.host]
+    device = tuple(leaf[first : first + count] for leaf in staged.device)
+    return Staged(host, device, count, replicas)
+
+
+def exact(staged: Staged) -> Staged:
+    """A block without room for more."""
+    return staged if staged.room == staged.count else part(staged, 0, staged.count)

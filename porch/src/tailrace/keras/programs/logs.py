@@ -1,0 +1,87 @@
+"""Results of an execution that nobody waits for until somebody looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Series:
+    """A value of each step of an execution: on the device until it is read.
+
+    Args:
+        leaves: what its dispatches sent out, in order.
+        replicas: with several, their dim comes first.
+        reduce: makes one value of those of all replicas.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Any], replicas: int, reduce: Callable[[np.ndarray], Any]
+    ) -> None:
+        self._leaves, self._replicas, self._reduce = leaves, replicas, reduce
+        self._host: np.ndarray | None = None
+
+    def host(self) -> np.ndarray:
+        """The values as [steps] or, with several replicas, [replicas, steps]."""
+        if self._host is None:
+            lead = (self._replicas,) if self._replicas > 1 else ()
+            parts = [np.asarray(leaf).reshape(*lead, -1) for leaf in self._leaves]
+            self._host = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+            self._leaves = ()
+        return self._host
+
+    def at(self, step: int) -> Any:
+        """The value of one step, one for all replicas."""
+        values = self.host()[..., step]
+        return self._reduce(values) if self._replicas > 1 else values
+
+
+class Final(Series):
+    """A value that is known after the last step of a dispatch only."""
+
+    def __init__(self, leaf: Any) -> None:
+        super().__init__([leaf], 1, np.asarray)
+
+    def at(self, step: int) -> Any:
+        """The value, whichever step is asked for: nobody asks for one before the last."""
+        del step
+        return self.host()[-1]
+
+
+class Number:
+    """One entry of the logs; reading it waits for the device."""
+
+    def __init__(self, series: Series, step: int = -1) -> None:
+        self._series, self._step = series, step
+
+    def __float__(self) -> float:
+        return float(self._series.at(self._step))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._series.at(self._step), dtype)
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self))
+
+
+class Later:
+    """Stands in the logs of a batch for a metric that is not a number: epochs have its value."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def __repr__(self) -> str:
+        return f"<metric of shape {self.shape}, known at the end of the epoch>"
+
+
+class Unheard(dict[str, Any]):
+    """Logs of a batch that no callback listens to: Keras would read them all the same.
+
+    They have their names, by which Keras knows them for its metrics, and hand out no values.
+    """
+
+    def items(self) -> Any:
+        """Nothing: reading a value waits for the device."""
+        return ()

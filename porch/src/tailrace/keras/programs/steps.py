@@ -1,0 +1,390 @@
+"""Evaluation, prediction, and training by an overridden `train_step`: Keras' steps in a device loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from tailrace.errors import DeviceError, PipelineError, PlanError, ProgramError, ReplicaError
+from tailrace.feeds.feed import HandedFeed
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.keras.data.batch_source import Block
+from tailrace.keras.handles import settings_of
+from tailrace.keras.optimizers.adapter import check_optimizer
+from tailrace.keras.optimizers.wrappers import Wrapper, overrides
+from tailrace.keras.outfeed_layers import silent
+from tailrace.keras.programs.executions import Executions, as_batch, exact
+from tailrace.keras.programs.variables import Layout, for_replicas, merged, on_one_device
+from tailrace.messages import note_once
+from tailrace.pipeline.running.forward_only import ForwardRunner, stages_in
+from tailrace.program.loops import repeat_with, whole
+from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.result_packing import on_device
+from tailrace.records.history import History
+
+
+class Looping(Executions):
+    """One of Keras' step functions, `(state, data) -> (results, state)`, in a loop on the device.
+
+    Args:
+        model: the model.
+        kinds: which variables the state consists of, by their attribute in `Layout`.
+        carried: how many of them, from the end, the step may change.
+    """
+
+    drops_remainder = True
+    called = step_called = ""
+    """What the user calls, and which of Keras' steps it runs."""
+    kinds: tuple[str, ...] = ()
+    read_only = 1
+    """How many of them, from the start, the step leaves alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, Placement(settings_of(model).replicas), settings_of(model).replicas)
+        self.layout = Layout(model)
+        self.variables = [getattr(self.layout, kind) for kind in self.kinds]
+        self.out = OutfeedQueue()
+        self._pipeline = settings_of(model).forward_pipeline()
+        """The stages that the step goes through; None: it runs whole on one device."""
+        self._runners: dict[Any, LoopRunner] = {}
+        self._active: tuple[LoopRunner, LoopState] | None = None
+        self._token = tuple([None] * len(self.kinds))  # an object of its own
+        self._start: tuple[list[Any], list[Any]] | None = None
+        self._read: list[Any] = []
+        self._step = 0
+
+    def handed_over(self) -> list[Any]:
+        """The variables whose values Keras hands over, in order."""
+        if self._active is not None:
+            return []
+        return [variable for kind in self.variables for variable in kind.all]
+
+    # -- what differs ---------------------------------------------------------------------------
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The step; returns what is sent out, and the next state."""
+        raise NotImplementedError
+
+    # -- what Keras calls -----------------------------------------------------------------------
+
+    def run_blocks(self, state: Any, iterator: Iterator[Any]) -> list[Any]:
+        """One execution; returns what each dispatch sent out."""
+        if state is not self._token:
+            self._active, self._start = None, self._parts([list(values) for values in state])
+            self._read = self._start[1]
+        return self.execute(iterator)
+
+    def fill(self) -> None:
+        """Give the variables their values."""
+        if self._active is None:
+            return
+        carried = self._carried()
+        for kind, values in zip(self.variables[self.read_only :], carried, strict=True):
+            for variable, value in zip(kind.all, values, strict=True):
+                variable.assign(self._of_one(variable, value))
+        for kind, values in zip(self.variables[: self.read_only], self._read, strict=True):
+            for variable, value in zip(kind.all, values, strict=True):
+                variable.assign(value)
+        self._active = self._start = None
+
+    # -- dispatching ----------------------------------------------------------------------------
+
+    def dispatch(self, block: Block) -> tuple[Any, Any]:
+        """Run the batches of a block."""
+        runner = self._runner_for(block)
+        if self._active is None or self._active[0] is not runner:
+            if self._active is None:
+                assert self._start is not None
+                carried, read = self._start
+            else:
+                carried, read = self._carried(), self._read
+            state: Any = (tuple(carried), tuple(read))
+            if isinstance(runner, ForwardRunner):
+                state = ((tuple(read), tuple(carried)), ())
+            self._active = (runner, runner.begin(*state))
+            self._start = None
+        # Of a pipeline, only now its devices are known.
+        self._sharding = runner.placement.shared_out
+        staged = block.on(self._sharding, self.replicas)
+        passes = block.count // self.replicas
+        if isinstance(runner, ForwardRunner):
+            passes //= runner.per_pass
+            staged = exact(staged)
+        else:
+            runner.capacity = staged.room if staged.room > 1 else None
+        numbers = Numbers(0, self._step)
+        emitted, ticket = runner.dispatch(self._active[1], passes, numbers, 0, block=staged)
+        self._step += passes
+        value = runner.by_element(emitted.pop(self.out).value)
+        runner.traced.deliver(emitted)
+        return ticket, self.result(jax.tree.unflatten(self._structure(runner), value))
+
+    def _carried(self) -> Any:
+        """What the steps have changed so far."""
+        assert self._active is not None
+        runner, state = self._active
+        return runner.changed(state) if isinstance(runner, ForwardRunner) else runner.carried(state)
+
+    def result(self, sent: Any) -> Any:
+        """What is made of what a dispatch sent out: metrics, by default."""
+        return self.log_series({k: v for k, v in sent.items() if not self.names[k]})
+
+    def _structure(self, runner: LoopRunner) -> Any:
+        return runner.traced.outfeeds[self.out].structure
+
+    def _runner_for(self, block: Block) -> LoopRunner:
+        form, count = block.form, block.count // self.replicas
+        key = (form, count) if self._pipeline else form
+        if key not in self._runners:
+            form.feed.bind_replicas(self.replicas)
+            shapes = [[_shape(v) for v in kind.all] for kind in self.variables]
+            read, carried = tuple(shapes[: self.read_only]), tuple(shapes[self.read_only :])
+            if self._pipeline is not None:
+                try:
+                    self._runners[key] = self._through_stages(read, carried, form.feed, count)
+                except (DeviceError, PipelineError, PlanError, ReplicaError) as error:
+                    note_once(
+                        f"{self.called} runs the whole model on one device of each replica, not as a "
+                        f"pipeline over the stages' devices: {error}"
+                    )
+                    self._pipeline = None
+                    return self._runner_for(block)
+            else:
+                self._runners[key] = self._whole_model(read, carried, form.feed)
+        return self._runners[key]
+
+    def _advanced(self, carried: Any, element: Any, read: Any) -> tuple[Any, Any]:
+        """What one batch sends out, and what is carried on."""
+        sent, state = self.step((*read, *carried), self.batch(element))
+        after = jax.tree.map(
+            lambda old, new: jnp.asarray(new, old.dtype),
+            carried,
+            tuple(list(part) for part in state[self.read_only :]),
+        )
+        return sent, after
+
+    def _whole_model(self, read: Any, carried: Any, feed: HandedFeed) -> LoopRunner:
+        """The step in a loop, on one device of each replica."""
+
+        def body(carried: Any, element: Any, read: Any) -> Any:
+            sent, after = self._advanced(carried, element, read)
+            self.out.enqueue(sent)
+            # What comes back as it went in would no longer be carried, but read; and each replica
+            # has its own.
+            return jax.lax.optimization_barrier(after) if self.replicas > 1 else after
+
+        def program(carried: Any, read: Any) -> Any:
+            return repeat_with(whole, 1, lambda c, b: body(c, b, read), carried, feed)
+
+        own = [True] * len(jax.tree.leaves(carried))
+        return LoopRunner(program, carried, read, self.placement, own)
+
+    def _through_stages(self, read: Any, carried: Any, feed: HandedFeed, count: int) -> LoopRunner:
+        """The step as a pipeline, each stage on its device."""
+        assert self._pipeline is not None
+
+        def compute(read: Any, carried: Any, element: Any, _: Any) -> Any:
+            with settings_of(self.model).in_stages():
+                return self._advanced(carried, element, read)
+
+        form = (read, carried, feed.spec().tree(), ())
+        if len(stages := stages_in(compute, form, self.replicas)) < 2:
+            raise PipelineError(
+                f"`{self.step_called}` does not go through the stages of the model. Call the model "
+                f"itself in it: `self(x)`."
+            )
+        return ForwardRunner(
+            stages, compute, read, carried, feed, self.out, count, self._pipeline, self.placement
+        )
+
+    def batch(self, element: Any) -> Any:
+        """The batch that the step gets."""
+        return as_batch(element)
+
+    def _parts(self, values: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+        """What the loop starts with, carried and read."""
+        carried, read = values[self.read_only :], values[: self.read_only]
+        if self.replicas > 1:
+            for part, kind in zip(carried, self.variables[self.read_only :], strict=True):
+                for number, variable in enumerate(kind.all):
+                    if self.layout.own_of_replicas(kind.names[number]):
+                        part[number] = for_replicas(variable, part[number], self.replicas)
+        return carried, read
+
+    def _of_one(self, variable: Any, value: Any) -> Any:
+        if value.ndim > len(variable.shape):
+            metric = any(variable is one for one in self.layout.metrics.all)
+            if metric or not jnp.issubdtype(value.dtype, jnp.inexact):
+                return jnp.asarray(merged(variable, np.asarray(value)))
+            return jnp.asarray(np.asarray(value).mean(axis=0, dtype=value.dtype))
+        return on_one_device(value)
+
+
+class Evaluating(Looping):
+    """`test_step` in a loop: metrics are what it is about."""
+
+    called, step_called = "evaluate", "test_step"
+    kinds = ("trainable", "others", "metrics")
+
+    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
+        """One execution."""
+        return self.logs(self.run_blocks(state, iterator)[-1]), self._token
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One batch."""
+        with silent():
+            logs, state = self.model.test_step(state, data)
+        return self._sent(logs), state
+
+    def _sent(self, logs: Any) -> dict[str, Any]:
+        logs = {name: jnp.asarray(value) for name, value in logs.items()}
+        self.names = {name: value.shape for name, value in logs.items()}
+        return logs
+
+
+class Stepping(Evaluating):
+    """An overridden `train_step` in a loop."""
+
+    drops_remainder = False
+    called, step_called = "fit", "train_step"
+    kinds = ("trainable", "others", "optimizer", "metrics")
+    read_only = 0
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        settings = settings_of(model)
+        self._check_optimizer()
+        for what, wrong in (
+            ("replicas", settings.replicas > 1),
+            ("gradient accumulation by Tailrace", settings.microbatches > 1),
+            ("a pipeline", settings.is_pipelined),
+            ("observe=", bool(settings.observe)),
+            ("run_dir=", settings.run_dir is not None),
+        ):
+            if wrong:
+                raise ProgramError(
+                    f"{self._why()} it runs in a loop on the device, but its gradients cannot be told "
+                    f"apart, so it does not go with {what}. Override `compute_loss` instead, or leave "
+                    f"{what} out."
+                )
+
+    def _why(self) -> str:
+        """Why Keras' step runs, and not the engine's."""
+        for name in ("train_step", "compute_loss_and_updates"):
+            if overrides(self.model, name, keras.Model):
+                return (
+                    f"The function `{name}` for the model {self.model.name!r} has been overridden:"
+                )
+        return f"Nothing in the model {self.model.name!r} can be trained, so Keras' step is used:"
+
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer that the step would call otherwise than it is written."""
+        optimizer = self.model.optimizer
+        check_optimizer(optimizer)
+        # A wrapper calls what is inside as it is written.
+        bare = optimizer is not None and not isinstance(optimizer, Wrapper)
+        if bare and overrides(optimizer, "apply_gradients", keras.optimizers.Optimizer):
+            raise ProgramError(
+                f"The function `train_step` for the model {self.model.name!r} has been overridden: in "
+                f"it Keras on JAX calls `optimizer.stateless_apply`, which passes by "
+                f"`apply_gradients`. Received: {type(optimizer).__name__}, which overrides "
+                f"`apply_gradients`. Override `update_step` or `apply` of the optimizer instead, or "
+                f"`compute_loss` of the model instead of `train_step`."
+            )
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    history = History()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return self._step
+
+    def settle(self) -> None:
+        """Nothing but logs comes out of the loop."""
+
+    def mark(self) -> Callable[[], Any]:
+        """There is no run directory."""
+        return lambda: None
+
+    def values(self) -> list[Any]:
+        """The values of the variables now."""
+        if self._active is None:
+            return [variable.value for variable in self.layout.variables]
+        return jax.tree.leaves(self._carried())
+
+    def fill(self) -> None:
+        """Give the variables their values, also where batches were only counted along."""
+        if self._active is None and self._start is not None:
+            self.put(jax.tree.leaves(self._start[0]))
+        super().fill()
+
+    def put(self, values: list[Any], of_replicas: bool = False) -> None:
+        """Give the variables values that were kept."""
+        del of_replicas
+        for variable, value in zip(self.layout.variables, values, strict=True):
+            variable.assign(jnp.asarray(value))
+        self._active = self._start = None
+
+    def take_up(self, step: int, history: History, run_end: Any) -> None:
+        """Go on at this step."""
+        del history, run_end
+        self._step = step
+
+    # -- the step -------------------------------------------------------------------------------
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One batch."""
+        logs, state = self.model.train_step(state, data)
+        return self._sent(logs), state
+
+
+class Predicting(Looping):
+    """`predict_step` in a loop: what it returns for each batch is sent out."""
+
+    called, step_called = "predict", "predict_step"
+    kinds = ("trainable", "others")
+
+    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        """One execution; returns the outputs of all its batches, joined."""
+        parts = self.run_blocks(state, iterator)
+        if len(parts) == 1:
+            return parts[0], self._token
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts), self._token
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One batch."""
+        outputs, others = self.model.predict_step(state, data)
+        return outputs, (state[0], others)
+
+    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
+        """What callbacks hear of a step: its outputs."""
+
+        def rows(leaf: Any) -> np.ndarray:
+            return np.split(np.asarray(leaf), steps)[step]
+
+        return {"outputs": jax.tree.map(rows, result)}
+
+    def result(self, sent: Any) -> Any:
+        """Outputs in the order of the examples: passes, then replicas."""
+
+        def join(leaf: Any) -> Any:
+            leaf = on_device(leaf)
+            if self.replicas > 1:
+                leaf = jnp.swapaxes(leaf, 0, 1)
+                leaf = leaf.reshape(-1, *leaf.shape[2:])
+            return leaf.reshape(-1, *leaf.shape[2:])
+
+        return jax.tree.map(join, sent)
+
+
+def _shape(variable: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype)

@@ -1,0 +1,396 @@
+"""The training program of a model: Keras' loss, metrics and optimizer on an engine.
+
+Keras' trainer calls `run(state, iterator)` once an execution and gets back logs, which wait for the
+device only when they are read, and a token for its state, which it hands back. The variables get their
+values when Keras wants to have them again (`fill`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from tailrace.feeds.feed import Staged
+from tailrace.keras.data.batch_source import Block, Form
+from tailrace.keras.handles import settings_of
+from tailrace.keras.optimizers.adapter import Updates
+from tailrace.keras.optimizers.wrappers import overrides, wrappers_of
+from tailrace.keras.outfeed_layers import OutfeedOptimizer, check_wrappers
+from tailrace.keras.programs.executions import Executions, as_batch, part
+from tailrace.keras.programs.logs import Final, Series
+from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
+from tailrace.program.running.executable import Placement
+from tailrace.program.step.training_step import TrainState
+from tailrace.records.history import History
+from tailrace.taps.tap import MOST_BYTES, Tap
+from tailrace.trainer.description import describe
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.executions import Ticket
+from tailrace.trainer.fitting.pace import TRIALS, pace_for
+from tailrace.trainer.journal import Journal
+
+QUIET_FROM = 32
+"""Metrics of so many steps and more are computed once, behind them, if nobody wants each."""
+
+
+class Training(Executions):
+    """The training program of one compiled model, kept from fit to fit."""
+
+    def __init__(self, model: Any) -> None:
+        settings = settings_of(model)
+        placement = Placement(settings.replicas)
+        count = settings.microbatches
+        super().__init__(model, placement, count * settings.replicas)
+        self.layout = Layout(model)
+        self.engine: Engine | None = None
+        self.journal = Journal(settings.run_dir)
+        self._leaves: list[list[int]] = []
+        self._form: Form | None = None
+        self._pending: deque[Ticket] = deque()
+        self._most_steps: int | None = None
+        self._timed = 0
+        self._contexts = contextlib.ExitStack()
+        self._began = False
+        self._token = tuple([None] * len(self.layout.kinds))  # an object of its own
+        self._handed: list[Any] = []
+        self._dirty = False
+        self._observing: list[OutfeedOptimizer] = []
+        """Optimizers that get the gradients of each batch by observation."""
+        self._delivered = 0
+        self._step = 0
+        """The step before there is an engine."""
+        self._own: dict[int, Any] = {}
+        """Values that each replica has its own of, by the number of the variable, to go on with."""
+
+    # -- what Keras calls -----------------------------------------------------------------------
+
+    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
+        """One execution."""
+        if state is not self._token:
+            self._load([value for values in state for value in values])
+            self._dirty = self._resumed is not None  # batches are counted along: nothing runs yet
+        series = self.execute(iterator)[-1]
+        return self.logs(series), self._token
+
+    def fill(self) -> None:
+        """Give the variables their values."""
+        if not self._dirty:
+            return
+        self._dirty = False
+        assert self.engine is not None
+        if self._form is not None:
+            self._collect()  # what callbacks read at the end of an epoch is all there
+            self._deliver()
+        leaves = jax.tree.leaves(self.engine.state)
+        values = [leaves[numbers[0]] for numbers in self._leaves]
+        if self.replicas > 1 or self.engine.pipeline is not None:
+            values = [
+                _of_one(variable, value)
+                for variable, value in zip(self.layout.variables, values, strict=True)
+            ]
+        for variable, value in zip(self.layout.variables, values, strict=True):
+            variable.assign(value)
+        self._handed = [variable.value for variable in self.layout.variables]
+
+    def handed_over(self) -> list[Any]:
+        """The variables whose values Keras hands over, in order."""
+        return [] if self._dirty else self.layout.variables
+
+    def end(self) -> None:
+        """A fit is over: results that are on their way come in, threads end."""
+        self._leave()
+        self._began, self._delivered = False, 0
+        super().end()
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return self._step if self.engine is None else self.engine.step
+
+    @property
+    def history(self) -> History:
+        """Loss and metrics of the steps so far, where they are kept."""
+        return self.journal.history
+
+    def settle(self) -> None:
+        """What was dispatched has come in."""
+        if self._form is not None:
+            self._collect()
+            self._deliver()
+
+    def mark(self) -> Callable[[], Any]:
+        """Mark what the run directory has so far."""
+        return self.journal.mark()
+
+    def values(self) -> list[Any]:
+        """The values of the variables now; of those that each replica has its own of, all."""
+        variables = self.layout.variables
+        if self.engine is None:
+            return [variable.value for variable in variables]
+        leaves = jax.tree.leaves(self.engine.state)
+        found: list[Any] = []
+        for number, variable in enumerate(variables):
+            handed = number < len(self._handed) and self._handed[number] is variable.value
+            inside = self._dirty or handed  # else Keras, or a callback, has given it another value
+            found.append(leaves[self._leaves[number][0]] if inside else variable.value)
+        return [self.engine.placement.readable(value) for value in found]
+
+    def put(self, values: list[Any], of_replicas: bool = False) -> None:
+        """Give the variables values that were kept; replicas get their own back if that is wanted."""
+        for number, (variable, value) in enumerate(zip(self.layout.variables, values, strict=True)):
+            own = value.ndim > len(variable.shape)
+            variable.assign(jnp.asarray(merged(variable, value) if own else value))
+            if own and of_replicas:
+                self._own[number] = value
+        self._handed, self._dirty = [], False
+
+    def take_up(self, step: int, history: History, run_end: Any) -> None:
+        """Go on at this step, with the history and the run directory of the fit before."""
+        self._step, self._began = step, True
+        if self.engine is not None:
+            self.engine.step = step
+        self.journal.take_up(history, run_end)
+        self.journal.records.clear()
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _load(self, values: list[Any]) -> None:
+        """Take over what Keras hands in, where it is not what was handed out."""
+        new = self.engine is None
+        if self.engine is None:
+            self.engine = self._made(values)
+            self._leaves = _leaf_numbers(self.layout, self.engine.state)
+            self.engine.step = self._step
+        changed: dict[int, Any] = {}
+        for number, (name, variable, value) in enumerate(
+            zip(self.layout.names, self.layout.variables, values, strict=True)
+        ):
+            own = self.replicas > 1 and self.layout.own_of_replicas(name)
+            handed_out = number < len(self._handed) and self._handed[number] is value
+            if handed_out or (new and not own):
+                continue
+            entering = for_replicas(variable, value, self.replicas) if own else value
+            entering = self._own.pop(number, entering)
+            changed.update(dict.fromkeys(self._leaves[number], entering))
+        if changed:
+            self.engine.replace(changed)
+        self._handed = []
+
+    def _made(self, values: list[Any]) -> Engine:
+        layout, settings = self.layout, settings_of(self.model)
+        rest = iter(values)
+        trees = [{name: next(rest) for name in kind.names} for kind in layout.kinds]
+        params, others, kept, metrics = trees
+        if layout.scale is not None:
+            params[SCALE] = kept[layout.optimizer.names[layout.scale]]
+        taps = [settings.observe] if isinstance(settings.observe, str) else [*settings.observe]
+        if settings.is_pipelined:
+            check_wrappers(self.model.optimizer)  # once more: some know only now what they will do
+            wrappers = wrappers_of(self.model.optimizer)
+            sending = [one for one in wrappers if isinstance(one, OutfeedOptimizer)]
+            self._observing = [one for one in sending if one.sees_each]
+            taps += [Tap(name, reduce="tensor") for w in self._observing for name in w.wanted()]
+        return Engine(
+            settings.loss_function(self.loss),
+            Updates(self.model.optimizer, layout, kept),
+            params,
+            accumulation=1 if settings.is_pipelined else settings.accumulation,
+            replicas=self.replicas,
+            model_state={**others, **metrics},
+            replica_state=lambda name: "each" if layout.own_of_replicas(name) else "mean",
+            observe=taps,
+            offload_optimizer_state=settings.options.offload_optimizer_state,
+            shard_optimizer_state=settings.options.shard_optimizer_state,
+            offload_activations=settings.options.offload_activations,
+        )
+
+    def _deliver(self) -> None:
+        """Hand over the gradients of each batch that were observed since the last time."""
+        for optimizer in self._observing:
+            found, count = {}, 0
+            for name, key in optimizer.wanted().items():
+                values = self.journal.records[name, "tensor"].values
+                count = len(values)
+                values = values[self._delivered :]
+                lead = (-1, self.replicas) if self.replicas > 1 else (-1,)
+                found[key] = values.reshape(*lead, *values.shape[1:])
+            optimizer.deliver(found, self.replicas)
+            self._delivered = count
+
+    # -- the step -------------------------------------------------------------------------------
+
+    def loss(self, params: Any, model_state: Any, **element: Any) -> Any:
+        """The loss of one batch; with it, the next state and the metrics so far."""
+        layout, model = self.layout, self.model
+        state = (
+            layout.trainable.values(params),
+            layout.others.values(model_state),
+            layout.metrics.values(model_state),
+        )
+        with settings_of(model).differentiating(layout) as seen:
+            # The step of evaluation, with the training pass inside: it updates all metrics.
+            logs, (_, others, metrics) = keras.Model.test_step(model, state, as_batch(element))
+        loss = seen.loss
+        if layout.scale is not None:
+            loss = loss * jax.lax.stop_gradient(params[SCALE]).astype(loss.dtype)
+        elif (factor := model.optimizer.loss_scale_factor) is not None:
+            loss = loss * jnp.asarray(factor, loss.dtype)
+        self.names = {name: jnp.shape(value) for name, value in logs.items()}
+        after = {**layout.others.tree(others), **layout.metrics.tree(metrics)}
+        after = {name: jnp.asarray(v, model_state[name].dtype) for name, v in after.items()}
+        return loss, (after, {"metrics": dict(logs)})
+
+    # -- executions -----------------------------------------------------------------------------
+
+    def dispatch(self, block: Block) -> tuple[Any, Any]:
+        """Run the steps of a block."""
+        engine = self._enter(block.form)
+        if engine.pipeline is not None:  # only once it is traced, its devices are known
+            self._sharding = engine.placement.shared_out
+            block.on(self._sharding, self.replicas)
+        count = self.per_step // self.replicas
+        steps, ran = block.count // self.per_step, 0
+        most = self._most_steps  # what taps return must fit
+        piece = steps if most is None else min(steps, max(1, most))
+        sent: list[dict[str, Any]] = []
+        ready = None
+        quiet = self._is_quiet(engine, steps)
+        engine.runner.muted = frozenset([engine.scalars]) if quiet else frozenset()
+        while ran < steps:
+            length = min(piece, steps - ran)
+            whole = length == steps
+            staged = block.staged if whole else part(block.staged, ran * count, length * count)
+            ticket = self._run(engine, staged, length, staged.room // count)
+            ready, self._dirty = ticket.ready, True
+            ran += length
+            if not quiet:
+                sent.append(
+                    {name.removeprefix("metrics/"): v for name, v in ticket.scalars.items()}
+                )
+                if not self._nothing_to_take(engine):
+                    self._pending.append(ticket)
+                    self._collect(in_flight=1)
+        if quiet:
+            return ready, self._metrics_now(engine) if self.pacing.heard else {}
+        numbers = [name for name, shape in self.names.items() if not shape]
+        return ready, self.log_series(*({name: one[name] for name in numbers} for one in sent))
+
+    def _run(self, engine: Engine, staged: Staged, length: int, room: int) -> Ticket:
+        """One execution, in the program for all lengths up to the room that its block has.
+
+        On an accelerator a loop of fixed length is faster where steps are short: the time of the
+        first executions decides whether one is compiled for this length.
+        """
+        runner = engine.runner
+        # One step alone is fastest as it is, unless taps look at some of the steps only.
+        runner.capacity = room if room > 1 or engine.sight.period > 1 else None
+        timing = self._timed < TRIALS and runner.placement.device.platform != "cpu" and room > 1
+        before, started = runner.compile_s, time.perf_counter()
+        ticket = engine.dispatch(length, block=staged, following=0)
+        if timing and runner.compile_s == before:
+            jax.block_until_ready(ticket.ready)
+            seconds = (time.perf_counter() - started) / length
+            self._timed += 1
+            if self._timed == TRIALS:
+                runner.fix(engine.loop_state, length, engine.sight.period, seconds)
+        return ticket
+
+    def _collect(self, in_flight: int = 0) -> None:
+        """Take in results until at most this many executions are on their way."""
+        assert self.engine is not None
+        while len(self._pending) > in_flight:
+            results = self.engine.collect(self._pending.popleft())
+            self.journal.add(results)
+            if results.failure is not None:
+                self._pending.clear()
+                raise results.failure
+
+    # -- steps that nobody hears of -------------------------------------------------------------
+
+    def _is_quiet(self, engine: Engine, steps: int) -> bool:
+        """Whether nothing has to leave the program step by step.
+
+        Keras makes the logs of an epoch from the metrics' variables. So are those of an execution,
+        where the steps in it are not reported and there are enough of them to pay for it.
+        """
+        if self.pacing.hears_steps or not self._nothing_to_take(engine):
+            return False
+        if self.replicas > 1 or engine.pipeline is not None:
+            merged = self.replicas == 1 or settings_of(self.model).merges_metrics
+            return merged and not self.pacing.heard
+        own = overrides(self.model, "compute_metrics", keras.Model)
+        return not self.pacing.heard or (steps >= QUIET_FROM and not own)
+
+    def _metrics_now(self, engine: Engine) -> dict[str, Series]:
+        """The metrics that are numbers, computed from their variables as they are now."""
+        state = engine.runner.carried(engine.loop_state).model_state
+        found = self._results(self.layout.metrics.values(state))
+        return {name: Final(value) for name, value in found.items() if not jnp.ndim(value)}
+
+    @functools.cached_property
+    def _results(self) -> Any:
+        def results(values: list[Any]) -> Any:
+            mapping = zip(self.layout.metrics.all, values, strict=True)
+            with keras.StatelessScope(state_mapping=list(mapping)):
+                return keras.tree.map_structure(jnp.asarray, self.model.get_metrics_result())
+
+        return jax.jit(results)
+
+    def _nothing_to_take(self, engine: Engine) -> bool:
+        """Whether the metrics are all that comes out: they are read elsewhere, when wanted."""
+        others = len(engine.runner.traced.outfeeds) > 1
+        return not (engine.sight.chosen or engine.guarded or others or self.journal.sink)
+
+    def _enter(self, form: Form) -> Engine:
+        """The engine, on batches of this form."""
+        assert self.engine is not None
+        if self._form is not form:
+            self._leave()
+            self.engine.use(form.feed)
+            if not self._began:
+                microbatches = self.engine.accumulation.microbatches
+                self.journal.begin(self.engine.step, microbatches, self.replicas)
+            self._most_steps = pace_for(self.engine, None, MOST_BYTES, None).most_steps
+            self._contexts.enter_context(self.journal.open(describe(self.engine, 1)))
+            self._contexts.enter_context(self.engine.delivering())
+            self._form, self._began = form, True
+        return self.engine
+
+    def _leave(self) -> None:
+        if self._form is not None and self.engine is not None:
+            self._collect()
+            self.engine.runner.muted = frozenset()
+        self._form = None
+        self._contexts.close()
+
+
+def _of_one(variable: Any, value: Any) -> Any:
+    """The value that Keras' variable has, of what replicas have."""
+    if value.ndim > len(variable.shape):
+        return jnp.asarray(merged(variable, np.asarray(value)))
+    return on_one_device(value)
+
+
+def _leaf_numbers(layout: Layout, state: TrainState) -> list[list[int]]:
+    """For each variable, its numbers among the leaves of the state."""
+    numbers = iter(range(len(jax.tree.leaves(state))))
+    tree = jax.tree.map(lambda _: next(numbers), state)
+    found = [[tree.params[name]] for name in layout.trainable.names]
+    found += [[tree.model_state[name]] for name in layout.others.names]
+    found += [[tree.optimizer_state[name]] for name in layout.optimizer.names]
+    found += [[tree.model_state[name]] for name in layout.metrics.names]
+    if layout.scale is not None:
+        place = len(layout.trainable.names) + len(layout.others.names) + layout.scale
+        found[place].append(tree.params[SCALE])
+    return found

@@ -1,0 +1,331 @@
+"""What a model is set to: how its executions run, beside what Keras' `compile` says."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import OptionError, PlanError, ProgramError
+from tailrace.keras.data.batch_counts import Counts, counted
+from tailrace.keras.optimizers.wrappers import accumulation_of
+from tailrace.keras.outfeed_layers import check_wrappers
+from tailrace.keras.pipelines.assignment_classes import check_no_gaps
+from tailrace.keras.pipelines.graph import has_flow
+from tailrace.keras.pipelines.staged_forward import StagedCall, StagedFlow
+from tailrace.messages import note_once
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.pipeline.running.forward_only import ForwardPipeline
+from tailrace.program.step.accumulation import Accumulation, Reduction
+
+_staged: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("tailrace_staged")
+"""The forward passes of models that are traced here stage by stage, by the identity of the model."""
+
+
+class MetricReduction(enum.StrEnum):
+    """What several replicas' values of a metric become.
+
+    `MERGED`, unlike the others, is exact: the value of one metric that saw the batches of all
+    replicas. `NONE` is the value of the last replica, `LIST` has those of all.
+    """
+
+    MERGED = "merged"
+    NONE = "none"
+    LIST = "list"
+    SUM = "sum"
+    MEAN = "mean"
+
+    @classmethod
+    def parse(cls, value: Any) -> MetricReduction:
+        """The member that `value` names, in either case."""
+        name = value.value if isinstance(value, enum.Enum) else value
+        try:
+            return cls(str(name).lower())
+        except ValueError:
+            raise OptionError(
+                f"Cannot parse {value!r} as a ReplicatedMetricReductionMethod. Valid values are: "
+                f"{', '.join(map(repr, map(str, cls)))}."
+            ) from None
+
+
+def positive(name: str, value: Any) -> int:
+    """A count, checked."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise OptionError(f"Expected {name} to be a positive integer, but got {value!r} instead.")
+    return int(value)
+
+
+@dataclasses.dataclass
+class Options:
+    """What the setters of a model set; saved with it."""
+
+    gradient_accumulation_steps_per_replica: int = 1
+    gradient_accumulation_reduction_method: str = "sum"
+    gradient_accumulation_dtype: Any = None
+    pipelining_gradient_accumulation_steps_per_replica: int | None = None
+    pipelining_device_mapping: list[int] | None = None
+    pipelining_accumulate_outfeed: bool = False
+    pipelining_reduction_method: str = "sum"
+    pipelining_schedule: str = "grouped"
+    pipelining_recompute: bool = False
+    asynchronous_callbacks: bool = False
+    replicated_metric_reduction_method: str = "merged"
+    prefetch: int = 1
+    resident: bool | None = None
+    offload_optimizer_state: bool | None = False
+    shard_optimizer_state: bool = False
+    offload_activations: bool = False
+    pipeline_stage_assignment: list[Any] | None = None
+
+    def saved(self) -> dict[str, Any]:
+        """As plain values, for a file."""
+        plain = dataclasses.asdict(self)
+        if self.gradient_accumulation_dtype is not None:
+            plain["gradient_accumulation_dtype"] = str(jnp.dtype(self.gradient_accumulation_dtype))
+        return plain
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> Options:
+        """From the values in a file."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in plain.items() if name in known})
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the pass of a step left behind: the loss, with its gradient."""
+
+    loss: Any = None
+
+
+class Settings:
+    """Everything Tailrace knows about one model; `model.tailrace`."""
+
+    def __init__(self, model: Any, replicas: int = 1) -> None:
+        self.model = model
+        self.replicas = replicas
+        self.options = Options()
+        self.observe: Any = ()
+        self.run_dir: Any = None
+        self.seen: Seen | None = None
+        self.layout: Any = None
+        self.assignment: list[Any] | None = None
+        """The stage assignment as it was set, as objects."""
+        self.ignores_notes = False
+        """Whether stages named where layers are called were taken back."""
+
+    # -- rules, which compatibility layers make stricter -------------------------------------------
+
+    def counts(
+        self, steps: int | None, size: int | None, execution: int, epochs: int = 1
+    ) -> Counts:
+        """How many batches an epoch and an execution take; see `counted`."""
+        del epochs
+        return counted(steps, size, execution, self.replicas)
+
+    def saved(self) -> dict[str, Any]:
+        """What is saved with the model."""
+        return {"replicas": self.replicas, "options": self.options.saved()}
+
+    def own_optimizer(self, optimizer: Any) -> Any:
+        """What Keras is given for an optimizer that `compile` is given; or it is refused."""
+        return optimizer
+
+    def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
+        """Refuse what `compile` was given, if it cannot be."""
+
+    def check_keras_loop(self, reason: str) -> None:
+        """Refuse what Keras' own loop would leave undone in silence."""
+        for what, wrong in (
+            ("replicas", self.replicas > 1),
+            ("gradient accumulation by Tailrace", self.microbatches > 1),
+            ("a pipeline", self.is_pipelined),
+            ("observe=", bool(self.observe)),
+            ("run_dir=", self.run_dir is not None),
+        ):
+            if wrong:
+                raise ProgramError(
+                    f"The model {self.model.name!r} has {reason}: Keras' own loop runs it, not a "
+                    f"program on the device, so it does not go with {what}. Leave one of them out."
+                )
+
+    # -- one step -------------------------------------------------------------------------------
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether the model is cut into stages."""
+        return self.stages is not None
+
+    @property
+    def stages(self) -> list[Any] | None:
+        """The stage of each layer call; None without a pipeline."""
+        from tailrace.keras.pipelines.assignment import stages_of
+
+        return stages_of(self.model)
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """How microbatches become a step."""
+        options = self.options
+        if self.is_pipelined:
+            return Accumulation(1)  # the pipeline says how many
+        asked = accumulation_of(getattr(self.model, "optimizer", None))
+        if asked is not None:
+            if options.gradient_accumulation_steps_per_replica > 1:
+                raise OptionError(
+                    "Gradients are accumulated once: by a GradientAccumulationOptimizer, or by "
+                    "set_gradient_accumulation_options. Both are set. Leave one of them out."
+                )
+            return asked
+        return Accumulation(
+            options.gradient_accumulation_steps_per_replica,
+            dtype=options.gradient_accumulation_dtype,
+            reduction=Reduction.parse(options.gradient_accumulation_reduction_method),
+        )
+
+    @property
+    def microbatches(self) -> int:
+        """How many batches of a replica make a step."""
+        if self.is_pipelined:
+            return self.options.pipelining_gradient_accumulation_steps_per_replica or 1
+        return self.accumulation.microbatches
+
+    def loss_function(self, loss: Callable[..., Any]) -> Any:
+        """What a trainer is given: the loss, or a pipeline of it."""
+        return self._pipeline(Pipeline, loss) if self.is_pipelined else loss
+
+    def forward_pipeline(self) -> ForwardPipeline | None:
+        """How batches go through the stages without coming back; None without a pipeline."""
+        stages = self.stages
+        if stages is None:
+            return None
+        check_no_gaps(stages)
+        return self._pipeline(ForwardPipeline, self.model)
+
+    def _pipeline(self, kind: Any, function: Any) -> Any:
+        options = self.options
+        return kind(
+            function,
+            accumulation=Accumulation(
+                self.microbatches, reduction=Reduction.parse(options.pipelining_reduction_method)
+            ),
+            schedule=options.pipelining_schedule,
+            device_mapping=options.pipelining_device_mapping,
+            recompute=options.pipelining_recompute,
+        )
+
+    def check_pipeline(self) -> None:
+        """Refuse a pipeline that cannot run, before anything is traced."""
+        stages = self.stages
+        if stages is None:
+            return
+        count = check_no_gaps(stages)
+        if self.options.pipelining_gradient_accumulation_steps_per_replica is None:
+            raise OptionError(
+                "The model is pipelined, however gradient_accumulation_steps_per_replica has not "
+                "been set through set_pipelining_options(). It says how many batches go through the "
+                "stages before the weights are updated."
+            )
+        if accumulation_of(getattr(self.model, "optimizer", None)) is not None:
+            raise OptionError(
+                "A pipeline accumulates gradients itself: a GradientAccumulationOptimizer would do "
+                "it again. Give the bare optimizer, and set_pipelining_options("
+                "gradient_accumulation_steps_per_replica=...)."
+            )
+        check_wrappers(self.model.optimizer)
+        try:
+            self._pipeline(Pipeline, self.model).plan((1,) * count)
+        except PlanError as error:
+            self.staged()  # stages in a wrong order are said first
+            # A plan calls the count of microbatches by its own name; here it has another.
+            named = "gradient_accumulation_steps_per_replica="
+            raise PlanError(str(error).replace("microbatches=", named)) from None
+        self._note_unused()
+
+    def _note_unused(self) -> None:
+        """Say which options of a model without stages a pipeline does not use."""
+        options = self.options
+        unused = {
+            "gradient_accumulation_steps_per_replica": (
+                options.gradient_accumulation_steps_per_replica,
+                (1, options.pipelining_gradient_accumulation_steps_per_replica),
+            ),
+            "gradient_accumulation_reduction_method": (
+                options.gradient_accumulation_reduction_method,
+                ("sum", options.pipelining_reduction_method),
+            ),
+            "dtype": (options.gradient_accumulation_dtype, (None,)),
+        }
+        given = [f"{n}={v!r}" for n, (v, same) in unused.items() if v not in same]
+        if given:
+            note_once(
+                f"set_gradient_accumulation_options({', '.join(given)}) is for models without stages "
+                f"and has no effect on the pipelined model {self.model.name!r}: a pipeline accumulates "
+                f"as set_pipelining_options says, gradient_accumulation_steps_per_replica="
+                f"{options.pipelining_gradient_accumulation_steps_per_replica} and "
+                f"gradient_accumulation_reduction_method={options.pipelining_reduction_method!r}."
+            )
+
+    def staged(self) -> Any:
+        """The forward pass of the model, stage by stage; None without a pipeline."""
+        stages = self.stages
+        if stages is None:
+            return None
+        return (
+            StagedFlow(self.model, stages)
+            if has_flow(self.model)
+            else StagedCall(self.model, stages)
+        )
+
+    @contextlib.contextmanager
+    def differentiating(self, layout: Any) -> Iterator[Seen]:
+        """While a step of evaluation is traced as one of training."""
+        before = self.seen, self.layout
+        self.seen, self.layout = Seen(), layout
+        try:
+            with self.in_stages():
+                yield self.seen
+        finally:
+            self.seen, self.layout = before
+
+    @contextlib.contextmanager
+    def in_stages(self) -> Iterator[None]:
+        """Inside, a call of the model goes stage by stage, if it is cut into stages."""
+        staged = self.staged()
+        if staged is None:
+            yield
+            return
+        model, whole = self.model, self.model.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Another thread may call the model meanwhile: it has no stages there.
+            return _staged.get({}).get(id(model), whole)(*args, **kwargs)
+
+        model.__dict__["call"] = call  # in front of that of its class, while traced
+        token = _staged.set({**_staged.get({}), id(model): staged})
+        try:
+            yield
+        finally:
+            _staged.reset(token)
+            del model.__dict__["call"]
+
+    @property
+    def merges_metrics(self) -> bool:
+        """Whether metrics are those of one metric that saw the batches of all replicas."""
+        method = MetricReduction.parse(self.options.replicated_metric_reduction_method)
+        return method is MetricReduction.MERGED
+
+    def metric_reduction(self, values: np.ndarray) -> Any:
+        """One value of those of all replicas, for the logs of a batch."""
+        method = MetricReduction.parse(self.options.replicated_metric_reduction_method)
+        if method is MetricReduction.NONE:
+            return values[-1]
+        if method is MetricReduction.LIST:
+            return values
+        return values.sum(0) if method is MetricReduction.SUM else values.mean(0)

@@ -1,0 +1,119 @@
+"""Curves of a run: loss, metrics and speed, with no more points than a screen has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tailrace.page.followed import FollowedRun
+
+MOST_POINTS = 800
+"""Steps beyond that share a point: their mean, with the lowest and the highest around it."""
+
+SPEED = "steps/s"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Curve:
+    """Values by step.
+
+    Attributes:
+        steps: where each point is: the first of the steps that share it.
+        mean: the mean of the finite values; NaN where there are none.
+        low: the lowest of them.
+        high: the highest of them.
+        nonfinite: how many values were NaN or Inf.
+        first_nonfinite: the first step with one; -1 for none.
+        last: the last value, finite or not; None for no values.
+    """
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    nonfinite: int = 0
+    first_nonfinite: int = -1
+    last: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each point is one value."""
+        return np.array_equal(self.low, self.high, equal_nan=True)
+
+
+def curve(
+    steps: np.ndarray,
+    values: np.ndarray,
+    most: int = MOST_POINTS,
+    first: int | None = None,
+    last: int | None = None,
+) -> Curve:
+    """Values in the order of their steps, as at most `most` points.
+
+    Args:
+        steps: the step of each value.
+        values: what is drawn.
+        most: how many points at most.
+        first: leave out what is before this step.
+        last: leave out what is after this step.
+
+    >>> made = curve(np.arange(4), np.array([1.0, 3.0, np.nan, 5.0]), most=2)
+    >>> made.steps, made.mean, made.low, made.high, made.first_nonfinite
+    (array([0, 2]), array([2., 5.]), array([1., 5.]), array([3., 5.]), 2)
+    """
+    start = 0 if first is None else int(np.searchsorted(steps, first))
+    stop = len(steps) if last is None else int(np.searchsorted(steps, last, side="right"))
+    steps, values = steps[start:stop], values[start:stop].astype(np.float64)
+    if not len(steps):
+        empty = np.zeros(0)
+        return Curve(steps, empty, empty, empty)
+    good = np.isfinite(values)
+    bad = np.flatnonzero(~good)
+    span = int(steps[-1]) - int(steps[0]) + 1
+    where = (steps - steps[0]) * min(most, span) // span
+    starts = np.flatnonzero(np.diff(where, prepend=-1))
+    count = np.add.reduceat(good.astype(np.int64), starts)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        mean = np.add.reduceat(np.where(good, values, 0.0), starts) / count
+        low = np.minimum.reduceat(np.where(good, values, np.inf), starts)
+        high = np.maximum.reduceat(np.where(good, values, -np.inf), starts)
+    none = count == 0
+    return Curve(
+        steps[starts],
+        np.where(none, np.nan, mean),
+        np.where(none, np.nan, low),
+        np.where(none, np.nan, high),
+        len(bad),
+        int(steps[bad[0]]) if len(bad) else -1,
+        float(values[-1]),
+    )
+
+
+def history_curves(
+    followed: FollowedRun, first: int | None = None, last: int | None = None
+) -> dict[str, Curve]:
+    """Loss and metrics of a run by name, and its speed."""
+    history = followed.readable().history
+    names = sorted(history.names, key=lambda name: name != "loss")
+    found = {name: curve(history.steps, history[name], first=first, last=last) for name in names}
+    steps, speed = speeds(followed)
+    if len(steps):
+        found[SPEED] = curve(steps, speed, first=first, last=last)
+    return found
+
+
+def speeds(followed: FollowedRun) -> tuple[np.ndarray, np.ndarray]:
+    """Steps a second, for each execution but the first, whose beginning is not known."""
+    rows = followed.readable().executions
+    seconds = np.diff(rows["ended"])
+    steps = rows["steps"][1:]
+    # Executions that were taken in together have no time of their own; a clock may be set back.
+    good = seconds > 1e-6
+    return rows["first_step"][1:][good], steps[good] / seconds[good]
+
+
+def elapsed(followed: FollowedRun) -> float:
+    """Seconds from the end of the first execution to that of the last."""
+    ended = followed.readable().executions["ended"]
+    return float(ended[-1] - ended[0]) if len(ended) else 0.0

@@ -1,0 +1,63 @@
+"""NaN and Inf: what the guard said, and where the first of them was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tailrace.messages import shown
+from tailrace.page.findings.finding import Finding, Severity
+from tailrace.page.layers import LayerMap
+from tailrace.records.history import History
+
+MOST_REPORTS = 5
+
+
+def nonfinite_findings(
+    reports: list[dict[str, Any]], bad: LayerMap, history: History
+) -> Iterator[Finding]:
+    """Findings about values that are not finite.
+
+    Args:
+        reports: what `tr.stop_on_nonfinite` said.
+        bad: counts of NaN and Inf.
+        history: loss and metrics.
+    """
+    for report in reports[-MOST_REPORTS:]:
+        yield Finding(Severity.BAD, "not finite", shown(report["text"]), step=report["step"])
+    yield from _tensors(bad)
+    loss = history.loss
+    lost = np.flatnonzero(~np.isfinite(loss))
+    if len(lost):
+        first = history.first_step + int(lost[0])
+        yield Finding(
+            Severity.BAD,
+            "not finite",
+            f"The loss is {loss[lost[0]]:g} in step {first}, and not finite in {len(lost):,} of "
+            f"{len(loss):,} steps. observe=[tr.stop_on_nonfinite()] stops a run at the first and "
+            f"names the operation.",
+            step=first,
+        )
+
+
+def _tensors(bad: LayerMap) -> Iterator[Finding]:
+    with np.errstate(invalid="ignore"):
+        there = bad.values > 0
+    if not there.any():
+        return
+    column = int(np.argmax(there.any(axis=0)))
+    row = int(np.argmax(there[:, column]))
+    step = int(bad.steps[column])
+    when = f"step {step}" if bad.width == 1 else f"steps {step} to {step + bad.width - 1}"
+    count = int(there.any(axis=1).sum())
+    yield Finding(
+        Severity.BAD,
+        "not finite",
+        f"The first NaN or Inf that was recorded is in {bad.names[row]!r} ({when}); of the tensors "
+        f"in these steps a step makes this one first. {count} of {len(bad.names)} recorded tensors "
+        f"have some.",
+        bad.names[row],
+        step,
+    )

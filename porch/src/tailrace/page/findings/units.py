@@ -1,0 +1,64 @@
+"""Units that are dead: activations that are zero, and biases that get no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from tailrace.page.findings.finding import Finding, Severity
+from tailrace.page.layers import LayerMap, plain_name
+
+ZERO_ACTIVATIONS = 0.95
+"""An activation with that share of zeros is dead: a working ReLU has about half."""
+
+DEAD_UNITS = 0.1
+"""The share of a bias whose gradient is exactly zero; each such element is a unit that is silent."""
+
+MOST_NAMED = 3
+
+
+def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
+    """Findings about the shares of zeros of a run.
+
+    Args:
+        zero: the shares of zeros.
+        shapes: of the tensors, by name.
+    """
+    late = zero.late()
+    silent: list[tuple[float, str]] = []
+    biases: list[tuple[float, str]] = []
+    for name, share in zip(zero.names, late, strict=True):
+        plain = plain_name(name)
+        if name.startswith("activation/") and share >= ZERO_ACTIVATIONS and not _is_mask(plain):
+            silent.append((float(share), name))
+        if name.startswith("grad/") and len(shapes.get(plain, ())) == 1 and share >= DEAD_UNITS:
+            biases.append((float(share), name))
+    if silent:
+        yield Finding(
+            Severity.WARNING,
+            "dead units",
+            f"Nearly all values are zero in {_shares(silent)}: units that pass nothing on get no "
+            f"gradient either. A lower learning rate, or a leaky activation, keeps them alive.",
+            max(silent)[1],
+        )
+    if biases and np.isfinite([share for share, _ in biases]).all():
+        yield Finding(
+            Severity.WARNING,
+            "dead units",
+            f"Some units get no gradient at all, step after step: {_shares(biases)}. They do not "
+            f"answer to any element of a batch.",
+            max(biases)[1],
+        )
+
+
+def _is_mask(name: str) -> bool:
+    """Whether an operation makes zeros as its work: comparisons, one-hot vectors, masks."""
+    operation = name.rpartition(":")[2]
+    return operation in ("eq", "lt", "gt", "ge", "le", "ne", "one_hot", "iota", "select_n")
+
+
+def _shares(found: list[tuple[float, str]]) -> str:
+    found = sorted(found, reverse=True)
+    named = ", ".join(f"{name!r} ({100 * share:.0f} %)" for share, name in found[:MOST_NAMED])
+    return named + (f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else "")

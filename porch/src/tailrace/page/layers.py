@@ -1,0 +1,124 @@
+"""Layers over steps: one row a tensor, one column for some steps, one number in each cell."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tailrace.errors import RunError
+from tailrace.page.followed import FollowedRun
+from tailrace.page.measures import SOURCES, TITLES, Rows, TableDigest, sizes_of
+from tailrace.runs.tables.stored import StoredTable
+from tailrace.taps.catalogue import Entry, matches
+
+Row = tuple[int, np.ndarray]
+"""How many steps share a column, and the values."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerMap:
+    """A measure of many tensors over the steps.
+
+    Attributes:
+        measure: "rms", "zero" or "nonfinite".
+        names: the tensors, in the order in which a step makes them.
+        steps: the first step of each column.
+        width: how many steps share a column.
+        values: [tensors, columns]; NaN where there is no record.
+        problems: what could not be read, a sentence each.
+    """
+
+    measure: str
+    names: list[str]
+    steps: np.ndarray
+    width: int
+    values: np.ndarray
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """What is shown, in words."""
+        return TITLES[self.measure]
+
+    def only(self, rows: np.ndarray) -> LayerMap:
+        """The rows for which a flag is set."""
+        names = [name for name, flag in zip(self.names, rows, strict=True) if flag]
+        return dataclasses.replace(self, names=names, values=self.values[rows])
+
+    def late(self, share: float = 0.25) -> np.ndarray:
+        """The median of each tensor over the last part of the run; NaN where nothing was recorded."""
+        part = self.values[:, -max(1, int(share * len(self.steps))) :]
+        out = np.full(len(part), np.nan)
+        there = np.isfinite(part).any(axis=1)
+        out[there] = np.nanmedian(part[there], axis=1)
+        return out
+
+
+def layer_map(followed: FollowedRun, measure: str = "rms", select: str = "*") -> LayerMap:
+    """A measure of all tensors that a selection matches, over the steps of a run."""
+    problems: list[str] = []
+    catalogue = followed.catalogue
+    rows: dict[str, list[Row]] = {}
+    sources: dict[str, str] = {}
+    kinds = SOURCES[measure]
+    tables = [table for table in followed.readable().tables if table.kind in kinds]
+    for table in sorted(tables, key=lambda table: kinds.index(table.kind)):
+        wanted = {name for name in table.names if _chosen(select, name)}
+        if not any(sources.get(name, table.kind) == table.kind for name in wanted):
+            continue  # a better kind of record has them all
+        try:
+            found = _digest(followed, table, measure, sizes_of(catalogue))
+        except RunError as error:
+            problems.append(str(error))
+            continue
+        for name, values in zip(found.names, found.values, strict=True):
+            tensor = plain_name(name)
+            if tensor in wanted and sources.setdefault(tensor, table.kind) == table.kind:
+                rows.setdefault(name, []).append((found.width, values))
+    order = {name: place for place, name in enumerate(catalogue.names)}
+    names = sorted(rows, key=lambda name: order.get(plain_name(name), len(order)))
+    return _joined(measure, [(name, rows[name]) for name in names], followed.first_step, problems)
+
+
+def plain_name(name: str) -> str:
+    """The tensor that a row belongs to; layers of a scan have their number behind it.
+
+    >>> plain_name("grad/stack/w [3]")
+    'grad/stack/w'
+    """
+    return name.partition(" [")[0]
+
+
+def _joined(
+    measure: str, rows: list[tuple[str, list[Row]]], first: int, problems: list[str]
+) -> LayerMap:
+    """Rows of tables that began and ended at different steps, on one axis."""
+    parts = [part for _, row in rows for part in row]
+    width = max((each for each, _ in parts), default=1)
+    count = -(-max((each * len(found) for each, found in parts), default=0) // width)
+    values = np.full((len(rows), count), np.nan)
+    for place, (_, row) in enumerate(rows):
+        if len(row) == 1 and row[0][0] == width:
+            values[place, : len(row[0][1])] = row[0][1]
+            continue
+        total, weight = np.zeros(count), np.zeros(count, np.int64)
+        for each, found in row:
+            there = np.isfinite(found)
+            columns = (np.arange(len(found)) * each // width)[there]
+            np.add.at(total, columns, found[there])
+            np.add.at(weight, columns, 1)
+        share = np.minimum(weight, 1) if measure == "nonfinite" else weight
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values[place] = np.where(weight > 0, total / share, np.nan)
+    names = [name for name, _ in rows]
+    return LayerMap(measure, names, first + width * np.arange(count), width, values, problems)
+
+
+def _digest(followed: FollowedRun, table: StoredTable, measure: str, sizes: dict[str, int]) -> Rows:
+    digest = followed.kept((table.path, measure), lambda: TableDigest(measure))
+    return digest.follow(table, sizes, followed.first_step)
+
+
+def _chosen(select: str, name: str) -> bool:
+    return matches(select, Entry(name, name.split("/")[0], (), np.dtype("float32")))

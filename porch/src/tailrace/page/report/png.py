@@ -1,0 +1,43 @@
+"""A picture of indexed colours as PNG: small enough to put into a page as text."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+
+import numpy as np
+
+
+def png(indices: np.ndarray, palette: np.ndarray) -> bytes:
+    """A PNG file.
+
+    Args:
+        indices: [rows, columns] of places in the palette; the last place is transparent.
+        palette: [256, 3].
+
+    >>> png(np.zeros((2, 3), np.uint8), np.zeros((256, 3), np.uint8))[1:4]
+    b'PNG'
+    """
+    rows, columns = indices.shape
+    header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
+    raw = np.zeros((rows, columns + 1), np.uint8)  # each row begins with the number of its filter
+    raw[:, 1:] = indices
+    opaque = bytes([255] * 255 + [0])
+    parts = {
+        b"IHDR": header,
+        b"PLTE": palette.astype(np.uint8).tobytes(),
+        b"tRNS": opaque,
+        b"IDAT": zlib.compress(raw.tobytes(), 9),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in parts.items())
+
+
+def data_address(indices: np.ndarray, palette: np.ndarray) -> str:
+    """The same as an address that holds the picture itself."""
+    return "data:image/png;base64," + base64.b64encode(png(indices, palette)).decode()
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

@@ -1,0 +1,59 @@
+"""`tailrace report RUN`: what ran and how, as one file that opens anywhere, without a network."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tailrace._version import __version__
+from tailrace.errors import RunError
+from tailrace.messages import shown
+from tailrace.page.followed import FollowedRun
+from tailrace.page.report.sections import sections
+
+REPORT = "report.html"
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""What a browser may load for the report: nothing but what is in the file."""
+
+
+def report_html(followed: FollowedRun) -> str:
+    """The report of a run as HTML."""
+    styles = [files("tailrace.page.static").joinpath(name) for name in ("look.css", "report.css")]
+    style = "\n".join(sheet.read_text(encoding="utf-8") for sheet in styles)
+    title = escape(shown(followed.name))
+    body = "".join(
+        f"<section><h2>{escape(heading)}</h2>{html}</section>"
+        for heading, html in sections(followed)
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f"<style>{style}</style></head><body><main><h1>{title}</h1>{body}"
+        f"<footer>Written by tailrace {__version__}.</footer></main></body></html>\n"
+    )
+
+
+def write_report(directory: Any, output: Any = None) -> Path:
+    """Write the report of a run; returns where it is.
+
+    Args:
+        directory: the run.
+        output: the file; None for `report.html` in the run.
+
+    Raises:
+        RunError: the run cannot be read, or the file cannot be written.
+    """
+    followed = FollowedRun(directory)
+    followed.readable()
+    path = followed.directory / REPORT if output is None else Path(output)
+    with followed.reading():
+        text = report_html(followed)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"The report {str(path)!r} cannot be written: {error.strerror}.") from error
+    return path

@@ -1,0 +1,87 @@
+"""The application behind `tailrace view`: the page's files, its answers and its events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+from tailrace.errors import MissingDependency, TailraceError
+from tailrace.page.followed import FollowedRun
+from tailrace.page.server.answers import Answers
+from tailrace.page.server.events import Follower
+from tailrace.page.server.guard import Guard
+
+QUESTIONS = [
+    "overview",
+    "curves",
+    "findings",
+    "about",
+    "catalogue",
+    "tensor",
+    "layers",
+    "plan",
+    "cell",
+]
+"""What the page may ask: methods of `Answers`."""
+
+KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+"""What is served of the folder `static`, by ending."""
+
+
+def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None = None) -> Guard:
+    """An ASGI application that shows runs to whoever has the token."""
+    try:
+        from starlette.applications import Starlette
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import Response, StreamingResponse
+        from starlette.routing import Route
+    except ImportError as error:
+        raise MissingDependency.for_feature("The page", "starlette", "view") from error
+
+    answers = Answers(runs)
+    follower = Follower(runs) if follower is None else follower
+    static = files("tailrace.page.static")
+
+    async def page(request: Any) -> Any:
+        # All that the page loads has the token in its path; see `Guard`.
+        text = static.joinpath("index.html").read_text(encoding="utf-8")
+        return Response(text.replace("BASE", f"/{token}/"), media_type="text/html")
+
+    async def file(request: Any) -> Any:
+        found = _static_file(static, request.path_params["path"])
+        if found is None:
+            return Response("There is no such file.\n", 404, media_type="text/plain")
+        return Response(found[0], media_type=found[1])
+
+    async def events(request: Any) -> Any:
+        return StreamingResponse(follower.events(), media_type="text/event-stream")
+
+    def answering(answer: Callable[[dict[str, str]], Any]) -> Any:
+        async def endpoint(request: Any) -> Any:
+            try:
+                found = await run_in_threadpool(answer, dict(request.query_params))
+            except TailraceError as error:
+                return Response(_json({"problem": str(error)}), 400, media_type="application/json")
+            return Response(_json(found), media_type="application/json")
+
+        return endpoint
+
+    routes = [Route(f"/api/{name}", answering(getattr(answers, name))) for name in QUESTIONS]
+    routes += [Route("/", page), Route("/events", events), Route("/static/{path:path}", file)]
+    return Guard(Starlette(routes=routes), token)
+
+
+def _static_file(static: Any, path: str) -> tuple[bytes, str] | None:
+    """A file of the page, with its type; None for anything else, wherever it points."""
+    parts = path.split("/")
+    ending = "." + path.rpartition(".")[2]
+    if ending not in KINDS or any(part in ("", ".", "..") or "\\" in part for part in parts):
+        return None
+    found = static.joinpath(*parts)
+    return (found.read_bytes(), KINDS[ending]) if found.is_file() else None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)

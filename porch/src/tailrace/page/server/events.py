@@ -1,0 +1,46 @@
+"""Server-sent events: which runs have grown. The page then asks for what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+
+from tailrace.page.followed import FollowedRun
+
+LOOK_EVERY_S = 0.5
+ALIVE_EVERY_S = 15.0
+"""How often a line is sent without news, so that a connection that has gone is noticed."""
+
+
+class Follower:
+    """Looks at runs as long as somebody listens.
+
+    Args:
+        runs: the runs.
+        look_every_s: how often.
+    """
+
+    def __init__(self, runs: Sequence[FollowedRun], look_every_s: float = LOOK_EVERY_S) -> None:
+        self._runs, self._look_every_s = runs, look_every_s
+        self.closing = False
+
+    async def events(self) -> AsyncIterator[str]:
+        """An event with the versions of all runs at first, then whenever one has changed."""
+        loop = asyncio.get_running_loop()
+        told: list[int] = []
+        said = loop.time()
+        while not self.closing:
+            await asyncio.to_thread(self._look)
+            versions = [followed.version for followed in self._runs]
+            if versions != told:
+                told, said = versions, loop.time()
+                yield f"event: versions\ndata: {json.dumps(versions)}\n\n"
+            elif loop.time() - said > ALIVE_EVERY_S:
+                said = loop.time()
+                yield ": alive\n\n"
+            await asyncio.sleep(self._look_every_s)
+
+    def _look(self) -> None:
+        for followed in self._runs:
+            followed.look()

@@ -1,0 +1,108 @@
+"""`tailrace view`: find the runs, open a port of this machine, print the address, serve."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tailrace.errors import MissingDependency, OptionError, RunError
+from tailrace.page.followed import FollowedRun
+from tailrace.page.server.app import make_app
+from tailrace.page.server.events import Follower
+from tailrace.runs.info import RUN_FILE
+
+LOOPBACK = "127.0.0.1"
+MOST_RUNS = 32
+
+
+def find_runs(directories: Sequence[Any]) -> list[FollowedRun]:
+    """The runs of directories; a folder without a run whose folders hold some stands for those.
+
+    Raises:
+        RunError: a directory is not there, or there are too many runs.
+    """
+    found: list[Path] = []
+    for directory in map(Path, directories):
+        inside: list[Path] = []
+        if directory.is_dir() and not (directory / RUN_FILE).exists():
+            inside = sorted(path.parent for path in directory.glob(f"*/{RUN_FILE}"))
+        elif not directory.is_dir():
+            FollowedRun(directory).readable()  # it says what is there instead
+        found += inside or [directory]
+    if len(found) > MOST_RUNS:
+        raise RunError(
+            f"The page shows {MOST_RUNS} runs at most, and there are {len(found)}. Name those to show."
+        )
+    return [FollowedRun(directory) for directory in found]
+
+
+def serve(
+    directories: Sequence[Any],
+    port: int = 0,
+    *,
+    announce: Callable[[str], None] | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve the page about some runs until Ctrl-C.
+
+    Args:
+        directories: run directories, or folders of them.
+        port: where to listen; 0 for a free port.
+        announce: gets the address, token included; None prints it.
+        stop: ends the server when it is set.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingDependency.for_feature("The page", "uvicorn", "view") from error
+    runs, token = find_runs(directories), secrets.token_urlsafe(24)
+    follower = Follower(runs)
+    app = make_app(runs, token, follower)
+    listening = _listen(port)
+    address = f"http://{LOOPBACK}:{listening.getsockname()[1]}/?token={token}"
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    tell = functools.partial(print, flush=True) if announce is None else announce
+    tell(f"Look at {address}  (Ctrl-C ends it)")
+    with listening:
+        asyncio.run(_serve(server, follower, listening, stop))
+
+
+async def _serve(
+    server: Any, follower: Follower, listening: socket.socket, stop: threading.Event | None
+) -> None:
+    async def watch() -> None:
+        while not server.should_exit:
+            if stop is not None and stop.is_set():
+                server.should_exit = True
+            await asyncio.sleep(0.05)
+        follower.closing = True  # streams of events end, so that the server can
+
+    watching = asyncio.create_task(watch())
+    await server.serve(sockets=[listening])
+    server.should_exit = True
+    await watching
+
+
+def _listen(port: int) -> socket.socket:
+    if not 0 <= port < 65536:
+        raise OptionError(f"--port is a number from 0 to 65535. Received: {port}.")
+    try:
+        return socket.create_server((LOOPBACK, port))
+    except OSError as error:
+        raise OptionError(
+            f"Nothing can listen at port {port}: {error.strerror}. Give another --port, or none."
+        ) from error

@@ -1,0 +1,90 @@
+"""Values summed up by step: a fixed number of columns, however long a run is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MOST_COLUMNS = 512
+"""The most columns; from half of that on, steps share a column."""
+
+
+def column_width(steps: int, most: int = MOST_COLUMNS) -> int:
+    """How many steps share a column: a power of two, so that columns can be joined later.
+
+    >>> column_width(100), column_width(513), column_width(100_000)
+    (1, 2, 256)
+    """
+    width = 1
+    while -(-steps // width) > most:
+        width *= 2
+    return width
+
+
+class StepColumns:
+    """Sums and counts of values, by step; rows are added as they come.
+
+    Args:
+        first: the number of the first step.
+        shape: of a value.
+
+    Attributes:
+        width: how many steps share a column.
+
+    >>> columns = StepColumns(0, ())
+    >>> columns.add(np.arange(1000), np.ones(1000))
+    >>> columns.width, columns.total[:2], columns.mean()[:2]
+    (2, array([2., 2.]), array([1., 1.]))
+    """
+
+    def __init__(self, first: int, shape: tuple[int, ...]) -> None:
+        self.first, self.width = first, 1
+        self.total = np.zeros((0, *shape))
+        self.count = np.zeros((0, *shape), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.total)
+
+    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
+        """Add a value for each step; what is not finite is left out."""
+        inside = steps >= self.first
+        if not inside.all():
+            steps, values = steps[inside], values[inside]
+        if not len(steps):
+            return
+        self._reach(int(steps.max()))
+        where = (steps - self.first) // self.width
+        starts = np.flatnonzero(np.diff(where, prepend=-1))
+        there = np.isfinite(values)
+        filled = np.where(there, values, 0.0)
+        np.add.at(self.total, where[starts], np.add.reduceat(filled, starts, axis=0))
+        np.add.at(
+            self.count, where[starts], np.add.reduceat(there.astype(np.int64), starts, axis=0)
+        )
+
+    def _reach(self, last: int) -> None:
+        needed = last - self.first + 1
+        self.widen(column_width(needed))
+        missing = -(-needed // self.width) - len(self)
+        if missing > 0:
+            pad = [(0, missing), *[(0, 0)] * (self.total.ndim - 1)]
+            self.total, self.count = np.pad(self.total, pad), np.pad(self.count, pad)
+
+    def widen(self, width: int) -> None:
+        """Join columns until `width` steps share one."""
+        while self.width < width:
+            self.total, self.count = _pairs(self.total), _pairs(self.count)
+            self.width *= 2
+
+    def mean(self) -> np.ndarray:
+        """The mean in each column; NaN where there is no value."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.total / np.where(self.count, self.count, np.nan)
+
+    def sums(self) -> np.ndarray:
+        """The sum in each column; NaN where there is no value."""
+        return np.where(self.count, self.total, np.nan)
+
+
+def _pairs(array: np.ndarray) -> np.ndarray:
+    """Neighbours along the first dim, added; an odd one at the end stays as it is."""
+    return np.add.reduceat(array, np.arange(0, len(array), 2), axis=0) if len(array) else array

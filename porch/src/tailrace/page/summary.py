@@ -1,0 +1,125 @@
+"""What ran, in rows of label and text: for the terminal, the report and the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tailrace.messages import shown
+from tailrace.page.curves import elapsed, speeds
+from tailrace.page.followed import FollowedRun
+
+MOST_CHARACTERS = 300
+"""Of a text that a file gives."""
+
+OWN = ("devices", "options", "taps", "versions", "catalogue", "plan", "format", "run", "created")
+"""Entries of run.json that have a place of their own here; others are shown as they are."""
+
+Rows = list[tuple[str, str]]
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number for people.
+
+    >>> number(0.000123456), number(1234567.0), number(float("nan")), number(None)
+    ('0.0001235', '1.235e+06', 'nan', '')
+    """
+    return "" if value is None else f"{value:.{digits}g}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(0.25), duration(75), duration(3700)
+    ('0.2 s', '1 min 15 s', '1 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def state(followed: FollowedRun) -> str:
+    """Whether a run has ended: a word."""
+    if followed.run is None:
+        return "unreadable"
+    if followed.run.nonfinite_reports:
+        return "stopped"
+    return "ended" if followed.run.is_ended else "growing, or interrupted"
+
+
+def numbers(followed: FollowedRun) -> Rows:
+    """How far a run came and how fast, and the last of each metric."""
+    run = followed.readable()
+    history = run.history
+    rows = [("state", state(followed)), ("steps", f"{len(history):,}")]
+    _, speed = speeds(followed)
+    if len(speed):
+        steps = run.executions["steps"][1:].sum()
+        rows.append(("speed", f"{number(steps / max(elapsed(followed), 1e-9))} steps/s"))
+        rows.append(("time", f"{duration(elapsed(followed))} after the first execution"))
+    for name, last in history.last().items():
+        first = float(history[name][0])
+        rows.append((_text(name), f"{number(last)} (first step: {number(first)})"))
+    return rows
+
+
+def what_ran(followed: FollowedRun) -> dict[str, Rows]:
+    """Program, devices, options, taps and versions of a run, by heading."""
+    info = followed.readable().info
+    program: Rows = [("directory", _text(str(followed.directory)))]
+    program.append(("began", _text(info.get("created", "unknown"))))
+    program.append(("devices", _devices(info.get("devices"))))
+    program.append(("tensors", f"{len(followed.catalogue):,} in a step"))
+    if (plan := followed.readable().plan) is not None:
+        program.append(
+            (
+                "pipeline",
+                f"{plan.stages} stages, {plan.microbatches} microbatches, {plan.schedule}, bubble "
+                f"{100 * plan.bubble:.1f} %",
+            )
+        )
+    found = {"Program": program, "Options": _mapping(info.get("options"))}
+    found["Taps"] = [
+        (_text(tap.get("select")), f"{_text(tap.get('reduce'))}, {_text(tap.get('mode'))}")
+        for tap in info.get("taps") or []
+        if isinstance(tap, Mapping)
+    ]
+    for name, value in info.items():
+        if name not in OWN and value not in (None, {}, []):
+            rows = _mapping(value) if isinstance(value, Mapping) else [(_text(name), _text(value))]
+            found[_text(name).capitalize()] = rows
+    found["Compilations"] = [
+        (_text(row["purpose"]), f"{_text(row['cause'])}, {_compile_time(row)}")
+        for row in followed.readable().compilations
+    ]
+    found["Versions"] = _mapping(info.get("versions"))
+    return {title: rows for title, rows in found.items() if rows}
+
+
+def _compile_time(row: Mapping[str, Any]) -> str:
+    return "shared" if row["shared"] else duration(row["seconds"])
+
+
+def _devices(devices: Any) -> str:
+    if not isinstance(devices, list) or not devices:
+        return "unknown"
+    kinds: dict[str, int] = {}
+    for device in devices:
+        kind = _text(device.get("kind", "unknown")) if isinstance(device, Mapping) else "unknown"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def _mapping(value: Any) -> Rows:
+    items = value.items() if isinstance(value, Mapping) else ()
+    return [(_text(name), _text(inner)) for name, inner in items]
+
+
+def _text(value: Any) -> str:
+    """What a file says, safe to print and not endless."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return shown(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…")

@@ -1,0 +1,85 @@
+"""`tailrace show RUN`: what ran, with which numbers, the curve of the loss, and findings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.errors import TailraceError
+from tailrace.messages import shown
+from tailrace.page.findings.finding import Severity
+from tailrace.page.findings.findings import findings
+from tailrace.page.followed import FollowedRun
+from tailrace.page.summary import Rows, numbers, what_ran
+from tailrace.page.terminal.chart import chart
+from tailrace.runs.profiles import read_profile
+
+COLOURS = {Severity.BAD: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+
+
+def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
+    """A run for rich to print.
+
+    Args:
+        followed: the run.
+        width: of the terminal, in characters.
+        brief: without options, taps and versions.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    try:
+        with followed.reading():
+            history = followed.readable().history
+            parts: list[Any] = [
+                Text(shown(followed.name), style="bold"),
+                _table(numbers(followed), width),
+            ]
+            if len(history):
+                parts.append(Text("\nloss", style="bold"))
+                parts.append(Text("\n".join(chart(history.steps, history.loss, min(width, 100)))))
+            parts += [Text("\nfindings", style="bold"), _findings(followed)]
+            if not brief and (profile := read_profile(followed.directory)) is not None:
+                parts += [Text("\ntime by scope", style="bold"), Text(str(profile))]
+            if not brief:
+                for title, rows in what_ran(followed).items():
+                    parts += [Text(f"\n{title.lower()}", style="bold"), _table(rows, width)]
+    except TailraceError as error:
+        return Text(str(error), style="red")
+    return Group(*parts)
+
+
+def _table(rows: Rows, width: int) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", max_width=max(12, width // 3), overflow="fold")
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(Text(label), Text(text))
+    return table
+
+
+def _findings(followed: FollowedRun) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    found = findings(followed)
+    if not found:
+        return Text("none in what was recorded")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for one in found:
+        table.add_row(Text(one.topic, style=COLOURS[one.severity]), Text(one.text))
+    return table
+
+
+def show(directory: str) -> None:
+    """Print a run."""
+    from rich.console import Console
+
+    followed = FollowedRun(directory)
+    followed.readable()
+    console = Console()
+    console.print(pictured(followed, console.width))

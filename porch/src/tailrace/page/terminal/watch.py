@@ -1,0 +1,38 @@
+"""`tailrace watch RUN`: the same as `show`, again and again while the run grows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tailrace.page.followed import FollowedRun
+from tailrace.page.terminal.show import pictured
+
+POLL_S = 0.5
+
+
+def watch(directory: str, console: Any = None, poll_s: float = POLL_S) -> None:
+    """Show a run until it ends, or until Ctrl-C.
+
+    Args:
+        directory: the run; it may be one that has not begun, if the directory is there.
+        console: where to show it; None is the terminal.
+        poll_s: how long to wait before looking again.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console() if console is None else console
+    followed = FollowedRun(directory)
+    if not followed.directory.is_dir():
+        followed.readable()
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        seen = -1
+        while True:
+            if followed.version != seen:
+                seen = followed.version
+                live.update(pictured(followed, console.width, brief=True), refresh=True)
+                if followed.run is not None and not followed.problem and followed.run.is_ended:
+                    return
+            time.sleep(poll_s)
+            followed.look()

@@ -1,0 +1,318 @@
+"""`tr.balance`: where to cut a model so that its slowest stage is as fast as it can be."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import PipelineError
+from tailrace.feeds.elements import call_with_element
+from tailrace.jaxprs import internals, jax_seams
+from tailrace.jaxprs.control import Cond, Scan, control, programs_in
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Var, nbytes, variables
+from tailrace.jaxprs.marks import ProgramTrace, is_tracing, tracing
+from tailrace.jaxprs.operations import multiplications
+from tailrace.jaxprs.own_equations import is_mark
+from tailrace.jaxprs.stretches import (
+    bound,
+    crossing_bytes,
+    is_float,
+    live_ins,
+    made_by,
+    results_of,
+    run,
+    used_by,
+)
+from tailrace.pipeline.balance_cuts import balanced_cut, stage_sums
+from tailrace.pipeline.boundary import stage_boundary
+from tailrace.pipeline.pipeline import Pipeline
+
+_BACKWARD = 2.0
+"""A backward multiplies twice what its forward multiplies once."""
+
+_FLOPS_PER_BYTE = 4.0
+"""How many operations a device does while it moves a byte: what elementwise work costs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProposedStage:
+    """One stage of a proposed cut.
+
+    Attributes:
+        share: of the model's time that it takes.
+        parameters: bytes of the parameters it uses.
+        sends: bytes that go on to the next stage for each microbatch.
+        begins: `file:line` of the model's code where it begins.
+        seconds: its forward and backward, if they were measured.
+    """
+
+    share: float
+    parameters: int
+    sends: int
+    begins: str
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Balance:
+    """A proposed cut; prints what it expects. Call it like the function it was made from.
+
+    Attributes:
+        stages: what each stage will do.
+        cut: the first operation of each stage after the first.
+        function: the model.
+    """
+
+    stages: tuple[ProposedStage, ...]
+    cut: tuple[int, ...]
+    function: Callable[..., Any]
+    operations: int
+    takes_whole_element = True
+
+    @property
+    def slowest(self) -> float:
+        """The share of the slowest stage; 1 / stages would be even."""
+        return max(stage.share for stage in self.stages)
+
+    @property
+    def speedup(self) -> float:
+        """How much faster than one device the stages are at best, without ramp-up and -down."""
+        return 1 / self.slowest
+
+    def pipeline(self, **options: Any) -> Pipeline:
+        """A `tr.Pipeline` of the model, cut like this; options are those of `tr.Pipeline`."""
+        return Pipeline(self, **options)
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns, with boundaries where stages end."""
+        *first, element = args
+
+        def whole(*args: Any) -> Any:
+            return call_with_element(self.function, args[:-1], args[-1])
+
+        leaves, structure = jax.tree.flatten((*first, element))
+        closed, form = _traced(whole, structure, leaves)
+        if len(closed.jaxpr.eqns) != self.operations:
+            raise PipelineError(
+                f"This cut was made for a model of {self.operations} operations; on this batch it "
+                f"has {len(closed.jaxpr.eqns)}. Balance it again with an example like the batch."
+            )
+        return jax.tree.unflatten(form, _with_boundaries(closed, self.cut, leaves))
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{len(self.stages)} stages; the slowest takes {self.slowest:.1%} of the time (even "
+            f"would be {1 / len(self.stages):.1%}), at best {self.speedup:.2f} times one device"
+        ]
+        for number, stage in enumerate(self.stages):
+            measured = "" if stage.seconds is None else f", {stage.seconds * 1e3:.3g} ms"
+            sends = f", sends {stage.sends:,} bytes" if number < len(self.stages) - 1 else ""
+            where = f", from {stage.begins}" if stage.begins else ""
+            lines.append(
+                f"  stage {number}: {stage.share:.1%}{measured}, {stage.parameters:,} bytes of "
+                f"parameters{sends}{where}"
+            )
+        return "\n".join(lines)
+
+
+def balance(
+    fn: Callable[..., Any],
+    params: Any,
+    example: Any,
+    *,
+    stages: int,
+    model_state: Any = None,
+    measure: bool = False,
+) -> Balance:
+    """Propose where to cut a model into stages.
+
+    Operations keep their order; among the cuts with the smallest slowest stage, values that cross
+    are as small as can be near it.
+
+    Args:
+        fn: the model, called like a trainer's loss function.
+        params: its parameters.
+        example: an element of the dataset.
+        stages: how many stages to make.
+        model_state: the model state, if it has one.
+        measure: run the stages and correct the estimate by their times, twice.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, tailrace as tr
+        >>> def model(params, x):
+        ...     for w in params:
+        ...         x = jnp.tanh(x @ w)
+        ...     return x.mean()
+        >>> params = [np.ones((16, 16), np.float32)] * 4
+        >>> tr.balance(model, params, np.ones((8, 16), np.float32), stages=2).slowest < 0.6
+        True
+    """
+    first = (params,) if model_state is None else (params, model_state)
+
+    def whole(*args: Any) -> Any:
+        return call_with_element(fn, args[:-1], args[-1])
+
+    leaves, structure = jax.tree.flatten((*first, example))
+    closed, _ = _traced(whole, structure, leaves)
+    eqns = closed.jaxpr.eqns
+    count = len(jax.tree.leaves(params))
+    costs = np.array([cost_of(eqn) for eqn in eqns])
+    if len(eqns) < stages:
+        raise PipelineError(
+            f"Each stage has at least one operation: this model has {len(eqns)}, and {stages} stages "
+            f"were asked for. Ask for fewer."
+        )
+    cut, seconds = _cheap_cut(closed, costs, stages), None
+    for _ in range(2 if measure else 0):
+        seconds = _measured(closed, cut, leaves)
+        shares = stage_sums(costs.tolist(), cut)
+        edges = [0, *cut, len(eqns)]
+        for number, took in enumerate(seconds):
+            part = slice(edges[number], edges[number + 1])
+            costs[part] *= took / max(shares[number], 1e-30)
+        cut = _cheap_cut(closed, costs, stages)
+    if measure:
+        seconds = _measured(closed, cut, leaves)
+    sums = np.array(seconds if seconds is not None else stage_sums(costs.tolist(), cut))
+    proposed = []
+    edges = [0, *cut, len(eqns)]
+    crossing = crossing_bytes(eqns, closed.jaxpr.outvars)
+    for number in range(stages):
+        part = eqns[edges[number] : edges[number + 1]]
+        used = used_by(part)
+        weights = sum(nbytes(v.aval) for v in closed.jaxpr.invars[:count] if v in used)
+        proposed.append(
+            ProposedStage(
+                float(sums[number] / sums.sum()),
+                weights,
+                crossing[edges[number + 1]] if number < stages - 1 else 0,
+                next((found for eqn in part if (found := internals.user_frame(eqn))), ""),
+                None if seconds is None else float(seconds[number]),
+            )
+        )
+    return Balance(tuple(proposed), cut, fn, len(eqns))
+
+
+def cost_of(eqn: JaxprEqn) -> float:
+    """What one operation costs, forward and backward, in multiplications and additions."""
+    if inside := programs_in(eqn):
+        found = control(eqn)
+        sums = [sum(cost_of(e) for e in jaxpr.eqns) for jaxpr in inside]
+        passes = found.length if isinstance(found, Scan) else 1
+        return passes * (max(sums) if isinstance(found, Cond) else sum(sums))
+    if is_mark(eqn):
+        return 0.0
+    moved = _FLOPS_PER_BYTE * sum(nbytes(v.aval) for v in [*eqn.invars, *eqn.outvars])
+    return (1 + _BACKWARD) * max(multiplications(eqn), moved)
+
+
+def _traced(whole: Callable[..., Any], structure: Any, leaves: Sequence[Any]) -> Any:
+    jax_seams.check()
+    form: list[Any] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        out, out_form = jax.tree.flatten(whole(*jax.tree.unflatten(structure, leaves)))
+        form[:] = [out_form]
+        return out
+
+    shapes = [jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in leaves]
+    if is_tracing():
+        return jax.make_jaxpr(flat)(*shapes), form[0]
+    with tracing(ProgramTrace()):
+        return jax.make_jaxpr(flat)(*shapes), form[0]
+
+
+def _with_boundaries(closed: ClosedJaxpr, cut: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
+    """Run a model, with a boundary before each operation that begins a stage."""
+    jaxpr = closed.jaxpr
+    known = bound(jaxpr, closed.consts, inputs)
+    edges = [0, *cut, len(jaxpr.eqns)]
+    for first, last in itertools.pairwise(edges):
+        if first:
+            crossing = [v for v in _alive(closed, first) if v not in jaxpr.invars] or [
+                v for v in known if v not in jaxpr.constvars
+            ][:1]
+            marked = stage_boundary([known[v] for v in crossing])
+            known.update(zip(crossing, marked, strict=True))
+        run(jaxpr.eqns[first:last], known)
+    return results_of(known, jaxpr.outvars)
+
+
+def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
+    """Variables that are made before an operation and used from there on."""
+    jaxpr = closed.jaxpr
+    before = set(made_by(jaxpr.eqns[:index]))
+    later = [*used_by(jaxpr.eqns[index:]), *variables(jaxpr.outvars)]
+    return [v for v in dict.fromkeys(later) if v in before]
+
+
+def _cheap_cut(closed: ClosedJaxpr, costs: np.ndarray, stages: int) -> tuple[int, ...]:
+    """The balanced cut, each boundary moved to the narrowest place that costs next to nothing."""
+    cut = list(balanced_cut(costs.tolist(), stages))
+    slack = 0.02 * costs.sum() / stages
+    crossing = crossing_bytes(closed.jaxpr.eqns, closed.jaxpr.outvars)
+    for number, place in enumerate(cut):
+        low = cut[number - 1] + 1 if number else 1
+        high = (cut[number + 1] if number + 1 < len(cut) else len(costs)) - 1
+        near = [
+            i
+            for i in range(low, high + 1)
+            if abs(costs[min(i, place) : max(i, place)].sum()) <= slack
+        ]
+        cut[number] = min(near, key=lambda i: (crossing[i], abs(i - place)))
+    return tuple(cut)
+
+
+def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) -> list[float]:
+    """Seconds of each stage's forward and backward, the best of a few runs."""
+    jaxpr = closed.jaxpr
+    edges = [0, *cut, len(jaxpr.eqns)]
+    known = bound(jaxpr, closed.consts, list(map(jnp.asarray, leaves)))
+    seconds = []
+    for first, last in itertools.pairwise(edges):
+        part = jaxpr.eqns[first:last]
+        used, made = live_ins(part), set(made_by(part))
+        ends = [v for v in _alive(closed, last) if v in made] or [
+            v for v in jaxpr.outvars if v in made
+        ]
+        floats = [v for v in used if is_float(v)]
+        rest = {v: known[v] for v in used if v not in floats}
+
+        def stage(
+            *values: Any, part: Any = part, floats: Any = floats, rest: Any = rest, ends: Any = ends
+        ) -> Any:
+            here = {**rest, **dict(zip(floats, values, strict=True))}
+            run(part, here)
+            return [here[v] for v in ends]
+
+        both = _both_ways(stage)
+        values = [known[v] for v in floats]
+        outputs, _ = jax.block_until_ready(both(*values))
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            jax.block_until_ready(both(*values))
+            times.append(time.perf_counter() - started)
+        seconds.append(min(times))
+        known.update(zip(ends, outputs, strict=True))
+    return seconds
+
+
+def _both_ways(stage: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage and its backward, compiled together."""
+
+    def floats_of(*values: Any) -> list[Any]:
+        return [out for out in stage(*values) if jnp.issubdtype(out.dtype, jnp.inexact)]
+
+    def both(*values: Any) -> Any:
+        out, pull = jax.vjp(floats_of, *values)
+        return stage(*values), pull([jnp.ones_like(x) for x in out])
+
+    return jax.jit(both)

@@ -1,0 +1,40 @@
+"""`tr.stage_boundary`: where one stage of a pipeline ends and the next begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from tailrace.errors import PipelineError
+from tailrace.jaxprs.marks import Tag, mark
+
+ROLE = "stage"
+NEXT, BESIDE = "next", "beside"
+
+
+def stage_boundary(values: Any) -> Any:
+    """End a stage of a pipeline here: everything computed after this belongs to the next one.
+
+    Only the order of computation counts. `values` are returned as they are; give what flows on to
+    the next stage. Values that skip stages are passed along by themselves. Outside a `tr.Pipeline`
+    it does nothing.
+
+    Args:
+        values: a tree of arrays, with at least one.
+
+    >>> import jax.numpy as jnp
+    >>> float(stage_boundary(jnp.float32(2.0)))
+    2.0
+    """
+    return boundary(values, NEXT)
+
+
+def boundary(values: Any, which: str) -> Any:
+    """Begin the next stage, or (`BESIDE`) the next member of a group of concurrent stages."""
+    if not jax.tree.leaves(values):
+        raise PipelineError(
+            f"tr.stage_boundary marks the values that flow from one stage to the next, and there "
+            f"is at least one. Received: {values!r}. Give the activations."
+        )
+    return mark(values, Tag(ROLE, payload=which))

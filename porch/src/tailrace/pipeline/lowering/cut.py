@@ -1,0 +1,267 @@
+"""Cutting a traced model into the pieces that stages of a pipeline compute.
+
+The equations between two boundaries are a piece. Three kinds of equation move from where they were
+traced to where they are used, so that nothing needless is kept or sent:
+
+* what depends on parameters alone (a cast, a transposed weight) is computed in each piece that uses it,
+* what depends on the batch alone and is used in one later piece (labels made one-hot) goes there,
+  unless a boundary names it,
+* the marks of the boundaries themselves vanish: what they mark is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+
+from tailrace.errors import PipelineError
+from tailrace.jaxprs import stretches
+from tailrace.jaxprs.control import jit_of, programs_in
+from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, bind_again, variables
+from tailrace.jaxprs.operations import name_of
+from tailrace.jaxprs.own_equations import ambient_in, has_role, is_mark, tag_in
+from tailrace.jaxprs.stretches import Emit, live_ins, run
+from tailrace.pipeline.boundary import BESIDE, ROLE
+
+Region = tuple[int, int]
+"""A stage, and a member of it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """What one member of one stage computes of one microbatch, forward.
+
+    Attributes:
+        stage: which stage.
+        member: which member of it, if it is a group of concurrent stages; else 0.
+        equations: in order; their operands are free of boundaries.
+        inputs: variables that it reads and does not make.
+        outputs: variables that it makes and that are used elsewhere.
+    """
+
+    stage: int
+    member: int
+    equations: tuple[JaxprEqn, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+
+    def run(
+        self, inputs: Sequence[Any], consts: dict[Any, Any], emit: Emit = bind_again
+    ) -> dict[Any, Any]:
+        """Emit the piece on values for its inputs; all variables it makes, by variable."""
+        known = {**consts, **dict(zip(self.inputs, inputs, strict=True))}
+        run(self.equations, known, emit)
+        return known
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cut:
+    """A model in pieces, in the order in which they run.
+
+    Attributes:
+        pieces: members of one stage follow each other.
+        invars: the variables of the whole model's inputs.
+        outvars: the variables (or literals) of its outputs.
+        consts: values of variables that are constants.
+        parameters: those of the inputs that are parameters.
+        state: those that are model state.
+        everywhere: those that every unit finds where they are: parameters, the element, what is
+            equal for all.
+    """
+
+    pieces: tuple[Piece, ...]
+    invars: tuple[Var, ...]
+    outvars: tuple[Any, ...]
+    consts: dict[Any, Any]
+    parameters: tuple[Var, ...]
+    state: tuple[Var, ...]
+    everywhere: frozenset[Var]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """For each stage, how many members it has."""
+        stages = [piece.stage for piece in self.pieces]
+        return tuple(stages.count(stage) for stage in dict.fromkeys(stages))
+
+
+def cut_function(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Cut, Any]:
+    """Trace `function(params, model_state, batch, inputs)` on the forms of `args`, and cut it.
+
+    Returns:
+        The pieces, and the structure of what the function returns.
+    """
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*forms)
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    everywhere = range(counts[0] + counts[1], sum(counts))
+    return cut(closed, counts[0], everywhere), jax.tree.structure(shape)
+
+
+def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
+    """Cut a traced model at its boundaries.
+
+    Args:
+        closed: the model, forward.
+        parameters: how many of its inputs, from the first, are parameters.
+        batch: which of its inputs are there in every stage: the element, and what is equal for all.
+    """
+    closed = opened(closed)
+    jaxpr = closed.jaxpr
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    regions, equations, outvars, passed, order = _regions(jaxpr)
+    anywhere = frozenset(jaxpr.invars[i] for i in batch)
+    fixed = {*jaxpr.invars[:parameters], *consts}
+    homes = _homes(
+        equations, regions, {*variables(outvars), *passed}, fixed, anywhere | set(consts)
+    )
+    made_in = {var: home for eqn, home in zip(equations, homes, strict=True) for var in eqn.outvars}
+    used_in: dict[Any, set[Region]] = {}
+    for eqn, home in zip(equations, homes, strict=True):
+        for var in variables(eqn.invars):
+            used_in.setdefault(var, set()).update(home)
+    results = set(variables(outvars))
+    pieces = []
+    for region in order:
+        own = [e for e, home in zip(equations, homes, strict=True) if region in home]
+        inputs = tuple(var for var in live_ins(own) if var not in consts)
+        _check_beside(region, inputs, made_in)
+
+        def leaves(var: Any, region: Region = region) -> bool:
+            """Whether this piece hands a value that it makes to another, or out of the model."""
+            made = made_in[var]
+            # What is computed wherever it is used is no piece's output. As a result of the model it
+            # is the first one's.
+            if var in results and region == min(made, key=order.index):
+                return True
+            return any(region not in made or user not in made for user in used_in.get(var, ()))
+
+        outputs = tuple(filter(leaves, stretches.made_by(own)))
+        pieces.append(Piece(*region, tuple(own), inputs, outputs))
+    invars = tuple(jaxpr.invars)
+    return Cut(
+        pieces=tuple(pieces),
+        invars=invars,
+        outvars=tuple(outvars),
+        consts=consts,
+        parameters=invars[:parameters],
+        state=invars[parameters : batch.start],
+        everywhere=anywhere.union(invars[:parameters]),
+    )
+
+
+def _check_beside(region: Region, inputs: Sequence[Any], made_in: dict[Any, set[Region]]) -> None:
+    for var in inputs:
+        for stage, member in made_in.get(var, ()):
+            if stage == region[0] and member != region[1]:
+                raise PipelineError(
+                    f"Concurrent stages do not see each other's values. In stage {stage}, member "
+                    f"{region[1]} uses {var.aval.str_short()} of member {member}; the loss counts as "
+                    f"part of the last stage. Put a stage behind the group that takes both."
+                )
+
+
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with every `jit` that holds a boundary replaced by its contents."""
+    if not any(_holds_boundary(eqn) for eqn in closed.jaxpr.eqns):
+        return closed
+
+    def opens(eqn: JaxprEqn) -> bool:
+        if not _holds_boundary(eqn):
+            return False
+        if jit_of(eqn) is None:
+            raise PipelineError(
+                f"A tr.stage_boundary stands inside {name_of(eqn)!r}, where a model cannot "
+                f"be cut. Move it out of the loop, branch or recomputation, to the top of the "
+                f"model."
+            )
+        return True
+
+    return stretches.opened(closed, [_form(var) for var in closed.jaxpr.invars], opens)
+
+
+def _holds_boundary(eqn: JaxprEqn) -> bool:
+    return any(
+        _is_boundary(inner_eqn) or _holds_boundary(inner_eqn)
+        for inner in programs_in(eqn)
+        for inner_eqn in inner.eqns
+    )
+
+
+def _is_boundary(eqn: JaxprEqn) -> bool:
+    return has_role(eqn, ROLE)
+
+
+def _regions(
+    jaxpr: Jaxpr,
+) -> tuple[list[Region], list[JaxprEqn], list[Any], set[Any], list[Region]]:
+    """(stage, member) of each equation, the equations without boundaries, outputs, what is passed.
+
+    Last all regions there are: a stage that only passes values on has no equation.
+    """
+    # A boundary is an identity: behind it the value keeps the variable that it had before.
+    same: dict[Any, Any] = {}
+    passed: set[Any] = set()
+    stage = member = 0
+    regions, equations, order = [], [], [(0, 0)]
+    for eqn in jaxpr.eqns:
+        if (tag := tag_in(eqn)) is not None and tag.role == ROLE:
+            beside = tag.payload == BESIDE
+            stage, member = (stage, member + 1) if beside else (stage + 1, 0)
+            order.append((stage, member))
+            same.update(
+                (out, same.get(var, var) if isinstance(var, Var) else var)
+                for out, var in zip(eqn.outvars, eqn.invars, strict=True)
+            )
+            passed.update(same[out] for out in eqn.outvars if isinstance(same[out], Var))
+            continue
+        invars = [same.get(var, var) if isinstance(var, Var) else var for var in eqn.invars]
+        equations.append(eqn.replace(invars=invars))
+        regions.append((stage, member))
+    outvars = [same.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
+    return regions, equations, outvars, passed, order
+
+
+def _homes(
+    equations: Sequence[JaxprEqn],
+    regions: Sequence[Region],
+    claimed: set[Any],
+    fixed: set[Any],
+    anywhere: Collection[Any],
+) -> list[set[Region]]:
+    """The regions in which each equation is computed; what makes a `claimed` value stays."""
+    # Light: made of parameters alone, so each piece that uses it can make it for itself. Loose: made of
+    # the element alone, so the one piece that uses it can make it instead. What has effects, names a
+    # value or draws a key stays where it was traced.
+    light, loose = set(fixed), set(anywhere)
+    is_light, is_loose = [], []
+    for eqn in equations:
+        quiet = not eqn.effects and not is_mark(eqn) and ambient_in(eqn) is None
+        operands = variables(eqn.invars)
+        is_light.append(quiet and all(var in light for var in operands))
+        is_loose.append(quiet and all(var in loose for var in operands))
+        if is_light[-1]:
+            light.update(eqn.outvars)
+        if is_loose[-1]:
+            loose.update(eqn.outvars)
+    # Backwards, so that all users of a value have their homes before the value gets its own: chains of
+    # light or loose equations move together.
+    users: dict[Any, set[Region]] = {}
+    homes: list[set[Region]] = [set() for _ in equations]
+    for index in reversed(range(len(equations))):
+        eqn, own = equations[index], regions[index]
+        used = set().union(*(users.get(var, set()) for var in eqn.outvars))
+        if any(var in claimed for var in eqn.outvars) and not is_light[index]:
+            used = used | {own}
+        moves = is_light[index] or (is_loose[index] and own not in used and len(used) == 1)
+        homes[index] = set(used) if moves and used else {own}
+        for var in variables(eqn.invars):
+            users.setdefault(var, set()).update(homes[index])
+    return homes
+
+
+def _form(var: Any) -> jax.ShapeDtypeStruct:
+    aval = var.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

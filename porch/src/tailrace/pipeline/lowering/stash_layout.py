@@ -1,0 +1,117 @@
+"""Where forwards leave what their backwards need: slots, each with what one microbatch leaves.
+
+A large value has a buffer of its own. The small ones of a unit (statistics of normalisations, masks,
+keys) stand side by side in a row, one for each dtype, and a row is written and read as one: a model of
+many layers has hundreds of them, and on a GPU each operation takes as long as moving megabytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.pipeline.lowering.buffers import Form, Layout, unwrapped, wrapped
+
+_SMALL = 1 << 18
+"""Bytes up to which a value stands in a row: copying it costs less than an operation of its own."""
+
+Whose = tuple[int, int]
+"""A stage, and a member of it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """Values that are written and read as one.
+
+    Attributes:
+        key: of the row, in the layout.
+        variables: in order.
+        forms: of them.
+    """
+
+    key: tuple[Whose, Any]
+    variables: tuple[Any, ...]
+    forms: tuple[Form, ...]
+
+
+class StashLayout(Layout):
+    """Where the stashes of units lie.
+
+    Args:
+        puts: for each device, what each unit leaves there.
+        depths: for each unit, how many slots it has.
+        hosted: whether the stash lies in the memory of the host.
+    """
+
+    def __init__(
+        self,
+        puts: Sequence[Mapping[Whose, Sequence[Any]]],
+        depths: Mapping[Whose, int],
+        hosted: bool = False,
+    ) -> None:
+        self.rows: dict[Whose, list[Row]] = {}
+        values: list[dict[Any, Form]] = [{} for _ in puts]
+        for device, units in enumerate(puts):
+            for whose, variables in units.items():
+                depth = depths[whose]
+                self.rows[whose] = _rows(whose, variables, depth)
+                for row in self.rows[whose]:
+                    values[device][row.key] = _form(row, depth, hosted)
+        super().__init__(values)
+
+    def put(
+        self, device: int, buffers: list[Any], whose: Whose, known: Mapping[Any, Any], slot: Any
+    ) -> None:
+        """Write what a unit leaves, from values by variable."""
+        for row in self.rows.get(whose, ()):
+            values = [known[var] for var in row.variables]
+            if len(values) > 1:  # side by side, as one operation
+                kept = [
+                    jnp.ravel(jnp.asarray(unwrapped(value, form), form.stored.dtype))
+                    for value, form in zip(values, row.forms, strict=True)
+                ]
+                values = [jnp.concatenate(kept)]
+            self.write(device, buffers, row.key, values[0], slot)
+
+    def take(self, device: int, buffers: Sequence[Any], whose: Whose, slot: Any) -> dict[Any, Any]:
+        """What a unit left, by variable."""
+        found = {}
+        for row in self.rows.get(whose, ()):
+            value = self.read(device, buffers, row.key, slot)
+            if len(row.variables) == 1:
+                found[row.variables[0]] = value
+                continue
+            place = 0
+            for var, form in zip(row.variables, row.forms, strict=True):
+                part = lax.slice_in_dim(value, place, place + form.size)
+                found[var] = wrapped(part.reshape(form.stored.shape), form)
+                place += form.size
+        return found
+
+
+def _rows(whose: Whose, variables: Sequence[Any], depth: int) -> list[Row]:
+    # A large value alone: put into a row, it would be copied once more.
+    found: list[Row] = []
+    small: dict[Any, list[tuple[Any, Form]]] = {}
+    for var in variables:
+        form = Form.of(var.aval, depth)
+        if form.nbytes // depth > _SMALL:
+            found.append(Row((whose, var), (var,), (form,)))
+        else:
+            small.setdefault(jnp.dtype(form.stored.dtype), []).append((var, form))
+    for members in small.values():
+        names, forms = zip(*members, strict=True)
+        found.append(Row((whose, names[0]), names, forms))
+    return found
+
+
+def _form(row: Row, depth: int, hosted: bool) -> Form:
+    """The form of a row: that of its only member, or flat."""
+    if len(row.forms) == 1:
+        return dataclasses.replace(row.forms[0], hosted=hosted)
+    total = sum(form.size for form in row.forms)
+    return Form((total,), row.forms[0].stored.dtype, depth, hosted=hosted)

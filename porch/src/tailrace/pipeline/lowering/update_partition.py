@@ -1,0 +1,235 @@
+"""What each device computes of the part of a step that is no stage: names, reductions, the update.
+
+Parameters, gradients and optimizer state of a stage live on its device. An equation runs where its
+operands are. Where they are on several devices (a global norm, a weight that two stages share) small
+values are sent to all devices and the equation runs on all of them; otherwise it runs where its
+largest operand is, and the others are sent there. Values are sent, and gradients averaged over
+replicas, between phases: within a phase no device waits for another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tailrace.jaxprs.internals import JaxprEqn, Literal, Var, nbytes, variables
+from tailrace.jaxprs.own_equations import is_mark, reduction_in
+
+Devices = frozenset[int]
+"""Numbers of devices; None in their place stands for all of them, everywhere."""
+
+_SMALL = 65_536
+"""Bytes up to which values are sent to all devices rather than the work to one of them."""
+
+_NUMBER = 64
+"""Bytes of what counts as a number."""
+
+
+@dataclasses.dataclass
+class Phase:
+    """What happens between two exchanges.
+
+    Attributes:
+        sent: variables that are made known to all devices before it.
+        reduced: equations that average over replicas before it.
+        everywhere: equations that all devices run.
+        local: equations of each device.
+    """
+
+    sent: list[Any] = dataclasses.field(default_factory=list)
+    reduced: list[int] = dataclasses.field(default_factory=list)
+    everywhere: list[int] = dataclasses.field(default_factory=list)
+    local: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+
+
+class Spread:
+    """Where and when each equation of a stretch of program runs.
+
+    Args:
+        equations: the stretch.
+        held: the devices that have each variable from outside; those not named are everywhere.
+        needed: the devices that must have a variable afterwards, or None (everywhere).
+        replicas: how many there are.
+        same: variables that are other names of others, from before.
+
+    Attributes:
+        phases: in order.
+        needed: what must be where afterwards, by the variables' first names.
+        at: the devices that have each variable, or None (everywhere).
+        same: variables that are merely other names of others.
+        sent_at: the phase before which a variable was made known to all.
+        made_at: the phase in which a variable is made.
+    """
+
+    def __init__(
+        self,
+        equations: Sequence[JaxprEqn],
+        held: Mapping[Any, Devices],
+        needed: Mapping[Any, Devices | None],
+        replicas: int,
+        same: Mapping[Any, Any] | None = None,
+    ) -> None:
+        self.equations = equations
+        self.replicas = replicas
+        self.at: dict[Any, Devices | None] = dict(held)
+        self.same: dict[Any, Any] = dict(same or {})
+        self.made_at: dict[Any, int] = {}
+        self.sent_at: dict[Any, int] = {}
+        self._where: dict[int, Devices | None] = {}
+        self._when: dict[int, int] = {}
+        for index, eqn in enumerate(equations):
+            self._place(index, eqn)
+        self.needed: dict[Any, Devices | None] = {}
+        for var, need in needed.items():
+            if isinstance(var, Var):  # several may be names of one
+                root = self.root(var)
+                old = self.needed.get(root, frozenset())
+                self.needed[root] = None if need is None or old is None else old | need
+        # Everything has its place now. What is needed elsewhere at the end is sent, too; only then it
+        # is known how many phases there are.
+        for var, need in self.needed.items():
+            self.ready(var, need)
+        last = max([0, *self._when.values(), *self.sent_at.values()])
+        self._delay(last)
+        self.phases = [Phase() for _ in range(last + 1)]
+        for index, when in self._when.items():
+            phase, where = self.phases[when], self._where[index]
+            if self._is_reduction(equations[index]) and where is not None:
+                phase.reduced.append(index)
+            elif where is None:
+                phase.everywhere.append(index)
+            else:
+                for device in sorted(where):
+                    phase.local.setdefault(device, []).append(index)
+        for var, when in self.sent_at.items():
+            self.phases[when].sent.append(var)
+
+    def where(self, index: int) -> list[int]:
+        """The devices that run an equation which not all run."""
+        return sorted(self._where[index] or ())
+
+    def root(self, var: Any) -> Any:
+        """The variable of which this is another name."""
+        while var in self.same:
+            var = self.same[var]
+        return var
+
+    def ready(self, var: Any, where: Devices | None) -> int:
+        """The phase from which a variable is on these devices; it is sent there if need be."""
+        var = self.root(var)
+        at = self.at.get(var)
+        made = self.made_at.get(var, 0)
+        # Sent once, to all: a second device that needs it finds it there. An exchange comes before a
+        # phase, so what is made in one phase is elsewhere in the next.
+        if at is None or (where is not None and where <= at):
+            return made
+        return self.sent_at.setdefault(var, made + 1)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _is_reduction(self, eqn: JaxprEqn) -> bool:
+        return reduction_in(eqn) is not None and self.replicas > 1
+
+    def _place(self, index: int, eqn: JaxprEqn) -> None:
+        operands = [self.root(v) for v in variables(eqn.invars)]
+        if is_mark(eqn) or (reduction_in(eqn) is not None and self.replicas == 1):
+            # Nothing is computed: the result is another name of the operand, and is where it is.
+            for out, given in zip(eqn.outvars, eqn.invars, strict=True):
+                if not isinstance(given, Literal) and _dtype(out) == _dtype(given):
+                    self.same[out] = self.root(given)
+        local = [v for v in operands if self.at.get(v) is not None]
+        where = _meeting_place(local, self.at)
+        # Numbers that meet others which were sent go the same way: a norm over all stages, summed leaf
+        # by leaf, takes one exchange and not one for each stage.
+        sent = any(self.at.get(v) is None and self.made_at.get(v, 0) for v in operands)
+        if sent and all(nbytes(v.aval) <= _NUMBER for v in [*operands, *eqn.outvars]):
+            where = None
+        when = max([self.ready(v, where) for v in operands], default=0)
+        # Replicas exchange before a phase, too, what the phase before it made.
+        if self._is_reduction(eqn) and where is not None:
+            when += 1
+        self._where[index], self._when[index] = where, when
+        for var in eqn.outvars:
+            if var not in self.same:
+                self.at[var], self.made_at[var] = where, when
+
+    def _delay(self, last: int) -> None:
+        """Run what a device computes for itself as late as it may: less is kept between phases."""
+        # `late`: the last phase in which a value may be made, from its users back to its maker.
+        late: dict[Any, int] = {}
+        for var in self.needed:
+            late[var] = last
+        for var, when in self.sent_at.items():
+            late[var] = min(late.get(var, last), when - 1)
+        for index in reversed(range(len(self.equations))):
+            if index not in self._when:
+                continue
+            eqn, where = self.equations[index], self._where[index]
+            reduction = self._is_reduction(eqn) and where is not None
+            if where is not None and not reduction:
+                due = [late[self.root(v)] for v in eqn.outvars if self.root(v) in late]
+                if due:
+                    self._when[index] = max(self._when[index], min(due))
+                    for var in eqn.outvars:
+                        if var not in self.same:
+                            self.made_at[var] = self._when[index]
+            when = self._when[index] - (1 if reduction else 0)
+            for var in variables(eqn.invars):
+                root = self.root(var)
+                late[root] = min(late.get(root, last), when)
+
+
+def guess_homes(
+    equations: Sequence[JaxprEqn],
+    held: Mapping[Any, Devices],
+    unknown: Iterable[Any],
+    replicas: int,
+) -> dict[Any, Devices]:
+    """The one device that needs each unknown variable; those that several need are not named."""
+    # Optimizer state is made like parameters, and nothing says whose it is. But the equation in which
+    # it meets a gradient has a place. `wild`: what a value is computed from that has no place yet.
+    at: dict[Any, Devices | None] = dict(held)
+    wild: dict[Any, set[Any]] = {var: {var} for var in unknown}
+    needs: dict[Any, set[int]] = {var: set() for var in unknown}
+    everybody: set[Any] = set()
+    for eqn in equations:
+        operands = variables(eqn.invars)
+        local = [v for v in operands if at.get(v) is not None]
+        leaves = set().union(*(wild.get(v, set()) for v in operands))
+        if not local:
+            wild.update((v, leaves) for v in eqn.outvars)
+            continue
+        where = _meeting_place(local, at)
+        for leaf in leaves:
+            if where is None:
+                everybody.add(leaf)
+            else:
+                needs[leaf].add(min(where))
+        at.update((v, where) for v in eqn.outvars)
+    return {
+        var: frozenset(devices)
+        for var, devices in needs.items()
+        if len(devices) == 1 and var not in everybody
+    }
+
+
+def _dtype(var: Any) -> Any:
+    return var.aval.dtype  # the mean of integers is a float
+
+
+def _meeting_place(local: Sequence[Any], at: Mapping[Any, Devices | None]) -> Devices | None:
+    """Where an equation runs whose operands `local` are not everywhere; None: everywhere.
+
+    Where all operands are, if there is such a device. Otherwise large values stay: the equation runs
+    where the largest is. Small values are sent to all, and all devices run it.
+    """
+    places = [place for v in local if (place := at[v]) is not None]
+    common = frozenset.intersection(*places) if places else None
+    if common:
+        return common
+    if any(nbytes(v.aval) > _SMALL for v in local):
+        largest = at[max(local, key=lambda v: nbytes(v.aval))]
+        assert largest is not None
+        return frozenset([min(largest)])
+    return None

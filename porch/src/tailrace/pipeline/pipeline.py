@@ -1,0 +1,366 @@
+"""`tr.Pipeline`: a model as stages, and how they are to run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import OptionError, PipelineError
+from tailrace.feeds.elements import call_with_element
+from tailrace.jaxprs.marks import path_name
+from tailrace.pipeline.boundary import BESIDE, NEXT, boundary
+from tailrace.pipeline.lowering.forward_backward import RECOMPUTE
+from tailrace.pipeline.schedule.plan import Plan, plan
+from tailrace.pipeline.schedule.schedules import PipelineSchedule
+from tailrace.program.step.accumulation import Accumulation
+
+Stage = Callable[..., Any]
+
+
+class Pipeline:
+    """A model cut into stages that run on devices of their own, many microbatches at a time.
+
+    Given to `tr.Trainer` in place of a loss function.
+
+    Args:
+        stages: at least two functions `stage(params, *inputs) -> outputs`. Stage 0 gets `inputs` and
+            the element of the dataset, each next one the outputs of the one before; a list in the
+            list holds stages that run at the same time: they get the same inputs, and their outputs
+            follow each other. With a model state, `stage(params, state, *inputs)` returns `(outputs,
+            new_state)`. Or one function, called like a trainer's loss function, in which
+            `tr.stage_boundary` marks where stages end.
+        loss_fn: `loss_fn(*outputs_of_the_last_stage)` returns the loss or `(loss, aux)`; None if
+            the last stage does, or if `stages` is one function.
+        accumulation: how many microbatches go through before the update; or a `tr.Accumulation`.
+        schedule: "grouped" (fastest), "interleaved" (less memory) or "sequential" (for debugging).
+        device_mapping: the device of each stage, with a list for concurrent stages. Without it each
+            stage has its own.
+        inputs: values that stage 0 gets before the element, the same for all microbatches;
+            `trainer.fit(..., inputs=...)` changes them without compiling again.
+        shared: groups of parameters that are one weight, as names: `[("0/table", "2/table")]`.
+            Their gradients are summed; the optimizer sees the first of each group.
+        recompute: keep only the inputs of each stage for its backward, and compute the rest again:
+            "then" (or True) the whole stage at once, "interleaved" from one
+            `tr.recomputation_checkpoint` to the next.
+
+    Example:
+        >>> import optax, jax.numpy as jnp, numpy as np, tailrace as tr
+        >>> first = lambda w, x, y: (jnp.tanh(x * w), y)
+        >>> second = lambda w, h, y: ((h * w - y) ** 2).mean()
+        >>> pipeline = tr.Pipeline([first, second], accumulation=4, device_mapping=[0, 0])
+        >>> trainer = tr.Trainer(pipeline, optax.sgd(0.1), [np.float32(1), np.float32(1)])
+        >>> x = np.linspace(0, 1, 64, dtype=np.float32)
+        >>> history = trainer.fit(tr.batches((x, 2 * x), 4), steps=4)
+        >>> len(history.loss)
+        4
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage | Sequence[Stage]] | Stage,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        accumulation: Accumulation | int = 1,
+        schedule: PipelineSchedule | str = PipelineSchedule.GROUPED,
+        device_mapping: Sequence[Any] | None = None,
+        inputs: Sequence[Any] = (),
+        shared: Sequence[Sequence[str]] = (),
+        recompute: bool | str = False,
+    ) -> None:
+        self.accumulation = Accumulation.of(accumulation)
+        self.schedule = PipelineSchedule.parse(schedule)
+        self.device_mapping = device_mapping
+        if not isinstance(recompute, bool | str) or recompute not in RECOMPUTE:
+            raise OptionError(
+                f"recompute is False, True, 'then' or 'interleaved'. Received: {recompute!r}."
+            )
+        self.recompute = recompute
+        if not isinstance(inputs, tuple | list):
+            raise OptionError(
+                f"inputs is a tuple of what stage 0 gets before the element. Received: {inputs!r}."
+            )
+        self.inputs = tuple(inputs)
+        self.shared = _groups(shared)
+        self.loss_fn = loss_fn
+        self.function = stages if callable(stages) else None
+        self.stages: tuple[tuple[Stage, ...], ...] = ()
+        if not callable(stages):
+            self.stages = _read(stages)
+            self.plan(tuple(map(len, self.stages)))
+        elif loss_fn is not None:
+            raise OptionError(
+                "A pipeline made of one function has its loss in that function: it returns the loss, "
+                "or (loss, aux). Received loss_fn as well. Call it inside."
+            )
+
+    @property
+    def __name__(self) -> str:
+        """What messages call the function that computes the loss."""
+        made = self.function or self.loss_fn or self.stages[-1][-1]
+        return getattr(made, "__name__", "the pipeline")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """For each stage how many members it has; empty if only tracing the function can tell."""
+        return tuple(map(len, self.stages))
+
+    def plan(self, sizes: tuple[int, ...], training: bool = True, count: int | None = None) -> Plan:
+        """The plan of an execution of `count` microbatches, for stages of these sizes."""
+        return plan(
+            list(sizes),
+            self.accumulation.microbatches if count is None else count,
+            self.schedule,
+            self.device_mapping,
+            training,
+        )
+
+    def __repr__(self) -> str:
+        names = [" + ".join(_stage_name(one) for one in stage) for stage in self.stages]
+        stages = " | ".join(names) or f"{self.__name__}, cut at its boundaries"
+        count, schedule = self.accumulation.microbatches, self.schedule.value
+        bubble = f", bubble {100 * self.plan(self.sizes).bubble:.1f} %" if self.stages else ""
+        return f"Pipeline({stages}; {count} microbatches, {schedule}{bubble})"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        text = html.escape(repr(self))
+        return text + self.plan(self.sizes)._repr_html_() if self.stages else text
+
+    def set_inputs(self, inputs: Sequence[Any]) -> None:
+        """Other values for what stage 0 gets before the element."""
+        old = [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(self.inputs)]
+        new = [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(tuple(inputs))]
+        if jax.tree.structure(self.inputs) != jax.tree.structure(tuple(inputs)) or old != new:
+            raise OptionError(
+                f"Other inputs of a pipeline have the form of the first ones, {_forms(self.inputs)}. "
+                f"Received: {_forms(tuple(inputs))}."
+            )
+        self.inputs = tuple(inputs)
+
+    # -- the model as one function --------------------------------------------------------------
+
+    def __call__(
+        self, params: Any, model_state: Any, has_state: bool, batch: Any, inputs: Sequence[Any]
+    ) -> Any:
+        """What a loss function returns, with boundaries between stages."""
+        if self.function is not None:
+            first = (self.tie(params), model_state) if has_state else (self.tie(params),)
+            return call_with_element(self.function, (*first, *inputs), batch)
+        result, after = self.outputs(params, model_state, has_state, batch, inputs)
+        if self.loss_fn is not None:
+            values = result if isinstance(result, tuple) else (result,)
+            _check_takes(self.loss_fn, values, len(self.stages) - 1)
+            result = self.loss_fn(*values)
+        if not has_state:
+            return result
+        loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        return loss, (after, aux)
+
+    def outputs(
+        self, params: Any, model_state: Any, has_state: bool, batch: Any, inputs: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """What the last stage returns, and the next model state."""
+        if self.function is not None:
+            raise PipelineError(
+                "A pipeline made of one function returns a loss; what else is wanted of it is "
+                "predicted with a function that has the same tr.stage_boundary marks: "
+                "trainer.predict(dataset, fn)."
+            )
+        params = self._by_stage("params", self.tie(params))
+        states = self._by_stage("model_state", model_state) if has_state else None
+        values: tuple[Any, ...] = ()
+        after: list[Any] = []
+        for number, members in enumerate(self.stages):
+            if number:
+                values = boundary(values, NEXT)
+            outputs: list[Any] = []
+            new: list[Any] = []
+            for which, stage in enumerate(members):
+                if which and number:
+                    values = boundary(values, BESIDE)
+                elif which:
+                    batch = boundary(batch, BESIDE)
+                own = [_member(params, number, which, members)]
+                if states is not None:
+                    own.append(_member(states, number, which, members))
+                made = self._call(number, which, own, values, batch, inputs)
+                if states is not None:
+                    made, state = _with_state(made, number, stage)
+                    new.append(state)
+                outputs.extend(made if isinstance(made, tuple | list) else [made])
+            values = tuple(outputs)
+            after.append(new[0] if len(members) == 1 and new else new)
+        result = values[0] if len(values) == 1 else values
+        return result, type(model_state)(after) if has_state else None
+
+    def _call(
+        self,
+        number: int,
+        which: int,
+        own: list[Any],
+        values: Any,
+        batch: Any,
+        inputs: Sequence[Any],
+    ) -> Any:
+        stage = self.stages[number][which]
+        with jax.named_scope(
+            f"stage{number}" + (f"_{which}" if len(self.stages[number]) > 1 else "")
+        ):
+            if number == 0:
+                return call_with_element(stage, (*own, *inputs), batch)
+            try:
+                inspect.signature(stage).bind(*own, *values)
+            except ValueError:
+                pass  # without a signature the call itself decides
+            except TypeError as error:
+                raise PipelineError(
+                    f"A stage takes what the stage before it returns. Stage {number} "
+                    f"({_name(stage)}) cannot be called with {len(own)} argument(s) of its own and "
+                    f"the {len(values)} value(s) from stage {number - 1}, {_forms(values)}: {error}. "
+                    f"Change its parameters, or what stage {number - 1} returns."
+                ) from None
+            try:
+                return stage(*own, *values)
+            except (TypeError, ValueError) as error:
+                if isinstance(error, PipelineError):
+                    raise
+                raise PipelineError(
+                    f"Stage {number} ({_name(stage)}) failed on what stage {number - 1} returned, "
+                    f"{_forms(values)}: {error}"
+                ) from error
+
+    def _by_stage(self, what: str, tree: Any) -> Sequence[Any]:
+        if not isinstance(tree, tuple | list) or len(tree) != len(self.stages):
+            found = f"{len(tree)}" if isinstance(tree, tuple | list) else f"a {type(tree).__name__}"
+            raise PipelineError(
+                f"{what} of a pipeline is a list with an entry for each stage. There are "
+                f"{len(self.stages)} stages. Received: {found}."
+            )
+        return tree
+
+    # -- weights of several stages --------------------------------------------------------------
+
+    def untie(self, params: Any) -> Any:
+        """The parameters, each shared weight in its first place only."""
+        if not self.shared:
+            return params
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        by_name = {path_name(path): value for path, value in leaves}
+        extra: set[str] = set()
+        for group in self.shared:
+            for name in group:
+                if name not in by_name:
+                    raise PipelineError(
+                        f"shared names parameters as 'stage/path'. There is no {name!r}; there are "
+                        f"{sorted(by_name)}."
+                    )
+            first, *others = group
+            for name in others:
+                same = np.shape(by_name[name]) == np.shape(by_name[first])
+                if not same or not np.array_equal(by_name[name], by_name[first]):
+                    raise PipelineError(
+                        f"Shared parameters are one weight, so they start equal. {name!r} differs "
+                        f"from {first!r}. Give the same array for both."
+                    )
+                extra.add(name)
+        kept = [None if path_name(path) in extra else value for path, value in leaves]
+        return jax.tree.unflatten(structure, kept)
+
+    def tie(self, params: Any) -> Any:
+        """The parameters with every shared weight in all its places."""
+        if not self.shared:
+            return params
+        flat, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
+        by_name = {path_name(path): value for path, value in flat}
+        for first, *others in self.shared:
+            by_name.update(dict.fromkeys(others, by_name[first]))
+        return jax.tree.unflatten(structure, [by_name[path_name(path)] for path, _ in flat])
+
+
+def _read(stages: Any) -> tuple[tuple[Stage, ...], ...]:
+    if not isinstance(stages, tuple | list):
+        raise OptionError(
+            f"stages is a list of functions, or one function with tr.stage_boundary in it. "
+            f"Received: {stages!r}."
+        )
+    if len(stages) < 2:
+        raise PipelineError(
+            f"A pipeline has at least two stages. Received: {len(stages)}. Without a pipeline, give "
+            f"the loss function to tr.Trainer."
+        )
+    found = tuple(tuple(s) if isinstance(s, tuple | list) else (s,) for s in stages)
+    for number, members in enumerate(found):
+        if not members or not all(map(callable, members)):
+            raise OptionError(
+                f"A stage is a function, or a list of functions that run at the same time. Stage "
+                f"{number} is {stages[number]!r}."
+            )
+    return found
+
+
+def _stage_name(stage: Any) -> str:
+    return getattr(stage, "__name__", type(stage).__name__)
+
+
+def _groups(shared: Any) -> tuple[tuple[str, ...], ...]:
+    def is_list(value: Any) -> bool:
+        return isinstance(value, tuple | list)
+
+    fits = is_list(shared) and all(map(is_list, shared))
+    if not fits or not all(isinstance(path, str) for group in shared for path in group):
+        raise OptionError(
+            f"shared is a list of groups, each a list of the paths of parameters that are one and the "
+            f"same: shared=[('0/table', '2/table')]. Received: {shared!r}."
+        )
+    return tuple(tuple(group) for group in shared)
+
+
+def _member(tree: Sequence[Any], number: int, which: int, members: Sequence[Stage]) -> Any:
+    if len(members) == 1:
+        return tree[number]
+    part = tree[number]
+    if not isinstance(part, tuple | list) or len(part) != len(members):
+        raise PipelineError(
+            f"Stage {number} has {len(members)} concurrent members, so its entry is a list of as "
+            f"many. Received: {jax.tree.structure(part)}."
+        )
+    return part[which]
+
+
+def _check_takes(loss_fn: Callable[..., Any], values: Sequence[Any], last: int) -> None:
+    try:
+        inspect.signature(loss_fn).bind(*values)
+    except ValueError:
+        pass  # without a signature the call itself decides
+    except TypeError as error:
+        raise PipelineError(
+            f"The loss function takes what the last stage returns. {_name(loss_fn)} cannot be called "
+            f"with the {len(values)} value(s) from stage {last}, {_forms(tuple(values))}: {error}. "
+            f"Change its parameters, or what stage {last} returns."
+        ) from None
+
+
+def _with_state(made: Any, number: int, stage: Stage) -> tuple[Any, Any]:
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise PipelineError(
+            f"With a model state, a stage returns (outputs, new_state). Stage {number} "
+            f"({_name(stage)}) returned {_forms(made)}."
+        )
+    return made
+
+
+def _name(stage: Any) -> str:
+    return getattr(stage, "__name__", repr(stage))
+
+
+def _forms(values: Any) -> str:
+    def one(value: Any) -> str:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        return type(value).__name__ if shape is None else f"{dtype}{list(shape)}"
+
+    return str(jax.tree.map(one, values)).replace("'", "")

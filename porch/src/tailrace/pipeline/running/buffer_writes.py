@@ -1,0 +1,63 @@
+"""Some of what devices hold in their buffers, read and replaced without moving the rest."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+Patches = Mapping[tuple[int, int], Mapping[int, Any]]
+"""For a replica and a device, flat values by their place in the device's part of a buffer."""
+
+
+def patched(buffer: Any, patches: Patches, each: bool) -> Any:
+    """A buffer [replica,] device, ... with other values in some places.
+
+    Only the parts of devices that have such places are written; the others are handed on.
+
+    Args:
+        buffer: an array that is spread over the devices.
+        patches: what changes. Where replicas have one buffer for all, they count as replica 0.
+        each: whether each replica has its own.
+    """
+    parts = []
+    for shard in buffer.addressable_shards:
+        starts = [index.start or 0 for index in shard.index]
+        replica, device = (starts[0], starts[1]) if each else (0, starts[0])
+        part = shard.data
+        if changes := patches.get((replica, device)):
+            part = _written(part, jax.device_put(dict(changes), shard.device))
+        parts.append(part)
+    return jax.make_array_from_single_device_arrays(buffer.shape, buffer.sharding, parts)
+
+
+Places = tuple[tuple[int, tuple[int, ...]], ...]
+"""Of arrays in a flat buffer: the first place, and the shape, of each."""
+
+
+def cut_out(flat: Any, places: Places) -> list[Any]:
+    """The arrays that stand in a flat buffer, on its device or, if it is numpy's, on the host."""
+    if isinstance(flat, np.ndarray):
+        return [flat[first : first + math.prod(shape)].reshape(shape) for first, shape in places]
+    return _cut_out(flat, places)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cut_out(flat: Any, places: Places) -> list[Any]:
+    return [
+        lax.slice_in_dim(flat, first, first + math.prod(shape)).reshape(shape)
+        for first, shape in places
+    ]
+
+
+@jax.jit
+def _written(part: Any, values: dict[int, Any]) -> Any:
+    flat = part.reshape(-1)
+    for place, value in values.items():
+        flat = lax.dynamic_update_slice(flat, value.astype(flat.dtype), (place,))
+    return flat.reshape(part.shape)

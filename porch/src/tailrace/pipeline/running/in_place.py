@@ -1,0 +1,64 @@
+"""Doing something on one device of many, in place, and keeping what it emits.
+
+XLA copies what passes through a conditional, and parameters, stash and accumulators all would. What
+a loop carries it updates in place. So whatever a device does, or leaves out, stands in a loop of at
+most one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.taps.counted_loop import zeros
+from tailrace.taps.frame import Emissions
+
+
+def once_if(condition: Any, body: Callable[[Any], Any], carried: Any) -> Any:
+    """`body(carried)` if the condition holds, else `carried`; updated in place.
+
+    >>> once_if(jnp.array(True), lambda x: x + 1, jnp.int32(1)).item()
+    2
+    """
+    if condition is True:
+        return body(carried)
+
+    def run(state: Any) -> Any:
+        old, structure = jax.tree.flatten(state[1])
+        new = jax.tree.leaves(body(state[1]))
+        # What is only read must pass through the loop as well: used beside it, it would be copied.
+        kept = [lax.optimization_barrier(n) if n is o else n for o, n in zip(old, new, strict=True)]
+        return jnp.zeros((), bool), jax.tree.unflatten(structure, kept)
+
+    return lax.while_loop(lambda state: state[0], run, (condition, carried))[1]
+
+
+class Emitting:
+    """What jobs and blocks emit, each on its own device, gathered under one roof.
+
+    Attributes:
+        sources: the device that makes each emission, by key.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[Hashable, int] = {}
+
+    def room(self, function: Callable[..., Any], args: Any, device: int) -> Emissions:
+        """The shapes of what `function(*args)`, which returns (..., emissions), will emit."""
+        shapes = jax.eval_shape(function, *args)[-1]
+        self.sources.update(dict.fromkeys(shapes, device))
+        return shapes
+
+
+def empty(
+    shapes: Emissions, lead: Callable[[Hashable], tuple[int, ...]] = lambda _: ()
+) -> Emissions:
+    """Zeros of the shapes of emissions, with further dims in front."""
+    return Emissions(
+        (key, jax.tree.map(lambda s, k=key: zeros(s, lead(k)), shape))
+        for key, shape in shapes.items()
+    )

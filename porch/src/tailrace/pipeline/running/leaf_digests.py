@@ -1,0 +1,94 @@
+"""Digests of what the devices of a pipeline hold: each device reads its own part, once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from tailrace.devices.devices import REPLICA, STAGE
+from tailrace.pipeline.lowering.device_layout import Assembly
+from tailrace.taps.bit_digests import WORDS, digest, total
+
+
+def leaf_digests(
+    assembly: Assembly,
+    mesh: Mesh,
+    results: Sequence[int],
+    held: Sequence[Any],
+    names: Sequence[str],
+    sizes: Sequence[int | None],
+) -> Any:
+    """The digest of each leaf, [leaves, 2]; in a program.
+
+    Args:
+        assembly: who holds what.
+        mesh: replicas x stages.
+        results: for each leaf, which of the values that the loop carries it is; -1 for none.
+        held: the buffers of the devices, then what all have alike, then what the loop leaves alone.
+        names: of the leaves.
+        sizes: how many values a leaf has of which replicas have shares; None for any other.
+    """
+    layout, count = assembly.held_layout, len(assembly.held_layout.buffers)
+    owners = _owners(assembly)
+    buffers = held[:count]
+    alike = dict(zip(assembly.everywhere, held[count:], strict=False))
+    outside = iter(held[count + len(alike) :])
+    each = [PartitionSpec(REPLICA, STAGE) if own else PartitionSpec(STAGE) for own in layout.each]
+    shared = [
+        PartitionSpec(REPLICA) if number in assembly.each else PartitionSpec() for number in alike
+    ]
+
+    def part(value: Any, number: int, leaf: int) -> Any:
+        """What this replica has of a leaf, at its place in the whole of it."""
+        first = lax.axis_index(REPLICA) * value.size if number in assembly.each else 0
+        return digest(value, names[leaf], first, sizes[leaf])
+
+    def on_device(device: int, mine: Sequence[Any]) -> Any:
+        found = [jnp.zeros(WORDS, jnp.uint32)] * len(results)
+        for leaf, number in enumerate(results):
+            if owners.get(number) == device:
+                found[leaf] = part(layout.read(device, mine, number), number, leaf)
+        return jnp.stack(found)
+
+    def one(buffers: Any, values: Any) -> Any:
+        mine = [b.reshape(form.shape) for b, form in zip(buffers, layout.buffers, strict=True)]
+        # Each device digests what it alone holds; the others have zeros in that place, so a sum over
+        # stages has all digests, and no state moves.
+        branches = [functools.partial(on_device, d) for d in range(assembly.num_devices)]
+        found = lax.psum(lax.switch(lax.axis_index(STAGE), branches, mine), STAGE)
+        for leaf, number in enumerate(results):
+            if number in alike:
+                value = values[list(alike).index(number)]
+                value = value[0] if number in assembly.each else value
+                found = found.at[leaf].set(part(value, number, leaf))
+        all_replicas = lax.all_gather(found, REPLICA)
+        own = np.array([number in assembly.each for number in results])
+        return jnp.where(own[:, None], total(all_replicas), found)
+
+    found = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(each, shared),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(list(buffers), list(alike.values()))
+    for leaf, number in enumerate(results):
+        if number < 0:
+            found = found.at[leaf].set(digest(next(outside), names[leaf]))
+    return found
+
+
+def _owners(assembly: Assembly) -> dict[int, int]:
+    """The device that digests each value: the first of those that hold it."""
+    found: dict[int, int] = {}
+    for device, slots in enumerate(assembly.held_layout.slots):
+        for number in slots:
+            found.setdefault(number, device)
+    return found

@@ -1,0 +1,402 @@
+"""`plan(...)`: a pipeline schedule as a value that can be read, checked, drawn and simulated.
+
+A `Plan` says which device does what in which tick. It needs no device and no JAX; the executor
+reads it. Ticks are made when they are asked for, so a plan for thousands of devices is as cheap to
+make as one for two.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+from tailrace.errors import PlanError
+from tailrace.pipeline.drawing import figure, grid
+from tailrace.pipeline.schedule import notation, plan_check, simulator, stash
+from tailrace.pipeline.schedule.device_mapping import (
+    DeviceMapping,
+    Names,
+    Placement,
+    placement_of,
+    read_flag,
+    read_mapping,
+    read_microbatches,
+    read_names,
+    read_stages,
+    require_one_stage_a_device,
+)
+from tailrace.pipeline.schedule.schedules import (
+    Phases,
+    PipelineSchedule,
+    require_count,
+    schedule_offsets,
+    virtual_placement,
+)
+from tailrace.pipeline.schedule.timetable import Timetable, timetable
+from tailrace.pipeline.schedule.units import Tick, Unit, read_ticks
+
+
+def plan(
+    stages: int | Sequence[Any],
+    microbatches: int,
+    schedule: PipelineSchedule | str = PipelineSchedule.GROUPED,
+    device_mapping: Sequence[Any] | None = None,
+    training: bool = True,
+) -> "Plan":
+    """Plan one execution of a pipeline: `microbatches` through `stages`, then one update.
+
+    Args:
+        stages: how many stages, or a list with an entry for each: 1 or a name for a plain stage; a
+            number above 1, or a list of names, for a group of concurrent stages. A group counts
+            as one stage of the schedule.
+        microbatches: how many microbatches go through before the weights are updated.
+        schedule: "grouped", "interleaved" or "sequential".
+        device_mapping: the device of each stage, a list of devices for a group. Stages may share
+            a device and come in any order. Without it, devices are numbered in order.
+        training: whether each microbatch also goes back through the stages.
+
+    Returns:
+        A frozen `Plan`.
+
+    Raises:
+        PlanError: the count does not suit the schedule, or the mapping does not fit the stages.
+
+    >>> print(plan(stages=2, microbatches=4))
+    grouped, 2 stages, 4 microbatches, training: 7 ticks, bubble 20.0 %
+    t     0     1     2     3     4     5     6
+          ramp-up---------------- ramp-down--------
+    dev0  F0    F1    F2    B0+F3 B1    B2    B3
+    dev1  .     F0    B0+F1 B1+F2 B2+F3 B3    .
+    stash 4 slots: 3, 1
+    >>> plan(stages=[1, 2, 1], microbatches=6).device_mapping
+    (0, (1, 2), 3)
+    """
+    sizes, names = read_stages(stages)
+    return Plan(
+        microbatches=microbatches,
+        schedule=PipelineSchedule.parse(schedule),
+        device_mapping=read_mapping(device_mapping, sizes),
+        training=training,
+        names=names,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """One execution of a pipeline, as data. Made by `plan(...)`; equal if its fields are.
+
+    Attributes:
+        microbatches: how many microbatches one execution takes.
+        schedule: which of the three schedules.
+        device_mapping: for each stage its device, or a tuple of devices for a concurrent group.
+        training: whether there are backward units.
+        names: a name for each stage, or empty.
+        own_ticks: ticks that replace the schedule's own (see `with_ticks`), or None.
+    """
+
+    microbatches: int
+    schedule: PipelineSchedule
+    device_mapping: DeviceMapping
+    training: bool = True
+    names: Names = ()
+    own_ticks: tuple[Tick, ...] | None = None
+
+    def __post_init__(self) -> None:
+        fields: dict[str, Any] = {
+            "microbatches": read_microbatches(self.microbatches),
+            "schedule": PipelineSchedule.parse(self.schedule),
+            "device_mapping": read_mapping(
+                self.device_mapping, read_stages(len(self.device_mapping))[0]
+            ),
+            "training": read_flag(self.training, "training"),
+            "names": read_names(self.names, len(self.device_mapping)),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        if self.training and self.schedule is PipelineSchedule.INTERLEAVED:
+            require_one_stage_a_device(self.placement)
+        # Ticks from elsewhere need not come in whole rounds; check() judges them.
+        if self.own_ticks is None:
+            require_count(
+                self.microbatches, self.overlap, self.schedule, self.stages, self.training
+            )
+
+    # The shape of the pipeline.
+
+    @property
+    def stages(self) -> int:
+        """The number of stages; a group of concurrent stages counts as one."""
+        return len(self.device_mapping)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """For each stage, the device of each of its members."""
+        return placement_of(self.device_mapping)
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The devices in use, in order."""
+        return tuple(sorted({device for stage in self.placement for device in stage}))
+
+    @property
+    def virtual_stages(self) -> int:
+        """How many units a microbatch goes through: twice the stages in training."""
+        return self.stages * 2 if self.training else self.stages
+
+    # Time.
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The ticks, within a round, in which a microbatch may start."""
+        return schedule_offsets(self.schedule, virtual_placement(self.placement, self.training))
+
+    @property
+    def overlap(self) -> int:
+        """How many microbatches are in flight at once; `microbatches` is a multiple of it."""
+        return len(self.offsets)
+
+    def start(self, microbatch: int) -> int:
+        """The tick in which a microbatch enters the first stage."""
+        turn, row = divmod(microbatch, self.overlap)
+        return self.virtual_stages * turn + self.offsets[row]
+
+    @property
+    def num_ticks(self) -> int:
+        """How many ticks one execution takes."""
+        if self.own_ticks is not None:
+            return len(self.own_ticks)
+        return self.start(self.microbatches - 1) + self.virtual_stages
+
+    @property
+    def phases(self) -> Phases:
+        """The ticks of ramp-up, steady state and ramp-down.
+
+        Ramp-up is the time one microbatch takes; ramp-down begins when a next one would start.
+        """
+        total = self.num_ticks
+        up = min(self.virtual_stages, total)
+        down = max(total - self.offsets[-1], up)
+        return Phases(range(up), range(up, down), range(down, total))
+
+    @cached_property
+    def ticks(self) -> tuple[Tick, ...]:
+        """Every tick, in order; each a tuple of (device, "F" or "B", stage, microbatch).
+
+        All of them are made at the first access. For thousands of devices use `tick(t)` or
+        `iter_ticks()`, which make one at a time.
+        """
+        return tuple(self.iter_ticks())
+
+    def iter_ticks(self) -> Iterator[Tick]:
+        """The ticks, made one at a time."""
+        return map(self.tick, range(self.num_ticks))
+
+    def tick(self, t: int) -> Tick:
+        """The units of tick `t`, in the order in which a device runs them.
+
+        Grouped runs later virtual stages first, so each device does its backward before its
+        forward; the others go by the microbatch's place in its round.
+
+        >>> [str(unit) for unit in plan(stages=2, microbatches=4).tick(3)]
+        ['B0.0@0', 'B1.1@1', 'F1.2@1', 'F0.3@0']
+        """
+        if not 0 <= t < self.num_ticks:
+            raise IndexError(f"This plan has ticks 0 to {self.num_ticks - 1}; asked for {t}.")
+        if self.own_ticks is not None:
+            return self.own_ticks[t]
+        return tuple(
+            Unit(device, kind, stage, microbatch)
+            for virtual, microbatch in self._running(t)
+            for kind, stage in [self._unit_of(virtual)]
+            for device in dict.fromkeys(self.placement[stage])
+        )
+
+    def _running(self, t: int) -> list[tuple[int, int]]:
+        """The (virtual stage, microbatch) pairs of a tick, in order."""
+        length, overlap = self.virtual_stages, self.overlap
+        if self.schedule is PipelineSchedule.GROUPED:
+            first = max(0, t - length + 1)
+            return [(t - m, m) for m in range(first, min(t + 1, self.microbatches))]
+        running: list[tuple[int, int]] = []
+        for row, offset in enumerate(self.offsets):
+            turn, virtual = divmod(t - offset, length)
+            if 0 <= turn < self.microbatches // overlap:
+                running.append((virtual, turn * overlap + row))
+        return running
+
+    def _unit_of(self, virtual: int) -> tuple[Any, int]:
+        if virtual < self.stages:
+            return "F", virtual
+        return "B", 2 * self.stages - 1 - virtual
+
+    def with_ticks(self, ticks: Iterable[Iterable[Any]]) -> Self:
+        """The same pipeline with other ticks, for instance a schedule written by hand.
+
+        Nothing is assumed about them: call `check()` to have them proved.
+        """
+        return replace(self, own_ticks=read_ticks(ticks))
+
+    def timetable(self) -> Timetable:
+        """The plan as arrays, (tick, stage) -> microbatch and stash slot, for an executor."""
+        return timetable(self)
+
+    def check(self) -> Self:
+        """Prove the ticks right, without trusting what made them; returns the plan.
+
+        Raises:
+            PlanError: a rule is broken; the text shows the place in the grid.
+        """
+        plan_check.check(self)
+        return self
+
+    # Memory.
+
+    def stash_depth(self, stage: int) -> int:
+        """How many later forwards of a stage run before its backward of a microbatch.
+
+        >>> [plan(4, 16).stash_depth(stage) for stage in range(4)]
+        [6, 4, 2, 0]
+        """
+        return stash.depth(self, stage)
+
+    def slots(self, stage: int) -> int:
+        """How many microbatches' residuals a stage holds at once: `stash_depth + 1`."""
+        return stash.slots(self, stage)
+
+    def slot(self, stage: int, microbatch: int) -> int:
+        """The stash slot of a microbatch at a stage."""
+        return stash.slot(self, stage, microbatch)
+
+    @property
+    def stash_total(self) -> int:
+        """Stash slots over all stages and devices; a concurrent group has a stash per device."""
+        return stash.total(self)
+
+    def stash_bytes(self, sizes: Sequence[Any]) -> stash.StashBytes:
+        """Bytes of stash per stage and device, from each stage's bytes for one microbatch."""
+        return stash.in_bytes(self, sizes)
+
+    # Speed.
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of device time in which a device waits, if every unit takes the same time.
+
+        It is that of the executor, which keeps devices in step and skips a phase (all forwards,
+        or all backwards, of a Grouped tick) in which none has work. For one stage a device it is
+        (S-1)/(M+S-1), with Grouped whatever the times of forward and backward are;
+        `simulate(...)` answers for given times.
+        """
+        return simulator.simulate(self, 1.0, 1.0 if self.training else None).bubble
+
+    @property
+    def utilisation(self) -> float:
+        """The share of device time in which a device works: 1 - bubble."""
+        return 1.0 - self.bubble
+
+    def simulate(
+        self,
+        forward: simulator.Times,
+        backward: simulator.Times | None = None,
+        transfer: float | Sequence[float] = 0.0,
+        update: simulator.Times = 0.0,
+        mode: simulator.SimulationMode | str = "gated",
+    ) -> simulator.Simulation:
+        """Predict the time of one execution from stage times; see `simulator.simulate`."""
+        return simulator.simulate(self, forward, backward, transfer, update, mode)
+
+    # Other plans.
+
+    def serialised(self, microbatches: int | None = None) -> "Plan":
+        """The same pipeline with the members of concurrent groups one after the other.
+
+        >>> plan(stages=[1, 2, 1], microbatches=24).serialised().device_mapping
+        (0, 1, 2, 3)
+        """
+        names = [name for each in self.names for name in ((each,) if type(each) is str else each)]
+        return Plan(
+            microbatches=self.microbatches if microbatches is None else microbatches,
+            schedule=self.schedule,
+            device_mapping=tuple(device for stage in self.placement for device in stage),
+            training=self.training,
+            names=tuple(names),
+        )
+
+    # Words and pictures.
+
+    def stage_name(self, stage: int) -> str:
+        """What drawings and tables call a stage."""
+        name = self.names[stage] if self.names else f"stage {stage}"
+        return name if isinstance(name, str) else "+".join(name)
+
+    def draw(self, format: str = "text", **options: Any) -> grid.Drawing:
+        """The plan as a grid for a terminal, or with `format="svg"` as a picture.
+
+        Returns:
+            A str that shows itself as it is at a prompt; `print(plan)` prints the grid.
+            Options go to `grid.draw` or `figure.draw`.
+        """
+        if format == "text":
+            return grid.draw(self, **options)
+        if format == "svg":
+            return figure.draw(self, **options)
+        raise PlanError(f'A plan is drawn as "text" or as "svg"; received format={format!r}.')
+
+    def svg(self, **options: Any) -> grid.Drawing:
+        """The plan as a self-contained SVG; options go to `figure.draw`."""
+        return figure.draw(self, **options)
+
+    def __str__(self) -> str:
+        return str(grid.draw(self))
+
+    def __repr__(self) -> str:
+        devices = [list(each) if isinstance(each, tuple) else each for each in self.device_mapping]
+        stages = [list(each) if isinstance(each, tuple) else each for each in self.names]
+        text = (
+            f"plan(stages={stages or self.stages}, microbatches={self.microbatches}, "
+            f"schedule={self.schedule.value!r}, device_mapping={devices}, "
+            f"training={self.training})"
+        )
+        return text if self.own_ticks is None else f"{text}.with_ticks(<{self.num_ticks} ticks>)"
+
+    def _repr_svg_(self) -> str:
+        return str(figure.draw(self))
+
+    def _repr_html_(self) -> str:
+        return f'<div style="overflow-x:auto">{figure.draw(self)}</div>'
+
+    # Round trips.
+
+    def to_json(self, ticks: bool = True, indent: int | None = None) -> str:
+        """The plan as JSON; `ticks=False` leaves out what `from_json` can make again."""
+        return notation.to_json(self, ticks=ticks, indent=indent)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The plan that `to_json` wrote. Ticks that differ from the schedule's are kept."""
+        return _restore(notation.from_json(text))
+
+    def to_text(self) -> str:
+        """The plan as text: a few lines of facts, then a line for each tick."""
+        return notation.to_text(self)
+
+    @staticmethod
+    def from_text(text: str) -> "Plan":
+        """The plan that `to_text` wrote. Ticks that differ from the schedule's are kept."""
+        return _restore(notation.from_text(text))
+
+
+def _restore(fields: dict[str, Any]) -> Plan:
+    """A plan from what was read; ticks equal to the schedule's own need not be kept."""
+    written = fields.pop("ticks")
+    if written is None:
+        return Plan(**fields)
+    kept = Plan(**fields, own_ticks=read_ticks(written))
+    try:
+        made = replace(kept, own_ticks=None)
+    except PlanError:
+        return kept
+    same = made.num_ticks == kept.num_ticks and all(
+        ours == theirs for ours, theirs in zip(made.iter_ticks(), kept.iter_ticks(), strict=True)
+    )
+    return made if same else kept

@@ -1,0 +1,157 @@
+"""When each piece of work runs: the three schedules and their count rules.
+
+A microbatch visits the *virtual stages* of a pipeline one after the other, one a tick: F0 to F(S-1)
+and, in training, B(S-1) to B0. With N virtual stages, the work of one microbatch is a row of N
+ticks, and a schedule is nothing but the set of rotations of that row which may run side by side:
+
+    start(m) = N * (m div L) + offsets[m mod L]
+
+`offsets` are the allowed rotations and L is how many there are. Everything else about a plan
+(ticks, phases, stash, bubble) follows from these two lines.
+"""
+
+import difflib
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.errors import PlanError
+
+
+class PipelineSchedule(StrEnum):
+    """How the stages of a pipeline share time. Strings are accepted wherever one is expected.
+
+    >>> PipelineSchedule("Grouped") is PipelineSchedule.GROUPED
+    True
+    """
+
+    GROUPED = "grouped"
+    """A microbatch starts every tick; in a tick each device does one backward and one forward."""
+
+    INTERLEAVED = "interleaved"
+    """A device does one forward or one backward a tick: about half the stash of Grouped."""
+
+    SEQUENTIAL = "sequential"
+    """One microbatch at a time, as plain sharding does it; for debugging."""
+
+    @classmethod
+    def parse(cls, value: object) -> "PipelineSchedule":
+        """The member that a text names; what is no text is not compared with anything."""
+        return cls(value) if isinstance(value, str) else cls._missing_(value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> "PipelineSchedule":
+        if isinstance(value, str):
+            for member in cls:
+                if member.value == value.strip().lower():
+                    return member
+        raise PlanError(_unknown_schedule(value))
+
+
+def _unknown_schedule(value: object) -> str:
+    names = [member.value for member in PipelineSchedule]
+    text = (
+        f"A pipeline schedule is one of {', '.join(map(repr, names))} "
+        f"(or a member of PipelineSchedule); received {value!r}."
+    )
+    near = difflib.get_close_matches(str(value).lower(), names, n=1)
+    return f"{text} Did you mean {near[0]!r}?" if near else text
+
+
+class Phases(NamedTuple):
+    """The ticks of each phase of an execution, as ranges."""
+
+    ramp_up: range
+    steady: range
+    ramp_down: range
+
+    def of(self, tick: int) -> str:
+        """The phase that a tick lies in: "ramp-up", "steady" or "ramp-down"."""
+        if tick in self.ramp_up:
+            return "ramp-up"
+        return "steady" if tick in self.steady else "ramp-down"
+
+
+def virtual_placement(
+    placement: Sequence[tuple[int, ...]], training: bool
+) -> tuple[tuple[int, ...], ...]:
+    """The devices of each virtual stage: forward order, then the reverse for training."""
+    forward = tuple(placement)
+    return forward + forward[::-1] if training else forward
+
+
+@lru_cache(maxsize=256)
+def schedule_offsets(
+    schedule: PipelineSchedule, virtual: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...]:
+    """The rotations of a microbatch's row that may run side by side.
+
+    Grouped takes all of them, Sequential the first. Interleaved goes through them in order and
+    takes each one that never asks a device for two things in one tick.
+
+    >>> schedule_offsets(PipelineSchedule.INTERLEAVED, ((0,), (1,), (1,), (0,)))
+    (0, 2)
+    >>> schedule_offsets(PipelineSchedule.INTERLEAVED, tuple((d,) for d in (0, 1, 2, 1, 0, 1)))
+    (0, 1)
+    """
+    if schedule is PipelineSchedule.SEQUENTIAL:
+        return (0,)
+    if schedule is PipelineSchedule.GROUPED:
+        return tuple(range(len(virtual)))
+    # Greedy, from rotation 0 on: for one stage a device this is 1F1B, and the same answer on every
+    # machine. `blocked` are the rotations that clash with one accepted before.
+    clash = _clashing_rotations(virtual)
+    blocked = np.zeros(len(virtual), dtype=bool)
+    accepted: list[int] = []
+    for rotation in range(len(virtual)):
+        if not blocked[rotation]:
+            accepted.append(rotation)
+            blocked |= np.roll(clash, rotation)
+    return tuple(accepted)
+
+
+def _clashing_rotations(virtual: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    """For each rotation, whether it meets a device of the unrotated row at some position.
+
+    Two rotations clash or not by their difference alone, so one row of N answers is enough.
+    """
+    count = len(virtual)
+    visits: dict[int, list[int]] = {}
+    for position, devices in enumerate(virtual):
+        for device in set(devices):
+            visits.setdefault(device, []).append(position)
+    clash = np.zeros(count, dtype=bool)
+    for positions in visits.values():
+        # A rotation by the distance of two visits of a device brings both to one tick.
+        places = np.array(positions)
+        for place in positions:
+            clash[(places - place) % count] = True
+    return clash
+
+
+def require_count(
+    microbatches: int, overlap: int, schedule: PipelineSchedule, stages: int, training: bool
+) -> None:
+    """Refuse a count of microbatches that does not fill whole rounds of `overlap` of them."""
+    if microbatches % overlap:
+        rule = f"must be a multiple of {overlap}, but it is {microbatches}."
+    elif microbatches < overlap:
+        rule = f"must be at least {overlap}, but it is {microbatches}."
+    else:
+        return
+    # The counts to try instead: the multiples on both sides, as far as they are counts.
+    below = microbatches // overlap * overlap
+    choices = [count for count in (below, below + overlap) if count >= overlap] or [overlap]
+    use = " or ".join(f"microbatches={count}" for count in choices)
+    work = "training" if training else "inference"
+    text = (
+        f"The number of iterations of the pipeline {rule} The {schedule} schedule for {work} with "
+        f"{stages} stages on these devices keeps {overlap} in flight and runs them in whole "
+        f"rounds. Use {use} (the accumulation count of a step)"
+    )
+    if microbatches >= 1:
+        text += ", or the sequential schedule, which takes any count"
+    raise PlanError(f"{text}.")

@@ -1,0 +1,264 @@
+"""How long an execution takes, predicted from stage times.
+
+The engine keeps devices in step: a tick ends when the slowest device has done what it has in it, one
+after the other, and then values travel. Four ways to run a plan:
+
+    gated      a device without work waits for the slowest one. This is what the engine does.
+    masked     an idle device computes on garbage. In a Grouped tick come all backwards, then all
+               forwards: each of these phases costs its slowest stage, working or not.
+    ungated    every tick costs what a full one does.
+    free       no common clock: each device runs the plan's units in the plan's order, each as
+               soon as its input is there. An Interleaved plan run freely is 1F1B.
+
+The middle of a plan repeats itself, so the lockstep modes look at one round of it, and the time of
+a simulation does not depend on the number of microbatches.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tailrace.errors import PlanError
+from tailrace.pipeline.schedule.costs import Costs, Times, costs_of
+from tailrace.pipeline.schedule.free_run import free_running
+from tailrace.pipeline.schedule.schedules import PipelineSchedule
+
+if TYPE_CHECKING:
+    from tailrace.pipeline.schedule.plan import Plan
+
+
+class SimulationMode(StrEnum):
+    """How devices keep step; see the module's head."""
+
+    GATED = "gated"
+    MASKED = "masked"
+    UNGATED = "ungated"
+    FREE = "free"
+
+    @classmethod
+    def parse(cls, value: object) -> "SimulationMode":
+        """The member that a text names; what is no text is not compared with anything."""
+        return cls(value) if isinstance(value, str) else cls._missing_(value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> "SimulationMode":
+        for member in cls:
+            if isinstance(value, str) and member.value == value.strip().lower():
+                return member
+        names = ", ".join(repr(member.value) for member in cls)
+        raise PlanError(f"A simulation mode is one of {names}; received {value!r}.")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A predicted execution. Times are in the unit of the times that were given.
+
+    Attributes:
+        mode: how devices kept step.
+        total: the whole execution, with the update.
+        ramp_up, steady, ramp_down, update: the parts of it. In step, the phases are the plan's;
+            running freely, ramp-up lasts until the last device starts and ramp-down begins when
+            the first device has done its last unit.
+        devices: the devices, in order.
+        work: for each of them, the time in which it works.
+    """
+
+    mode: SimulationMode
+    total: float
+    ramp_up: float
+    steady: float
+    ramp_down: float
+    update: float
+    devices: tuple[int, ...]
+    work: tuple[float, ...]
+
+    @property
+    def busy(self) -> dict[int, float]:
+        """For each device, the share of the total in which it works."""
+        return {
+            device: work / self.total if self.total else 0.0
+            for device, work in zip(self.devices, self.work, strict=True)
+        }
+
+    @property
+    def bubble(self) -> float:
+        """The share of device time in which a device does not work."""
+        available = len(self.devices) * self.total
+        return (available - sum(self.work)) / available if available else 0.0
+
+    @property
+    def ideal(self) -> float:
+        """The time if the work were spread evenly and nobody waited."""
+        return sum(self.work) / len(self.devices)
+
+    @property
+    def ramp_share(self) -> float:
+        """The share of the total that ramp-up and ramp-down take."""
+        return (self.ramp_up + self.ramp_down) / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        busiest = max(self.busy.values())
+        return (
+            f"{self.mode}: {self.total:g} (ramp-up {self.ramp_up:g}, steady {self.steady:g}, "
+            f"ramp-down {self.ramp_down:g}, update {self.update:g}); "
+            f"bubble {self.bubble * 100:.1f} %, busiest device {busiest * 100:.1f} %"
+        )
+
+
+def simulate(
+    plan: "Plan",
+    forward: Times,
+    backward: Times | None = None,
+    transfer: float | Sequence[float] = 0.0,
+    update: Times = 0.0,
+    mode: SimulationMode | str = SimulationMode.GATED,
+) -> Simulation:
+    """Predict one execution of a plan.
+
+    Args:
+        plan: what runs.
+        forward: the time of one forward: a number for all stages, or a list with one for each; a
+            concurrent stage may have a list with a time for each member.
+        backward: likewise; twice the forward if not given. Not for inference.
+        transfer: how long a value travels between the devices of neighbouring stages; a number,
+            or a list with one for each of the S-1 boundaries. In step, a tick in which something
+            travels takes that much longer; running freely, it only delays the receiver.
+        update: the time of the weight update of a stage; a number for all, or a list.
+        mode: "gated", "masked", "ungated" or "free".
+
+    Returns:
+        A `Simulation`: total time, its parts, busy share of each device, bubble.
+
+    >>> from tailrace.pipeline import plan
+    >>> [plan(4, 16).simulate(1.0, 2.0, mode=mode).total for mode in ("gated", "ungated")]
+    [57.0, 69.0]
+    >>> plan(4, 16, "interleaved").simulate(1.0, 2.0, mode="free").total
+    57.0
+    """
+    mode = SimulationMode.parse(mode)
+    costs = costs_of(plan, forward, backward, transfer, update)
+    # How long devices work does not depend on how they keep step; only how long they wait does.
+    work = plan.microbatches * np.bincount(costs.device, costs.time, costs.devices) + costs.update
+    last = float(costs.update.max())
+    if mode is SimulationMode.FREE:
+        total, up, down = free_running(plan, costs)
+        # Without a clock a device updates when it is through, while others still work: the parts
+        # overlap, and are cut so that they add up to the total.
+        last = min(last, total - up)
+        parts = {"ramp-up": up, "ramp-down": down, "steady": max(total - up - down - last, 0.0)}
+    else:
+        parts = _lockstep(plan, costs, mode)
+        total = sum(parts.values()) + last
+    return Simulation(
+        mode=mode,
+        total=float(total),
+        ramp_up=float(parts["ramp-up"]),
+        steady=float(parts["steady"]),
+        ramp_down=float(parts["ramp-down"]),
+        update=last,
+        devices=plan.devices,
+        work=tuple(map(float, work)),
+    )
+
+
+class _Round(NamedTuple):
+    """Units that run in one tick, and how many ticks are like it."""
+
+    phase: str
+    units: np.ndarray
+    repeats: int
+
+
+def _lockstep(plan: "Plan", costs: Costs, mode: SimulationMode) -> dict[str, float]:
+    """The time of each phase of the plan."""
+    two_phases = plan.schedule is PipelineSchedule.GROUPED and plan.training
+    price = _Price(costs, mode, two_phases)
+    parts = {"ramp-up": 0.0, "steady": 0.0, "ramp-down": 0.0}
+    for phase, units, repeats in _rounds(plan, costs):
+        parts[phase] += repeats * price.of(units)
+    return parts
+
+
+class _Price:
+    """What a tick costs, from the units that run in it."""
+
+    def __init__(self, costs: Costs, mode: SimulationMode, two_phases: bool) -> None:
+        self.costs = costs
+        self.mode = mode
+        self.two_phases = two_phases
+        self.backward = costs.backward
+        everything = np.arange(len(costs.virtual))
+        self.full = {kind: self._phase(everything[self.backward == kind]) for kind in (False, True)}
+
+    def of(self, units: np.ndarray) -> float:
+        back = self.backward[units]
+        kinds = [kind for kind in (True, False) if (back == kind).any()]
+        # All backwards, then all forwards; or both at once, on different devices.
+        join = sum if self.two_phases else max
+        if self.mode is SimulationMode.UNGATED:
+            return join(self.full.values())
+        if self.mode is SimulationMode.MASKED:
+            return join(self.full[kind] for kind in kinds)
+        return self._phase(units)
+
+    def _phase(self, units: np.ndarray) -> float:
+        """The slowest device, then the slowest transfer."""
+        if not len(units):
+            return 0.0
+        costs = self.costs
+        # A device that has several units runs them one after the other; values travel when all
+        # devices are through.
+        load = np.bincount(costs.device[units], costs.time[units])
+        return float(load.max() + costs.hop[units].max())
+
+
+def _rounds(plan: "Plan", costs: Costs) -> Iterator[_Round]:
+    """The ticks of a plan, those of the repeating middle once with their number."""
+    phases = plan.phases
+    if plan.own_ticks is not None:
+        yield from _own_rounds(plan, costs)
+        return
+    offsets = np.array(plan.offsets)
+    # All of Grouped's steady ticks are alike; the others repeat after one round of N.
+    alike = 1 if plan.overlap == plan.virtual_stages else plan.virtual_stages
+    for phase, ticks, repeats in (
+        ("ramp-up", phases.ramp_up, 1),
+        ("steady", phases.steady[:alike], len(phases.steady) // alike),
+        ("ramp-down", phases.ramp_down, 1),
+    ):
+        for t in ticks:
+            yield _Round(phase, costs.units_of(_running(plan, t, offsets)), repeats)
+
+
+def _running(plan: "Plan", t: int, offsets: np.ndarray) -> np.ndarray:
+    """The virtual stages at work in tick `t`."""
+    length = plan.virtual_stages
+    if plan.schedule is PipelineSchedule.GROUPED:
+        return np.arange(max(0, t - plan.microbatches + 1), min(t, length - 1) + 1)
+    # Each offset is a row of microbatches, one every `length` ticks: which one, and how far it is.
+    turn, virtual = np.divmod(t - offsets, length)
+    return virtual[(turn >= 0) & (turn < plan.microbatches // plan.overlap)]
+
+
+def _own_rounds(plan: "Plan", costs: Costs) -> Iterator[_Round]:
+    """Every tick of a plan that brings its own."""
+    rows = {device: row for row, device in enumerate(plan.devices)}
+    number = {
+        (int(virtual), int(device)): unit
+        for unit, (virtual, device) in enumerate(zip(costs.virtual, costs.device, strict=True))
+    }
+    for t, tick in enumerate(plan.iter_ticks()):
+        units: list[int] = []
+        for unit in tick:
+            virtual = unit.stage if unit.kind == "F" else 2 * plan.stages - 1 - unit.stage
+            key = (virtual, rows.get(unit.device, -1))
+            if key not in number:
+                raise PlanError(
+                    f"Tick {t} has {unit}, which this pipeline does not have. "
+                    "Run `plan.check()` before simulating ticks written by hand."
+                )
+            units.append(number[key])
+        yield _Round(plan.phases.of(t), np.array(units, dtype=int), 1)

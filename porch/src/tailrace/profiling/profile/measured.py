@@ -1,0 +1,157 @@
+"""A profile from what was measured: operations that ran, joined with the text of their program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tailrace.errors import ProgramError
+from tailrace.pipeline.schedule.plan import Plan
+from tailrace.profiling.profile.pipeline_times import pipeline_times
+from tailrace.profiling.profile.profile import Profile, Row, ordered
+from tailrace.profiling.profile.roofline import roofline
+from tailrace.profiling.programs.device_operations import DeviceProfiler, Operation
+from tailrace.profiling.programs.hlo_costs import bytes_moved, flops
+from tailrace.profiling.programs.hlo_text import Instruction
+from tailrace.profiling.programs.liveness import alive_at_peak
+from tailrace.profiling.programs.named_operations import CONTAINERS, NamedProgram, programs_of
+from tailrace.profiling.programs.tick_times import measured
+
+_WIDE = {"bf16": "bfloat16", "f16": "float16"}
+
+
+def profile_of(
+    profiler: DeviceProfiler,
+    *,
+    steps: int,
+    executions: int,
+    wall_s: float,
+    device: Any,
+    owner: Callable[[Instruction], str],
+    plan: Plan | None = None,
+) -> Profile:
+    """The profile of what a profiler saw.
+
+    Args:
+        profiler: that has stopped.
+        steps: how many steps ran meanwhile.
+        executions: in how many executions.
+        wall_s: how long they took.
+        device: one of the devices they ran on.
+        owner: whose an argument of the program is, for the memory.
+        plan: of the pipeline, if it is one.
+    """
+    operations = profiler.operations
+    programs = programs_of(operations, profiler.programs)
+    mine = [one for one in operations if one.program in programs]
+    if not mine:
+        raise ProgramError(
+            f"A profile needs the events of JAX's profiler, and it saw no operation of the program. "
+            f"{profiler.problem or 'This platform may not report operations.'}"
+        )
+    limits = roofline(device, _dtype_of(next(iter(programs.values()))))
+    sums: dict[tuple[str, str], _Sum] = {}
+    unnamed = 0.0
+    for number, program in programs.items():
+        ran = [one for one in mine if one.program == number]
+        for name, (seconds, runs) in _own_times(ran, program).items():
+            instruction, place = program.module.instructions[name], program.place(name)
+            if place is None:
+                unnamed += seconds
+                continue
+            found = sums.setdefault((str(place.phase), place.scope), _Sum())
+            found.add(instruction, program, place.operation, seconds, runs)
+    total = sum(each.seconds for each in sums.values()) + unnamed
+    rows = [each.row(phase, scope, limits) for (phase, scope), each in sums.items()]
+    if unnamed:
+        rows.append(Row("", "(no place)", unnamed, 0.0, 0.0, None, 0, {}))
+    main_number, main = max(programs.items(), key=lambda item: len(item[1].module.instructions))
+    ticks = None
+    if plan is not None:
+        ran = [one for one in mine if one.program == main_number]
+        ticks = measured(plan, ran, main, steps)
+    return Profile(
+        rows=ordered(rows),
+        steps=steps,
+        executions=executions,
+        wall_s=wall_s,
+        named=1.0 - unnamed / total if total else 1.0,
+        device=f"{device.device_kind} ({device.platform})",
+        peak_flops=limits.flops,
+        peak_bytes=limits.bytes,
+        memory=alive_at_peak(main, owner),
+        pipeline=None if ticks is None else pipeline_times(ticks, steps // executions, wall_s),
+    )
+
+
+class _Sum:
+    """What is added up for one row."""
+
+    def __init__(self) -> None:
+        self.seconds = self.flops = self.bytes = 0.0
+        self.runs = 0
+        self.operations: dict[str, float] = {}
+
+    def add(
+        self,
+        instruction: Instruction,
+        program: NamedProgram,
+        operation: str,
+        seconds: float,
+        runs: int,
+    ) -> None:
+        self.seconds += seconds
+        self.runs += runs
+        self.flops += runs * flops(instruction, program.module)
+        self.bytes += runs * bytes_moved(instruction, program.module)
+        self.operations[operation] = self.operations.get(operation, 0.0) + seconds
+
+    def row(self, phase: str, scope: str, limits: Any) -> Row:
+        least = limits.least_seconds(self.flops, self.bytes)
+        share = min(1.0, least / self.seconds) if self.seconds > 0 and least > 0 else None
+        by_cost = sorted(self.operations.items(), key=lambda item: -item[1])
+        return Row(
+            phase, scope, self.seconds, self.flops, self.bytes, share, self.runs, dict(by_cost)
+        )
+
+
+def _own_times(
+    operations: Sequence[Operation], program: NamedProgram
+) -> dict[str, tuple[float, int]]:
+    """Seconds and runs of each instruction, without those that run others which were seen."""
+    whole: dict[str, float] = {}
+    runs: dict[str, int] = {}
+    for one in operations:
+        whole[one.name] = whole.get(one.name, 0.0) + (one.end - one.start) * 1e-9
+        runs[one.name] = runs.get(one.name, 0) + 1
+    module = program.module
+
+    def inside(instruction: Instruction) -> float:
+        """What the instructions of called computations took, each with all that is in it."""
+        took = 0.0
+        for called in instruction.calls:
+            for one in module.computations.get(called, ()):
+                took += whole[one.name] if one.name in whole else inside(one)
+        return took
+
+    found = {}
+    for name, seconds in whole.items():
+        instruction = module.instructions[name]
+        if instruction.opcode in CONTAINERS and inside(instruction):
+            continue  # between its operations it waits for a thread: that is nobody's work
+        found[name] = (seconds, runs[name])
+    return found
+
+
+def _dtype_of(program: NamedProgram) -> str:
+    """The dtype of most of the program's products."""
+    found: dict[str, int] = {}
+    for one in program.module.instructions.values():
+        if one.opcode in ("dot", "convolution", "custom-call") and one.shapes:
+            for operand in one.operands[:1]:
+                given = program.module.instructions.get(operand)
+                if given is not None and given.shapes:
+                    dtype = given.shapes[0].dtype
+                    found[dtype] = found.get(dtype, 0) + one.shapes[0].size
+    most = max(found, key=lambda dtype: found[dtype], default="f32")
+    return _WIDE.get(most, "float32")

@@ -1,0 +1,151 @@
+"""A profile: what each scope and phase of a step costs, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tailrace.errors import RunError
+from tailrace.profiling.profile.pipeline_times import PipelineTimes
+from tailrace.profiling.profile.texts import as_html, as_text, as_tree
+from tailrace.profiling.profile.treemap import treemap_svg
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one scope costs in one phase, over all steps that were watched.
+
+    Attributes:
+        phase: forward, backward, optimizer, accumulation, replicas, stages, feeds, taps, loop.
+        scope: the path of the model's scope, as in the catalogue; "" outside of all.
+        seconds: of its operations themselves, over all threads and devices.
+        flops: floating-point operations.
+        bytes: read and written.
+        roofline: the share of the device's best that it reaches; None where it is not known.
+        runs: how many operations ran.
+        operations: seconds by operation, most expensive first.
+    """
+
+    phase: str
+    scope: str
+    seconds: float
+    flops: float
+    bytes: float
+    roofline: float | None
+    runs: int
+    operations: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        """Phase and scope in one."""
+        return f"{self.phase} {self.scope}".strip()
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A training step by scope. Prints as a table, most expensive first.
+
+    Attributes:
+        rows: each scope in each phase, most expensive first.
+        steps: how many steps were watched.
+        executions: in how many executions.
+        wall_s: how long those took.
+        named: the share of the operations' own time that has a place.
+        device: what it ran on.
+        peak_flops: floating-point operations a second that the device reaches.
+        peak_bytes: bytes a second that it moves.
+        memory: bytes at the peak of memory, by owner, largest first.
+        pipeline: what the cells of a pipeline's grid took, if it is one and they could be seen.
+    """
+
+    rows: tuple[Row, ...]
+    steps: int
+    executions: int
+    wall_s: float
+    named: float
+    device: str
+    peak_flops: float
+    peak_bytes: float
+    memory: dict[str, int]
+    pipeline: PipelineTimes | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The operations' own time, over all rows."""
+        return sum(row.seconds for row in self.rows)
+
+    def phase(self, name: str) -> float:
+        """The seconds of one phase."""
+        return sum(row.seconds for row in self.rows if row.phase == name)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+    def tree(self) -> str:
+        """The scopes as a tree, with the time of everything in them."""
+        return as_tree(self)
+
+    def treemap(self) -> Treemap:
+        """A picture: areas are times, phases and scopes in each other."""
+        return Treemap(treemap_svg(self))
+
+    # -- on disk --------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The profile as text that `Profile.from_json` reads."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """A profile from its text; RunError for anything else."""
+        try:
+            found: dict[str, Any] = json.loads(text)
+            if found.pop("format") != FORMAT:
+                raise KeyError("format")
+            rows = tuple(Row(**row) for row in found.pop("rows"))
+            pipeline = found.pop("pipeline")
+            times = PipelineTimes.from_dict(pipeline) if pipeline is not None else None
+            return Profile(rows=rows, pipeline=times, **found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"A profile is what trainer.profile(...).save(file) writes. Received something "
+                f"else ({type(error).__name__}: {error})."
+            ) from error
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read what `save` wrote."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"The profile {str(path)!r} cannot be read: {error}.") from error
+        return Profile.from_json(text)
+
+
+class Treemap(str):
+    """An SVG picture that shows itself in a notebook."""
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture as a file."""
+        Path(path).write_text(self, encoding="utf-8")
+
+
+def ordered(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Rows, most expensive first."""
+    return tuple(sorted(rows, key=lambda row: (-row.seconds, row.phase, row.scope)))

@@ -1,0 +1,212 @@
+"""What ran on the devices, operation by operation, as JAX's profiler saw it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+CLOCK = "tailrace clock"
+"""A mark on the profiler's clock, by which its times become those of `time.perf_counter_ns`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation while it ran. Times are nanoseconds of `time.perf_counter_ns`.
+
+    Attributes:
+        device: the number of the device.
+        line: the thread or stream it ran in.
+        name: of the instruction, in the text of the compiled program.
+        module: the name of the program.
+        program: the number that the platform has for the program.
+        run: the number that it has for this run of it; 0 where it has none.
+        start: when it began.
+        end: when it was over.
+    """
+
+    device: int
+    line: str
+    name: str
+    module: str
+    program: int
+    run: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramRun:
+    """One run of a program on one device. Times are nanoseconds of `time.perf_counter_ns`.
+
+    Attributes:
+        device: the number of the device.
+        module: the name of the program.
+        start: when its first operation began.
+        end: when its last one was over.
+    """
+
+    device: int
+    module: str
+    start: int
+    end: int
+
+
+def program_runs(operations: Iterable[Operation]) -> list[ProgramRun]:
+    """The runs of programs that operations belong to, in order."""
+    found: dict[tuple[int, int, int], ProgramRun] = {}
+    for one in operations:
+        key = (one.device, one.program, one.run)
+        now = found.get(key) or ProgramRun(one.device, one.module, one.start, one.end)
+        start, end = min(now.start, one.start), max(now.end, one.end)
+        found[key] = ProgramRun(one.device, one.module, start, end)
+    return sorted(found.values(), key=lambda run: (run.start, run.device))
+
+
+class DeviceProfiler:
+    """Watches operations on the devices while some executions run.
+
+    It is called around each dispatch; see `tailrace.spans.recorder`.
+
+    Args:
+        executions: how many; None: all.
+
+    Attributes:
+        seconds: what starting, stopping and reading took.
+        problem: why there are no operations, if there are none.
+        programs: what was dispatched meanwhile.
+    """
+
+    def __init__(self, executions: int | None) -> None:
+        self._left = executions
+        self._directory: str | None = None
+        self._marked = 0
+        self.operations: list[Operation] = []
+        self.programs: list[Any] = []
+        self.seconds = 0.0
+        self.problem = ""
+
+    def before(self, program: Any) -> None:
+        """A program is dispatched next."""
+        if self._left == 0:
+            return
+        self.start()
+        if self._directory is not None and all(program is not one for one in self.programs):
+            self.programs.append(program)
+
+    def after(self, ticket: Any) -> None:
+        """It was; after the last of them, its end is waited for."""
+        if self._directory is None or self._left is None:
+            return
+        self._left -= 1
+        if self._left == 0:
+            with contextlib.suppress(Exception):  # whoever collects it has the exception
+                ticket.block_until_ready()
+            self.stop()
+
+    def stop(self) -> None:
+        """Read what was seen."""
+        if self._directory is None:
+            return
+        import jax
+
+        started = time.perf_counter()
+        directory, self._directory, self._left = self._directory, None, 0
+        try:
+            jax.profiler.stop_trace()
+            self.operations = _read(Path(directory), self._marked)
+        except Exception as error:
+            self.problem = f"JAX's profiler failed: {type(error).__name__}: {error}"
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        self.seconds += time.perf_counter() - started
+
+    def start(self) -> None:
+        """Watch from now on, if it does not already."""
+        if self._directory is not None or self.problem:
+            return
+        import jax
+
+        started = time.perf_counter()
+        directory = tempfile.mkdtemp(prefix="tailrace-profile-")
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # our own spans say what Python does
+        options.host_tracer_level = 2  # operations on CPU devices are on this level
+        try:
+            jax.profiler.start_trace(directory, profiler_options=options)
+        except Exception as error:  # another profile of this process is running
+            shutil.rmtree(directory, ignore_errors=True)
+            self.problem = f"JAX's profiler did not start: {error}"
+            return
+        self._directory = directory
+        self._marked = time.perf_counter_ns()
+        with jax.profiler.TraceAnnotation(CLOCK):
+            pass
+        self.seconds += time.perf_counter() - started
+
+
+def _read(directory: Path, marked: int) -> list[Operation]:
+    """The operations of all profiles in a directory, in the order of their start."""
+    import jax
+
+    found: list[Operation] = []
+    for path in sorted(directory.rglob("*.xplane.pb")):
+        with warnings.catch_warnings():
+            # Types of the reader have no module, which newer Pythons find worth a warning.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+            on_devices = [plane for plane in planes if plane.name.startswith("/device:")]
+            host = [plane for plane in planes if plane.name.startswith("/host:CPU")]
+            offset = marked - _mark(host)
+            for plane in on_devices or host:
+                found += _of_plane(plane, offset)
+    return sorted(found, key=lambda one: (one.start, -one.end))
+
+
+def _mark(planes: list[Any]) -> int:
+    for plane in planes:
+        for line in plane.lines:
+            for event in line.events:
+                if event.name == CLOCK:
+                    return int(event.start_ns)
+    return 0
+
+
+def _of_plane(plane: Any, offset: int) -> list[Operation]:
+    number = plane.name.rpartition(":")[2].split()[0]
+    own = int(number) if number.isdigit() else 0
+    found: list[tuple[Operation, int]] = []
+    ends: dict[int, int] = {}
+    for line in plane.lines:
+        for event in line.events:
+            name = event.name
+            if name.startswith("ThreadpoolListener"):
+                continue
+            stats = dict(event.stats)
+            start = int(event.start_ns) + offset
+            end = start + int(event.duration_ns)
+            if name.startswith("end: "):
+                ends[int(stats.get("_c", -1))] = end
+            elif "hlo_op" in stats:
+                operation = Operation(
+                    int(stats.get("device_ordinal", own)),
+                    line.name,
+                    str(stats["hlo_op"]),
+                    str(stats.get("hlo_module", "")),
+                    int(stats.get("program_id", 0)),
+                    int(stats.get("run_id", 0)),
+                    start,
+                    end,
+                )
+                found.append((operation, int(stats.get("_p", -2))))
+    # On a CPU an operation may return before it is over; another event has the same number then.
+    return [
+        dataclasses.replace(one, end=max(one.end, ends.get(number, one.end)))
+        for one, number in found
+    ]

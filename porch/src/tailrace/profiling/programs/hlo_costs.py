@@ -1,0 +1,102 @@
+"""What an instruction computes and moves, from its text: floating-point operations and bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from tailrace.profiling.programs.hlo_text import Instruction, Module, Shape
+
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "copy", "reshape"),
+    *("broadcast", "transpose", "slice", "concatenate", "pad", "reverse", "gather", "convert"),
+    *("dynamic-slice", "dynamic-update-slice", "while", "conditional", "call", "after-all"),
+    *("copy-start", "copy-done", "optimization-barrier", "partition-id", "replica-id", "infeed"),
+    *("all-reduce", "all-gather", "collective-permute", "reduce-scatter", "all-to-all", "domain"),
+}
+"""What computes nothing: it moves values, or runs others."""
+
+_NOTHING_MOVED = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while"),
+    *("conditional", "call", "partition-id", "replica-id", "optimization-barrier"),
+}
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_WINDOW = re.compile(r"window=\{size=([\dx]+)")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+
+
+def flops(instruction: Instruction, module: Module) -> float:
+    """Floating-point operations of one run of an instruction; integers count like floats."""
+    opcode, size = instruction.opcode, sum(shape.size for shape in instruction.shapes)
+    if opcode == "fusion":
+        return sum(flops(inner, module) for inner in module.inside(instruction))
+    if opcode in _FREE:
+        return 0.0
+    operands = [module.instructions[n] for n in instruction.operands if n in module.instructions]
+    shapes = [shape for operand in operands for shape in operand.shapes]
+    if opcode == "dot" and shapes:
+        found = _CONTRACTED.search(instruction.attributes)
+        dims = [int(d) for d in found[1].split(",") if d] if found else []
+        return 2.0 * size * math.prod(shapes[0].dims[d] for d in dims)
+    if opcode == "convolution" and len(shapes) > 1:
+        return 2.0 * size * _kernel(instruction, shapes[1].dims)
+    if opcode == "custom-call":
+        return _library_call(instruction, shapes)
+    if opcode in ("reduce", "reduce-window") and shapes:
+        return float(shapes[0].size)
+    return float(size)
+
+
+def bytes_moved(instruction: Instruction, module: Module) -> float:
+    """Bytes that one run of an instruction reads and writes, as if nothing were cached."""
+    if instruction.opcode in _NOTHING_MOVED:
+        return 0.0
+    inside = module.computations.get(instruction.calls[0], []) if instruction.calls else []
+    read = 0.0
+    for number, name in enumerate(instruction.operands):
+        operand = module.instructions.get(name)
+        if operand is not None:
+            read += min(operand.nbytes, _used(inside, number, operand.nbytes))
+    written: float = instruction.nbytes
+    root = next((one for one in inside if one.is_root), instruction)
+    if root.opcode == "dynamic-update-slice" and len(root.operands) > 1:
+        update = module.instructions.get(root.operands[1])
+        written = min(written, update.nbytes) if update is not None else written
+    if instruction.opcode == "dynamic-slice":
+        read = min(read, float(written))
+    if instruction.opcode == "dynamic-update-slice":
+        read = min(read, float(written))
+    return read + written
+
+
+def _used(inside: list[Instruction], number: int, whole: int) -> float:
+    """How many bytes of an operand a fusion reads: of one that is cut or overwritten, a part."""
+    parameter = next((one for one in inside if one.number == number), None)
+    if parameter is None:
+        return whole
+    users = [one for one in inside if parameter.name in one.operands]
+    if users and all(one.opcode == "dynamic-slice" for one in users):
+        return sum(one.nbytes for one in users)
+    if users and all(
+        one.opcode == "dynamic-update-slice" and one.operands[0] == parameter.name for one in users
+    ):
+        return 0.0  # it is written in place
+    return whole
+
+
+def _kernel(instruction: Instruction, kernel: tuple[int, ...]) -> float:
+    """How many products each result of a convolution is the sum of."""
+    labels = _LABELS.search(instruction.attributes)
+    window = _WINDOW.search(instruction.attributes)
+    spatial = math.prod(int(n) for n in window[1].split("x")) if window else 1
+    features = kernel[labels[2].index("i")] if labels else 1
+    return float(spatial * features)
+
+
+def _library_call(instruction: Instruction, shapes: list[Shape]) -> float:
+    """Of a matrix product in a library: what is contracted follows from the three sizes."""
+    target = instruction.attributes
+    if not any(word in target for word in ("gemm", "matmul", "dot")) or len(shapes) < 2:
+        return 0.0
+    out = max(instruction.shapes, key=lambda shape: shape.size).size
+    return 2.0 * out * math.sqrt(shapes[0].size * shapes[1].size / max(out, 1))

@@ -1,0 +1,118 @@
+"""What is alive at the peak of a compiled program's memory, and whose it is.
+
+XLA's text is in the order in which instructions run. A buffer lives from the instruction that makes it
+to the last that reads it. What only rearranges (tuples, loops) passes buffers on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tailrace.profiling.programs.hlo_text import Instruction
+from tailrace.profiling.programs.named_operations import NamedProgram
+from tailrace.profiling.programs.op_names import Phase
+
+_PASSES_ON = {"bitcast", "while", "optimization-barrier", "copy-done", "get-tuple-element", "tuple"}
+_RUNS_OTHERS = {"while", "conditional", "call"}
+
+Buffers = list[frozenset[str]]
+"""For each element of a tuple (or the one result) the buffers it is in."""
+
+
+def alive_at_peak(program: NamedProgram, owner: Callable[[Instruction], str]) -> dict[str, int]:
+    """Bytes by owner, largest first, at the moment when most bytes are alive.
+
+    Args:
+        program: what is looked at.
+        owner: whose an argument of the program is.
+    """
+    module = program.module
+    _, alive = _peak(program, module.entry, owner)
+    return dict(sorted(alive.items(), key=lambda item: -item[1]))
+
+
+def _peak(
+    program: NamedProgram, name: str, owner: Callable[[Instruction], str] | None
+) -> tuple[int, dict[str, int]]:
+    """The peak of one computation; `owner` for that of the program, whose arguments count."""
+    instructions = program.module.computations.get(name, [])
+    buffers: dict[str, Buffers] = {}
+    last: dict[str, int] = {}
+    for place, one in enumerate(instructions):
+        buffers[one.name] = _made(one, buffers, bool(owner), program)
+        for operand in one.operands:
+            for each in buffers.get(operand, ()):
+                last.update(dict.fromkeys(each, place))
+        if one.is_root:
+            for each in buffers[one.name]:
+                last.update(dict.fromkeys(each, len(instructions)))
+    alive: dict[str, tuple[str, int]] = {}
+    most, found = 0, {}
+    for place, one in enumerate(instructions):
+        if one.name in {b for each in buffers[one.name] for b in each}:
+            whose = owner(one) if owner and one.opcode == "parameter" else _owner(program, one)
+            alive[one.name] = (whose, one.nbytes)
+        inner, beside = 0, {}
+        if one.opcode in _RUNS_OTHERS:
+            for called in one.calls:
+                size, theirs = _peak(program, called, None)
+                if size > inner:
+                    inner, beside = size, theirs
+        now = sum(size for _, size in alive.values()) + inner
+        if now > most:
+            most, found = now, dict(beside)
+            for whose, size in alive.values():
+                found[whose] = found.get(whose, 0) + size
+        for operand in {*one.operands, one.name}:
+            for each in buffers.get(operand, ()):
+                for buffer in each:
+                    argument = owner is not None and _is_argument(program, buffer)
+                    if last.get(buffer, place) <= place and not argument:
+                        alive.pop(buffer, None)
+    return most, found
+
+
+def _made(
+    one: Instruction, buffers: dict[str, Buffers], is_entry: bool, program: NamedProgram
+) -> Buffers:
+    """The buffers of an instruction's result: its own, or those of what it passes on."""
+    given = [buffers.get(operand, [frozenset()]) for operand in one.operands]
+    if one.opcode == "tuple":
+        return [frozenset().union(*each) for each in given]
+    if one.opcode == "get-tuple-element" and given:
+        number = one.attributes.partition("index=")[2].split(",")[0].strip()
+        place = int(number) if number.isdigit() else 0
+        return [given[0][place]] if place < len(given[0]) else [frozenset()]
+    if one.opcode in _PASSES_ON and given:
+        return given[0]
+    if one.opcode == "parameter" and not is_entry:
+        return [frozenset()] * max(1, len(one.shapes))  # it is counted where it was made
+    if one.opcode == "constant":
+        return [frozenset()]
+    if _writes_in_place(one, program) and given:
+        return given[0]
+    return [frozenset({one.name})] * max(1, len(one.shapes))
+
+
+def _writes_in_place(one: Instruction, program: NamedProgram) -> bool:
+    if one.opcode == "fusion" and one.calls:
+        inside = program.module.computations.get(one.calls[0], [])
+        return any(i.is_root and i.opcode == "dynamic-update-slice" for i in inside)
+    return one.opcode == "dynamic-update-slice"
+
+
+def _is_argument(program: NamedProgram, name: str) -> bool:
+    found: Any = program.module.instructions.get(name)
+    return found is not None and found.opcode == "parameter"
+
+
+def _owner(program: NamedProgram, one: Instruction) -> str:
+    """Whose a buffer is that the program makes: what a scope leaves for later, or works with."""
+    place = program.place(one.name)
+    if place is None:
+        return str(Phase.LOOP)
+    what = {Phase.FORWARD: "residuals", Phase.BACKWARD: "gradients"}.get(place.phase)
+    if what is None:
+        return str(place.phase)
+    return f"{what} of {place.scope}" if place.scope else what

@@ -1,0 +1,136 @@
+"""`tr.trace`: what happens in a `with` block, as a timeline for Perfetto."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+from tailrace.errors import OptionError
+from tailrace.messages import logger
+from tailrace.profiling.programs.device_operations import (
+    DeviceProfiler,
+    ProgramRun,
+    program_runs,
+)
+from tailrace.profiling.timeline.perfetto_file import check_perfetto
+from tailrace.profiling.timeline.writing import Cost, write
+from tailrace.spans.recorder import Recorder
+from tailrace.spans.span import seconds_of_a_span
+
+VARIABLE = "TAILRACE_TRACE"
+
+
+class Trace:
+    """Records what happens between its beginning and its end, and writes it to a file.
+
+    Use it as `with tr.trace(directory): ...`; see there.
+
+    Attributes:
+        path: the file, once it is written; None before, and if nothing happened.
+        cost: what recording and writing took.
+        runs: the runs of programs on devices, as far as operations were watched.
+    """
+
+    def __init__(self, directory: Any, executions: range | None, operations: int | None) -> None:
+        self.directory = Path(directory)
+        self.path: Path | None = None
+        self.cost: Cost | None = None
+        self.runs: tuple[ProgramRun, ...] = ()
+        self._executions, self._operations = executions, operations
+        self._recorder: Recorder | None = None
+
+    def __enter__(self) -> Trace:
+        if self._recorder is not None:
+            raise OptionError("This trace is open already. Make another one: tr.trace(directory).")
+        check_perfetto()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        profiler = None if self._operations == 0 else DeviceProfiler(self._operations)
+        self._recorder = Recorder(self._executions, profiler)
+        self._recorder.open()
+        if profiler is not None and self._operations is None and self._executions is None:
+            profiler.start()  # whatever runs, also what Tailrace does not dispatch
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        recorder.close()
+        operations = recorder.profiler.operations if recorder.profiler is not None else ()
+        self.runs = tuple(program_runs(operations))
+        if not (recorder.slices or recorder.counts or recorder.ran or self.runs):
+            return
+        path, stream = _new_file(self.directory)
+        with stream:
+            self.cost = write(stream, recorder, seconds_of_a_span())
+        self.path = path
+        logger.info(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB). {self.cost}")
+
+    def __repr__(self) -> str:
+        return f"Trace({str(self.path or self.directory)!r})"
+
+
+def trace(
+    directory: str | os.PathLike[str],
+    *,
+    executions: range | None = None,
+    operations: int | None = 2,
+) -> Trace:
+    """Write what happens in a `with` block as a timeline that https://ui.perfetto.dev opens.
+
+    It has the threads of the host (waiting for data, reading, copying, dispatching, collecting,
+    callbacks, checkpoints, compiling), the executions, operations on the devices by scope, ticks of
+    pipelines, and counters. The file is written also when the block raises. Blocks may be nested.
+
+    Args:
+        directory: where a new file `trace-<number>.pftrace` is written.
+        executions: only what happens in these, counted from 0 within the block: `range(3, 6)`.
+        operations: of how many executions the operations on the devices are shown, which costs most;
+            0 for none, None for all, and for programs of JAX that Tailrace does not run.
+
+    Example:
+        >>> import optax, numpy as np, tailrace as tr, tempfile
+        >>> x = np.ones((8, 4), np.float32)
+        >>> trainer = tr.Trainer(lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1), x[0])
+        >>> with tr.trace(tempfile.mkdtemp()) as timeline:
+        ...     history = trainer.fit(tr.batches(x, 4, repeat=True), steps=5, progress=False)
+        >>> timeline.path.suffix
+        '.pftrace'
+    """
+    if executions is not None and not (isinstance(executions, range) and executions.step == 1):
+        raise OptionError(
+            f"executions is a range of their numbers, such as range(3, 6). Received: {executions!r}."
+        )
+    if operations is not None and (
+        isinstance(operations, bool) or not isinstance(operations, int) or operations < 0
+    ):
+        raise OptionError(
+            f"operations is a number of executions, 0 for none or None for all. "
+            f"Received: {operations!r}."
+        )
+    return Trace(directory, executions, operations)
+
+
+def as_trace(given: Any) -> Trace:
+    """What `fit(trace=...)` accepts: a directory, or a trace that is not open yet."""
+    return given if isinstance(given, Trace) else trace(given)
+
+
+def trace_process() -> None:
+    """Trace this process from now to its end, if the environment asks for it."""
+    directory = os.environ.get(VARIABLE)
+    if directory:
+        timeline = trace(directory).__enter__()
+        atexit.register(timeline.__exit__)
+
+
+def _new_file(directory: Path) -> tuple[Path, Any]:
+    for number in itertools.count():
+        path = directory / f"trace-{number:03}.pftrace"
+        try:
+            return path, path.open("xb")
+        except FileExistsError:
+            continue
+    raise AssertionError

@@ -1,0 +1,306 @@
+"""`tr.compile`: a function becomes a device program, with its feeds attached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.devices.devices import resolve_replicas
+from tailrace.errors import OptionError, ProgramError
+from tailrace.jaxprs.control import as_scan
+from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.walk import LOOP, walk
+from tailrace.program.running.agreement import agreed_seconds
+from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
+from tailrace.program.running.executable import STEPS, Executable, Placement
+from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.segments import Segment, cut
+from tailrace.program.tracing.replica_drift import check_in_step
+from tailrace.program.tracing.tap_selection import look
+from tailrace.program.tracing.trace import Traced, top_loops, trace_program
+from tailrace.records.records import Records, take_records
+from tailrace.taps.frame import Emission
+from tailrace.taps.naming import Namer
+from tailrace.taps.tap import MOST_BYTES, StopOnNonfinite, Tap, check_bytes, parse_taps
+
+
+def compile(
+    function: Callable[..., Any],
+    *,
+    replicas: int | None = 1,
+    seed: int = 0,
+    observe: Any = (),
+    observe_bytes: int = MOST_BYTES,
+) -> Program:
+    """Make a device program of `function`.
+
+    The program is compiled when it is first called, for the shapes of the arguments it then gets. A
+    call is one dispatch, except that a loop at the top of the program runs in several when its
+    elements would take too much memory at once, or when an outfeed in it is live. The arguments of
+    a call are never overwritten.
+
+    Args:
+        function: called with arrays (trees of them); may use `tr.repeat`, `tr.while_loop`, feeds,
+            `tr.key()` and all of JAX. It returns a tree of arrays.
+        replicas: how many copies of the program run side by side, each on its own elements. None:
+            as many as there are devices.
+        seed: where the keys of `tr.key()` come from.
+        observe: taps (`tr.Tap`), or selections whose statistics are wanted; `program.records` has
+            what they saw in the latest call. A pass of an outermost loop counts as a step.
+        observe_bytes: the most that the records of one loop may take; more is refused before it
+            runs.
+
+    Example:
+        >>> import tailrace as tr
+        >>> infeed, outfeed = tr.InfeedQueue([1.0, 2.0, 3.0, 4.0]), tr.OutfeedQueue()
+        >>> def body(total, x):
+        ...     outfeed.enqueue({"total": total + x})
+        ...     return total + x
+        >>> program = tr.compile(lambda total: tr.repeat(4, body, total, infeed=infeed))
+        >>> print(program(0.0), outfeed.dequeue()["total"])
+        10.0 [ 1.  3.  6. 10.]
+    """
+    taps = parse_taps(observe)
+    if any(isinstance(tap, StopOnNonfinite) for tap in taps):
+        raise OptionError(
+            "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
+            "apart. In a program of your own, tap the tensors and look at their NaN counts."
+        )
+    return Program(
+        function,
+        replicas=resolve_replicas(replicas),
+        seed=seed,
+        taps=taps,
+        observe_bytes=observe_bytes,
+    )
+
+
+class Program:
+    """A compiled function; made by `tr.compile`, called like the function.
+
+    Attributes:
+        executions: how many times something was dispatched to the devices.
+        steps: how many passes of outermost loops were run; a call without loops is one step.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        replicas: int,
+        seed: int,
+        taps: Sequence[Tap] = (),
+        observe_bytes: int = MOST_BYTES,
+    ) -> None:
+        if not callable(function):
+            raise ProgramError(
+                f"tr.compile takes a function of arrays. Received: {type(function).__name__}."
+            )
+        self._function, self._seed, self.taps = function, seed, list(taps)
+        self._observe_bytes = observe_bytes
+        self.records = Records()
+        self.placement = Placement(replicas)
+        self.executions = 0
+        self.steps = 0
+        self._versions: dict[Hashable, _Version] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the program; returns what the function returns."""
+        version = self._version(args)
+        traced = version.traced
+        state = LoopState(dict(zip(traced.jaxpr.constvars, version.consts, strict=True)))
+        leaves = self.placement.put(jax.tree.leaves(args))
+        state.values.update(zip(traced.jaxpr.invars, leaves, strict=True))
+        self.records.clear()
+        for queue, out in traced.outfeeds.items():
+            queue.check_fits(out.structure, out.shapes)
+        for queue in traced.outfeeds:
+            queue.begin()
+        try:
+            for segment in version.segments:
+                if segment.is_loop:
+                    self._run_in_pieces(version, segment, state)
+                else:
+                    self._run_once(version, segment, state)
+            # Without a loop of its own, the whole call is a step: the next one gets other keys.
+            self.steps += not version.has_loops
+        finally:
+            if any(queue.live for queue in traced.outfeeds):
+                jax.effects_barrier()  # elements may still be on their way, by callback
+            for queue in traced.outfeeds:
+                queue.end()
+        return jax.tree.unflatten(
+            traced.out_structure,
+            [jnp.asarray(value_of(state.values, var)) for var in traced.jaxpr.outvars],
+        )
+
+    # -- running --------------------------------------------------------------------------------
+
+    def _run_once(self, version: _Version, segment: Segment, state: LoopState) -> None:
+        executable = version.executable(segment)
+        emitted, _ = executable.run(state, Numbers(self._seed, self.steps))
+        self.executions += 1
+        passes = emitted.pop(STEPS, None)
+        self._deliver(version, emitted, self.steps, 1, 1)
+        self.steps += version.steps_of(segment) if passes is None else int(jnp.max(passes.value))
+
+    def _run_in_pieces(self, version: _Version, segment: Segment, state: LoopState) -> None:
+        # The first piece would overwrite what the caller, or a later segment, still holds.
+        for result, start in segment.start:
+            state.values[result] = self.placement.own(value_of(state.values, start))
+        live = any(queue.live for queue in version.traced.outfeeds)
+        done, length = 0, segment.length
+        if not live and version.piece(segment) == length:  # cut to look into it, not for its size
+            self._need_elements(segment)
+        most = version.piece(segment)
+        piece = version.live_pieces.get(segment.first, 1) if live else most
+        measuring = live and segment.first not in version.live_pieces
+        first, every = self.steps, version.sight.period
+        # Pieces of one length that end where taps look need no count; a loop of fixed length is faster.
+        alike = not (live or length % piece or first % every or piece % every)
+        executable = version.executable(segment, piece if alike else most, every, not alike)
+        while done < length:
+            now = min(piece, length - done)
+            following = None if live else min(piece, length - done - now)
+            fresh = executable.compiled is None
+            started = time.perf_counter()
+            numbers = Numbers(self._seed, first, done, now)
+            emitted, ticket = executable.run(state, numbers, following)
+            self.executions += 1
+            self._deliver(version, emitted, first + done, now, every)
+            done += now
+            # The first run of anything compiled is slow, whatever it computes: measure the next one.
+            if measuring and not fresh and now == piece:
+                jax.block_until_ready(ticket)
+                elapsed = agreed_seconds(max(time.perf_counter() - started, 1e-6))
+                wanted = min(most, max(1, int(now * LIVE_S / elapsed)))
+                if wanted > 2 * piece:
+                    piece = wanted
+                else:
+                    measuring, version.live_pieces[segment.first] = False, piece
+        self.steps += length
+
+    def _need_elements(self, segment: Segment) -> None:
+        """All elements of a loop are there before its first piece runs, or none is consumed."""
+        for queue, count in segment.elements.items():
+            queue.bind_replicas(self.placement.replicas)
+            queue.need(count * segment.length * self.placement.local_replicas)
+
+    def _deliver(
+        self,
+        version: _Version,
+        emitted: dict[Hashable, Emission],
+        first_step: int,
+        steps: int,
+        period: int,
+    ) -> None:
+        replicas = self.placement.replicas
+        for record in take_records(
+            emitted,
+            version.sight.chosen,
+            first_step=first_step,
+            steps=steps,
+            replicas=replicas,
+            period=period,
+        ):
+            self.records.add(record)
+        version.traced.deliver(emitted)
+
+    # -- versions for different arguments -------------------------------------------------------
+
+    def _version(self, args: tuple[Any, ...]) -> _Version:
+        leaves, structure = jax.tree.flatten(args)
+        try:
+            key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
+        except TypeError:
+            raise ProgramError(_not_an_array(args)) from None
+        if key not in self._versions:
+            traced = trace_program(self._function, args, self.placement.replicas)
+            if self.placement.replicas > 1:
+                check_in_step(traced)
+            version = _Version(traced, self.placement, self.taps)
+            version.check_records(self._observe_bytes)
+            self._versions[key] = version
+        return self._versions[key]
+
+
+class _Version:
+    """A program for arguments of one form: how it is cut, and what is compiled of it."""
+
+    def __init__(self, traced: Traced, placement: Placement, taps: Sequence[Tap]) -> None:
+        self.traced, self._placement = traced, placement
+        named = Namer(enter_custom=True).entries(traced.jaxpr) if taps else ()
+        self.sight = look(traced, taps, named)
+        self.consts = placement.put(traced.consts)
+        loops = top_loops(traced)
+        self.has_loops = any(
+            surrounding.kind == LOOP
+            for place in walk(traced.jaxpr.eqns)
+            for surrounding in place.inside
+        )
+        whole = cut(traced.jaxpr, loops)
+        alone = [s.first for s in whole if s.is_loop and self._wants_pieces(s)]
+        self.segments = cut(traced.jaxpr, alone)
+        self._executables: dict[Hashable, Executable] = {}
+        self.live_pieces: dict[int, int] = {}
+
+    def executable(
+        self, segment: Segment, length: int | None = None, period: int = 1, counted: bool = False
+    ) -> Executable:
+        """The executable of a segment; a loop has one of fixed length, and one for all lengths."""
+        key = (segment.first, length, period, counted)
+        if key not in self._executables:
+            self._executables[key] = Executable(
+                segment,
+                self._placement,
+                length=length,
+                counted=counted,
+                wanted=self.sight.wanted,
+                period=period,
+            )
+        return self._executables[key]
+
+    def check_records(self, most: int) -> None:
+        """Refuse taps that would return more than `most` bytes from one loop."""
+        chosen = self.sight.chosen
+        if chosen:
+            count, replicas = max(one.microbatches for one in chosen), self._placement.replicas
+            length = max((s.length for s in self.segments if s.is_loop), default=1)
+            check_bytes([one for one in chosen if one.loops], length, count, replicas, most)
+            check_bytes([one for one in chosen if not one.loops], 1, 1, replicas, most)
+
+    def piece(self, segment: Segment) -> int:
+        """How many passes of a loop one dispatch runs, for the memory that its elements take."""
+        bytes_per_pass = sum(
+            queue.spec().nbytes * count for queue, count in segment.elements.items()
+        )
+        return piece_within(segment.length, bytes_per_pass * self._placement.local_replicas)
+
+    def steps_of(self, segment: Segment) -> int:
+        """How many passes the loops at the top of a segment run."""
+        last = segment.first + len(segment.equations)
+        loops = [i for i in top_loops(self.traced) if segment.first <= i < last]
+        return sum(as_scan(self.traced.jaxpr.eqns[i]).length for i in loops)
+
+    def _wants_pieces(self, segment: Segment) -> bool:
+        live = any(out.queue.live and out.at_top for out in self.traced.outfeeds.values())
+        # Records are tagged with the steps of one loop, so with taps each loop is dispatched alone.
+        observed = bool(self.sight.chosen)
+        return segment.length > 0 and (live or observed or self.piece(segment) < segment.length)
+
+
+def _not_an_array(args: tuple[Any, ...]) -> str:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            return (
+                f"A program takes trees of arrays and numbers. Received: argument "
+                f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. Leave it out, or close "
+                f"over it in the function."
+            )
+    raise AssertionError

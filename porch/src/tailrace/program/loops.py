@@ -1,0 +1,193 @@
+"""Loops that run on the device: `repeat` and `while_loop`, with or without an infeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.errors import ProgramError
+from tailrace.feeds.elements import call_with_element
+from tailrace.feeds.feed import Feed
+from tailrace.jaxprs.internals import Tracer
+from tailrace.jaxprs.marks import ProgramTrace, Tag, current_trace, dequeue, inside_loop, mark
+
+_NOTHING = object()
+
+
+def repeat(
+    n: int | jax.Array,
+    body: Callable[..., Any],
+    inputs: Any = _NOTHING,
+    infeed: Feed | None = None,
+) -> Any:
+    """Run `body` n times on the device.
+
+    Args:
+        n: how often. An integer; without an infeed it may also be a value of the program.
+        body: called as `body(inputs, *element)`, returns the next `inputs`. Without `inputs` it is
+            called as `body(*element)` and returns nothing.
+        inputs: one tree of arrays, carried from pass to pass.
+        infeed: where each pass takes an element from.
+
+    Returns:
+        What the last pass returned.
+
+    Example:
+        >>> import tailrace as tr
+        >>> infeed = tr.InfeedQueue([1.0, 2.0, 3.0])
+        >>> total = tr.compile(lambda t: tr.repeat(3, lambda t, x: t + x, t, infeed=infeed))
+        >>> print(total(10.0))
+        16.0
+    """
+    return repeat_with(call_with_element, n, body, inputs, infeed)
+
+
+def repeat_with(
+    call: Callable[..., Any],
+    n: int | jax.Array,
+    body: Callable[..., Any],
+    inputs: Any = _NOTHING,
+    infeed: Feed | None = None,
+) -> Any:
+    """`repeat`, with `call(body, carried, element)` deciding how the body gets its element."""
+    trace = current_trace("tr.repeat")
+    carries = inputs is not _NOTHING
+    carry = jax.tree.map(jnp.asarray, inputs) if carries else None
+    if isinstance(n, jax.Array) and not isinstance(n, Tracer):
+        n = int(n)
+    if isinstance(n, Tracer):
+        _need_static(n, infeed)
+        return lax.fori_loop(0, n, _loop_body(trace, call, body, None, None, carries), carry)
+    if not hasattr(n, "__index__") or isinstance(n, bool) or n.__index__() < 0:
+        raise ProgramError(f"tr.repeat runs a body n times, n >= 0. Received: n={n!r}.")
+    n = n.__index__()
+    one_pass = _loop_body(trace, call, body, infeed, n, carries)
+    carry, _ = lax.scan(lambda c, i: (one_pass(i, c), None), carry, jnp.arange(n, dtype=jnp.int32))
+    return carry
+
+
+def while_loop(
+    condition: Callable[[Any], Any],
+    body: Callable[..., Any],
+    inputs: Any,
+    infeed: Feed | None = None,
+    maximum_iterations: int | None = None,
+) -> Any:
+    """Run `body` on the device for as long as `condition(inputs)` holds.
+
+    Args:
+        condition: called as `condition(inputs)`, returns a boolean scalar.
+        body: called as `body(inputs, *element)`, returns the next `inputs`.
+        inputs: one tree of arrays, carried from pass to pass.
+        infeed: where each pass takes an element from. Elements that were not read go back.
+        maximum_iterations: stop after so many passes. Required with an infeed, because that many
+            elements must be there before the execution starts, and with an outfeed inside.
+
+    Returns:
+        What the last pass returned, or `inputs` if there was none.
+    """
+    trace = current_trace("tr.while_loop")
+    carry = jax.tree.map(jnp.asarray, inputs)
+    if infeed is not None and maximum_iterations is None:
+        raise ProgramError(
+            "tr.while_loop with an infeed needs maximum_iterations=: an execution starts when all "
+            "elements that it may read are there. Received: maximum_iterations=None."
+        )
+    if maximum_iterations is not None and (
+        not isinstance(maximum_iterations, int) or maximum_iterations < 0
+    ):
+        raise ProgramError(
+            f"maximum_iterations is an integer >= 0. Received: {maximum_iterations!r}."
+        )
+    if infeed is not None and trace.loops:
+        raise ProgramError(
+            "tr.while_loop with an infeed must stand at the top of a program, not inside another "
+            "loop: nobody could say before the execution how many elements it reads. Use tr.repeat "
+            "inside, or feed the outer loop."
+        )
+    one_pass = _loop_body(trace, call_with_element, body, infeed, maximum_iterations, True)
+
+    def go_on(state: Any) -> Any:
+        i, carry = state
+        wanted = jnp.asarray(condition(carry))
+        if wanted.shape != () or wanted.dtype != jnp.bool_:
+            raise ProgramError(
+                f"The condition of tr.while_loop returns one boolean. "
+                f"Received: {wanted.dtype}{list(wanted.shape)}."
+            )
+        if maximum_iterations is None:
+            return wanted
+        return jnp.logical_and(i < maximum_iterations, wanted)
+
+    _, carry = lax.while_loop(go_on, lambda s: (s[0] + 1, one_pass(*s)), (jnp.int32(0), carry))
+    return carry
+
+
+def _loop_body(
+    trace: ProgramTrace,
+    call: Callable[..., Any],
+    body: Callable[..., Any],
+    infeed: Feed | None,
+    length: int | None,
+    carries: bool,
+) -> Callable[[Any, Any], Any]:
+    """`(counter, carry) -> carry`, with the loop's mark, its element and its checks."""
+    if infeed is not None:
+        if not isinstance(infeed, Feed):
+            raise ProgramError(
+                f"infeed must be a tr.InfeedQueue. Received: {type(infeed).__name__}. "
+                f"Wrap the dataset: tr.InfeedQueue(dataset)."
+            )
+        infeed.check_replicas(trace.replicas)
+
+    def one_pass(counter: Any, state: Any) -> Any:
+        with inside_loop(trace):
+            counter = mark(counter, Tag("loop", payload=length))
+            first = (state,) if carries else ()
+            if infeed is None:
+                after = body(*first)
+            else:
+                after = call(body, first, dequeue(counter, infeed, infeed.spec().tree()))
+        return _same_form(state, after)
+
+    return one_pass
+
+
+def whole(body: Callable[..., Any], first: tuple[Any, ...], element: Any) -> Any:
+    """Hand over an element as one argument, whatever its structure (for `repeat_with`)."""
+    return body(*first, element)
+
+
+def _need_static(n: Any, infeed: Any) -> None:
+    if infeed is not None:
+        raise ProgramError(
+            "tr.repeat with an infeed needs a number known when the program is compiled: an "
+            f"execution starts when all its elements are there. Received: n={n}. Give an integer, "
+            "or use tr.while_loop with maximum_iterations."
+        )
+
+
+def _same_form(before: Any, after: Any) -> Any:
+    """What a body returns, checked to have the form of what it got."""
+    old, structure = jax.tree_util.tree_flatten_with_path(before)
+    new, found = jax.tree.flatten(after)
+    if structure != found:
+        raise ProgramError(
+            f"The body of a loop returns what it carries, in the same structure. It got {structure} "
+            f"and returned {found}. Return the carried value whole, and nothing else (results leave "
+            f"through an outfeed)."
+        )
+    for (path, was), now in zip(old, new, strict=True):
+        now = jnp.asarray(now)
+        if was.shape != now.shape or was.dtype != now.dtype:
+            where = jax.tree_util.keystr(path) or "the carried value"
+            raise ProgramError(
+                f"The body of a loop returns the shapes and dtypes that it got. {where} was "
+                f"{was.dtype}{list(was.shape)} and came back as {now.dtype}{list(now.shape)}. "
+                f"Cast or reshape it in the body, or start the loop with the other form."
+            )
+    return after

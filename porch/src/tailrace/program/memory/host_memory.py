@@ -1,0 +1,182 @@
+"""Optimizer state in the host's memory: whether that is possible here, and how it moves.
+
+State that only the update uses need not lie on the device while gradients are accumulated. It is
+carried by the loop in pinned host memory, comes in when a step's gradients are there, and goes back.
+
+How it is written decides whether any memory is saved. XLA starts a copy as early as it can, which
+would be before the first microbatch, and removes optimization barriers before it orders operations.
+What it cannot do is move a copy out of a loop that changes what is copied: so each part of the update
+stands in a loop of its own, of one pass, the length of which only the running program knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.errors import OptionError
+from tailrace.jaxprs.marks import Tag, ambient, mark
+
+HOST_MEMORY = "pinned_host"
+
+LEAST_BYTES = 1 << 16
+"""Smaller leaves stay on the device: moving them takes longer than they are worth."""
+
+PARTS = 8
+"""In so many parts the state is brought in, one after the other, if the update can be cut so."""
+
+_POOL_GB = 64
+"""How much pinned memory the CUDA client allocates unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """How a value gets from one memory to the other, inside a program."""
+
+    to_host: Callable[[Any], Any]
+    to_device: Callable[[Any], Any]
+
+    def bring_in(self, value: Any) -> Any:
+        """A value of the host's memory, on the device."""
+        return mark(value, Tag("memory", payload=self.to_device))
+
+    def send_back(self, value: Any) -> Any:
+        """A value of the device, in the host's memory."""
+        return mark(value, Tag("memory", payload=self.to_host))
+
+
+def memory_moves() -> Moves:
+    """The moves between the memories of an accelerator and of its host."""
+    space = jax.memory.Space
+    return Moves(
+        lambda value: jax.device_put(value, space.Host),
+        lambda value: jax.device_put(value, space.Device),
+    )
+
+
+NO_MOVES = Moves(lambda value: value, lambda value: value)
+"""The same program without moving anything: how the order of the update is tested on a CPU."""
+
+
+def obstacle(device: Any, guarded: bool) -> str | None:
+    """Why optimizer state cannot be kept off this device, or None if it can."""
+    if device.platform == "cpu":
+        return "the device is a CPU, whose memory is the host's already"
+    try:
+        kinds = {memory.kind for memory in device.addressable_memories()}
+    except Exception as error:  # a plugin that does not know of memories
+        return f"the device does not tell its memories ({error})"
+    if HOST_MEMORY not in kinds:
+        return f"a {device.device_kind} has no {HOST_MEMORY} memory"
+    if guarded:
+        return (
+            "tr.stop_on_nonfinite keeps the state from before each execution, which takes the memory "
+            "that offloading would save"
+        )
+    return None
+
+
+def check_activations(wanted: Any) -> None:
+    """The option is a switch."""
+    if not isinstance(wanted, bool):
+        raise OptionError(f"offload_activations is True or False. Received: {wanted!r}.")
+
+
+_INSTEAD = (
+    "Leave it out, share the state out over replicas (shard_optimizer_state=True), or use an "
+    "optimizer with less state."
+)
+"""What somebody can do whose optimizer has too much state."""
+
+
+def check_fits(
+    needed: int,
+    available: int | None,
+    platform: str,
+    option: str = "offload_optimizer_state",
+    instead: str = _INSTEAD,
+) -> None:
+    """Refuse to keep more on the host than it has memory for."""
+    if available is not None and needed > available:
+        raise OptionError(
+            f"{option}=True would keep {needed / 1e9:,.1f} GB in the host's memory, which has "
+            f"{available / 1e9:,.1f} GB free. {instead}"
+        )
+    limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    pool = float(limit) if limit and limit.replace(".", "", 1).isdigit() else _POOL_GB
+    if platform in ("gpu", "cuda", "rocm") and needed > pool * 1e9:
+        raise OptionError(
+            f"{option}=True would keep {needed / 1e9:,.1f} GB in pinned memory, of which the GPU "
+            f"client allocates {pool:g} GB at most. Set "
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={-(-needed // 10**9) + 8} before JAX starts."
+        )
+
+
+def free_host_memory() -> int | None:
+    """The bytes of the host's memory that can be had, if the system tells."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def after_accumulation(body: Callable[[Any], Any], carried: Any) -> Any:
+    """`body(carried)`, emitted so that nothing in it can start before all it uses is there."""
+    # The number of a step is never negative, but XLA does not know that.
+    passes = jnp.where(ambient("step", -1, 1) < 0, 2, 1)
+
+    def one(state: Any) -> Any:
+        done, carried = state
+        return done + 1, body(carried)
+
+    return lax.while_loop(lambda state: state[0] < passes, one, (jnp.int32(0), carried))[1]
+
+
+def in_parts(needs: Sequence[int], sizes: Sequence[int], parts: int = PARTS) -> list[list[int]]:
+    """Results that can be computed part by part, each with state of its own.
+
+    Args:
+        needs: for each result, the leaves it is computed from, as bits.
+        sizes: the bytes of each leaf.
+        parts: about how many parts there should be.
+
+    Returns:
+        Lists of results. Two of different lists need no leaf in common. Results that need no leaf
+        are in none of them.
+
+    >>> in_parts([0b001, 0b010, 0b001, 0b100, 0], [8, 8, 8], parts=2)
+    [[0, 2, 1], [3]]
+    """
+    joined: list[tuple[int, list[int]]] = []
+    for result, bits in enumerate(needs):
+        if bits:
+            members = [result]
+            apart = []
+            for others, results in joined:
+                if others & bits:
+                    bits |= others
+                    members = results + members
+                else:
+                    apart.append((others, results))
+            joined = [*apart, (bits, members)]
+    joined.sort(key=lambda group: min(group[1]))
+    enough = sum(sizes) / parts
+    found: list[list[int]] = []
+    held = enough
+    for bits, results in joined:
+        if held >= enough:
+            found.append([])
+            held = 0
+        found[-1] += results
+        held += sum(size for place, size in enumerate(sizes) if bits >> place & 1)
+    return found

@@ -1,0 +1,84 @@
+"""Loops over layers whose backward pass finds what they carried in the host's memory.
+
+`lax.scan` over stacked layers keeps, for its backward pass, what each pass needs. Here it keeps what
+it carries from pass to pass, in the host's memory, and computes each pass again. JAX has a policy for
+that, and inside a loop XLA keeps to the order it is written in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.control import Scan, as_scan, scan_of
+from tailrace.jaxprs.internals import JaxprEqn, nbytes
+from tailrace.jaxprs.stretches import bound, is_float, results_of, run
+from tailrace.program.memory.host_memory import HOST_MEMORY, NO_MOVES, Moves
+
+_CARRIED = "tailrace_carried"
+
+
+def carried(eqn: JaxprEqn, least: int) -> list[int]:
+    """Which of the values that a loop carries have so many bytes; none if it is no loop."""
+    scan = scan_of(eqn)
+    if scan is None or scan.length < 2:
+        return []
+    return [
+        place
+        for place, var in enumerate(_carried_vars(scan))
+        if is_float(var) and nbytes(var.aval) >= least
+    ]
+
+
+def carried_bytes(eqn: JaxprEqn, least: int) -> int:
+    """The bytes of such values, of all passes."""
+    chosen = carried(eqn, least)
+    if not chosen:
+        return 0
+    scan = as_scan(eqn)
+    variables = _carried_vars(scan)
+    return sum(nbytes(variables[place].aval) * scan.length for place in chosen)
+
+
+def emit(eqn: JaxprEqn, inputs: list[Any], least: int, moves: Moves) -> list[Any]:
+    """Emit an equation; if it is a loop that carries large values, so that the host has them."""
+    chosen = carried(eqn, least)
+    if not chosen:
+        return internals.bind_again(eqn, inputs)
+    scan = as_scan(eqn)
+    program = scan.body
+
+    def body(values: list[Any]) -> list[Any]:
+        consts, carry, xs = scan.split(values)
+        named = [
+            checkpoint_name(value, _CARRIED) if place in chosen else value
+            for place, value in enumerate(carry)
+        ]
+        known = bound(program.jaxpr, program.consts, [*consts, *named, *xs])
+        run(program.jaxpr.eqns, known)
+        return results_of(known, program.jaxpr.outvars)
+
+    def recomputed(one_pass: Any) -> Any:
+        return jax.checkpoint(one_pass, policy=_policy(moves), prevent_cse=False)
+
+    return scan.again(body, inputs, recomputed)
+
+
+def _carried_vars(scan: Scan) -> list[Any]:
+    """The variables of what a loop carries."""
+    return scan.split(scan.body.jaxpr.invars)[1]
+
+
+def _policy(moves: Moves) -> Any:
+    policies = jax.checkpoint_policies
+    if moves is NO_MOVES:
+        return policies.save_only_these_names(_CARRIED)
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_CARRIED],
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    )

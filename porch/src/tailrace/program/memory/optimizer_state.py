@@ -1,0 +1,269 @@
+"""Where the optimizer's state lies between updates: in shares over replicas, in the host's memory.
+
+Plainly, every replica holds all of it on its device. `StateKeeping` says for each leaf how it is
+held instead, and computes the update from what is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import OptionError
+from tailrace.jaxprs.internals import nbytes
+from tailrace.jaxprs.marks import path_name
+from tailrace.messages import logger, note_once
+from tailrace.program.memory import host_memory
+from tailrace.program.memory.host_memory import Moves
+from tailrace.program.memory.sharded_state import LEAST, Shares
+from tailrace.taps.catalogue import Entry, matches
+from tailrace.taps.tap import StopOnNonfinite
+
+if TYPE_CHECKING:
+    from tailrace.program.running.executable import Placement
+    from tailrace.program.step.training_step import Step, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StateKeeping:
+    """How each leaf of the optimizer's state is held.
+
+    Attributes:
+        forms: the state as the optimizer knows it: a tree of shapes.
+        shared: for each leaf, whether replicas have shares of it.
+        hosted: for each leaf, whether it lies in the host's memory.
+        shares: how shares are cut.
+        moves: how leaves get from one memory to the other.
+        decisions: sentences that say what was decided, and why.
+    """
+
+    forms: Any
+    shared: tuple[bool, ...]
+    hosted: tuple[bool, ...]
+    shares: Shares
+    moves: Moves
+    decisions: tuple[str, ...] = ()
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether every leaf is held as it always is."""
+        return not any(self.shared) and not any(self.hosted)
+
+    @property
+    def held_forms(self) -> Any:
+        """The state as one replica holds it."""
+        return self._map(lambda form, shared: self.shares.form(form) if shared else form)
+
+    @property
+    def host_bytes(self) -> int:
+        """What one replica holds in its host's memory."""
+        held = zip(jax.tree.leaves(self.held_forms), self.hosted, strict=True)
+        return sum(nbytes(form) for form, hosted in held if hosted)
+
+    @property
+    def device_bytes(self) -> int:
+        """What one replica holds on its device, between updates."""
+        return sum(nbytes(form) for form in jax.tree.leaves(self.held_forms)) - self.host_bytes
+
+    def hold(self, leaves: Iterable[Any], placement: Placement) -> Any:
+        """The leaves of a whole state, as arrays that are held as they should be.
+
+        Each is put in its place before the next is asked for: all of them may be too large for one
+        device.
+        """
+        held = [self._hold(place, value, placement) for place, value in enumerate(leaves)]
+        return jax.tree.unflatten(jax.tree.structure(self.forms), held)
+
+    def _hold(self, place: int, value: Any, placement: Placement) -> Any:
+        if self.shares.by_sum:  # a pipeline places it itself, replicas as dim 0
+            value = np.asarray(value)
+            split = np.asarray(self.shares.split(value)).reshape(self.shares.replicas, -1)
+            return split if self.shared[place] else value
+        if self.shared[place]:
+            value = placement.own_each(self.shares.split(value))
+        else:
+            value = placement.own(value)
+        return (
+            placement.to_host_memory(value) if self.hosted[place] and self.moves_memory else value
+        )
+
+    def hold_some(self, leaves: Mapping[int, Any], first: int, placement: Placement) -> Any:
+        """Replacements by number, those of the state (from number `first` on) as they are held."""
+        count = len(self.shared)
+        return {
+            number: self._hold(number - first, value, placement)
+            if first <= number < first + count
+            else value
+            for number, value in leaves.items()
+        }
+
+    def whole(self, held: Any, placement: Placement) -> Any:
+        """The state as the optimizer knows it, on the device; all processes must call it."""
+
+        def one(form: Any, shared: bool, hosted: bool, value: Any) -> Any:
+            if hosted and self.moves_memory and not self.shares.by_sum:
+                value = jax.device_put(value, value.sharding.with_memory_kind("device"))
+            return self.shares.join(placement.readable(value), form) if shared else value
+
+        leaves = zip(
+            jax.tree.leaves(self.forms),
+            self.shared,
+            self.hosted,
+            jax.tree.leaves(held),
+            strict=True,
+        )
+        return jax.tree.unflatten(jax.tree.structure(held), [one(*leaf) for leaf in leaves])
+
+    def _map(self, function: Callable[[Any, bool], Any]) -> Any:
+        leaves, structure = jax.tree.flatten(self.forms)
+        return jax.tree.unflatten(structure, map(function, leaves, self.shared))
+
+    @property
+    def moves_memory(self) -> bool:
+        """Whether leaves really lie elsewhere, or only the order of the update is as if they did."""
+        return self.moves is not host_memory.NO_MOVES
+
+    # -- the update -----------------------------------------------------------------------------
+
+    def update(
+        self, step: Step, grads: Any, state: TrainState, taken: Any = None
+    ) -> tuple[Any, Any]:
+        """The parameters after a step, and the state as it is held; as before if it is not taken."""
+        from tailrace.program.memory.state_update import HeldUpdate  # it uses this module
+
+        return HeldUpdate(self, step, grads, state, taken).run()
+
+
+# -- deciding -----------------------------------------------------------------------------------
+
+
+def keep_state(
+    forms: Any,
+    placement: Placement,
+    taps: Sequence[Any],
+    *,
+    share: bool,
+    offload_state: bool | None,
+    microbatches: int,
+    pipelined: bool = False,
+    moves: Moves | None = None,
+) -> StateKeeping:
+    """Decide how the optimizer's state is held.
+
+    Args:
+        forms: the state as the optimizer makes it: a tree of shapes.
+        placement: the replicas.
+        taps: what is observed: leaves of the state that are observed stay on the device.
+        share: whether replicas are to have shares of it.
+        offload_state: whether it is to lie in the host's memory; None: where that pays.
+        microbatches: how many make a step.
+        pipelined: whether the model is a pipeline.
+        moves: how leaves move; None finds out whether they can.
+    """
+    leaves = jax.tree.leaves(forms)
+    said: list[str] = []
+    shares = Shares(placement.replicas, by_sum=pipelined)
+    shared = [False] * len(leaves)
+    if share:
+        if placement.replicas > 1:
+            shared = [math.prod(form.shape) >= LEAST for form in leaves]
+            said.append(_told_shares(leaves, shared, placement.replicas))
+        else:
+            said.append("shard_optimizer_state has no effect with one replica.")
+    hosted = [False] * len(leaves)
+    if offload_state is None:
+        offload_state = microbatches > 1
+    if offload_state:
+        guarded = any(isinstance(tap, StopOnNonfinite) for tap in taps)
+        why_not = None if moves is not None else host_memory.obstacle(placement.device, guarded)
+        if why_not is None:
+            held = [shares.form(f) if s else f for f, s in zip(leaves, shared, strict=True)]
+            names = _leaf_names(forms)
+            seen = [is_tapped(taps, n, f) for n, f in zip(names, leaves, strict=True)]
+            hosted = [
+                nbytes(form) >= host_memory.LEAST_BYTES and not tapped
+                for form, tapped in zip(held, seen, strict=True)
+            ]
+            size = sum(nbytes(f) for f, yes in zip(held, hosted, strict=True) if yes)
+            total = sum(nbytes(form) for form in held)
+            if moves is None:
+                local = size * placement.local_replicas
+                host_memory.check_fits(
+                    local, host_memory.free_host_memory(), placement.device.platform
+                )
+            said.append(
+                f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB a device lie in the "
+                f"host's memory between updates ({sum(hosted)} of {len(leaves)} leaves; small and "
+                f"observed ones stay on the device)."
+            )
+        else:
+            said.append(f"Optimizer state stays on the device: {why_not}.")
+    moves = moves or host_memory.memory_moves()
+    return StateKeeping(forms, tuple(shared), tuple(hosted), shares, moves, tuple(said))
+
+
+def decide(
+    forms: Any,
+    placement: Placement,
+    taps: Sequence[Any],
+    *,
+    share: bool,
+    offload_state: bool | None,
+    microbatches: int,
+    pipelined: bool = False,
+) -> tuple[StateKeeping | None, tuple[str, ...]]:
+    """Like `keep_state`, and say what was decided; None if the state is held plainly."""
+    keeping = keep_state(
+        forms,
+        placement,
+        taps,
+        share=share,
+        offload_state=offload_state,
+        microbatches=microbatches,
+        pipelined=pipelined,
+    )
+    asked = share or offload_state
+    for sentence in keeping.decisions:
+        # What was asked for and is not done is worth a warning; what is done, a line.
+        (note_once if keeping.changes_nothing and asked else logger.info)(sentence)
+    return None if keeping.changes_nothing else keeping, keeping.decisions
+
+
+def check_options(share: Any, offload_state: Any) -> None:
+    """Both options are switches; whether to offload may also be left open."""
+    if not isinstance(share, bool):
+        raise OptionError(
+            f"shard_optimizer_state is True or False. Received: {share!r}. With True, each replica "
+            f"keeps one share of the optimizer's state."
+        )
+    if offload_state is not None and not isinstance(offload_state, bool):
+        raise OptionError(
+            f"offload_optimizer_state is True, False, or None for where it pays. Received: "
+            f"{offload_state!r}."
+        )
+
+
+def is_tapped(taps: Sequence[Any], name: str, form: Any) -> bool:
+    """Whether some tap selects a tensor of this name."""
+    entry = Entry(name, name.split("/")[0], tuple(form.shape), form.dtype)
+    return any(matches(tap.select, entry) for tap in taps)
+
+
+def _told_shares(leaves: Sequence[Any], shared: Sequence[bool], replicas: int) -> str:
+    size = sum(nbytes(form) for form, yes in zip(leaves, shared, strict=True) if yes)
+    total = sum(nbytes(form) for form in leaves)
+    return (
+        f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB are shared out over {replicas} "
+        f"replicas ({sum(shared)} of {len(leaves)} leaves; those of fewer than {LEAST} elements stay "
+        f"whole)."
+    )
+
+
+def _leaf_names(forms: Any) -> list[str]:
+    paths = jax.tree_util.tree_flatten_with_path(forms)[0]
+    return [f"optimizer/{path_name(path) or '0'}" for path, _ in paths]

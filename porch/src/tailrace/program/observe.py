@@ -1,0 +1,152 @@
+"""`tr.observe`: look into any JAX function while it runs compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.errors import OptionError
+from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.marks import name_values
+from tailrace.program.running.executable import Executable, Placement
+from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.segments import cut
+from tailrace.program.tracing.tap_selection import Sight, look
+from tailrace.program.tracing.trace import Traced, trace_program
+from tailrace.records.records import Records, take_records
+from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.naming import Namer
+from tailrace.taps.tap import MOST_BYTES, StopOnNonfinite, check_bytes, parse_taps
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice(Placement):
+    """One device, and not the first one."""
+
+    chosen: Any = None
+
+    def _spread(self, *axes: str | None) -> Any:
+        return self.chosen
+
+
+def observe(
+    function: Callable[..., Any],
+    taps: Any,
+    *,
+    seed: int = 0,
+    observe_bytes: int = MOST_BYTES,
+    device: Any = None,
+) -> Observed:
+    """Wrap a function of arrays so that a call returns `(output, records)`.
+
+    The function is traced and compiled as with `jax.jit`. Its tensors are named as the contract
+    says: `input/...` and `output/...` for arguments and results, `activation/<scope>` and
+    `activation/<scope>:<operation>` for what it computes, `cotangent/<scope>` for the gradient of
+    what leaves a scope, where the function differentiates and it can be told beyond doubt.
+
+    Args:
+        function: any JAX function, such as a training step.
+        taps: taps (`tr.Tap`), or selections whose statistics are wanted. A call counts as one step.
+        seed: where the keys of `tr.key()` come from.
+        observe_bytes: the most that the records of one call may take; more is refused before it
+            runs.
+        device: the device of JAX to run on; None: the first one.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tailrace as tr
+        >>> def f(x):
+        ...     with jax.named_scope("square"):
+        ...         return (x * x).sum()
+        >>> output, records = tr.observe(f, [tr.Tap("activation/square:mul", reduce="tensor")])(
+        ...     jnp.arange(3.0)
+        ... )
+        >>> print(output, records["activation/square:mul"].values[0])
+        5.0 [0. 1. 4.]
+    """
+    if not callable(function):
+        raise OptionError(f"tr.observe wraps a function of arrays. Received: {function!r}.")
+    taps = parse_taps(taps)
+    if any(isinstance(tap, StopOnNonfinite) for tap in taps):
+        raise OptionError(
+            "tr.stop_on_nonfinite guards the steps of a tr.Trainer, whose parameters it can keep "
+            "apart. In a function of your own, tap the tensors and look at their NaN counts."
+        )
+    return Observed(function, taps, seed, observe_bytes, device)
+
+
+class Observed:
+    """A function that also returns what was observed in it; made by `tr.observe`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        taps: list[Any],
+        seed: int,
+        observe_bytes: int,
+        device: Any = None,
+    ) -> None:
+        self._function, self.taps, self._seed = function, taps, seed
+        self._observe_bytes = observe_bytes
+        self._placement = Placement() if device is None else OnDevice(chosen=device)
+        self._device = device
+        self._versions: dict[Hashable, tuple[Traced, Sight, list[Executable]]] = {}
+        self.calls = 0
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any) -> tuple[Any, Records]:
+        """Run the function; returns its output and the records of this call."""
+        on = self._device
+        with contextlib.nullcontext() if on is None else jax.default_device(on):
+            return self._call(args)
+
+    def _call(self, args: tuple[Any, ...]) -> tuple[Any, Records]:
+        traced, sight, executables = self._version(args)
+        state = LoopState(
+            dict(zip(traced.jaxpr.constvars, self._placement.put(traced.consts), strict=True))
+        )
+        known = state.values
+        leaves = self._placement.put(jax.tree.leaves(args))
+        known.update(zip(traced.jaxpr.invars, leaves, strict=True))
+        records = Records()
+        for executable in executables:
+            emitted, _ = executable.run(state, Numbers(self._seed, self.calls))
+            found = take_records(emitted, sight.chosen, first_step=self.calls, steps=1, replicas=1)
+            for record in found:
+                records.add(record)
+        self.calls += 1
+        out = [jnp.asarray(value_of(known, var)) for var in traced.jaxpr.outvars]
+        return jax.tree.unflatten(traced.out_structure, out), records
+
+    def tensors(self, *args: Any) -> Catalogue:
+        """The tensors of the function, for arguments like these."""
+        traced, entries = self._trace(args)
+        return look(traced, (), entries).catalogue
+
+    def _trace(self, args: tuple[Any, ...]) -> tuple[Traced, list[Any]]:
+        def named(*args: Any) -> Any:
+            return name_values("output", self._function(*name_values("input", args)))
+
+        traced = trace_program(named, args)
+        return traced, Namer(enter_custom=True).entries(traced.jaxpr)
+
+    def _version(self, args: tuple[Any, ...]) -> tuple[Traced, Sight, list[Executable]]:
+        leaves, structure = jax.tree.flatten(args)
+        key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
+        if key not in self._versions:
+            traced, entries = self._trace(args)
+            sight = look(traced, self.taps, entries)
+            if sight.chosen:
+                count = max(one.microbatches for one in sight.chosen)
+                check_bytes(sight.chosen, 1, count, 1, self._observe_bytes)
+            executables = [
+                Executable(segment, self._placement, wanted=sight.wanted)
+                for segment in cut(traced.jaxpr, ())
+            ]
+            self._versions[key] = (traced, sight, executables)
+        return self._versions[key]

@@ -1,0 +1,119 @@
+"""Optimizers for hand-written loops: gradients averaged over replicas, or accumulated over passes.
+
+Both wrap an optax transformation and are one themselves, so they go wherever one goes:
+
+    tr.optimizers.cross_replica(optax.adam(1e-3))
+    tr.optimizers.gradient_accumulation(tr.optimizers.cross_replica(optax.adam(1e-3)), 8)
+
+`tr.Trainer` does both by itself: there, `gradient_accumulation` is refused, and `cross_replica` adds
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.errors import OptionError
+from tailrace.jaxprs.marks import Tag, current_trace, mark, name_values
+from tailrace.program.in_program import cross_replica_mean
+from tailrace.program.step.accumulation import Accumulation, Reduction
+
+
+def cross_replica(optimizer: Any) -> Any:
+    """`optimizer`, given the mean of the gradients over all replicas.
+
+    >>> import optax
+    >>> hasattr(cross_replica(optax.sgd(0.1)), "update")
+    True
+    """
+    import optax
+
+    optimizer = optax.with_extra_args_support(_checked(optimizer))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        current_trace("tr.optimizers.cross_replica")
+        reduced = name_values("reduced", cross_replica_mean(grads), "params")
+        return optimizer.update(reduced, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, cast(Any, update))
+
+
+def _checked(optimizer: Any) -> Any:
+    if not callable(getattr(optimizer, "init", None)) or not callable(
+        getattr(optimizer, "update", None)
+    ):
+        raise OptionError(
+            f"An optimizer is an optax transformation, such as optax.sgd(0.1): it has init and update. "
+            f"Received: {optimizer!r}."
+        )
+    return optimizer
+
+
+class AccumulationState(NamedTuple):
+    """What `gradient_accumulation` carries.
+
+    Attributes:
+        count: microbatches accumulated so far, modulo their number.
+        accumulated: the accumulators.
+        inner: the state of the wrapped optimizer.
+    """
+
+    count: Any
+    accumulated: Any
+    inner: Any
+
+
+def gradient_accumulation(
+    optimizer: Any,
+    microbatches: int,
+    *,
+    dtype: Any = None,
+    reduction: Reduction | str = Reduction.MEAN,
+) -> Any:
+    """`optimizer`, run once for every `microbatches` updates, on their accumulated gradient.
+
+    For loops written with `tr.repeat`, whose length must be a multiple of `microbatches`. In
+    between, updates are zero and the optimizer's own state, with its counters, stays as it is.
+
+    Args:
+        optimizer: an optax transformation.
+        microbatches: how many gradients make a step.
+        dtype: of the accumulators; see `tr.Accumulation`.
+        reduction: "sum", "mean" or "running_mean".
+    """
+    import optax
+
+    accumulation = Accumulation(microbatches, dtype, reduction)
+    optimizer = optax.with_extra_args_support(_checked(optimizer))
+
+    def init(params: Any) -> AccumulationState:
+        params = jax.tree.map(jnp.asarray, params)
+        return AccumulationState(jnp.int32(0), accumulation.zeros(params), optimizer.init(params))
+
+    def update(grads: Any, state: AccumulationState, params: Any = None, **extra: Any) -> Any:
+        current_trace("tr.optimizers.gradient_accumulation")
+        count = mark(state.count, Tag("accumulates", payload=microbatches))
+        grads = name_values("grad", grads, "params")
+        total = accumulation.add(state.accumulated, grads, count)
+        zeros = jax.tree.map(jnp.zeros_like, total)
+
+        def apply(_: Any) -> Any:
+            gradient = name_values("accumulated", total, "params")
+            updates, inner = optimizer.update(gradient, state.inner, params, **extra)
+            inner = jax.tree.map(lambda a, b: jnp.asarray(b, a.dtype), state.inner, inner)
+            return jax.tree.map(lambda u, g: u.astype(g.dtype), updates, grads), zeros, inner
+
+        def wait(_: Any) -> Any:
+            return jax.tree.map(jnp.zeros_like, grads), total, state.inner
+
+        updates, accumulated, inner = lax.cond(count == microbatches - 1, apply, wait, None)
+        # Between steps each replica has its own; when a loop ends, whose length is a multiple of
+        # the count, they are empty on all of them.
+        accumulated = mark(accumulated, Tag("equal at the end"))
+        return updates, AccumulationState((count + 1) % microbatches, accumulated, inner)
+
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))

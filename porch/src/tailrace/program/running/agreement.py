@@ -1,0 +1,118 @@
+"""What processes tell each other before each dispatch, so that none waits for a collective alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tailrace.devices.processes import distributed
+from tailrace.errors import DataExhausted, DistributedError, WaitStopped
+from tailrace.jaxprs.operations import name_of
+from tailrace.jaxprs.walk import walk
+from tailrace.program.running.segments import Segment
+
+Taken = TypeVar("Taken")
+
+_MEANINGS = {
+    "passes": "how many steps an execution has",
+    "replicas": "how many replicas there are",
+    "elements": "the shapes and dtypes of the dataset's elements",
+    "carried": "the shapes and dtypes of the parameters and the state",
+    "program": "the operations of the program",
+}
+"""What is compared, in the order in which a difference is reported."""
+
+
+_ENDS = {DataExhausted: "ended", WaitStopped: "stopped"}
+"""What ends the executions of all processes without being a failure, and what it is called."""
+
+
+class Agreement:
+    """What one process is about to run, in a form that others can compare with theirs.
+
+    Args:
+        segment: the part of the program.
+        replicas: how many replicas there are, over all processes.
+    """
+
+    def __init__(self, segment: Segment, replicas: int) -> None:
+        def listed(variables: Any) -> str:
+            return ", ".join(str(var.aval) for var in variables)
+
+        elements = [
+            ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in queue.spec().leaves)
+            for queue in segment.elements
+        ]
+        text = hashlib.sha256()
+        for place in walk(segment.equations):
+            made = [str(var.aval) for var in place.equation.outvars]
+            text.update(f"{name_of(place.equation)} {made}\n".encode())
+        self.said = {
+            "replicas": replicas,
+            "elements": "; ".join(elements),
+            "carried": _short(listed((*segment.reads, *segment.writes))),
+            "program": text.hexdigest()[:16],
+        }
+
+    def take_together(
+        self,
+        passes: int | None,
+        take: Callable[[], Taken],
+        put_back: Callable[[Taken], None],
+    ) -> Taken:
+        """What `take()` returns, once all processes have taken theirs and run the same.
+
+        `passes` is how many passes of a loop this process is about to run. If another process
+        cannot, what was taken is put back and an error says which, and why.
+        """
+        try:
+            taken = take()
+        except Exception as error:  # not an interrupt: that is not to wait for the others
+            kind = next((name for one, name in _ENDS.items() if isinstance(error, one)), "failed")
+            distributed.meet({kind: f"{type(error).__name__}: {error}"})
+            raise
+        try:
+            self._compare(distributed.meet({"passes": passes, **self.said}))
+        except BaseException:
+            put_back(taken)
+            raise
+        return taken
+
+    def _compare(self, heard: list[dict[str, Any]]) -> None:
+        for process, said in enumerate(heard):
+            if "failed" in said:
+                raise DistributedError(
+                    f"Process {process} failed before this execution: {said['failed']}"
+                )
+        for process, said in enumerate(heard):
+            for error, kind in _ENDS.items():
+                if kind in said:
+                    raise error(f"Of process {process}: {said[kind]}")
+        for what, meaning in _MEANINGS.items():
+            for process, said in enumerate(heard):
+                first, other = heard[0].get(what), said.get(what)
+                if first != other:
+                    raise DistributedError(
+                        f"All processes run the same program together, but they differ in {meaning}: "
+                        f"process 0 has {first!r}, process {process} has {other!r}. Run the same "
+                        f"script with the same options, on data of the same form, in each."
+                    )
+
+
+def agreed_seconds(seconds: float) -> float:
+    """The longest time that any process has measured: what follows from it is then the same."""
+    return max(said["seconds"] for said in distributed.meet({"seconds": seconds}))
+
+
+def agreed_least(count: int | None) -> int | None:
+    """The smallest of the numbers that processes have, None standing for any."""
+    heard = [said["count"] for said in distributed.meet({"count": count})]
+    known = [number for number in heard if number is not None]
+    return min(known) if known else None
+
+
+def _short(text: str) -> str:
+    if len(text) <= 300:
+        return text
+    return f"{text[:280]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"

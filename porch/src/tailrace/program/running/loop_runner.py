@@ -1,0 +1,397 @@
+"""Running one loop for as long as one likes: the engine of `fit`, `evaluate` and `predict`.
+
+A runner owns what its loop carries and overwrites it from dispatch to dispatch. Its infeed can be
+given one dataset after another, as long as their elements look alike.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import ProgramError
+from tailrace.feeds.background import Worker
+from tailrace.feeds.feed import Feed, Staged
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.internals import value_of
+from tailrace.jaxprs.walk import Position
+from tailrace.program.memory.optimizer_state import StateKeeping
+from tailrace.program.running.dispatch_lengths import FIXED_BELOW_S
+from tailrace.program.running.executable import Executable, Placement
+from tailrace.program.running.loop_state import LoopState, Numbers, Origin
+from tailrace.program.running.segments import Segment, cut
+from tailrace.program.tracing.replica_drift import check_in_step
+from tailrace.program.tracing.trace import top_loops, trace_program
+from tailrace.taps.bit_digests import digest_many
+from tailrace.taps.catalogue import Entry
+from tailrace.taps.frame import Emission
+from tailrace.taps.wanted import Wanted
+
+
+class LoopRunner:
+    """A program that is one loop, run in dispatches of any length.
+
+    Args:
+        function: `function(carried, read)` returns the next `carried`, through one `tr.repeat` (of
+            any length: each dispatch chooses its own).
+        carried: a tree of arrays, or shapes, that the loop carries.
+        read: a tree of arrays, or shapes, that it only reads.
+        placement: where it runs.
+        each: for each leaf of `carried`, whether every replica has its own; such a leaf has the
+            replicas as dim 0 in what `carried` returns.
+        keeping: how the leaves of `carried` from number `kept_from` on are held, if not plainly.
+        kept_from: see there.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Any],
+        carried: Any,
+        read: Any,
+        placement: Placement,
+        each: Sequence[bool] | None = None,
+        keeping: StateKeeping | None = None,
+        kept_from: int = 0,
+    ) -> None:
+        self.placement = placement
+        shared = _flags(each, keeping.shared if keeping else (), kept_from)
+        self.traced = trace_program(function, (carried, read), placement.replicas)
+        if placement.replicas > 1:
+            check_in_step(self.traced, shared or each)
+        loops = top_loops(self.traced)
+        if len(loops) != 1:
+            raise ProgramError(
+                f"A runner runs one loop at the top of a program. Received: {len(loops)} loops."
+            )
+        self.wanted: dict[Position, list[Wanted]] = {}
+        self.muted: frozenset[OutfeedQueue] = frozenset()
+        """Outfeeds through which nothing leaves, for as long as they stand here."""
+        self.packed = False
+        """Whether what leaves one device leaves it in few pieces; set before the first dispatch."""
+        self.capacity: int | None = None
+        """The most passes of a dispatch. One executable then serves all lengths up to it; without,
+        there is one for each length."""
+        self.purpose = "a program"
+        """What it is for, in messages."""
+        self.executions = 0
+        self.compile_s = 0.0
+        self.keep_elements = False
+        self.origin: Origin | None = None
+        """What the latest dispatch started from, while `keep_elements` is set."""
+        self._segments = cut(self.traced.jaxpr, loops)
+        (self._loop,) = (s for s in self._segments if s.is_loop)
+        own = set(self._loop.writes) if each and placement.replicas > 1 else set()
+        self._each = frozenset(
+            var
+            for var, flag in zip(self.traced.jaxpr.outvars, each or (), strict=False)
+            if flag and var in own
+        )
+        hosted = _flags((), keeping.hosted if keeping and keeping.moves_memory else (), kept_from)
+        kept = _flags((), keeping.shared if keeping else (), kept_from)
+        self._spread = self._chosen(kept) - self._each
+        self._hosted = self._chosen(hosted)
+        self._before = [s for s in self._segments if s.first < self._loop.first]
+        self._executables: dict[Hashable, Executable] = {}
+        self._num_carried = len(jax.tree.leaves(carried))
+        self._consts = placement.put(self.traced.consts)
+        self._fixed: dict[tuple[int, int], Executable] = {}
+        self._compiler: Worker | None = None
+
+    @property
+    def taken(self) -> Mapping[Feed, Staged]:
+        """The elements of the latest dispatch, while `keep_elements` is set."""
+        return {} if self.origin is None else self.origin.elements
+
+    @property
+    def infeeds(self) -> tuple[Any, ...]:
+        """The queues that the loop reads."""
+        return self.traced.infeeds
+
+    @property
+    def elements_per_pass(self) -> int:
+        """How many elements one pass takes in all, over all replicas of this process."""
+        return sum(self._loop.elements.values()) * self.placement.local_replicas
+
+    @property
+    def compiled_lengths(self) -> list[int | None]:
+        """The lengths that the loop was compiled for; counted ones stand for all up to theirs."""
+        compiled = [one for one in self._executables.values() if one.compiled is not None]
+        return [one.length for one in compiled if one.segment is self._loop]
+
+    def stage_of(self, entry: Entry) -> int:
+        """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
+        return entry.stage
+
+    def by_element(self, value: Any) -> Any:
+        """What each element made, [replica,] element, of what one loop sent out."""
+        return value
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """The bytes of those elements."""
+        counts = self._loop.elements.items()
+        return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
+
+    def begin(self, carried: Any, read: Any) -> LoopState:
+        """The values that dispatches work on, from `carried` (which is copied) and `read`."""
+        jaxpr = self.traced.jaxpr
+        state = LoopState(dict(zip(jaxpr.constvars, self._consts, strict=True)))
+        known = state.values
+        leaves = [*jax.tree.leaves(carried), *self.placement.put(jax.tree.leaves(read))]
+        known.update(zip(jaxpr.invars, leaves, strict=True))
+        for segment in self._before:
+            self._executable(segment, None).run(state, Numbers(0, 0))
+        for result, start in self._loop.start:
+            value = value_of(known, start)
+            if result in self._hosted:  # already where it belongs: nothing else has it
+                known[result] = value
+                continue
+            if result in self._spread:
+                known[result] = self.placement.own_each(value)
+                continue
+            if result not in self._each:
+                known[result] = self.placement.own(value)
+                continue
+            form: Any = result.aval
+            if jnp.ndim(value) == len(form.shape):  # one for all, to begin with
+                value = jnp.broadcast_to(value, (self.placement.replicas, *jnp.shape(value)))
+            known[result] = self.placement.own_each(value)
+        # Nothing else may hold on to what the loop overwrites: the caller's arrays are let go of.
+        for var in jaxpr.invars[: self._num_carried]:
+            if var not in self._loop.reads:
+                del known[var]
+        return state
+
+    def carried(self, state: LoopState) -> Any:
+        """What the loop carries now, as the tree that it was given."""
+        leaves = [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
+        return jax.tree.unflatten(self.traced.out_structure, leaves)
+
+    def carried_by(self, state: LoopState, replica: int) -> list[Any]:
+        """The leaves of what the loop carries as one replica has them, on the host."""
+        leaves = []
+        for var in self.traced.jaxpr.outvars:
+            value = np.asarray(self.placement.readable(value_of(state.values, var)))
+            form: Any = var.aval
+            if var in self._each:
+                value = value[replica] if value.ndim > len(form.shape) else value
+            elif var in self._spread:
+                value = value.reshape(self.placement.replicas, -1)[replica]
+            leaves.append(value)
+        return leaves
+
+    def held(self, state: LoopState) -> list[Any]:
+        """The arrays that hold what the loop carries, as `digests` takes them."""
+        return [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
+
+    def digests(
+        self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
+    ) -> Any:
+        """The digest of each leaf that the loop carries, [leaves, 2]; in a program.
+
+        Args:
+            held: what `held` returned.
+            names: of the leaves.
+            sizes: how many values a leaf has of which replicas have shares, which stand behind each
+                other; None for any other.
+        """
+        values = [
+            jax.device_put(value, jax.memory.Space.Device) if var in self._hosted else value
+            for var, value in zip(self.traced.jaxpr.outvars, held, strict=True)
+        ]
+        return digest_many(values, names, sizes)
+
+    def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
+        """Other values for some of what the loop carries, by their number in the tree."""
+        for number, value in leaves.items():
+            var: Any = self.traced.jaxpr.outvars[number]
+            if var in self._hosted or var in self._spread:  # already where it belongs
+                state.values[var] = value
+                continue
+            own = self.placement.own_each if var in self._each else self.placement.own
+            state.values[var] = own(value)
+
+    def dispatch(
+        self,
+        state: LoopState,
+        length: int,
+        numbers: Numbers,
+        following: int | None = None,
+        period: int = 1,
+        block: Staged | None = None,
+    ) -> tuple[dict[Hashable, Emission], Any]:
+        """Run `length` passes; returns what they emitted and an array that is ready afterwards.
+
+        Args:
+            state: what the loop works on.
+            length: how many passes.
+            numbers: the seed and the counters.
+            following: how many passes the next dispatch will have, so that elements can be staged.
+            period: periodic taps look every `period` passes; 0: not at all.
+            block: the elements, if the caller has them; with room for `capacity` passes, if that
+                is set.
+        """
+        executable = self._executable(self._loop, length, period)
+        exact = block is None or block.room == block.count
+        if exact and not numbers.first_step % max(period, 1):
+            executable = self._fixed.get((length, period), executable)
+        numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
+        executable.keep_elements = self.keep_elements
+        before = dict(state.values) if self.keep_elements else None
+        fresh = executable.compile_s == 0
+        emitted, ticket = executable.run(state, numbers, following, block)
+        self.executions += 1
+        self.origin = None
+        if before is not None:
+            self.origin = Origin(before, executable.taken, numbers, period)
+        self.compile_s += executable.compile_s if fresh else 0
+        return emitted, ticket
+
+    def rewind(self, state: LoopState, origin: Origin, length: int) -> None:
+        """Go back to where a dispatch started, and run its first `length` passes again.
+
+        What they emit is dropped: it is what they emitted the first time.
+        """
+        state.values, state.foreseen = dict(origin.values), None
+        if length:
+            ((feed, block),) = origin.elements.items()
+            if not self._counted(length):
+                block = block.cut(length * self._loop.elements[feed])
+            self.dispatch(state, length, origin.numbers, 0, origin.period, block)
+
+    def fix(self, state: LoopState, length: int, period: int, seconds: float) -> None:
+        """Compile the loop for this very length in a thread, if passes are so short that it pays.
+
+        From then on, dispatches of that length run in it; the results are the same to the last bit.
+
+        Args:
+            state: the values that dispatches work on.
+            length: of most dispatches to come.
+            period: of taps.
+            seconds: how long a pass takes.
+        """
+        key, device = (length, period), self.placement.device
+        short = device.platform != "cpu" and seconds < FIXED_BELOW_S
+        if not short or key in self._fixed or self._compiler or not self._counted(length):
+            return
+        if length % period or not self.placement.in_one_process:
+            return
+        forms = LoopState({var: _form_of(value) for var, value in state.values.items()})
+        executable = self._new_executable(self._loop, length, False, period)
+        executable.reason = (self.purpose, f"a loop of exactly {length} steps, which is faster")
+        blocks = self._block_forms(executable)
+        context = contextvars.copy_context()
+
+        def compile_it() -> None:
+            context.run(executable.compile, forms, blocks)
+            self._fixed[key] = executable
+
+        self._compiler = Worker("tailrace-compile")
+        self._compiler.submit(compile_it)
+
+    def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
+        """The same loop on the same values, of which other things leave."""
+        other = copy.copy(self)
+        other.wanted, other._executables, other._fixed = wanted, {}, {}
+        return other
+
+    def compiled(self, state: LoopState, length: int, period: int = 1) -> Executable:
+        """The executable for dispatches of `length` passes, compiled without running it."""
+        executable = self._executable(self._loop, length, period)
+        executable.compile(state, self._block_forms(executable))
+        return executable
+
+    @property
+    def compiled_carries(self) -> list[Any]:
+        """What each `carried[i]` of the compiled loop is: a variable, or a buffer of a pipeline."""
+        return next(e.carries for e in self._executables.values() if e.segment is self._loop)
+
+    def _block_forms(self, executable: Executable) -> dict[Any, Any]:
+        """The forms of the elements that a dispatch of an executable reads."""
+        blocks: dict[Any, Any] = {}
+        replicas = self.placement.replicas
+        for queue, count in executable.elements.items():
+            lead = (count,) if self.placement.mesh is None else (count, replicas)
+            blocks[queue] = tuple(
+                jax.ShapeDtypeStruct(
+                    (*lead, *leaf.shape), leaf.dtype, sharding=self._sharding_of_elements()
+                )
+                for leaf in queue.spec().leaves
+            )
+        return blocks
+
+    def _sharding_of_elements(self) -> Any:
+        sharding = self.placement.shared_out
+        if isinstance(sharding, jax.Device):
+            return jax.sharding.SingleDeviceSharding(sharding)
+        return sharding
+
+    def _executable(self, segment: Segment, length: int | None, period: int = 1) -> Executable:
+        counted = self._counted(length)
+        length = self.capacity if counted else length
+        key = (segment.first, length, counted, period, self.muted)
+        if key not in self._executables:
+            executable = self._new_executable(segment, length, counted, period)
+            executable.reason = (self.purpose, self._cause(segment, length, period))
+            self._executables[key] = executable
+        return self._executables[key]
+
+    def _cause(self, segment: Segment, length: int | None, period: int) -> str:
+        """Why a segment is compiled: what is new about it."""
+        if not segment.is_loop:
+            return "what comes before the loop"
+        before = [one for one in self._executables.values() if one.segment is segment]
+        if not before:
+            forms = [leaf for queue in self.infeeds for leaf in queue.spec().leaves]
+            shown = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in forms)
+            return f"the first program for elements of {shown}"
+        if length not in [one.length for one in before]:
+            return f"executions of up to {length} steps"
+        return f"taps look every {period} steps" if period > 1 else "other values leave the loop"
+
+    def _counted(self, length: int | None) -> bool:
+        """Whether a dispatch runs in the executable whose number of passes is data."""
+        return length is not None and self.capacity is not None and length <= self.capacity
+
+    def _new_executable(
+        self, segment: Segment, length: int | None, counted: bool, period: int
+    ) -> Executable:
+        return Executable(
+            segment,
+            self.placement,
+            length=length,
+            counted=counted,
+            wanted=self.wanted,
+            period=period,
+            each=self._each if segment.is_loop else frozenset(),
+            spread=self._spread if segment.is_loop else frozenset(),
+            muted=self.muted,
+            packed=self.packed,
+        )
+
+    def _chosen(self, flags: Sequence[bool]) -> frozenset[Any]:
+        """The variables of what the loop carries that have a flag."""
+        pairs = zip(self.traced.jaxpr.outvars, flags, strict=False)
+        return frozenset(var for var, flag in pairs if flag)
+
+
+def _form_of(value: Any) -> Any:
+    """The form of an array, to compile for; dispatches overwrite the array meanwhile."""
+    weak = bool(getattr(value.aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding, weak_type=weak)
+
+
+def _flags(first: Sequence[bool] | None, then: Sequence[bool], start: int) -> list[bool]:
+    """Flags of all leaves: those given, and others from number `start` on."""
+    flags = [*(first or ()), *[False] * (start + len(then) - len(first or ()))]
+    return [
+        flag or (start <= number < start + len(then) and then[number - start])
+        for number, flag in enumerate(flags)
+    ]

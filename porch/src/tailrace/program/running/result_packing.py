@@ -1,0 +1,152 @@
+"""Results in one piece: to a device, copying one number to the host is as much work as thousands.
+
+loss f32[100], out f32[32,10], grad f32[10], step s32[]   ──▶   f32[430], s32[1]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.devices import devices
+
+MOST_BYTES = 4 << 20
+"""Larger arrays stay alone: their copies take longer than what they cost besides."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FirstRows:
+    """The first rows of an array that has room for more; `np.asarray` of it waits for the array.
+
+    Attributes:
+        whole: the array, on the device.
+        count: how many rows there are.
+        axis: the dim of the rows.
+    """
+
+    whole: Any
+    count: int
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of those rows."""
+        shape = self.whole.shape
+        return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.whole.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        return self.whole.dtype
+
+    def on_device(self) -> Any:
+        """Those rows as an array on the device."""
+        return jax.lax.slice_in_dim(jnp.asarray(self.whole), 0, self.count, axis=self.axis)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self.whole
+        large = isinstance(whole, jax.Array) and whole.nbytes > MOST_BYTES
+        if large and self.count < whole.shape[self.axis] and devices.platform() != "cpu":
+            # Rows that were not made do not cross the bus.
+            found = np.asarray(jax.lax.slice_in_dim(whole, 0, self.count, axis=self.axis))
+        else:
+            found = np.asarray(whole)[(slice(None),) * self.axis + (slice(0, self.count),)]
+        return np.array(found, dtype=dtype) if copy else np.asarray(found, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """An array that lies in a larger one; `np.asarray` of it waits for that one.
+
+    Attributes:
+        whole: the larger one, flat.
+        start: where this one begins.
+        shape: its shape.
+    """
+
+    whole: Any
+    start: int
+    shape: tuple[int, ...]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = np.asarray(self.whole)
+        found = whole[self.start : self.start + math.prod(self.shape)].reshape(self.shape)
+        return np.array(found, dtype=dtype) if copy else np.asarray(found, dtype=dtype)
+
+
+class Packing:
+    """Where the leaves of a tree are in a few arrays, one for each dtype."""
+
+    def __init__(self) -> None:
+        self._structure: Any = None
+        self._places: list[tuple[int, int | None, tuple[int, ...]]] = []
+
+    def pack(self, tree: Any) -> list[Any]:
+        """The arrays, of a tree of traced values."""
+        leaves, self._structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+        self._places = []
+        arrays: list[list[Any]] = []
+        sizes: list[int] = []
+        shared: dict[Any, int] = {}
+        for leaf in leaves:
+            if not _is_small(leaf):
+                self._places.append((len(arrays), None, leaf.shape))
+                arrays.append([leaf])
+                sizes.append(0)
+                continue
+            number = shared.setdefault(leaf.dtype, len(arrays))
+            if number == len(arrays):
+                arrays.append([])
+                sizes.append(0)
+            self._places.append((number, sizes[number], leaf.shape))
+            arrays[number].append(leaf)
+            sizes[number] += leaf.size
+        alone = {number for number, start, _ in self._places if start is None}
+        return [
+            parts[0] if number in alone else jnp.concatenate([part.ravel() for part in parts])
+            for number, parts in enumerate(arrays)
+        ]
+
+    def unpack(self, arrays: list[Any]) -> Any:
+        """The tree again, of the arrays that the program returned; nothing is waited for."""
+        leaves = [
+            arrays[number] if start is None else Packed(arrays[number], start, shape)
+            for number, start, shape in self._places
+        ]
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+def on_device(leaf: Any) -> Any:
+    """What a program emitted, as an array on the device."""
+    return leaf.on_device() if isinstance(leaf, FirstRows) else leaf
+
+
+def start_copying(tree: Any) -> None:
+    """Start copying the leaves of a tree to the host; several copies run at the same time."""
+    if devices.platform() == "cpu":
+        return
+    wholes = (_stored(leaf) for leaf in jax.tree.leaves(tree))
+    for array in {id(array): array for array in wholes}.values():
+        array.copy_to_host_async()
+
+
+def _stored(leaf: Any) -> Any:
+    """The array on the device that a leaf is a part of."""
+    while isinstance(leaf, Packed | FirstRows):
+        leaf = leaf.whole
+    return leaf
+
+
+def _is_small(leaf: Any) -> bool:
+    plain = not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return plain and leaf.size * leaf.dtype.itemsize <= MOST_BYTES

@@ -1,0 +1,141 @@
+"""How the gradients of the microbatches of a step become one gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.errors import OptionError
+from tailrace.spans.scopes import ACCUMULATION
+
+
+class Reduction(enum.StrEnum):
+    """What one step makes of the gradients of its microbatches.
+
+    `RUNNING_MEAN` equals `MEAN` but for rounding; it never holds more than one gradient's worth, so
+    16-bit accumulators do not overflow.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    RUNNING_MEAN = "running_mean"
+
+    @classmethod
+    def parse(cls, value: Reduction | str) -> Reduction:
+        """The member that `value` names, in either case; a member of another library's too."""
+        name = value.name if isinstance(value, enum.Enum) else value
+        try:
+            return cls(str(name).lower())
+        except ValueError:
+            raise OptionError(
+                f"Cannot parse {value!r} as a reduction of gradients. Valid values are: "
+                f"{', '.join(map(repr, map(str, cls)))}."
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """Gradients of several microbatches, accumulated into one step.
+
+    Args:
+        microbatches: how many microbatches make a step.
+        dtype: of the accumulators. None: that of each parameter; a dtype; or a function of the
+            parameter that returns one.
+        reduction: "sum", "mean" or "running_mean".
+        weight: a function of a microbatch (called like the loss, without the parameters) that
+            returns how much it counts, such as its number of tokens. The step then gets the
+            weighted mean over microbatches and replicas: the right answer when they are unequal.
+
+    >>> Accumulation(4, dtype=jnp.float32).reduction
+    <Reduction.MEAN: 'mean'>
+    """
+
+    microbatches: int = 1
+    dtype: Any = None
+    reduction: Reduction | str = Reduction.MEAN
+    weight: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        count = self.microbatches
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise OptionError(
+                f"A step has at least one microbatch. Received: microbatches={count!r}. "
+                f"Give a positive integer."
+            )
+        object.__setattr__(self, "reduction", Reduction.parse(self.reduction))
+        if self.weight is not None and self.reduction is Reduction.SUM:
+            raise OptionError(
+                "Weights make a weighted mean, so they do not go with reduction='sum'. "
+                "Leave the reduction out, or multiply the loss by the weight yourself."
+            )
+        # A dtype class such as jnp.float32 is callable too: only what is no dtype is a function.
+        if self.dtype is not None and (_is_dtype(self.dtype) or not callable(self.dtype)):
+            check_dtype(self.dtype, "dtype")
+
+    @classmethod
+    def of(cls, value: Accumulation | int | None) -> Accumulation:
+        """An Accumulation, from one or from a count."""
+        return value if isinstance(value, cls) else cls(1 if value is None else value)  # type: ignore[arg-type]
+
+    def dtype_of(self, parameter: Any, name: str = "") -> Any:
+        """The dtype of the accumulator of one parameter."""
+        if self.dtype is None:
+            return parameter.dtype
+        if _is_dtype(self.dtype):
+            return jnp.dtype(self.dtype)
+        return check_dtype(self.dtype(parameter), f"the dtype chosen for {name!r}")
+
+    def zeros(self, params: Any) -> Any:
+        """Empty accumulators for `params`."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, p: jnp.zeros(p.shape, self.dtype_of(p, jax.tree_util.keystr(path))), params
+        )
+
+    def add(self, accumulated: Any, grads: Any, number: Any, share: Any = None) -> Any:
+        """Accumulators after one more gradient, that of microbatch `number` of its step.
+
+        With weights, `share` is that of this microbatch in all weight so far.
+        """
+
+        def one(acc: Any, grad: Any) -> Any:
+            grad = grad.astype(acc.dtype)
+            if share is not None:
+                return acc + (grad - acc) * share.astype(acc.dtype)
+            if self.reduction is Reduction.SUM:
+                return acc + grad
+            if self.reduction is Reduction.MEAN:
+                return acc + grad * jnp.asarray(1 / self.microbatches, acc.dtype)
+            n = number.astype(acc.dtype)
+            return acc * (n / (n + 1)) + grad * (1 / (n + 1))
+
+        with jax.named_scope(ACCUMULATION):
+            return jax.tree.map(one, accumulated, grads)
+
+
+def _is_dtype(value: Any) -> bool:
+    try:
+        jnp.dtype(value)
+    except (TypeError, ValueError, KeyError):
+        return False
+    return True
+
+
+def check_dtype(dtype: Any, what: str) -> Any:
+    """`dtype`, if an accumulator of it can hold a gradient."""
+    try:
+        found = jnp.dtype(dtype)
+    except (TypeError, ValueError, KeyError):
+        raise OptionError(
+            f"{what} must be a dtype, or a function that returns one. Received: {dtype!r}."
+        ) from None
+    if not jnp.issubdtype(found, jnp.inexact):
+        raise OptionError(
+            f"An accumulator must be able to hold a gradient, so its dtype is a float. "
+            f"Received: {what} = {found}. Use float32."
+        )
+    return found

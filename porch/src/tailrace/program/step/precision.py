@@ -1,0 +1,63 @@
+"""Computing in fewer bits than the parameters have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.errors import OptionError
+
+_CHOICES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtype in which the loss function computes.
+
+    It gets its parameters and the floats of its batch in this dtype. The casts are part of what is
+    differentiated, so gradients have the dtype of the parameters. Model state keeps its dtype: a
+    running mean has no 8 bits to spare.
+    """
+
+    dtype: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Precision | None:
+        """What `precision=` was given: None, the name of a dtype, or a dtype."""
+        if value is None:
+            return None
+        try:
+            dtype = jnp.dtype(value)
+        except TypeError:
+            dtype = None
+        if dtype is None or dtype.name not in _CHOICES:
+            raise OptionError(
+                f"precision is None or one of {', '.join(map(repr, _CHOICES))}: the dtype in which the "
+                f"loss function computes. Received: precision={value!r}."
+            )
+        return cls(dtype)
+
+    def narrow(self, tree: Any) -> Any:
+        """A tree with its floats in this dtype; integers, and floats of 8 bits, stay as they are."""
+        return jax.tree.map(lambda x: x.astype(self.dtype) if _is_float(x) else x, tree)
+
+    def widen(self, tree: Any) -> Any:
+        """Results with those of this dtype in float32."""
+
+        def one(x: Any) -> Any:
+            x = jnp.asarray(x)
+            return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if x.dtype == self.dtype else x
+
+        return jax.tree.map(one, tree)
+
+
+def same_dtypes(after: Any, before: Any) -> Any:
+    """A tree whose leaves get the dtypes of those of another one."""
+    return jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, before)
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1

@@ -1,0 +1,121 @@
+"""The catalogue of a traced program, and what taps on it mean for the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tailrace.errors import SelectionError
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.marks import COTANGENT, Tag
+from tailrace.jaxprs.walk import LOOP, SCAN, Place, tag_of, walk
+from tailrace.program.tracing.replica_drift import Differing
+from tailrace.program.tracing.trace import Traced
+from tailrace.taps.catalogue import Catalogue, Entry, matches
+from tailrace.taps.probe import COTANGENT_OF
+from tailrace.taps.tap import Chosen, Tap, choose, common_period, wanted_of
+
+
+@dataclasses.dataclass
+class Sight:
+    """What is observed in one program.
+
+    Attributes:
+        catalogue: all its tensors.
+        chosen: what the taps select.
+        period: periodic taps look at every so many steps.
+    """
+
+    catalogue: Catalogue
+    chosen: list[Chosen]
+    period: int
+
+    @property
+    def wanted(self) -> Any:
+        """What the rewriter must send out."""
+        return wanted_of(self.chosen)
+
+
+def look(
+    traced: Traced,
+    taps: Sequence[Tap],
+    named: Sequence[Entry] = (),
+    stage_of: Callable[[Entry], int] = lambda entry: entry.stage,
+) -> Sight:
+    """Make the catalogue of a program and apply taps to it.
+
+    Args:
+        traced: the program; its marks name most tensors.
+        taps: what is to be observed.
+        named: further tensors by name. Those that a tap selects are marked in the program (the
+            function that made them known saw to that); the others are listed only.
+        stage_of: the stage of a pipeline that a tensor belongs to.
+    """
+    places = {place.position: place for place in walk(traced.jaxpr.eqns)}
+    entries: dict[str, Entry] = {}
+    for place in places.values():
+        entry = _entry(place)
+        if entry is not None:
+            entries.setdefault(entry.name, entry)
+    listed = _once([entries.pop(e.name, e) for e in named])
+    # What a tap asked for and yet is not marked does not exist: a gradient that never flows.
+    absent = Catalogue(
+        e for e in listed if not e.position and any(matches(tap.select, e) for tap in taps)
+    )
+    found = [*entries.values(), *(e for e in listed if e.name not in absent)]
+    catalogue = Catalogue(dataclasses.replace(e, stage=stage_of(e)) for e in found)
+    for tap in taps:
+        missing = absent.filter(tap.select)
+        if missing and not catalogue.filter(tap.select):
+            raise SelectionError(
+                f"{missing[0].name!r} does not exist: no gradient of the loss flows back to that "
+                f"value, because the loss does not depend on it in a differentiable way. "
+                f"Received: {tap.select!r}. Observe the activation itself."
+            )
+    differing = Differing()
+    if traced.replicas > 1:
+        differing.of(traced.jaxpr, traced.consts, [False] * len(traced.jaxpr.invars))
+
+    def describe(entry: Entry) -> tuple[Any, ...]:
+        place = places[entry.position]
+        loops = [around.length or 1 for around in place.inside if around.kind == LOOP]
+        results = differing.at.get(entry.position)
+        differs = results is not None and results[entry.output]
+        layers = sum(around.kind == SCAN for around in place.inside)
+        return len(loops), differs, math.prod(loops[1:]), layers
+
+    chosen = choose(taps, catalogue, describe) if taps else []
+    return Sight(catalogue, chosen, common_period(taps))
+
+
+def full_name(tag: Tag) -> str:
+    """The name of a marked value: the gradient that flows back through a mark has its own."""
+    back = tag.direction == COTANGENT
+    return tag.name.replace(*COTANGENT_OF, 1) if back else tag.name
+
+
+def _entry(place: Place) -> Entry | None:
+    tag = tag_of(place)
+    if tag is None or tag.role != "value":
+        return None
+    name = full_name(tag)
+    aval: Any = place.equation.outvars[0].aval
+    layers = tuple(a.length or 0 for a in place.inside if a.kind == SCAN)
+    # Inside a stage, or (a gradient) marked with the one it belongs to.
+    stages = [tag.payload, *(a.stage for a in place.inside)]
+    stages = [stage for stage in stages if stage is not None]
+    return Entry(
+        name,
+        name.split("/")[0],
+        (*layers, *aval.shape),
+        aval.dtype,
+        source=internals.user_frame(place.equation),
+        position=place.position,
+        stage=stages[-1] if stages else -1,
+    )
+
+
+def _once(entries: Sequence[Entry]) -> list[Entry]:
+    return list({entry.name: entry for entry in entries}.values())

@@ -1,0 +1,83 @@
+"""Histograms by binary exponent, on the host: counting, describing, and a small picture of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tailrace.records.float_formats import FORMATS, format_shares
+from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
+
+BIAS = 127
+
+
+def count_exponents(values: Any) -> np.ndarray:
+    """The histogram of an array, bin for bin as a tap with `reduce="histogram"` makes it.
+
+    >>> counts = count_exponents([1.0, 1.5, 0.0, float("nan")])
+    >>> int(counts[127]), int(counts[257]), int(counts[256])
+    (2, 1, 1)
+    """
+    bits = np.ascontiguousarray(np.ravel(values).astype(np.float32)).view(np.int32)
+    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    index = np.where((exponent == INF_BIN) & (mantissa != 0), NAN_BIN, exponent)
+    index = np.where((exponent == 0) & (mantissa == 0), ZERO_BIN, index)
+    return np.bincount(index, minlength=NUM_BINS)
+
+
+def format_sentences(counts: np.ndarray) -> list[str]:
+    """What each narrow format would do to the values, a sentence each.
+
+    >>> counts = np.zeros(258, int)
+    >>> counts[127], counts[127 - 30] = 3, 1
+    >>> print(format_sentences(counts)[0])
+    float16: 25.00 % would become zero, 0.00 % lose digits, 0.00 % lie beyond its largest value.
+    """
+    lines = []
+    for name, shares in format_shares(counts).items():
+        lost, part, beyond, most = (
+            100 * float(shares[field])
+            for field in ("underflow", "subnormal", "overflow", "overflow_most")
+        )
+        upper = f" ({most:.2f} % at most)" if f"{most:.2f}" != f"{beyond:.2f}" else ""
+        lines.append(
+            f"{name}: {lost:.2f} % would become zero, {part:.2f} % lose digits, {beyond:.2f} % lie "
+            f"beyond its largest value{upper}."
+        )
+    return lines
+
+
+def small_svg(counts: np.ndarray, width: int = 480, height: int = 120) -> str:
+    """Bars by exponent with the range of float16 shaded, for a notebook; needs no package.
+
+    >>> small_svg(count_exponents([1.0, 2.0]))[:4]
+    '<svg'
+    """
+    finite = np.asarray(counts)[:INF_BIN]
+    there = np.flatnonzero(finite)
+    if not len(there):
+        return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
+    half = FORMATS[0]
+    low, high = there[0] - BIAS - 1, there[-1] - BIAS + 2
+    each = width / (high - low)
+    least, most = max(low, half.least_exponent), min(high, 16)
+    parts = [
+        f'<rect x="{(least - low) * each:.1f}" y="0" width="{max(0, most - least) * each:.1f}" '
+        f'height="{height}" fill="#eef3f8"/>'
+    ]
+    for index in there:
+        tall = height * finite[index] / finite.max()
+        parts.append(
+            f'<rect x="{(index - BIAS - low) * each:.1f}" y="{height - tall:.1f}" '
+            f'width="{each * 0.9:.1f}" height="{tall:.1f}" fill="#5b6b7b"/>'
+        )
+    labels = (
+        f'<text x="0" y="{height + 14}">2^{low + 1}</text>'
+        f'<text x="{width}" y="{height + 14}" text-anchor="end">2^{high - 1}; '
+        f"shaded: normal float16</text>"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + 20}" '
+        f'font-family="sans-serif" font-size="11">{"".join(parts)}{labels}</svg>'
+    )

@@ -1,0 +1,136 @@
+"""What narrower number formats would do to a tensor, read from its histogram of exponents.
+
+A histogram (`reduce="histogram"`) counts values by binary exponent. The limits of a format are, but
+for rounding, powers of two, so one histogram answers for every format, and for every scaling by a
+power of two, after the run. What the bins leave open is given as a bound, never as a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import OptionError
+from tailrace.taps.reductions import INF_BIN, NUM_BINS, SUBNORMAL
+
+_BIAS = 127
+_LEAST_FLOAT32 = -149
+"""The exponent of the smallest value that a histogram can have seen."""
+
+SHARES = np.dtype(
+    [
+        ("underflow", np.float64),
+        ("underflow_most", np.float64),
+        ("subnormal", np.float64),
+        ("overflow", np.float64),
+        ("overflow_most", np.float64),
+    ]
+)
+"""Shares of all values of a tensor; see `format_shares`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberFormat:
+    """A binary floating-point format.
+
+    Attributes:
+        name: as a dtype is called.
+        least_exponent: the smallest normal value is 2 to this power.
+        mantissa_bits: stored bits of the mantissa.
+        largest: the largest finite value.
+    """
+
+    name: str
+    least_exponent: int
+    mantissa_bits: int
+    largest: float
+
+    @property
+    def smallest(self) -> float:
+        """The smallest value above zero, a subnormal one."""
+        return 2.0 ** (self.least_exponent - self.mantissa_bits)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest value with all its digits."""
+        return 2.0**self.least_exponent
+
+
+FORMATS = (
+    NumberFormat("float16", -14, 10, 65504.0),
+    NumberFormat("bfloat16", -126, 7, (2 - 2.0**-7) * 2.0**127),
+    NumberFormat("float8_e4m3fn", -6, 3, 448.0),
+    NumberFormat("float8_e5m2", -14, 2, 57344.0),
+)
+"""The formats that `format_shares` answers for."""
+
+
+def format_shares(histogram: Any, scale_exponent: int = 0) -> dict[str, np.ndarray]:
+    """The share of values that a cast to each narrow format would lose, by the format's name.
+
+    Let the format's smallest value be s, its smallest normal value n and its largest value m, and
+    let casts round to the nearest value (ties to even). Of all values, zeros and others included:
+
+    * `underflow`: not zero, but zero after the cast: below s/2. Exact, except that a value of
+      exactly s/2, which becomes zero too, is counted as subnormal.
+    * `underflow_most`: an upper bound. It differs where float32's own subnormal values, which share
+      one bin, may or may not vanish: for bfloat16, or scaled by a large power of two.
+    * `subnormal`: at least s/2 and below n, so only part of the digits survive. Values are judged
+      where they lie before rounding: the uppermost of them round up to n.
+    * `overflow`: finite, but certainly beyond m after rounding: 2^(e+1) or more, where m has the
+      exponent e. The cast makes them Inf, NaN or m, as the format and the machine have it.
+    * `overflow_most`: an upper bound that counts all values with m's own exponent too.
+
+    Args:
+        histogram: counts, `[..., 258]`, as a tap with `reduce="histogram"` records them. Leading
+            dims are kept.
+        scale_exponent: shares after multiplying by 2 to this power, such as a loss scale would.
+
+    Returns:
+        For each format a structured array with the leading dims of `histogram`.
+
+    >>> import numpy as np
+    >>> counts = np.zeros(258, int)
+    >>> counts[127], counts[127 - 30] = 3, 1  # three values from 1 to 2, one of about 1e-9
+    >>> float(format_shares(counts)["float16"]["underflow"])
+    0.25
+    >>> float(format_shares(counts, scale_exponent=10)["float16"]["underflow"])
+    0.0
+    """
+    counts = np.asarray(histogram).astype(np.float64)
+    if not counts.shape or counts.shape[-1] != NUM_BINS:
+        raise OptionError(
+            f"A histogram has {NUM_BINS} bins in its last dim, as Tap(..., reduce='histogram') "
+            f"records them. Received: shape {counts.shape}."
+        )
+    if isinstance(scale_exponent, bool) or not isinstance(scale_exponent, int | np.integer):
+        raise OptionError(
+            f"scale_exponent is a whole number: values are multiplied by 2**scale_exponent. "
+            f"Received: {scale_exponent!r}."
+        )
+    total = counts.sum(axis=-1)
+    shares = counts / np.maximum(total, 1)[..., None]
+    return {form.name: _shares(form, shares, int(scale_exponent)) for form in FORMATS}
+
+
+def _shares(form: NumberFormat, shares: np.ndarray, scale: int) -> np.ndarray:
+    # The exponents of the values in each bin, lowest and highest, after scaling.
+    low = np.arange(SUBNORMAL, INF_BIN) - _BIAS + scale
+    high = low.copy()
+    low[SUBNORMAL] = _LEAST_FLOAT32 + scale
+    finite = shares[..., SUBNORMAL:INF_BIN]
+    survives = form.least_exponent - form.mantissa_bits - 1
+    top = int(np.frexp(form.largest)[1]) - 1
+
+    def share(bins: np.ndarray) -> np.ndarray:
+        return finite[..., bins].sum(axis=-1)
+
+    out = np.empty(shares.shape[:-1], SHARES)
+    out["underflow"] = share(high < survives)
+    out["underflow_most"] = share(low < survives)
+    out["subnormal"] = share((high >= survives) & (high < form.least_exponent))
+    out["overflow"] = share(low > top)
+    out["overflow_most"] = share(high >= top)
+    return out

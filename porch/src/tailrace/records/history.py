@@ -1,0 +1,228 @@
+"""What a fit yields: one value a step of the loss and of each scalar metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import SelectionError
+from tailrace.messages import shown
+from tailrace.records.fingerprints import FingerprintLog
+
+
+class Column:
+    """Values that are appended execution by execution, in memory of their own and no more than that.
+
+    What an execution hands over is a part of a larger buffer, taps included, which would be kept
+    alive with it: so values are copied, and many short pieces joined.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[np.ndarray] = []
+
+    def append(self, values: np.ndarray) -> None:
+        """Copy values behind the others."""
+        self._pieces.append(np.array(values))
+        # The pieces that are joined double in size: each value is copied a few times in all.
+        while len(self._pieces) > 1 and len(self._pieces[-2]) <= len(self._pieces[-1]):
+            last = self._pieces.pop()
+            self._pieces[-1] = np.concatenate([self._pieces[-1], last])
+
+    def values(self) -> np.ndarray:
+        """All of them, as one array."""
+        if len(self._pieces) > 1:
+            self._pieces[:] = [np.concatenate(self._pieces)]
+        return self._pieces[0]
+
+
+class History:
+    """The course of one `fit`.
+
+    Attributes:
+        first_step: the number of the first step in it.
+        microbatches: how many microbatches each step had.
+        replicas: how many replicas.
+
+    `history.loss` and `history["accuracy"]` have one value a step: the mean over its microbatches
+    and replicas. `history.each("loss")` has them all: [steps, microbatches, replicas]. Values of
+    validations, `history["val_loss"]`, have one value for each of `history.validated`.
+    """
+
+    def __init__(self, first_step: int = 0, microbatches: int = 1, replicas: int = 1) -> None:
+        self.first_step, self.microbatches, self.replicas = first_step, microbatches, replicas
+        self._columns: dict[str, Column] = {}
+        self._weights: Column | None = None
+        self._steps: np.ndarray | None = None
+        self._validations: dict[str, list[float]] = {}
+        self._validated: list[int] = []
+        self._fingerprints = FingerprintLog()
+
+    @property
+    def fingerprints(self) -> dict[str, np.ndarray]:
+        """With `tr.Trainer(fingerprint=True)`, one row an execution, by name.
+
+        `first_step` and `steps`, then 8 bytes each: `parameters`, `optimizer`, `model_state`,
+        `gradients`, `loss`, `elements`, and the `chain` of all of them so far.
+        """
+        return self._fingerprints.arrays()
+
+    def add_fingerprint(self, first_step: int, steps: int, groups: Mapping[str, int]) -> int:
+        """Append the fingerprints of an execution; returns the chain after it."""
+        return self._fingerprints.add(first_step, steps, groups)
+
+    def add_validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Append what a validation after `step` steps found; names get `val_` in front."""
+        self._validated.append(step)
+        for name, value in values.items():
+            before = self._validations.setdefault(f"val_{name}", [])
+            before += [np.nan] * (len(self._validated) - 1 - len(before))
+            before.append(value)
+
+    @property
+    def validated(self) -> np.ndarray:
+        """After how many steps each validation was made; `history["val_loss"]` has its value."""
+        return np.array(self._validated, np.int64)
+
+    def add(
+        self,
+        values: dict[str, np.ndarray],
+        weights: np.ndarray | None = None,
+        steps: np.ndarray | None = None,
+    ) -> None:
+        """Append the values of one execution, each [steps, microbatches, replicas].
+
+        Args:
+            values: by name.
+            weights: what a mean weighs them with.
+            steps: the numbers of the steps, where they do not simply follow one another.
+        """
+        for name, value in values.items():
+            self._columns.setdefault(name, Column()).append(value)
+        if weights is not None:
+            self._weights = self._weights or Column()
+            self._weights.append(weights)
+        self._steps = steps if steps is not None else self._steps
+
+    def each(self, name: str) -> np.ndarray:
+        """The values of every microbatch and replica: [steps, microbatches, replicas]."""
+        if name not in self._columns:
+            if name in self._validations:
+                raise SelectionError(f"{name!r} has one value a validation: history[{name!r}].")
+            if name == "loss":
+                return np.zeros((0, self.microbatches, self.replicas), np.float32)
+            raise SelectionError(
+                f"No metric is called {name!r}. There are: {', '.join(map(shown, self.names))}."
+            )
+        return self._columns[name].values()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name in self._validations:
+            return np.array(self._validations[name])
+        values = self.each(name)
+        if values.shape[1:] == (1, 1):
+            return values[:, 0, 0]
+        wide = values.astype(np.float64)
+        if self._weights is not None:
+            weights = self._weights.values()
+            mean = (wide * weights).sum(axis=(1, 2)) / weights.sum(axis=(1, 2))
+        else:
+            mean = wide.mean(axis=(1, 2))
+        return mean.astype(values.dtype if values.dtype.kind == "f" else np.float32)
+
+    @property
+    def loss(self) -> np.ndarray:
+        """One value a step."""
+        return self["loss"]
+
+    @property
+    def names(self) -> list[str]:
+        """What was recorded."""
+        return [*self._columns, *self._validations]
+
+    @property
+    def step_names(self) -> list[str]:
+        """Those of which each step has a value."""
+        return list(self._columns)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The number of each step."""
+        if self._steps is not None:
+            return self._steps
+        return np.arange(self.first_step, self.first_step + len(self))
+
+    def last(self) -> dict[str, float]:
+        """The values of the last step."""
+        names = self.names if len(self) else self._validations
+        return {name: float(self[name][-1]) for name in names}
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """All of it, as arrays by name, for a file."""
+        arrays = {f"each/{name}": self.each(name) for name in self._columns}
+        if self._weights is not None:
+            arrays["weights"] = self._weights.values()
+        validations = {name: np.array(v) for name, v in self._validations.items()}
+        marks = {f"fingerprints/{name}": a for name, a in self.fingerprints.items()}
+        marks = marks if len(self._fingerprints) else {}
+        return {**arrays, **validations, **marks, "validated": self.validated}
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, np.ndarray], first_step: int, microbatches: int, replicas: int
+    ) -> History:
+        """A history again, of what `to_arrays` made of one.
+
+        Microbatches and replicas may be others, as long as a step takes as many elements: element
+        m * replicas + r of a step is that of microbatch m and replica r, however they are counted.
+        """
+        history = cls(first_step, microbatches, replicas)
+        marks: dict[str, np.ndarray] = {}
+        for name, array in arrays.items():
+            kind, _, rest = name.partition("/")
+            if kind == "fingerprints":
+                marks[rest] = array
+            elif kind == "each":
+                shaped = array.reshape(len(array), microbatches, replicas)
+                history._columns.setdefault(rest, Column()).append(shaped)
+            elif name == "weights":
+                history._weights = Column()
+                history._weights.append(array.reshape(len(array), microbatches, replicas))
+            elif name == "validated":
+                history._validated = [int(step) for step in array]
+            else:
+                history._validations[name] = [float(value) for value in array]
+        history._fingerprints = FingerprintLog.of(marks) if marks else FingerprintLog()
+        return history
+
+    def __len__(self) -> int:
+        return len(self.each("loss"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __repr__(self) -> str:
+        last = ", ".join(f"{shown(name)}={value:.4g}" for name, value in self.last().items())
+        return f"History({len(self)} steps{', last: ' + last if last else ''})"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        from tailrace.records.curves import small_curve
+
+        rows = "".join(
+            f"<tr><td>{html.escape(shown(name))}</td><td>{values[0]:.5g}</td>"
+            f"<td>{values[-1]:.5g}</td><td>{small_curve(values)}</td></tr>"
+            for name, values in ((name, self[name]) for name in self.names if len(self))
+        )
+        head = "<tr><th></th><th>first step</th><th>last step</th><th></th></tr>"
+        return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"
+
+
+def split_emission(value: Any, microbatches: int, replicas: int) -> np.ndarray:
+    """An emitted scalar as [steps, microbatches, replicas]."""
+    array = np.asarray(value)
+    if replicas > 1:
+        array = np.moveaxis(array, 0, -1)
+    return array.reshape(-1, microbatches, replicas)

@@ -1,0 +1,264 @@
+"""`tailrace audit`: whether every element of the data was consumed once, in order.
+
+Each execution says which elements it consumed, as the source of its data counts them. An audit reads
+these rows: within a pass over the dataset an execution begins where the one before ended. With
+fingerprints it also compares contents: what was consumed after a process went on must not have been
+consumed before, and, if the dataset is given, every element is compared with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import RunError
+from tailrace.feeds.reader import Reader
+from tailrace.runs.reader import Run
+from tailrace.runs.tables.tables import READING
+from tailrace.taps.bit_digests import host_row_digest
+
+AT_ONCE = 64
+"""How many elements of a dataset are read at a time to be compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One execution: its steps, and what it consumed."""
+
+    first_step: int
+    steps: int
+    fit: int
+    epoch: int
+    first: int
+    count: int
+    resumed: int
+
+    @property
+    def end(self) -> int:
+        """The number of the element after its last."""
+        return self.first + self.count
+
+    def cut(self, step: int) -> Row:
+        """What counts of it after a training went back to a step inside it."""
+        steps = min(self.steps, step - self.first_step)
+        return dataclasses.replace(self, steps=steps, count=self.count // self.steps * steps)
+
+    def __str__(self) -> str:
+        return f"steps {self.first_step} to {self.first_step + self.steps - 1}"
+
+
+@dataclasses.dataclass
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        executions: how many were looked at.
+        resumes: how often a process went on with the work of another.
+        elements: how many were consumed.
+        passes: for each pass over the data, in order: its fit, epoch, first element, end.
+        findings: sentences about gaps, repeats and disorder; empty if all is well.
+        compared: how many elements were compared with the dataset.
+        rewinds: where the training went back, and why.
+    """
+
+    executions: int = 0
+    resumes: int = 0
+    elements: int = 0
+    passes: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    findings: list[str] = dataclasses.field(default_factory=list)
+    compared: int = 0
+    rewinds: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every element was consumed once, in order."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.executions:,} executions consumed {self.elements:,} elements in "
+            f"{len(self.passes)} passes over the data; {self.resumes} resumes"
+        ]
+        for fit, epoch, first, end in self.passes[:20]:
+            lines.append(f"  fit of step {fit}, epoch {epoch}: elements {first} to {end - 1}")
+        if len(self.passes) > 20:
+            lines.append(f"  and {len(self.passes) - 20} more")
+        lines += [f"  went back {text}" for text in self.rewinds]
+        if self.compared:
+            lines.append(f"{self.compared:,} elements were compared with the dataset")
+        lines += [f"WRONG: {text}" for text in self.findings[:50]]
+        lines.append(
+            "every element was consumed once, in order"
+            if self.is_clean
+            else f"{len(self.findings)} findings"
+        )
+        return "\n".join(lines)
+
+
+def audit(run: Run, dataset: Any = None) -> Audit:
+    """Check which elements the executions of a run consumed.
+
+    Args:
+        run: the run.
+        dataset: what was trained on, to compare contents with; needs `fingerprint=True`.
+    """
+    rows = list(_rows(run))
+    rewinds = [one for one in run.interventions if one["kind"] == "rewind"]
+    found = Audit(len(rows), sum(row.resumed for row in rows), sum(row.count for row in rows))
+    found.rewinds = [f"to step {one.get('step')}: {one.get('reason')}" for one in rewinds]
+    for before, row in zip([None, *rows], rows, strict=False):
+        _check_step(before, row, found)
+        _check_elements(before, row, found)
+    _check_epochs(found)
+    digests = run.elements
+    if digests is not None:
+        flat = digests.reshape(len(digests), -1)
+        by_step = dict(zip(map(int, run.history.steps), flat, strict=True))
+        _check_contents(rows, by_step, found)
+        if dataset is not None:
+            _compare(rows, by_step, dataset, found)
+    elif dataset is not None:
+        raise RunError(
+            f"To compare a dataset with what was consumed, the run needs digests of elements: "
+            f"tr.Trainer(..., fingerprint=True). {str(run.directory)!r} has none."
+        )
+    return found
+
+
+def _rows(run: Run) -> Iterator[Row]:
+    columns = run.executions
+    if "first_element" not in columns:
+        raise RunError(
+            f"An audit reads which elements each execution consumed, and {str(run.directory)!r} does "
+            f"not say it: it was written by an earlier version, or its elements were handed over "
+            f"(Keras, PyTorch). Train with tr.Trainer(..., run_dir=...)."
+        )
+    names = ("first_step", "steps", *READING)
+    rows = [Row(*map(int, values)) for values in zip(*(columns[n] for n in names), strict=True)]
+    back = {one.get("step") for one in run.interventions if one["kind"] == "rewind"}
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        if after is not None and after.first_step in back:
+            row = row.cut(after.first_step)
+        if row.count:
+            yield row
+
+
+def _check_step(before: Row | None, row: Row, found: Audit) -> None:
+    due = before.first_step + before.steps if before is not None else row.first_step
+    if row.first_step != due:
+        what = "missing" if row.first_step > due else "there twice"
+        low, high = sorted((row.first_step, due))
+        found.findings.append(f"steps {low} to {high - 1} are {what}")
+
+
+def _check_elements(before: Row | None, row: Row, found: Audit) -> None:
+    same_fit = before is not None and before.fit == row.fit
+    if before is None or not same_fit or row.epoch != before.epoch:
+        _check_start(before if same_fit else None, row, found)
+        found.passes.append((row.fit, row.epoch, row.first, row.end))
+        return
+    if row.count * before.steps != before.count * row.steps:
+        found.findings.append(f"{row} consumed {row.count} elements, {before} {before.count}")
+    where = f"between step {row.first_step - 1} and step {row.first_step}"
+    where += ", where a process went on" if row.resumed else ""
+    if row.first > before.end:
+        skipped = f"elements {before.end} to {row.first - 1}"
+        found.findings.append(f"epoch {row.epoch}: {skipped} were not consumed, {where}")
+    elif row.first < before.end:
+        again = f"elements {row.first} to {min(before.end, row.end) - 1}"
+        found.findings.append(f"epoch {row.epoch}: {again} were consumed again, {where}")
+    fit, epoch, first, end = found.passes[-1]
+    found.passes[-1] = (fit, epoch, first, max(end, row.end))
+
+
+def _check_start(before: Row | None, row: Row, found: Audit) -> None:
+    """The first execution of a pass begins at element 0; a one-shot iterator may go on in a new fit."""
+    if before is not None and row.epoch != before.epoch + 1:
+        found.findings.append(f"epoch {row.epoch} follows epoch {before.epoch}")
+    if before is not None and row.first:
+        found.findings.append(
+            f"epoch {row.epoch}: elements 0 to {row.first - 1} were not consumed: {row} begins with "
+            f"element {row.first}"
+        )
+
+
+def _check_epochs(found: Audit) -> None:
+    """All passes of a fit but its last are of one length."""
+    fits: dict[int, list[tuple[int, int]]] = {}
+    for fit, epoch, _, end in found.passes:
+        fits.setdefault(fit, []).append((epoch, end))
+    for passes in fits.values():
+        whole = passes[:-1]
+        longest = max((end for _, end in passes), default=0)
+        for epoch, end in whole:
+            if end != longest:
+                found.findings.append(
+                    f"epoch {epoch} ended after element {end - 1}, another one after {longest - 1}"
+                )
+
+
+def _check_contents(rows: list[Row], by_step: dict[int, np.ndarray], found: Audit) -> None:
+    """Behind a resume, no element may have the content of one that was consumed before."""
+    seen: dict[int, int] = {}
+    distinct, key = True, None
+    for row in rows:
+        if (row.fit, row.epoch) != key:
+            seen, distinct, key = {}, True, (row.fit, row.epoch)
+        for step in range(row.first_step, row.first_step + row.steps):
+            for digest in map(int, by_step.get(step, ())):
+                if digest in seen and row.resumed and distinct:
+                    found.findings.append(
+                        f"step {step}, the first execution after a process went on, consumed the "
+                        f"content that step {seen[digest]} had consumed: the dataset went on elsewhere"
+                    )
+                    return
+                distinct &= digest not in seen  # data with equal elements says nothing
+                seen[digest] = step
+
+
+def _compare(rows: list[Row], by_step: dict[int, np.ndarray], dataset: Any, found: Audit) -> None:
+    """Every element against the dataset itself."""
+    passes: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        passes.setdefault((row.fit, row.epoch), []).append(row)
+    for (_, epoch), several in passes.items():
+        consumed = {
+            row.first + number: (int(digest), step)
+            for row in several
+            for number, (digest, step) in enumerate(_of_row(row, by_step))
+        }
+        expected = _digests(dataset, epoch, max(consumed) + 1)
+        for number, (digest, step) in consumed.items():
+            found.compared += 1
+            if number >= len(expected) or expected[number] != digest:
+                where = [i for i, other in enumerate(expected) if other == digest]
+                other = f"it is that of element {where[0]}" if where else "the dataset has no such"
+                found.findings.append(
+                    f"epoch {epoch}, step {step}: element {number} has another content than in the "
+                    f"dataset; {other}"
+                )
+
+
+def _of_row(row: Row, by_step: dict[int, np.ndarray]) -> Iterator[tuple[int, int]]:
+    for step in range(row.first_step, row.first_step + row.steps):
+        for digest in by_step.get(step, ()):
+            yield int(digest), step
+
+
+def _digests(dataset: Any, epoch: int, count: int) -> list[int]:
+    """The digests of the first elements of a pass over a dataset."""
+    reader = Reader(dataset, epoch)
+    paths = reader.spec().paths
+    found: list[int] = []
+    count = reader.available(count)
+    while len(found) < count:
+        block = reader.elements_of(reader.read(min(AT_ONCE, count - len(found))))
+        for leaves in zip(*block, strict=True):
+            parts = zip(leaves, paths, strict=True)
+            found.append(
+                sum(host_row_digest(leaf, f"element{path}") for leaf, path in parts) % 2**64
+            )
+    return found

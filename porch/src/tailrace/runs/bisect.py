@@ -1,0 +1,105 @@
+"""`tailrace bisect`: the first execution and step in which two runs differ, by what both recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tailrace.errors import RunError
+from tailrace.records.fingerprints import GROUPS
+from tailrace.runs.reader import Run
+
+PROGRAM_ORDER = ("elements", "loss", "gradients", "parameters", "optimizer", "model_state")
+"""The groups in the order in which a step makes them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bisection:
+    """Where two runs part; false where they do not.
+
+    Attributes:
+        equal_until: up to this step, states are known to be equal (their fingerprints are); 0 if
+            nothing is known.
+        ended: the end of the first execution whose fingerprints differ: the step after its last.
+        groups: the groups of tensors that differ there, in the order of the program.
+        step: the first step whose loss, or element, differs; None if none does.
+        what: "loss" or "elements", for that step.
+        compared: how many executions and steps both have.
+    """
+
+    equal_until: int
+    ended: int | None
+    groups: tuple[str, ...]
+    step: int | None
+    what: str
+    compared: tuple[int, int]
+
+    def __bool__(self) -> bool:
+        return self.ended is not None or self.step is not None
+
+    def __str__(self) -> str:
+        executions, steps = self.compared
+        if not self:
+            return f"no difference in {executions} executions and {steps} steps that both have"
+        lines = []
+        if self.ended is not None:
+            lines.append(
+                f"the first execution that differs ends with step {self.ended - 1}: "
+                f"{', '.join(self.groups)}; states are equal before step {self.equal_until}"
+            )
+        if self.step is not None:
+            lines.append(f"the first step with other {self.what} is {self.step}")
+        return "\n".join(lines)
+
+
+def bisect(first: Run, second: Run) -> Bisection:
+    """Compare what two runs recorded: fingerprints where executions end together, then steps."""
+    ours, theirs = _by_end(first), _by_end(second)
+    common = sorted(set(ours) & set(theirs))
+    step, what, steps = _first_step(first, second)
+    if not common and not steps:
+        raise RunError("The two runs have no step in common, so nothing can be compared.")
+    equal, ended, groups = 0, None, ()
+    for end in common:
+        (length, mine), (other_length, other) = ours[end], theirs[end]
+        # What belongs to all steps of an execution is comparable where those are the same.
+        names = PROGRAM_ORDER if length == other_length else PROGRAM_ORDER[2:]
+        groups = tuple(g for g in names if mine[g] and other[g] and mine[g] != other[g])
+        if groups:
+            ended = end
+            break
+        equal = end
+    return Bisection(equal, ended, groups, step, what, (len(common), steps))
+
+
+def _by_end(run: Run) -> dict[int, tuple[int, dict[str, int]]]:
+    columns = run.executions
+    found = {}
+    for row in range(len(columns["steps"]) if "chain" in columns else 0):
+        first, steps = int(columns["first_step"][row]), int(columns["steps"][row])
+        groups = {g: int(columns[g][row]) if g in columns else 0 for g in GROUPS}
+        if any(groups.values()):
+            found[first + steps] = (steps, groups)
+    return found
+
+
+def _first_step(first: Run, second: Run) -> tuple[int | None, str, int]:
+    """The first step that differs by what each step has: its elements, then its losses."""
+    step, what, count = None, "", 0
+    for name in ("elements", "loss"):
+        one, other = _by_step(first, name), _by_step(second, name)
+        common = sorted(set(one) & set(other))
+        count = max(count, len(common))
+        differ = [s for s in common if one[s] != other[s]]
+        if differ and (step is None or differ[0] < step):
+            step, what = differ[0], name
+    return step, what, count
+
+
+def _by_step(run: Run, name: str) -> dict[int, bytes]:
+    values = run.elements if name == "elements" else run.history.each("loss")
+    if values is None:
+        return {}
+    steps = map(int, run.history.steps)
+    return {s: np.ascontiguousarray(v).tobytes() for s, v in zip(steps, values, strict=True)}

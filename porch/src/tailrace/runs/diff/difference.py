@@ -1,0 +1,176 @@
+"""What it means that two tensors differ, and how that is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.messages import shown
+from tailrace.records.records import Record
+
+ORDER = (
+    *("input", "param", "buffer", "optimizer", "activation", "loss", "output", "aux", "cotangent"),
+    *("grad", "accumulated", "reduced", "update", "updated", "history"),
+)
+"""In which order a step makes its tensors, by kind: the first that differs is nearest the cause."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What `tr.diff` found; true if the two part anywhere.
+
+    Attributes:
+        tensor: the first tensor that differs, "history/<name>" for a metric; empty if none does.
+        kind: what was kept of it.
+        field: which statistic, or which leaf of a tree, differs most there; empty without fields.
+        step: the first step in which they differ; -1 for functions.
+        microbatch: the microbatch there; -1 where a step has one value.
+        replica: the replica there; -1 where all have the same.
+        largest: the largest difference of two values there.
+        relative: that, divided by the largest value of either.
+        values: the two values that differ most.
+        compared: how many tensors were compared.
+        only_first: tensors that only the first one has.
+        only_second: tensors that only the second one has.
+    """
+
+    tensor: str = ""
+    kind: str = ""
+    field: str = ""
+    step: int = -1
+    microbatch: int = -1
+    replica: int = -1
+    largest: float = 0.0
+    relative: float = 0.0
+    values: tuple[float, float] = (0.0, 0.0)
+    compared: int = 0
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor)
+
+    def __str__(self) -> str:
+        rest = ""
+        for which, names in (("first", self.only_first), ("second", self.only_second)):
+            if names:
+                listed = ", ".join([*map(shown, names[:3]), *["..."] * (len(names) > 3)])
+                rest += f" Only the {which} has {len(names)} more ({listed})."
+        if not self:
+            return f"No difference in {self.compared} tensors.{rest}"
+        where = [f"step {self.step}"] if self.step >= 0 else []
+        where += [f"microbatch {self.microbatch}"] if self.microbatch >= 0 else []
+        where += [f"replica {self.replica}"] if self.replica >= 0 else []
+        what = f"{shown(self.tensor)} ({self.kind}{', ' + self.field if self.field else ''})"
+        return (
+            f"They part {'in ' + ', '.join(where) + ' ' if where else ''}at {what}: "
+            f"{self.values[0]:.9g} and {self.values[1]:.9g}, the largest difference "
+            f"{self.largest:.3g}, relative {self.relative:.3g}.{rest}"
+        )
+
+
+def common_rows(one: Record, other: Record) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of either that belong to the same step, microbatch and replica; the last of each."""
+
+    def rows(record: Record) -> dict[tuple[int, ...], int]:
+        tags = zip(
+            record.steps.tolist(),
+            record.microbatches.tolist(),
+            record.replicas.tolist(),
+            strict=True,
+        )
+        return {tag: row for row, tag in enumerate(tags)}
+
+    mine, theirs = rows(one), rows(other)
+    tags = sorted(mine.keys() & theirs.keys())
+    return np.array([mine[t] for t in tags], int), np.array([theirs[t] for t in tags], int)
+
+
+def first_row(
+    one: Record, other: Record, left: np.ndarray, right: np.ndarray, rtol: float, atol: float
+) -> Difference | None:
+    """The first of these rows in which two records of one tensor differ."""
+    if not len(left):
+        return None
+    worst: dict[int, tuple[float, str, float, tuple[float, float]]] = {}
+    for field, mine, theirs in _fields(one.values, other.values):
+        if mine.shape[1:] != theirs.shape[1:]:
+            text = f"shapes {list(mine.shape[1:])} and {list(theirs.shape[1:])}"
+            worst = {0: (float("nan"), text, float("nan"), (float("nan"), float("nan")))}
+            break
+        a, b = (_flat(mine[left]), _flat(theirs[right]))
+        off, size = _apart(a, b)
+        rows = np.flatnonzero((off > atol + rtol * size[:, None]).any(axis=1))
+        if len(rows):
+            row = int(rows[0])
+            at = int(np.argmax(off[row]))
+            largest = float(off[row, at])
+            relative = largest / float(size[row]) if size[row] else float("inf")
+            if row not in worst or relative > worst[row][2]:
+                worst[row] = (largest, field, relative, (float(a[row, at]), float(b[row, at])))
+    if not worst:
+        return None
+    row = min(worst)
+    largest, field, relative, values = worst[row]
+    at = left[row]
+    step, microbatch, replica = one.steps[at], one.microbatches[at], one.replicas[at]
+    return Difference(
+        *(one.name, one.kind, field, int(step), int(microbatch), int(replica)),
+        largest=largest,
+        relative=relative,
+        values=values,
+    )
+
+
+def _fields(one: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """What there is to compare in the values of two records: statistics, or leaves of a tree."""
+    if isinstance(one, np.ndarray) and one.dtype.names:
+        for name in one.dtype.names:
+            yield name, one[name], other[name]
+        return
+    paths = jax.tree_util.tree_flatten_with_path(one)[0]
+    for (path, mine), theirs in zip(paths, jax.tree.leaves(other), strict=False):
+        yield jax.tree_util.keystr(path), mine, theirs
+
+
+def _flat(values: np.ndarray) -> np.ndarray:
+    wide = np.complex128 if values.dtype.kind == "c" else np.float64
+    flat = values.reshape(len(values), -1).astype(wide)
+    return np.abs(flat) if values.dtype.kind == "c" else flat
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How far values are apart, and the largest finite value of each row."""
+    with np.errstate(invalid="ignore"):
+        off = np.abs(a - b)
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    off = np.where(equal, 0.0, np.where(np.isfinite(off), off, np.inf))
+    finite = [np.where(np.isfinite(v), np.abs(v), 0).max(axis=1, initial=0.0) for v in (a, b)]
+    return off, np.maximum(*finite)
+
+
+def completed(
+    found: Difference | None, common: list[Any], ours: Mapping[Any, Any], theirs: Mapping[Any, Any]
+) -> Difference:
+    """What was found, with how much was compared, and what only one of the two has."""
+
+    def only(these: Mapping[Any, Any], those: Mapping[Any, Any]) -> tuple[str, ...]:
+        names = (key if isinstance(key, str) else key[0] for key in these if key not in those)
+        return tuple(dict.fromkeys(names))
+
+    return dataclasses.replace(
+        found or Difference(),
+        compared=len(common),
+        only_first=only(ours, theirs),
+        only_second=only(theirs, ours),
+    )
+
+
+def rank_of(name: str) -> int:
+    """How early a step makes a tensor of this name."""
+    kind = name.split("/")[0]
+    return ORDER.index(kind) if kind in ORDER else len(ORDER)

@@ -1,0 +1,153 @@
+"""`tr.diff`: where two runs, or two functions, part for the first time, and by how much."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.data.counts import check_number
+from tailrace.errors import OptionError
+from tailrace.records.history import History
+from tailrace.records.records import Record
+from tailrace.runs.diff.difference import Difference, common_rows, completed, first_row, rank_of
+from tailrace.runs.diff.functions import Called, diff_functions
+from tailrace.runs.diff.renaming import Names, renamed
+from tailrace.runs.reader import Run, open_run
+
+
+def diff(
+    first: Any,
+    second: Any,
+    batch: Any = None,
+    *,
+    devices: tuple[Any, Any] | None = None,
+    dtypes: tuple[Any, Any] | None = None,
+    names: Names | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> Difference:
+    """Where two runs, or two functions, part for the first time.
+
+    Args:
+        first: a run (`tr.open_run`, its path, or a trainer or model after a fit), or a function of
+            arrays.
+        second: likewise; to compare devices or dtypes, the same function once more.
+        batch: for functions: what they are called with; a tuple is taken as several arguments.
+        devices: for functions: the device that each of them runs on: one of `jax.devices()`, its
+            number, or a platform such as "cpu" or "cpu:1". Without it, both run on the first one.
+        dtypes: for functions: what the floats in the batch are cast to for each of them; None
+            leaves them as they are. The inputs themselves are not compared then.
+        names: how tensors of the second are called in the first: a dict of names, or of what
+            follows the kind in them (`{"fc1": "dense", "fc1.weight": "dense/kernel"}`), or a
+            function of a name.
+        rtol: differences up to this part of the largest value of a tensor do not count.
+        atol: differences up to this do not count either.
+
+    Two runs are compared where both have records: by step, microbatch and replica. Two functions
+    are run once each; tensors that have one name and one shape in both are compared whole,
+    whatever their dtypes. A NaN equals a NaN.
+
+    Returns:
+        A `Difference`: it prints as a sentence, and is false where nothing differs.
+
+    >>> import jax, jax.numpy as jnp, tailrace as tr
+    >>> def f(x):
+    ...     with jax.named_scope("layer"):
+    ...         return jnp.tanh(x) * 2
+    >>> def g(x):
+    ...     with jax.named_scope("layer"):
+    ...         return jnp.tanh(x.astype(jnp.bfloat16)).astype(jnp.float32) * 2
+    >>> tr.diff(f, g, jnp.linspace(0, 1, 5), rtol=1e-5).tensor
+    'activation/layer:tanh'
+    >>> bool(tr.diff(f, f, jnp.linspace(0, 1, 5), devices=("cpu", jax.devices()[0])))
+    False
+    """
+    rtol = check_number("rtol", rtol, error=OptionError)
+    atol = check_number("atol", atol, error=OptionError)
+    placed = {"a batch": batch, "devices": devices, "dtypes": dtypes}
+    if _is_run(first) and _is_run(second):
+        for what, value in placed.items():
+            if value is not None:
+                raise OptionError(f"tr.diff takes {what} for two functions, not for two runs.")
+        return _diff_runs(_opened(first), _opened(second), names, rtol, atol)
+    if callable(first) and callable(second):
+        if batch is None:
+            raise OptionError("tr.diff of two functions needs a batch: tr.diff(f, g, batch).")
+        on, cast = _pair("devices", devices), _pair("dtypes", dtypes)
+        ours, theirs = Called(first, batch, on[0], cast[0]), Called(second, batch, on[1], cast[1])
+        return diff_functions(ours, theirs, names, rtol, atol)
+    raise OptionError(
+        f"tr.diff compares two runs or two functions. Received: {type(first).__name__} and "
+        f"{type(second).__name__}."
+    )
+
+
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    if value is None:
+        return (None, None)
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise OptionError(
+            f"{name} are two, one for each function: {name}=(first, second). Received: {value!r}."
+        )
+    return (value[0], value[1])
+
+
+def _is_run(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike | Run) or hasattr(value, "records")
+
+
+def _opened(value: Any) -> Any:
+    return open_run(Path(value)) if isinstance(value, str | os.PathLike) else value
+
+
+def _diff_runs(
+    first: Any, second: Any, names: Names | None, rtol: float, atol: float
+) -> Difference:
+    ours = _series(first)
+    theirs = renamed(_series(second), names)
+    found: Difference | None = None
+    least: tuple[Any, ...] = ()
+    common = [key for key in ours if key in theirs]
+    seen = 0
+    for number, key in enumerate(common):
+        one, other = ours[key](), theirs[key]()
+        left, right = common_rows(one, other)
+        seen += len(left)
+        parted = first_row(one, other, left, right, rtol, atol)
+        if parted is None:
+            continue
+        rank = (parted.step, parted.microbatch, rank_of(key[0]), number)
+        if found is None or rank < least:
+            found, least = parted, rank
+    if not seen:
+        raise OptionError(
+            "The two runs have nothing in common to compare: no tensor, or no step, is in both."
+        )
+    return completed(found, common, ours, theirs)
+
+
+def _series(run: Any) -> dict[tuple[str, str], Callable[[], Record]]:
+    """Records and metrics of a run, read one at a time."""
+    records, history = run.records, getattr(run, "history", None)
+    if not isinstance(history, History):  # front ends have histories of their own kind
+        history = History()
+
+    def metric(name: str) -> Record:
+        values = history.each(name)
+        tags = np.meshgrid(history.steps, *map(np.arange, values.shape[1:]), indexing="ij")
+        steps, microbatches, replicas = (tag.reshape(-1) for tag in tags)
+        flat = values.reshape(-1)
+        return Record(
+            f"history/{name}", "metric", flat, steps, microbatches, replicas, 0 * steps - 1
+        )
+
+    found: dict[tuple[str, str], Callable[[], Record]] = {}
+    for key in records:
+        found[key] = lambda key=key: records[key]
+    for name in history:
+        found[f"history/{name}", "metric"] = lambda name=name: metric(name)
+    return found

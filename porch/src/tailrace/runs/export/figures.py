@@ -1,0 +1,84 @@
+"""What pictures share: a figure without a window, saving it, and the limits of number formats."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import MissingDependency, OptionError, RunError
+from tailrace.records.float_formats import FORMATS
+
+COLOURS = ("#1b6ca8", "#c0562b", "#3d8f5a", "#8b5fa8")
+"""One for each format."""
+STYLES = (":", "--", "-")
+"""Of the smallest value of a format, the smallest normal one, and the largest."""
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib figure, in inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependency.for_feature("A picture", "matplotlib", "pictures") from error
+    return Figure(figsize=(width, height), dpi=110)  # no window, no state of pyplot's
+
+
+def draw_formats(strip: Any, axes: Any, low: float, high: float) -> None:
+    """The ranges of formats as lines in a strip of its own, their limits down into `axes`."""
+    strip.set_xlim(low, high)
+    strip.set_ylim(len(FORMATS) - 0.4, -0.9)
+    strip.axis("off")
+    for row, form in enumerate(FORMATS):
+        colour = COLOURS[row]
+        ends = [np.log2(v) for v in (form.smallest, form.smallest_normal, form.largest)]
+        left, normal, right = np.clip(ends, low, high)
+        strip.plot([left, normal], [row, row], color=colour, lw=1.2, ls=(0, (2, 2)))
+        strip.plot([normal, right], [row, row], color=colour, lw=2.4)
+        middle = (max(normal, low) + right) / 2
+        text = {"color": colour, "fontsize": 8, "va": "bottom", "ha": "center"}
+        strip.annotate(form.name, (middle, row), (0, 1.5), textcoords="offset points", **text)
+        for end, style in zip(ends, STYLES, strict=True):
+            if low < end < high:
+                axes.axvline(end, color=colour, lw=0.8, ls=style, zorder=0)
+
+
+def exponent_ticks(axes: Any, low: float, high: float, zero: float) -> None:
+    """Ticks at round exponents, and one for the column of zeros."""
+    ticks = np.arange(-150, 140, 10 if high - low > 40 else 5)
+    ticks = ticks[(ticks > zero + 0.06 * (high - low)) & (ticks < high)]
+    axes.set_xticks([zero, *ticks], ["zero", *map(str, ticks)], fontsize=8)
+    axes.set_xlabel(
+        "log2 |value|; lines: smallest (dotted), smallest normal (dashed), largest (solid)",
+        fontsize=9,
+    )
+
+
+def svg_text(figure: Any) -> str:
+    """A figure as SVG, the same text each time."""
+    from matplotlib import rc_context
+
+    text = io.StringIO()
+    with rc_context({"svg.hashsalt": "tailrace", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
+
+
+def save_figure(figure: Any, path: Any) -> None:
+    """Write a figure; the ending says how."""
+    path = Path(path)
+    endings = sorted(figure.canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in endings:
+        raise OptionError(
+            f"The ending of a picture says how it is written: one of {', '.join(endings)}. "
+            f"Received: {str(path)!r}."
+        )
+    try:
+        if path.suffix.lower() == ".svg":
+            path.write_text(svg_text(figure), encoding="utf-8")
+        else:
+            figure.savefig(path)
+    except OSError as error:
+        raise RunError(f"The picture {str(path)!r} cannot be written: {error.strerror}.") from error

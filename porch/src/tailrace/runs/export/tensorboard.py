@@ -1,0 +1,128 @@
+"""A run as TensorBoard event files, through tensorboardX.
+
+TensorBoard has one value a step: of the microbatches and replicas of a step the mean is written (of
+minima the least, of maxima the greatest, of counts the sum). Histograms are those of the run, bin
+for bin, over log2 |value|: TensorBoard draws linear bins, in which magnitudes would all be one bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import MissingDependency, OptionError, RunError
+from tailrace.records.records import Record
+from tailrace.runs.tables.selection import chosen_keys
+from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
+
+if TYPE_CHECKING:
+    from tailrace.runs.reader import Run
+
+BIAS = 127
+MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np.sum}
+"""How the values of one step become one; the mean where nothing else is said."""
+
+
+def write_events(run: Run, logdir: Any, select: Any = "*", every: int = 1) -> int:
+    """Write the history and the chosen records of a run; see `Run.to_tensorboard`."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise MissingDependency.for_feature(
+            "to_tensorboard", "tensorboardX", "tensorboard"
+        ) from error
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise OptionError(f"every is a number of steps of at least 1. Received: {every!r}.")
+    records, history = run.records, run.history
+    keys = chosen_keys(records, select) if len(records) else []
+    try:
+        writer = SummaryWriter(str(Path(logdir)))
+    except OSError as error:
+        raise RunError(f"Events cannot be written to {str(logdir)!r}: {error.strerror}.") from error
+    count = 0
+    with writer:
+        for name in history:
+            values, steps = history[name], history.steps
+            for row in range(every - 1, len(steps), every):
+                writer.add_scalar(f"history/{name}", float(values[row]), int(steps[row]))
+                count += 1
+        several = {name for name, _ in keys if sum(name == other for other, _ in keys) > 1}
+        for key in keys:
+            tag = f"{key[0]}/{key[1]}" if key[0] in several else key[0]
+            count += _write_record(writer, tag, records[key], every)
+    return count
+
+
+def _write_record(writer: Any, tag: str, record: Record, every: int) -> int:
+    steps = np.unique(record.steps)[every - 1 :: every]
+    if record.kind == "histogram" and np.shape(record.values)[-1:] == (NUM_BINS,):
+        for step in steps:
+            rows = record.values[record.steps == step]
+            _write_histogram(writer, tag, rows.reshape(-1, NUM_BINS).sum(axis=0), int(step))
+        return len(steps)
+    count = 0
+    for field, values in _scalars(record):
+        merge: Callable[..., Any] = MERGES.get(field, np.mean)
+        name = f"{tag}/{field}" if field else tag
+        for step, value in _by_step(record.steps, values, merge):
+            if (step + 1) % every == 0 or step in steps:
+                writer.add_scalar(name, value, step)
+                count += 1
+    return count
+
+
+def _scalars(record: Record) -> list[tuple[str, np.ndarray]]:
+    """What of a record has one number a row: statistics, norms, scalars of functions."""
+    values = record.values
+    if isinstance(values, np.ndarray) and values.dtype.names:
+        return [(name, values[name]) for name in values.dtype.names if values.ndim == 1]
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(values)[0]:
+        if leaf.ndim == 1 and leaf.dtype.kind != "c":
+            field = "/".join(str(getattr(part, "key", getattr(part, "idx", ""))) for part in path)
+            found.append((field, leaf))
+    return found
+
+
+def _by_step(
+    steps: np.ndarray, values: np.ndarray, merge: Callable[..., Any]
+) -> list[tuple[int, float]]:
+    wide = values.astype(np.float64)
+    found, starts = np.unique(steps, return_index=True)
+    if len(found) == len(steps):
+        return list(zip(steps.tolist(), wide.tolist(), strict=True))
+    pieces = np.split(wide, starts[1:])
+    return [(int(step), float(merge(piece))) for step, piece in zip(found, pieces, strict=True)]
+
+
+def _write_histogram(writer: Any, tag: str, counts: np.ndarray, step: int) -> None:
+    finite = counts[:INF_BIN].astype(np.float64)
+    there = np.flatnonzero(finite)
+    total = float(counts.sum())
+    for name, amount in (
+        ("zero_share", counts[ZERO_BIN] / max(total, 1)),
+        ("nan", counts[NAN_BIN]),
+        ("inf", counts[INF_BIN]),
+    ):
+        writer.add_scalar(f"{tag}/{name}", float(amount), step)
+    if not len(there):
+        return
+    exponents = np.arange(there[0], there[-1] + 1)
+    kept, edges = finite[exponents], exponents - BIAS + 1.0
+    middles = edges - 0.5
+    writer.add_histogram_raw(
+        f"{tag}/log2_magnitude",
+        min=float(edges[0] - 1),
+        max=float(edges[-1]),
+        num=int(kept.sum()),
+        sum=float((kept * middles).sum()),
+        sum_squares=float((kept * middles**2).sum()),
+        # The first bucket of TensorBoard begins at minus infinity: an empty one before ours.
+        bucket_limits=[float(edges[0] - 1), *edges.tolist()],
+        bucket_counts=[0.0, *kept.tolist()],
+        global_step=step,
+    )

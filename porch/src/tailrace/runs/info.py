@@ -1,0 +1,99 @@
+"""`run.json`: what ran, for people and programs that come later."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tailrace._version import __version__
+from tailrace.data.files import read_json
+from tailrace.errors import RunError
+from tailrace.messages import shown
+from tailrace.runs.storage.durable import put_files
+from tailrace.runs.storage.files import FORMAT
+from tailrace.runs.storage.held import HeldDirectory
+from tailrace.taps.catalogue import Catalogue, Entry
+
+RUN_FILE = "run.json"
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "zarr", "keras", "torch")
+
+
+def versions() -> dict[str, str]:
+    """Tailrace, Python and the packages a run depends on, where they are installed.
+
+    >>> {"tailrace", "python", "jax", "numpy"} <= set(versions())
+    True
+    """
+    found = {"tailrace": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def write_info(directory: HeldDirectory, info: Mapping[str, Any]) -> None:
+    """Write `run.json` in one go: it is there whole, or not."""
+    whole = {
+        "format": FORMAT,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        **info,
+    }
+    put_files(directory, {RUN_FILE: json.dumps(whole, indent=1, default=str).encode()})
+
+
+def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
+    """What `run.json` says, or why that cannot be read; `limit` as in `tr.open_run`."""
+    where = shown(str(directory))
+    if not os.path.exists(directory):  # False also where the path may not be looked up
+        raise RunError(f"There is no run directory at '{where}'. Look at the path.")
+    if not directory.is_dir():
+        raise RunError(f"A run is a directory. '{where}' is a file.")
+    path = directory / RUN_FILE
+    if not os.path.lexists(path):
+        there = "is empty" if not any(directory.iterdir()) else f"has no {RUN_FILE}"
+        raise RunError(
+            f"'{where}' holds no run: it {there}. A run is written by tr.Trainer(..., run_dir=...)."
+        )
+    try:
+        info = read_json(path, RunError, limit)
+        version = info["format"]
+        newer = version > FORMAT
+    except RunError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunError(
+            f"The file {RUN_FILE} of '{where}' is damaged ({type(error).__name__}): it is not the "
+            f"description of a run. The arrays beside it can be opened with zarr."
+        ) from error
+    if newer:
+        packages = info.get("versions")
+        packages = packages if isinstance(packages, dict) else {}
+        by = shown(str(packages.get("tailrace", "a newer version")))[:50]
+        raise RunError(
+            f"'{where}' has format {shown(str(version))[:50]} (written by tailrace {by}), and this "
+            f"version, {__version__}, reads formats up to {FORMAT}. Update tailrace."
+        )
+    return info
+
+
+def read_catalogue(rows: Any) -> Catalogue:
+    """The catalogue in `run.json`."""
+    return Catalogue(
+        Entry(
+            str(row["name"]),
+            str(row["kind"]),
+            tuple(int(n) for n in row["shape"]),
+            str(row["dtype"]),
+            int(row.get("stage", -1)),
+            str(row.get("source", "")),
+        )
+        for row in rows
+    )

@@ -1,0 +1,36 @@
+"""`interventions.json`: where somebody changed the course of a run, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tailrace.runs.storage.durable import put_files
+from tailrace.runs.storage.held import HeldDirectory
+
+FILE = "interventions.json"
+MOST_BYTES, MOST = 1 << 20, 1000
+"""What is read of the file: a reader does not trust it."""
+
+
+def add_intervention(directory: HeldDirectory, said: dict[str, Any]) -> None:
+    """Append one; the directory is held."""
+    listed = [*read_interventions(directory.path), said]
+    put_files(directory, {FILE: json.dumps(listed, indent=1).encode()})
+
+
+def read_interventions(directory: Path) -> list[dict[str, Any]]:
+    """All of them, oldest first; each has `kind`, `step` and `reason`.
+
+    >>> read_interventions(Path("/nowhere"))
+    []
+    """
+    with contextlib.suppress(OSError, ValueError):
+        path = directory / FILE
+        if path.stat().st_size <= MOST_BYTES:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            listed = found[:MOST] if isinstance(found, list) else []
+            return [one for one in listed if isinstance(one, dict) and "kind" in one]
+    return []

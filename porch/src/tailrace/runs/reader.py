@@ -1,0 +1,270 @@
+"""`tr.open_run`: a run directory, read lazily, also while it is being written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tailrace.data.files import read_limit
+from tailrace.errors import OptionError, RunError
+from tailrace.messages import shown
+from tailrace.records.history import History
+from tailrace.records.records import Records
+from tailrace.runs.compilations import read_compilations
+from tailrace.runs.info import read_catalogue, read_info
+from tailrace.runs.interventions import read_interventions
+from tailrace.runs.nonfinite_reports import read_reports
+from tailrace.runs.tables.stored import (
+    StoredTable,
+    committed,
+    describing,
+    open_root,
+    read_rows,
+    stored_records,
+    stored_tables,
+)
+from tailrace.runs.tables.tables import EXECUTION, OPTIONAL
+from tailrace.taps.catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from tailrace.runs.export.pictures import ExponentHistogram, Heatmap
+    from tailrace.runs.export.ridges import ExponentRidges
+
+
+def open_run(directory: Any, *, limit: int | str | None = None) -> Run:
+    """Open a run directory that `tr.Trainer(..., run_dir=...)` wrote, or is writing.
+
+    Nothing but descriptions is read; arrays are read when they are asked for. A run from elsewhere
+    is safe to open: nothing in it is executed, and no more memory is taken than the limit allows.
+
+    Args:
+        directory: the run directory.
+        limit: the most that one array may take in memory, in bytes or as "8GiB". None: what the
+            environment variable `TAILRACE_READ_LIMIT` says, or 4 GiB.
+
+    Raises:
+        RunError: there is no run, it is damaged, or it has a newer format.
+
+    Example:
+        >>> import tempfile, numpy as np, optax, tailrace as tr
+        >>> def loss_fn(w, x):
+        ...     return ((x - w) ** 2).mean()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = tr.Trainer(
+        ...         loss_fn, optax.sgd(0.1), np.float32(0), run_dir=folder, observe="grad/*"
+        ...     )
+        ...     history = trainer.fit(tr.batches(np.ones(64, np.float32), 8), progress=False)
+        ...     run = tr.open_run(folder)
+        ...     print(run, run.records.names, bool((run.history.loss == history.loss).all()))
+        Run(8 steps, 1 records, ended) ['grad/params'] True
+    """
+    if not isinstance(directory, str | os.PathLike) or isinstance(os.fspath(directory), bytes):
+        raise OptionError(
+            f"tr.open_run takes the path of a run directory. Received: {directory!r}."
+        )
+    return Run(Path(directory), read_limit(limit))
+
+
+class Run:
+    """A run directory; made by `tr.open_run`.
+
+    What is read is what counted when the run was opened; `refresh` looks again.
+
+    Attributes:
+        directory: where it is.
+        info: what ran: versions, devices, options, taps.
+    """
+
+    def __init__(self, directory: Path, limit: int | None = None) -> None:
+        self.directory = directory
+        self._limit = read_limit(limit)
+        self.info: dict[str, Any] = read_info(directory, self._limit)
+        self._root: Any = None
+        self._history: History | None = None
+        self.refresh()
+
+    def refresh(self) -> Run:
+        """See what has been written since; returns the run itself."""
+        self._root = open_root(self.directory, self._limit)
+        self._counts = committed(self.directory, self._root)
+        self._history = None
+        return self
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the fit that wrote it came to an end; not so while it runs or after a crash."""
+        return not self._root.attrs.get("writing", True)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The tensors of the step that ran."""
+        with describing(self.directory, "the catalogue in run.json"):
+            return read_catalogue(self.info["catalogue"])
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the pipeline that ran; None without a pipeline."""
+        from tailrace.pipeline import Plan
+
+        text = self.info.get("plan")
+        with describing(self.directory, "the plan in run.json"):
+            return None if text is None else Plan.from_json(text)
+
+    @property
+    def records(self) -> Records:
+        """What was observed, as in `trainer.records`, of all fits that were written."""
+        return Records(stored=lambda: stored_records(self.directory, self._root))
+
+    @property
+    def history(self) -> History:
+        """Loss and metrics, as `fit` returns them, of all fits that were written."""
+        if self._history is None:
+            with describing(self.directory, "history"):
+                self._history = self._read_history()
+        return self._history
+
+    def _read_history(self) -> History:
+        count = self._counts["history"]
+        if not count:
+            return History()
+        group = self._root["history"]
+
+        def read(name: str) -> np.ndarray:
+            return read_rows(self.directory, "history", group, name, 0, count)
+
+        names = [str(name) for name in group.attrs["names"]]
+        arrays = {name: read(f"metric{number}") for number, name in enumerate(names)}
+        if "loss" not in arrays:
+            raise RunError(f"The run '{shown(str(self.directory))}' is damaged: it has no loss.")
+        if len({array.shape for array in arrays.values()}) > 1 or arrays["loss"].ndim != 3:
+            raise ValueError("its arrays are not of one shape [step, microbatch, replica]")
+        steps, weights = read("step"), read("weight") if "weight" in group else None
+        if steps.ndim != 1 or (weights is not None and weights.shape != arrays["loss"].shape):
+            raise ValueError("steps and weights do not fit the loss")
+        history = History(int(steps[0]), *arrays["loss"].shape[1:])
+        history.add(arrays, weights, steps)
+        return history
+
+    @property
+    def tables(self) -> list[StoredTable]:
+        """The tables of records as they lie on disk, for readers that take many tensors at once."""
+        return stored_tables(self.directory, self._root)
+
+    @property
+    def executions(self) -> dict[str, np.ndarray]:
+        """`first_step`, `steps` and `ended` (seconds since 1970) of each execution.
+
+        Where they are known also `fit` (its first step), `epoch`, `first_element`,
+        `element_count` and `resumed`; with
+        `tr.Trainer(fingerprint=True)` a fingerprint for each group of tensors, and their `chain`. Empty
+        arrays for a run that was written before executions were kept.
+        """
+        with describing(self.directory, "executions"):
+            count = int(self._root.attrs["committed"].get("executions", 0))
+            if count < 0:
+                raise ValueError("a number of rows is negative")
+            if not count:
+                return {name: np.zeros(0, dtype) for name, dtype in EXECUTION.items()}
+            group = self._root["executions"]
+            return {
+                name: read_rows(self.directory, "executions", group, name, 0, count)
+                for name in (*EXECUTION, *(name for name in OPTIONAL if name in group))
+            }
+
+    @property
+    def elements(self) -> np.ndarray | None:
+        """The digest of each consumed element, [steps, microbatches, replicas]; None without any."""
+        with describing(self.directory, "history"):
+            count, group = self._counts["history"], self._root["history"]
+            if not count or "elements" not in group:
+                return None
+            return read_rows(self.directory, "history", group, "elements", 0, count)
+
+    @property
+    def interventions(self) -> list[dict[str, Any]]:
+        """Where somebody changed its course: `kind` ("rewind"), `step`, `reason`."""
+        return read_interventions(self.directory)
+
+    @property
+    def nonfinite_reports(self) -> list[dict[str, Any]]:
+        """What `tr.stop_on_nonfinite` said when it stopped the run: `step`, `text`, `culprit`."""
+        return read_reports(self.directory)
+
+    @property
+    def compilations(self) -> list[dict[str, Any]]:
+        """What was compiled: `purpose`, `cause`, `seconds`, `shared` and `ended` of each."""
+        return read_compilations(self.directory)
+
+    def histogram(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
+        """All values of the chosen tensors, counted by binary exponent; shows itself in a notebook.
+
+        Args:
+            select: which records: those with `reduce="histogram"`, or whole tensors.
+            steps: from which steps: `slice(100, 200)`, or `slice(-1, None)` for the last recorded.
+        """
+        from tailrace.runs.export.pictures import histogram
+
+        return histogram(self, select, steps)
+
+    def histograms(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
+        """The same for each of the chosen tensors, one row each.
+
+        Args:
+            select: which records: those with `reduce="histogram"`, or whole tensors.
+            steps: from which steps: `slice(100, 200)`, or `slice(-1, None)` for the last recorded.
+        """
+        from tailrace.runs.export.ridges import ridges
+
+        return ridges(self, select, steps)
+
+    def heatmap(
+        self,
+        select: Any = "grad/*",
+        field: str = "std",
+        steps: slice = slice(None),
+        scale: tuple[float, float] | None = None,
+    ) -> Heatmap:
+        """The chosen tensors over the steps, one number each; shows itself in a notebook.
+
+        Args:
+            select: which records: norms, statistics or histograms.
+            field: which statistic, where statistics were recorded.
+            steps: from which steps: `slice(100, 200)`, or `slice(-1, None)` for the last recorded.
+            scale: the values at the ends of the colours. None: whole powers of ten around the
+                values. `scale=other.scale` gives two pictures the same colours.
+        """
+        from tailrace.runs.export.pictures import heatmap
+
+        return heatmap(self, select, field, steps, scale)
+
+    def to_tensorboard(self, logdir: Any, select: Any = "*", every: int = 1) -> int:
+        """Write TensorBoard event files: scalars, statistics, and histograms bin for bin.
+
+        Args:
+            logdir: the directory that TensorBoard is given.
+            select: which records to write.
+            every: write only every so many steps.
+
+        Returns:
+            How many values were written.
+        """
+        from tailrace.runs.export.tensorboard import write_events
+
+        return write_events(self, logdir, select, every)
+
+    def __repr__(self) -> str:
+        state = "ended" if self.is_ended else "being written, or interrupted"
+        return f"Run({self._counts['history']} steps, {len(self.records)} records, {state})"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        rows = "".join(
+            f"<tr><td>{html.escape(shown(str(name)))}</td><td>{html.escape(shown(str(v)))}</td></tr>"
+            for name, v in self.info.items()
+            if name not in ("catalogue", "plan")
+        )
+        return f"<b>{html.escape(repr(self))}</b><table>{rows}</table>{self.history._repr_html_()}"

@@ -1,0 +1,109 @@
+"""Files that are there whole or not at all, also after a loss of power."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tailrace.runs.storage.held import HeldDirectory
+
+PARTIAL = ".partial"
+"""The ending of a file that is not ready yet; one that was left behind is replaced."""
+THREADS, MOST_AT_ONCE = "tailrace-run-disk", 8
+"""The threads that wait for the disk: their name, and how many there are while files are written."""
+
+NOT_FOR_FOLDERS = (errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP)
+"""What Windows, which opens no folders, and file systems that force none say to it."""
+
+
+def put_files(root: HeldDirectory, contents: Mapping[str, bytes]) -> None:
+    """Write files and force them to the disk; each replaces the one of its name as a whole.
+
+    All are written, then all are forced, so that the disk gets them together; only then are they
+    given their names, so that no name ever belongs to a file of which the disk has a part.
+
+    Args:
+        root: the directory that the names are relative to.
+        contents: what to write, by name.
+    """
+    root.check()
+    changed: set[str] = set()
+    try:
+        for name, content in contents.items():
+            changed |= root.make_folder(name.rpartition("/")[0])
+            _write(root, name + PARTIAL, content)
+        _at_once(lambda name: _force(root, name + PARTIAL), contents)
+        root.check()  # what was written into a directory that lost its name is of no use
+        for name in contents:
+            _rename(root, name + PARTIAL, name)
+    except BaseException:
+        for name in contents:
+            with contextlib.suppress(Exception):
+                root.unlink(name + PARTIAL)
+        raise
+    _at_once(lambda name: _force_folder(root, name), changed)
+
+
+def _write(root: HeldDirectory, name: str, content: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        root.unlink(name)  # a link or a second name of another file may be in its place
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    with os.fdopen(root.open(name, flags), "wb") as file:
+        file.write(content)
+
+
+def _at_once(call: Callable[[str], None], names: Collection[str]) -> None:
+    """Call for each name, several at a time: the disk then takes one turn for many of them."""
+    if len(names) < 2:
+        for name in names:
+            call(name)
+        return
+    with ThreadPoolExecutor(min(len(names), MOST_AT_ONCE), thread_name_prefix=THREADS) as pool:
+        list(pool.map(call, names))
+
+
+def _rename(root: HeldDirectory, name: str, new: str) -> None:
+    root.rename(name, new)
+
+
+def _force(root: HeldDirectory, name: str) -> None:
+    _force_handle(root.open(name, os.O_RDWR))
+
+
+def _force_folder(root: HeldDirectory, name: str) -> None:
+    with _where_folders_can_be_forced():
+        _force_handle(root.open_folder(name))
+
+
+def force_tree(folder: Path) -> None:
+    """Force all files below a folder that somebody else wrote, and their names, to the disk."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            _force_handle(os.open(os.path.join(place, name), os.O_RDONLY))
+        force_folder(Path(place))
+
+
+def force_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk."""
+    with _where_folders_can_be_forced():
+        _force_handle(os.open(folder, os.O_RDONLY))
+
+
+@contextlib.contextmanager
+def _where_folders_can_be_forced() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_FOR_FOLDERS:
+            raise
+
+
+def _force_handle(handle: int) -> None:
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,159 @@
+"""A directory that is held open: what is written reaches it, and nothing else.
+
+Names can change while a run is written: a directory is removed, another takes its name, a link is put
+where a folder was. A path finds whatever has the name now. A handle stays with the directory it was
+opened for, and every name below it is looked up without following links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from tailrace.errors import RunError
+
+BY_HANDLE = os.open in os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
+"""Whether names can be looked up from a handle; elsewhere paths are checked for links instead."""
+
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+class HeldDirectory:
+    """A directory, held by a handle from `hold` to `release`.
+
+    Attributes:
+        path: where it was when it was held.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+        self._identity: tuple[int, int] | None = None
+
+    def hold(self) -> None:
+        """Open it. What was held before must be the same directory."""
+        if BY_HANDLE and self._handle is None:
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        found = _identity(os.stat(self.path))
+        self._identity = self._identity or found
+        self.check()
+
+    def release(self) -> None:
+        """Close it; who it was is remembered."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def check(self) -> None:
+        """Refuse to go on if the path no longer leads to the directory that was held."""
+        try:
+            now = os.stat(self.path)
+        except FileNotFoundError:
+            now = None
+        if now is not None and _identity(now) == self._identity:
+            return
+        raise self.not_the_same("was removed" if now is None else "was replaced by another one")
+
+    def not_the_same(self, what: str) -> RunError:
+        """What to say of a directory that is no longer the one that was held."""
+        return RunError(
+            f"The run directory {str(self.path)!r} {what} while its run was written: nothing more is "
+            f"written. Leave it in place until the training has ended; for another run, make a new "
+            f"Trainer with another run_dir."
+        )
+
+    def open(self, name: str, flags: int) -> int:
+        """A handle of a file below; links are not followed."""
+        with self._inside(name) as (path, folder), self._explained(name):
+            return os.open(path, flags | NOFOLLOW, 0o666, dir_fd=folder)
+
+    def open_folder(self, name: str) -> int:
+        """A handle of a folder below, '' for the directory itself."""
+        if name:
+            return self.open(name, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        return os.open(self.path if self._handle is None else ".", os.O_RDONLY, dir_fd=self._handle)
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name in its folder; a file or link of that name is replaced."""
+        with self._inside(name) as (path, folder):
+            target = os.path.join(os.path.dirname(path), os.path.basename(new))
+            os.replace(path, target, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file, or a link itself."""
+        with self._inside(name) as (path, folder):
+            os.unlink(path, dir_fd=folder)
+
+    def make_folder(self, name: str) -> set[str]:
+        """Make a folder below; returns it and those that it is new in: their lists of files change."""
+        changed = {name}
+        parts = name.split("/") if name else []
+        for depth in range(1, len(parts) + 1):
+            below = "/".join(parts[:depth])
+            with self._inside(below) as (path, folder), contextlib.suppress(FileExistsError):
+                os.mkdir(path, dir_fd=folder)
+                changed |= {below, "/".join(parts[: depth - 1])}
+        with self._explained(name):
+            os.close(self.open_folder(name))  # what is there may be a link, or a file
+        return changed
+
+    def remove(self, name: str) -> None:
+        """Remove a folder and what is in it, or a file; nothing if it is not there."""
+        with contextlib.suppress(FileNotFoundError), self._inside(name) as (path, folder):
+            about = os.stat(path, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISDIR(about.st_mode):
+                os.unlink(path, dir_fd=folder)
+            elif folder is None:
+                shutil.rmtree(path)
+            else:
+                shutil.rmtree(path, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _inside(self, name: str) -> Iterator[tuple[str, int | None]]:
+        """A path, and the handle it is to be looked up from: all folders above are real ones."""
+        *above, last = name.split("/")
+        if any(part in ("", ".", "..") for part in (*above, last)):
+            raise RunError(f"Names in a run directory are plain. Received: {name!r}.")
+        if self._handle is None:
+            for depth in range(len(above)):
+                if os.path.islink(os.path.join(self.path, *above[: depth + 1])):
+                    raise self._is_a_link("/".join(above[: depth + 1]))
+            yield os.path.join(self.path, *above, last), None
+            return
+        handle = self._handle
+        try:
+            for depth, part in enumerate(above):
+                flags = os.O_RDONLY | os.O_DIRECTORY | NOFOLLOW
+                with self._explained("/".join(above[: depth + 1])):
+                    inner = os.open(part, flags, dir_fd=handle)
+                if handle != self._handle:
+                    os.close(handle)
+                handle = inner
+            yield last, handle
+        finally:
+            if handle != self._handle:
+                os.close(handle)
+
+    @contextlib.contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
+                raise self._is_a_link(name) from error
+            raise
+
+    def _is_a_link(self, name: str) -> RunError:
+        return RunError(
+            f"A run directory is written without following links, and {name!r} in "
+            f"{str(self.path)!r} is one, or no folder. Remove it, or give run_dir another directory."
+        )
+
+
+def _identity(about: os.stat_result) -> tuple[int, int]:
+    return about.st_dev, about.st_ino

@@ -1,0 +1,95 @@
+"""One writer to a directory: a lock that a process loses when it ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from tailrace.errors import RunError
+from tailrace.runs.storage.held import HeldDirectory
+
+NAME = "lock"
+_CONTENT = 64
+"""Bytes of the file that are looked at: a number is in it."""
+
+
+class DirectoryLock:
+    """The right to write in a directory; held from `acquire` to `release`.
+
+    Where the system has `flock`, a process that dies leaves no lock behind. Elsewhere the file
+    itself is the lock.
+    """
+
+    def __init__(self, directory: HeldDirectory) -> None:
+        self._directory = directory
+        self._handle: int | None = None
+        self._is_file = False
+
+    def acquire(self) -> None:
+        """Take the lock, or say who has it."""
+        try:
+            import fcntl
+        except ImportError:  # not a Unix
+            try:
+                handle = self._directory.open(NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                self._is_file = True
+            except FileExistsError:
+                raise self._taken(b"") from None
+        else:
+            handle = self._directory.open(NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+            try:
+                self._check_own(os.fstat(handle))
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                error = self._taken(os.read(handle, _CONTENT))
+                os.close(handle)
+                raise error from None
+            except BaseException:
+                os.close(handle)
+                raise
+        self._handle = handle
+        os.truncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+
+    def check(self) -> None:
+        """Refuse to go on if the file is no longer the one that was locked: it locks nothing then."""
+        if self._handle is None:
+            return
+        try:
+            now = self._directory.open(NAME, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        except FileNotFoundError:
+            same = False
+        else:
+            same = os.path.sameopenfile(now, self._handle)
+            os.close(now)
+        if not same:
+            raise RunError(
+                f"The file {NAME!r} in {str(self._directory.path)!r} was removed or replaced while "
+                f"the run was written, so another process may write there too: nothing more is "
+                f"written. Leave a run directory alone until its training has ended."
+            )
+
+    def release(self) -> None:
+        """Give it back; nothing if it is not held."""
+        if self._handle is not None:
+            # A file that is only locked stays: removed, it could be locked twice by two names.
+            if self._is_file:
+                self._directory.remove(NAME)
+            os.close(self._handle)
+            self._handle = None
+
+    def _check_own(self, about: os.stat_result) -> None:
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
+            raise RunError(
+                f"The file {NAME!r} of a run directory is a file of its own. In "
+                f"{str(self._directory.path)!r} it is a pipe, a device, or another file's second name. "
+                f"Remove it, or give run_dir another directory."
+            )
+
+    def _taken(self, content: bytes) -> RunError:
+        who = content.decode(errors="replace").strip()
+        writer = f" (process {who})" if who.isdigit() else ""
+        return RunError(
+            f"A run directory has one writer at a time, and {str(self._directory.path)!r} is being "
+            f"written{writer}. Give run_dir another directory, or wait until that fit has ended."
+        )

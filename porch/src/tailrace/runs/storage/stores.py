@@ -1,0 +1,151 @@
+"""Zarr stores of a run directory: one that reads it with care, and one that writes it in one go."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+from zarr.abc.store import Store
+from zarr.buffer import default_buffer_prototype
+
+from tailrace.data.files import read_bytes, read_limit
+from tailrace.errors import RunError
+from tailrace.runs.storage.durable import put_files
+from tailrace.runs.storage.held import HeldDirectory
+
+
+class RunStore(Store):
+    """The files of a run directory: regular ones, of a size within the limit, for reading.
+
+    Args:
+        root: the directory.
+        limit: bytes that one file, or one array, may have; None: as `read_limit` says.
+        read_only: whether nothing is ever written.
+    """
+
+    # Properties of the class above in some versions of zarr, plain attributes in others.
+    supports_writes = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    supports_deletes = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    supports_listing = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def __init__(self, root: Path, limit: int | None = None, *, read_only: bool = True) -> None:
+        super().__init__(read_only=read_only)
+        self.root, self.limit = root, read_limit(limit)
+
+    def with_read_only(self, read_only: bool = False) -> RunStore:
+        """The same files, for reading."""
+        if not read_only:
+            raise NotImplementedError("A run is written by its writer alone.")
+        return RunStore(self.root, self.limit)
+
+    async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+        """A file as a whole; None if there is none."""
+        if byte_range is not None:
+            raise NotImplementedError("Files are read whole: the arrays of a run have no shards.")
+        is_description = key.endswith(".json")
+        try:
+            found = read_bytes(self.root / key, RunError, self.limit, description=is_description)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return None
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(found)
+
+    async def get_partial_values(
+        self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]
+    ) -> list[Any]:
+        """Several files."""
+        return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+    async def exists(self, key: str) -> bool:
+        """Whether there is such a file."""
+        return (self.root / key).is_file()
+
+    async def set(self, key: str, value: Any) -> None:
+        """Nothing is written here."""
+        self._check_writable()
+
+    async def delete(self, key: str) -> None:
+        """Nothing is removed here."""
+        self._check_writable()
+
+    async def list(self) -> AsyncIterator[str]:
+        """The names of all files."""
+        async for name in self.list_prefix(""):
+            yield name
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        """The names of all files that begin like that."""
+        for path in self.root.rglob("*"):
+            name = path.relative_to(self.root).as_posix()
+            if path.is_file() and name.startswith(prefix):
+                yield name
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """What is in a folder."""
+        folder = self.root / prefix
+        for path in folder.iterdir() if folder.is_dir() else ():
+            yield path.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self.root == other.root
+
+    def __hash__(self) -> int:
+        return hash(self.root)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+
+class BufferedStore(RunStore):
+    """A directory that changes only in `flush`.
+
+    Zarr writes a chunk, or the description of an array, whenever one changes. Held back, what
+    belongs together is forced to the disk together, and a chunk that changes twice is written once.
+    """
+
+    def __init__(self, directory: HeldDirectory) -> None:
+        super().__init__(directory.path, read_only=False)
+        self._directory = directory
+        self._held: dict[str, Any] = {}  # Zarr's buffers, by the names of files
+
+    def flush(self, last: str) -> None:
+        """Force everything to the disk; the file `last` only once the rest is there.
+
+        What could not be written is written by the next flush, but for `last`.
+        """
+        final = self._held.pop(last).to_bytes()
+        put_files(self._directory, {name: held.to_bytes() for name, held in self._held.items()})
+        self._held.clear()
+        put_files(self._directory, {last: final})
+
+    async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+        """What was written last, held back or not."""
+        if key not in self._held or byte_range is not None:
+            return await super().get(key, prototype, byte_range)
+        return self._held[key]
+
+    async def exists(self, key: str) -> bool:
+        """Whether there is such a file, or will be."""
+        return key in self._held or await super().exists(key)
+
+    async def set(self, key: str, value: Any) -> None:
+        """Hold a file."""
+        self._held[key] = value
+
+    async def set_if_not_exists(self, key: str, value: Any) -> None:
+        """Hold a file unless there is one."""
+        if not await self.exists(key):
+            await self.set(key, value)
+
+    async def delete(self, key: str) -> None:
+        """Forget a file, and remove it."""
+        self._held.pop(key, None)
+        self._directory.remove(key)
+
+    async def delete_dir(self, prefix: str) -> None:
+        """Forget a folder, and remove it."""
+        folder = prefix.rstrip("/")
+        for key in [key for key in self._held if key.startswith(f"{folder}/")]:
+            del self._held[key]
+        if folder:
+            self._directory.remove(folder)

@@ -1,0 +1,143 @@
+"""Columns that grow together: the arrays of one Zarr group, appended row by row.
+
+Rows wait in memory until `write`. It puts them behind the rows that count already and leaves those
+alone, so that whatever ends a write, the rows that counted before it are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tailrace.runs.storage.files import CHUNK_NAMES, chunk_shape, codecs, stored_dtype
+
+
+class Columns:
+    """The arrays of one group.
+
+    Args:
+        group: a Zarr group to create arrays in.
+        rows: the name of the dim along which they grow.
+
+    Attributes:
+        committed: how many rows count; the caller makes it known to readers, then calls `counted`.
+    """
+
+    def __init__(self, group: Any, rows: str) -> None:
+        self.group, self._rows = group, rows
+        self.committed = 0
+        self._arrays: dict[str, Any] = {}
+        self._waiting: dict[str, list[tuple[int, np.ndarray]]] = {}
+        self._count = 0
+
+    @classmethod
+    def reopened(cls, group: Any, rows: str, committed: int) -> Columns:
+        """Columns that are there already, of which so many rows count."""
+        columns = cls(group, rows)
+        columns.committed = committed
+        for name, array in group.arrays():
+            if array.metadata.dimension_names[:1] == (rows,) and name not in ("tensor", "stage"):
+                columns._arrays[name] = array.with_config({"write_empty_chunks": True})
+        return columns
+
+    def add_fixed(self, name: str, values: np.ndarray, dims: Sequence[str]) -> None:
+        """Write an array that does not grow, such as a coordinate of another dim."""
+        array = self.group.create_array(
+            name,
+            shape=values.shape,
+            chunks=tuple(max(1, n) for n in values.shape),
+            dtype=str if values.dtype == object else values.dtype,
+            dimension_names=tuple(dims),
+            compressors=codecs(),
+            chunk_key_encoding=CHUNK_NAMES,
+            config={"write_empty_chunks": True},
+        )
+        array[...] = values
+
+    def add_column(
+        self,
+        name: str,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        dims: Sequence[str],
+        *,
+        tensors: int | None = None,
+        attributes: dict[str, Any] | None = None,
+    ) -> None:
+        """Create a column of values of `shape`; `dims` names its dims.
+
+        Args:
+            name: of the array.
+            dtype: of the values.
+            shape: of one row, without the tensors.
+            dims: a name for each dim of a row, tensors first.
+            tensors: how many tensors a row has; None: a row is one value.
+            attributes: what the array says of itself.
+        """
+        wide = stored_dtype(dtype)
+        row = shape if tensors is None else (tensors, *shape)
+        fill = {"f": float("nan"), "c": float("nan"), "i": -1}.get(wide.kind, 0)
+        own = {"dtype": dtype.name} if wide != dtype else {}
+        self._arrays[name] = self.group.create_array(
+            name,
+            shape=(0, *row),
+            chunks=chunk_shape(shape, wide.itemsize, tensors),
+            dtype=wide,
+            dimension_names=(self._rows, *dims),
+            fill_value=fill,
+            attributes={**(attributes or {}), **own},
+            compressors=codecs(),
+            chunk_key_encoding=CHUNK_NAMES,
+            config={"write_empty_chunks": True},
+        )
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are, those included that wait."""
+        return self.committed + self._count
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def append(self, count: int, values: dict[str, np.ndarray]) -> None:
+        """Let `count` rows wait; columns that are not named have their fill value there."""
+        for name, rows in values.items():
+            self._waiting.setdefault(name, []).append((self._count, rows))
+        self._count += count
+
+    def write(self) -> int:
+        """Write what waits behind the rows that count; returns how many there are then."""
+        total = self.rows
+        for name, array in self._arrays.items():
+            if self._count:
+                array.resize((total, *array.shape[1:]))
+            for start, rows in _neighbours(self._waiting.get(name, [])):
+                first = self.committed + start
+                array[first : first + len(rows)] = rows.astype(array.dtype, copy=False)
+        return total
+
+    def counted(self) -> None:
+        """What was written counts now."""
+        self.committed += self._count
+        self._waiting.clear()
+        self._count = 0
+
+    def forget(self) -> None:
+        """Let go of what waits: it could not be written."""
+        self._waiting.clear()
+        self._count = 0
+
+
+def _neighbours(pieces: list[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
+    """Pieces that follow one another, as one: a chunk is then encoded once."""
+    joined: list[tuple[int, list[np.ndarray]]] = []
+    end = -1
+    for start, rows in pieces:
+        if joined and start == end:
+            joined[-1][1].append(rows)
+        else:
+            joined.append((start, [rows]))
+        end = start + len(rows)
+    return [(start, np.concatenate(rows)) for start, rows in joined]

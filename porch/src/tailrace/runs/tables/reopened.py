@@ -1,0 +1,104 @@
+"""Tables of a run that another process wrote, opened again to be appended to.
+
+A fit that is taken up from a checkpoint continues its run. Rows behind the checkpoint come again, so
+they no longer count: tables are cut back to the rows that there were. Steps do not tell which ones:
+a trainer may go back to an earlier step, and makes it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import RunError
+from tailrace.runs.tables.columns import Columns
+from tailrace.runs.tables.tables import ExecutionTable, HistoryTable, RecordTable
+
+
+@dataclasses.dataclass(frozen=True)
+class ReopenedTables:
+    """What a run holds up to some step.
+
+    Attributes:
+        history: loss and metrics.
+        executions: when executions ended.
+        records: the tables of records, in order.
+        starts: for each of them, how many of its rows belong to fits before the one taken up.
+    """
+
+    history: HistoryTable
+    executions: ExecutionTable
+    records: list[RecordTable]
+    starts: list[int]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """How many rows of each count."""
+        return {
+            "history": self.history.columns.committed,
+            "records": [table.columns.committed for table in self.records],
+            "executions": self.executions.columns.committed,
+        }
+
+
+def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
+    """The tables of a run, cut back to where they ended when a checkpoint was taken.
+
+    Args:
+        root: the Zarr group of the run, open for writing.
+        end: how many rows each table had: `history`, `executions`, `records`; and `starts`.
+    """
+    there = root.attrs["committed"]
+    kept = [*zip(end["records"], end["starts"], strict=True)]
+    _check(end["history"], there["history"])
+    _check(end["executions"], there["executions"])
+    _check(len(kept), len(there["records"]))
+    records, starts = [], []
+    for number, (count, start) in enumerate(kept):
+        _check(count, there["records"][number])
+        columns = Columns.reopened(root["records"][str(number)], "record", count)
+        records.append(RecordTable.reopened(columns))
+        starts.append(start)
+    history = Columns.reopened(root["history"], "step", end["history"])
+    executions = Columns.reopened(root["executions"], "execution", end["executions"])
+    return ReopenedTables(
+        HistoryTable.reopened(history), ExecutionTable.reopened(executions), records, starts
+    )
+
+
+def rows_before(root: Any, step: int) -> dict[str, Any]:
+    """How many rows the tables have up to the last one of a step before `step`, as `reopen` takes it.
+
+    The last one: a trainer that went back to an earlier step has made some steps twice.
+    """
+    there = root.attrs["committed"]
+    records = [
+        _up_to(root["records"][str(number)], "step", count, step)
+        for number, count in enumerate(there["records"])
+    ]
+    return {
+        "history": _up_to(root["history"], "step", there["history"], step),
+        "executions": _up_to(root["executions"], "first_step", there["executions"], step),
+        "records": records,
+        "starts": records,
+    }
+
+
+def _up_to(group: Any, by: str, count: int, step: int) -> int:
+    if by not in group or not count:
+        return 0
+    before = np.flatnonzero(np.asarray(group[by][:count]) < step)
+    return int(before[-1]) + 1 if len(before) else 0
+
+
+def _check(wanted: int, there: int) -> None:
+    """A checkpoint is never ahead of the run: rows are on the disk before it is written."""
+    if wanted > there:
+        raise RunError(
+            f"A run goes on where its checkpoint was taken, which is after {wanted} rows, and the run "
+            f"directory holds {there}: it is another one. Give run_dir the directory of that fit, or a "
+            f"new one and checkpoint= too."
+        )

@@ -1,0 +1,41 @@
+"""Choosing records by name: the same selections as taps have, over what was recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import SelectionError
+from tailrace.records.records import Records
+from tailrace.taps.catalogue import Entry, matches
+
+
+def chosen_keys(records: Records, select: Any, kinds: tuple[str, ...] = ()) -> list[Any]:
+    """The (name, kind) of the records that a selection matches.
+
+    Args:
+        records: what was recorded.
+        select: a glob, `re.compile(...)`, a function of an entry, or a list of these.
+        kinds: only records of these kinds; empty for all.
+
+    Raises:
+        SelectionError: there are none.
+    """
+    named = [
+        key
+        for key in records
+        if matches(select, Entry(key[0], key[0].split("/")[0], (), np.dtype("float32")))
+    ]
+    if not named:
+        there = ", ".join(map(repr, records.names[:5])) or "none at all"
+        raise SelectionError(f"No records match {select!r}. There are records of: {there}.")
+    found = [key for key in named if not kinds or key[1] in kinds]
+    if not found:
+        wanted = " or ".join(f"reduce={kind!r}" for kind in kinds)
+        there = ", ".join(sorted({repr(key[1]) for key in named}))
+        raise SelectionError(
+            f"This needs taps with {wanted}. The records that match {select!r} are of the kind "
+            f"{there}."
+        )
+    return found

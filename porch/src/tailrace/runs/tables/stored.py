@@ -1,0 +1,294 @@
+"""Rows of a run on disk: read when they are asked for, and checked while they are read.
+
+What is declared is compared with what is there before memory is taken: a chunk is compressed by a
+method that makes it at most `MOST_DENSE` times smaller, so a small file cannot stand for a large array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.data.files import read_head, too_large
+from tailrace.errors import RunError, TailraceError
+from tailrace.messages import shown
+from tailrace.records.records import Record, Source
+from tailrace.runs.storage.files import build_tree, import_zarr, own_dtype
+from tailrace.taps.reductions import STATS
+
+CODECS = {"bytes", "blosc", "crc32c"}
+"""How arrays of a run are encoded; see `tailrace.runs.storage.files.codecs`."""
+
+MOST_DENSE = 256
+"""LZ4 makes nothing smaller than a 255th."""
+
+BLOSC_HEADER = 16
+"""Bytes in front of a compressed chunk; bytes 4 to 7 say how many it becomes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTable:
+    """A table of records on disk.
+
+    Attributes:
+        directory: the run.
+        path: of its group in there.
+        group: the Zarr group.
+        start: the first row to read.
+        stop: the row after the last one to read: how many count.
+    """
+
+    directory: Path
+    path: str
+    group: Any
+    start: int
+    stop: int
+
+    def column(self, name: str, tensor: int | None = None) -> np.ndarray:
+        """The rows of a column, of one tensor."""
+        return read_rows(self.directory, self.path, self.group, name, self.start, self.stop, tensor)
+
+    @property
+    def names(self) -> list[str]:
+        """Its tensors."""
+        return [str(name) for name in self.group.attrs["names"]]
+
+    @property
+    def kind(self) -> str:
+        """What was kept of them."""
+        return str(self.group.attrs["kind"])
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredPart:
+    """The records of one tensor in a table; not read yet.
+
+    Attributes:
+        table: where they are.
+        number: which tensor of the table it is.
+        name: the tensor.
+        kind: what was kept.
+    """
+
+    table: StoredTable
+    number: int
+    name: str
+    kind: str
+
+    def __len__(self) -> int:
+        return self.table.stop - self.table.start
+
+    def __repr__(self) -> str:
+        return f"Record({self.name!r}, {self.kind}, {len(self)} values, on disk)"
+
+    def record(self) -> Record:
+        """Read them."""
+        with describing(self.table.directory, self.table.path):
+            return self._read()
+
+    def _read(self) -> Record:
+        table, arrays = self.table, set(self.table.group.array_keys())
+        steps = table.column("step")
+        if STATS.names and set(STATS.names) <= arrays:
+            columns = {name: table.column(name, self.number) for name in STATS.names}
+            values: Any = np.empty(columns["mean"].shape, STATS)
+            for name, column in columns.items():
+                values[name] = column
+        elif "values" in arrays:
+            values = table.column("values", self.number)
+        else:
+            tree = table.group.attrs.get("tree")
+            values = build_tree(tree, lambda leaf: table.column(f"values{leaf}", self.number))
+        stage = int(self._stage())
+        return Record(
+            self.name,
+            self.kind,
+            values,
+            steps,
+            table.column("microbatch"),
+            table.column("replica"),
+            np.full(len(steps), stage),
+            table.column("ran", self.number) if "ran" in arrays else None,
+        )
+
+    def _stage(self) -> Any:
+        table, name = self.table, "stage"
+        count = _one_array(table.group, name).shape[0]
+        return read_rows(table.directory, table.path, table.group, name, 0, count)[self.number]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorted:
+    """The records of one tensor from several tables, in the order of their steps."""
+
+    parts: Sequence[StoredPart]
+
+    def record(self) -> Record:
+        """Read and merge them."""
+        import jax
+
+        found = [part.record() for part in self.parts]
+        order = np.argsort(np.concatenate([r.steps for r in found]), kind="stable")
+        pick = lambda *arrays: np.concatenate(arrays)[order]  # noqa: E731
+        tags = [
+            pick(*(getattr(record, tag) for record in found))
+            for tag in ("steps", "microbatches", "replicas", "stages")
+        ]
+        ran = [record.ran for record in found if record.ran is not None]
+        values = jax.tree.map(pick, *(record.values for record in found))
+        made = Record(found[0].name, found[0].kind, values, *tags)
+        return dataclasses.replace(made, ran=pick(*ran)) if ran else made
+
+
+def stored_records(
+    directory: Path, root: Any, starts: Sequence[int] = ()
+) -> dict[tuple[str, str], list[Source]]:
+    """All records that count, by name and kind; `starts` gives each table's first row to read."""
+    found: dict[tuple[str, str], list[StoredPart]] = {}
+    for table in stored_tables(directory, root, starts):
+        for position, name in enumerate(table.names):
+            part = StoredPart(table, position, name, table.kind)
+            found.setdefault((part.name, part.kind), []).append(part)
+    return {
+        key: list(parts[:1]) if len(parts) == 1 else [Sorted(parts)] for key, parts in found.items()
+    }
+
+
+def stored_tables(directory: Path, root: Any, starts: Sequence[int] = ()) -> list[StoredTable]:
+    """The tables with rows that count; `starts` gives each table's first row to read."""
+    found = []
+    for number, stop in enumerate(committed(directory, root)["records"]):
+        path = f"records/{number}"
+        start = starts[number] if number < len(starts) else 0
+        with describing(directory, path):
+            table = StoredTable(directory, path, root[path], start, stop)
+            _ = table.names, table.kind  # a table that cannot say what it holds is damaged
+        if start < stop:
+            found.append(table)
+    return found
+
+
+def committed(directory: Path, root: Any) -> dict[str, Any]:
+    """How many rows count: of the history, and of each table."""
+    with describing(directory, "zarr.json"):
+        counts = root.attrs["committed"]
+        history, records = int(counts["history"]), [int(n) for n in counts["records"]]
+        if min([history, *records]) < 0:
+            raise ValueError("a number of rows is negative")
+        return {"history": history, "records": records}
+
+
+def read_rows(
+    directory: Path,
+    path: str,
+    group: Any,
+    name: str,
+    start: int,
+    stop: int,
+    tensor: int | None = None,
+) -> np.ndarray:
+    """Rows of one array; a chunk that is missing or damaged is an error, not a row of zeros."""
+    where = f"{path}/{name}"
+    with describing(directory, where):
+        array = _one_array(group, name)
+        if array.shape[0] < stop:
+            raise RunError(
+                f"The run '{shown(str(directory))}' is truncated: {where} has {array.shape[0]} "
+                f"rows, and {stop} were written."
+            )
+        _check_size(directory, where, array, stop - start, tensor)
+        _check_chunks(directory, where, array, start, stop, tensor)
+        index = slice(start, stop) if tensor is None else (slice(start, stop), tensor)
+        values = np.asarray(array[index])
+        own = array.attrs.get("dtype")
+        return values if own is None else values.astype(own_dtype(str(own)))
+
+
+def _check_chunks(
+    directory: Path, where: str, array: Any, start: int, stop: int, tensor: int | None
+) -> None:
+    if start >= stop or not math.prod(array.shape[1:]):
+        return
+    rows = range(start // array.chunks[0], -(-stop // array.chunks[0]))
+    rest = [range(-(-n // c)) for n, c in zip(array.shape[1:], array.chunks[1:], strict=True)]
+    if tensor is not None:
+        rest[0] = range(tensor // array.chunks[1], tensor // array.chunks[1] + 1)
+    for row in rows:
+        for other in np.ndindex(*(len(r) for r in rest)):
+            chunk = (row, *(r[i] for r, i in zip(rest, other, strict=True)))
+            file = directory / where / array.metadata.encode_chunk_key(chunk)
+            if file.is_file():
+                _check_density(file, array)
+            else:
+                raise RunError(
+                    f"The run '{shown(str(directory))}' is truncated: the chunk "
+                    f"{'/'.join(map(str, chunk))} of {where} is missing. Other arrays can still "
+                    f"be read."
+                )
+
+
+def _one_array(group: Any, name: str) -> Any:
+    """An array of the kind that a writer makes: other codecs could do anything."""
+    array = group[name]
+    codecs = [codec.to_dict() for codec in array.metadata.codecs]
+    named = [codec["name"] for codec in codecs]
+    if not {"blosc", "crc32c"} <= set(named) <= CODECS:
+        raise ValueError(f"it is compressed by {named}, and runs by blosc with a checksum")
+    return array
+
+
+def _check_size(directory: Path, where: str, array: Any, rows: int, tensor: int | None) -> None:
+    # Values of variable length have no size of their own; none of those are read.
+    values = math.prod(array.shape[1:] if tensor is None else array.shape[2:])
+    size = max(rows * values, math.prod(array.chunks)) * np.dtype(array.dtype).itemsize
+    limit = array.store_path.store.limit
+    if size > limit:
+        raise too_large(f"{where} of the run '{shown(str(directory))}'", size, limit, RunError)
+
+
+def _check_density(file: Path, array: Any) -> None:
+    """Refuse a chunk that cannot hold as much as it says, before room is made for that."""
+    expected = math.prod(array.chunks) * np.dtype(array.dtype).itemsize
+    head = read_head(file, BLOSC_HEADER, RunError)
+    size = file.stat().st_size
+    declared = int.from_bytes(head[4:8], "little")
+    if len(head) < BLOSC_HEADER or declared != expected or expected > MOST_DENSE * size:
+        raise ValueError(
+            f"the chunk {file.name} has {size:,} bytes and says that it is {declared:,}, where "
+            f"{expected:,} are expected"
+        )
+
+
+def open_root(directory: Path, limit: int | None = None) -> Any:
+    """The Zarr group of a run, for reading."""
+    zarr = import_zarr()
+    with describing(directory, "zarr.json"):
+        from tailrace.runs.storage.stores import RunStore
+
+        return zarr.open_group(RunStore(directory, limit), mode="r", zarr_format=3)
+
+
+@contextlib.contextmanager
+def describing(directory: Path, where: str) -> Iterator[None]:
+    """Whatever goes wrong inside, said as a sentence about that part of the run."""
+    try:
+        yield
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise damaged(directory, where, error) from error
+
+
+def damaged(directory: Path, where: str, error: Exception) -> RunError:
+    """What to say of a part that cannot be read."""
+    reason = " ".join(shown(str(error)).split())[:200]
+    return RunError(
+        f"The run '{shown(str(directory))}' is damaged: {where} cannot be read "
+        f"({type(error).__name__}: {reason}). Other arrays can still be read."
+    )

@@ -1,0 +1,239 @@
+"""Records and history as columns: which tensors share a table, and what its columns are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tailrace.records.fingerprints import CHAIN, GROUPS
+from tailrace.records.records import PER_MICROBATCH, Part, Record
+from tailrace.records.sinks import Finished
+from tailrace.runs.storage.files import describe_tree
+from tailrace.runs.tables.columns import Columns
+from tailrace.taps.reductions import NUM_BINS, STATS
+
+COORDINATES = "step microbatch replica stage"
+"""What xarray is told: these arrays are coordinates."""
+
+EXECUTION = {"first_step": "int64", "steps": "int64", "ended": "float64"}
+"""What is kept of an execution; `ended` in seconds since 1970."""
+
+READING = ("fit", "epoch", "first_element", "element_count", "resumed")
+"""Which elements it consumed: the first step of its fit, which pass over the dataset, the number of its
+first element in that pass, how many; and whether it is the first one of a process that went on."""
+
+OPTIONAL = {**dict.fromkeys(READING, "int64"), **dict.fromkeys((*GROUPS, CHAIN), "uint64")}
+"""What is kept besides, where it is known: what was read, and fingerprints."""
+
+TAGS = ("steps", "microbatches", "replicas")
+"""What says when a value was made; the tensors of an execution mostly share these arrays."""
+
+
+def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
+    """The records of one execution, those together that share a table, by what identifies it.
+
+    Tensors share a table if what is kept of them has one form and they are observed at the same
+    moments, so that steps, microbatches and replicas are stored once for all of them.
+    """
+    found: dict[Hashable, list[Record]] = {}
+    for part in parts:
+        record = part.record()
+        form = json.dumps(_forms(record))
+        one = part.one
+        moments = (str(one.tap.mode), one.loops, one.differs, one.microbatches)
+        per_microbatch = one.entry.kind in PER_MICROBATCH
+        # A value that is made only sometimes has moments of its own.
+        own = record.name if part.valid is not None else ""
+        key: Hashable = (record.kind, form, moments, per_microbatch, own)
+        first = found.get(key, [record])[0]
+        if not _same_moments(first, record):
+            key = (key, record.name)
+        found.setdefault(key, []).append(record)
+    return {(key, tuple(r.name for r in records)): records for key, records in found.items()}
+
+
+def _same_moments(one: Record, other: Record) -> bool:
+    tags = [(getattr(one, tag), getattr(other, tag)) for tag in TAGS]
+    return all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in tags)
+
+
+def _forms(record: Record) -> list[Any]:
+    """What values look like: the tree, then dtype and shape of each leaf."""
+    leaves: list[Any] = []
+
+    def leaf(array: np.ndarray) -> int:
+        leaves.append([array.dtype.name, list(array.shape[1:])])
+        return len(leaves) - 1
+
+    tree = describe_tree(record.values, leaf)
+    ran = None if record.ran is None else list(record.ran.shape[1:])
+    return [tree, leaves, ran]
+
+
+class RecordTable:
+    """The table of some tensors: created for their first records, then appended to."""
+
+    def __init__(self, group: Any, records: Sequence[Record]) -> None:
+        first = records[0]
+        tree, _, _ = _forms(first)
+        group.attrs.put(
+            {
+                "kind": first.kind,
+                "names": [record.name for record in records],
+                "tree": tree,
+                "coordinates": COORDINATES,
+            }
+        )
+        self.columns = Columns(group, "record")
+        for tag in ("step", "microbatch", "replica"):
+            self.columns.add_column(tag, np.dtype(np.int64), (), ())
+        names = np.array([record.name for record in records], dtype=object)
+        self.columns.add_fixed("tensor", names, ["tensor"])
+        stages = np.array([r.stages[0] if len(r) else -1 for r in records], np.int64)
+        self.columns.add_fixed("stage", stages, ["tensor"])
+        for name, array in value_columns(first).items():
+            shape = array.shape[1:]
+            self.columns.add_column(
+                name, array.dtype, shape, _dims(first, name, shape), tensors=len(records)
+            )
+
+    @classmethod
+    def reopened(cls, columns: Columns) -> RecordTable:
+        """A table that is there already."""
+        table = cls.__new__(cls)
+        table.columns = columns
+        return table
+
+    @property
+    def tensors(self) -> tuple[str, tuple[str, ...]]:
+        """What is kept, and of which tensors: no two tables share that."""
+        attributes = self.columns.group.attrs
+        return attributes["kind"], tuple(attributes["names"])
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Let the records of one execution wait to be written."""
+        first = records[0]
+        rows: dict[str, np.ndarray] = {
+            "step": first.steps,
+            "microbatch": first.microbatches,
+            "replica": first.replicas,
+        }
+        each = [value_columns(record) for record in records]
+        for name in each[0]:
+            rows[name] = np.stack([columns[name] for columns in each], axis=1)
+        self.columns.append(len(first), rows)
+
+
+def value_columns(record: Record) -> dict[str, np.ndarray]:
+    """The values of a record as columns, by the names of the arrays."""
+    found: dict[str, np.ndarray] = {}
+    if isinstance(record.values, np.ndarray):
+        if record.values.dtype == STATS:
+            found = {name: record.values[name] for name in STATS.names or ()}
+        else:
+            found = {"values": record.values}
+    else:
+
+        def leaf(array: np.ndarray) -> int:
+            found[f"values{len(found)}"] = array
+            return len(found)
+
+        describe_tree(record.values, leaf)
+    if record.ran is not None:
+        found["ran"] = record.ran
+    return found
+
+
+def _dims(record: Record, column: str, shape: tuple[int, ...]) -> list[str]:
+    # Names that mean one length in one group, as xarray wants it.
+    prefix = "" if column == "values" or column in (STATS.names or ()) else f"{column}_"
+    dims = [f"{prefix}dim{number}" for number in range(len(shape))]
+    if record.kind == "histogram" and shape[-1:] == (NUM_BINS,):
+        dims[-1] = "bin"
+    return ["tensor", *dims]
+
+
+class HistoryTable:
+    """Loss and metrics, one row a step."""
+
+    def __init__(self, group: Any) -> None:
+        group.attrs.put({"names": []})
+        self.columns = Columns(group, "step")
+        self._numbers: dict[str, int] = {}
+
+    @classmethod
+    def reopened(cls, columns: Columns) -> HistoryTable:
+        """A table that is there already."""
+        table = cls.__new__(cls)
+        table.columns = columns
+        table._numbers = {name: i for i, name in enumerate(columns.group.attrs["names"])}
+        return table
+
+    def append(
+        self,
+        first_step: int,
+        scalars: Mapping[str, np.ndarray],
+        weights: np.ndarray | None,
+        elements: np.ndarray | None = None,
+    ) -> None:
+        """Let the steps of one execution wait to be written."""
+        columns, shape = self.columns, next(iter(scalars.values())).shape
+        dims = ("microbatch", "replica")
+        if "step" not in columns:
+            columns.add_column("step", np.dtype(np.int64), (), ())
+            for dim, length in zip(dims, shape[1:], strict=True):
+                columns.add_fixed(dim, np.arange(length), [dim])
+        if weights is not None and "weight" not in columns:
+            columns.add_column("weight", weights.dtype, shape[1:], dims)
+        rows = {"step": first_step + np.arange(shape[0])}
+        if elements is not None:
+            if "elements" not in columns:
+                columns.add_column("elements", elements.dtype, shape[1:], dims)
+            rows["elements"] = elements
+        for name, values in scalars.items():
+            if name not in self._numbers:
+                number = self._numbers[name] = len(self._numbers)
+                about = {"long_name": name}
+                columns.add_column(
+                    f"metric{number}", values.dtype, shape[1:], dims, attributes=about
+                )
+                columns.group.attrs.put({"names": list(self._numbers)})
+            rows[f"metric{self._numbers[name]}"] = values
+        if weights is not None:
+            rows["weight"] = weights
+        columns.append(shape[0], rows)
+
+
+class ExecutionTable:
+    """When executions ended, one row each: how fast the run went."""
+
+    def __init__(self, group: Any) -> None:
+        self.columns = Columns(group, "execution")
+        for name, dtype in EXECUTION.items():
+            self.columns.add_column(name, np.dtype(dtype), (), ())
+
+    @classmethod
+    def reopened(cls, columns: Columns) -> ExecutionTable:
+        """A table that is there already."""
+        table = cls.__new__(cls)
+        table.columns = columns
+        return table
+
+    def append(self, executions: Sequence[Finished]) -> None:
+        """Let executions wait to be written."""
+        if not executions:
+            return
+        rows = [(done.first_step, done.steps, done.ended) for done in executions]
+        columns = zip(EXECUTION.items(), zip(*rows, strict=True), strict=False)
+        found = {name: np.array(v, d) for (name, d), v in columns}
+        told = [{**done.reading, **done.fingerprint} for done in executions]
+        for name, dtype in OPTIONAL.items():
+            if any(name in one for one in told):
+                if name not in self.columns:
+                    self.columns.add_column(name, np.dtype(dtype), (), ())
+                missing = -1 if dtype == "int64" else 0
+                found[name] = np.array([one.get(name, missing) for one in told], dtype)
+        self.columns.append(len(rows), found)

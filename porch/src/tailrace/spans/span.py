@@ -1,0 +1,142 @@
+"""`span` and `counter`: how code says what it does, to whatever listens.
+
+    with span("checkpoint", step=120):
+        ...
+
+Without an open trace both look at one tuple and return.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tailrace.errors import OptionError
+from tailrace.spans import recorder
+from tailrace.spans.recorder import Ran, Recorder
+
+
+class _Nothing:
+    """What `span` returns while nobody listens."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+class _Span:
+    __slots__ = ("about", "name", "recorders", "start")
+
+    def __init__(self, recorders: tuple[Recorder, ...], name: str, about: dict[str, Any]) -> None:
+        self.recorders, self.name, self.about = recorders, name, about
+        self.start = 0
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter_ns()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.about["raised"] = kind.__name__
+        for each in self.recorders:
+            each.add(self.name, self.start, self.about)
+
+
+def span(name: str, **about: Any) -> _Span | _Nothing:
+    """A context that is a span of this thread in every open trace.
+
+    >>> with span("reading", file="digits"):
+    ...     pass
+    """
+    open_now = recorder.recorders()
+    return _Span(open_now, name, about) if open_now else _NOTHING
+
+
+def seconds_of_a_span() -> float:
+    """What one span costs a run that is traced, measured on spans that nobody keeps."""
+    alone, best, count = (Recorder(),), float("inf"), 20
+    for _ in range(count):
+        started = time.perf_counter()
+        for _ in range(count):
+            with _Span(alone, "cost", {"number": 1}):
+                pass
+        best = min(best, time.perf_counter() - started)
+    return best / count
+
+
+def is_traced() -> bool:
+    """Whether a trace is open: for what is worth finding out only then."""
+    return bool(recorder.recorders())
+
+
+def counter(name: str, value: Any) -> None:
+    """Give a counter of your own a value in every open trace; without one, nothing happens.
+
+    Args:
+        name: of the counter: a track of the timeline.
+        value: a number.
+
+    Example:
+        >>> import tailrace as tr
+        >>> tr.counter("learning rate", 0.1)
+    """
+    open_now = recorder.recorders()
+    if not open_now:
+        return
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"A counter has a number. Received: tr.counter({name!r}, {value!r})."
+        ) from error
+    for each in open_now:
+        each.count(str(name), number)
+
+
+@contextmanager
+def waiting_for(ticket: Any, name: str) -> Iterator[None]:
+    """With an open trace: a span until an array is ready, then what is done with it.
+
+    Copying results waits for them first; only waiting apart shows how long the copy itself took.
+    """
+    if is_traced():
+        with span("execution wait"):
+            ticket.block_until_ready()
+    with span(name):
+        yield
+
+
+class Execution:
+    """One execution while it is prepared and dispatched, for open traces."""
+
+    __slots__ = ("_recorders", "_started")
+
+    def __init__(self) -> None:
+        self._recorders = recorder.recorders()
+        self._started = 0
+        for each in self._recorders:
+            each.begin_execution()
+
+    def dispatch(self, program: Any) -> None:
+        """All is there; `program` is called next."""
+        for each in self._recorders:
+            each.dispatch(program)
+        if self._recorders:
+            self._started = time.perf_counter_ns()
+
+    def dispatched(self, ticket: Any, first_step: int, steps: int, program: Any, plan: Any) -> None:
+        """It was called, and `ticket` is ready when it is over."""
+        for each in self._recorders:
+            made = functools.partial(
+                Ran, first_step=first_step, steps=steps, program=program, plan=plan
+            )
+            each.dispatched(ticket, made, self._started)

@@ -1,0 +1,216 @@
+"""Digests of bits: a sum modulo 2^64 of a mix of name, index and bits of every value.
+
+A sum does not depend on the order of its terms. So the digest of a tensor is the same however it is
+packed, cut into shares or placed on devices, as long as each value keeps its name and its index. Any
+changed bit changes the digest, except with a probability of about 2^-64. It protects against accidents,
+not against an adversary.
+
+Integers of 64 bits do not exist on a device without `jax_enable_x64`: there a digest is two words of 32
+bits, low and high. On the host it is one integer of 64 bits, and `host_digest` computes the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_INDEX = (0x9E3779B1, 0x1B873593)
+_MIX = (0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)
+"""Odd constants: those of xxHash and MurmurHash3, which are known to spread bits well."""
+
+SMALL = 16_384
+"""Tensors of so many words or fewer are digested together: a kernel for each would cost more."""
+
+WORDS = 2
+"""How many words of 32 bits a digest has on a device."""
+
+
+@functools.cache
+def seeds(name: str) -> tuple[int, int]:
+    """Two words that stand for a name."""
+    found = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(found[:4], "little"), int.from_bytes(found[4:], "little")
+
+
+# -- on a device --------------------------------------------------------------------------------
+
+
+def digest(value: Any, name: str, first: Any = 0, size: int | None = None) -> Any:
+    """The digest of a tensor, uint32[2], in a program.
+
+    Args:
+        value: the tensor, or a flat part of it.
+        name: what it is called.
+        first: the index of the part's first value in the tensor.
+        size: of the tensor, where the part may be padded beyond its end.
+    """
+    words = bits_of(value).reshape(-1)
+    if not words.size:
+        return jnp.zeros(WORDS, jnp.uint32)
+    each = words.size // max(1, math.prod(value.shape))  # 64-bit values are two words
+    index = lax.iota(jnp.uint32, words.size) + jnp.asarray(first, jnp.uint32) * np.uint32(each)
+    low, high = _mixed(words, index, seeds(name), jnp.uint32)
+    if size is not None:
+        inside = index < np.uint32(size * each)
+        low, high = (jnp.where(inside, word, np.uint32(0)) for word in (low, high))
+    return _summed(low, high, (0,))
+
+
+def digest_many(values: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]) -> Any:
+    """The digests of tensors, uint32[tensors, 2], in a program; small ones of like size together.
+
+    Args:
+        values: the tensors.
+        names: what they are called.
+        sizes: how many values count of a tensor that is padded; None for all.
+    """
+    found: list[Any] = [None] * len(values)
+    together: dict[int, list[tuple[int, Any, int]]] = {}
+    for number, (value, name, size) in enumerate(zip(values, names, sizes, strict=True)):
+        words = bits_of(value).reshape(-1)
+        if not 0 < words.size <= SMALL:
+            found[number] = digest(value, name, size=size)
+            continue
+        each = words.size // math.prod(value.shape)
+        count = words.size if size is None else min(words.size, size * each)
+        width = 1 << (words.size - 1).bit_length()
+        together.setdefault(width, []).append((number, words, count))
+    for width, members in together.items():
+        rows = jnp.stack([jnp.pad(words, (0, width - words.size)) for _, words, _ in members])
+        index = lax.broadcasted_iota(jnp.uint32, rows.shape, 1)
+        pairs = np.array([seeds(names[number]) for number, _, _ in members], np.uint32)
+        both = _mixed(rows, index, (pairs[:, :1], pairs[:, 1:]), jnp.uint32)
+        counts = np.array([[count] for _, _, count in members], np.uint32)
+        low, high = (jnp.where(index < counts, word, np.uint32(0)) for word in both)
+        for row, (number, _, _) in zip(_summed(low, high, (1,)), members, strict=True):
+            found[number] = row
+    return jnp.stack(found)
+
+
+def digest_rows(value: Any, name: str, dims: int) -> Any:
+    """The digest of each entry along the first `dims` dims: uint32[..., 2], in a program.
+
+    Its words are summed each for itself, modulo 2^32: a CPU, on which the elements of small models are
+    most of the work, is three times as fast then.
+    """
+    lead = value.shape[:dims]
+    words = bits_of(value).reshape(*lead, -1)
+    index = lax.broadcasted_iota(jnp.uint32, words.shape, dims)
+    both = _mixed(words, index, seeds(name), jnp.uint32)
+    return jnp.stack([word.sum(axis=dims, dtype=jnp.uint32) for word in both], axis=-1)
+
+
+def total(digests: Any) -> Any:
+    """The sum of digests along the first dim, in a program."""
+    return _summed(digests[..., 0], digests[..., 1], (0,))
+
+
+def bits_of(value: Any) -> Any:
+    """The bits of each value as words of 32 bits; a value of 64 bits is two of them, low first."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        value = jnp.stack([value.real, value.imag], axis=-1)
+    if value.dtype == jnp.bool_ or value.dtype.name in ("int4", "uint4", "int2", "uint2"):
+        value = value.astype(jnp.uint8)
+    width = value.dtype.itemsize
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
+    words = lax.bitcast_convert_type(value, unsigned)
+    return words.astype(jnp.uint32)
+
+
+def _summed(low: Any, high: Any, axes: tuple[int, ...]) -> Any:
+    zero = jnp.uint32(0)
+    return jnp.stack(lax.reduce((low, high), (zero, zero), _add, axes), axis=-1)
+
+
+def _add(one: Any, other: Any) -> tuple[Any, Any]:
+    low = one[0] + other[0]
+    return low, one[1] + other[1] + (low < one[0]).astype(jnp.uint32)
+
+
+# -- on both sides ------------------------------------------------------------------------------
+
+
+def _mixed(words: Any, index: Any, seeds: tuple[Any, Any], word: Any) -> tuple[Any, Any]:
+    """Low and high word of the mix of each value."""
+    first, second = (word(seed) for seed in seeds)
+    low = _spread(words ^ (index * word(_INDEX[0]) + first), word)
+    # Of the low word, which tells values apart as well as they do themselves: half the work.
+    high = (low + (index * word(_INDEX[1]) ^ second)) * word(_MIX[2])
+    high = (high ^ (high >> word(15))) * word(_INDEX[0])
+    return low, high ^ (high >> word(13))
+
+
+def _spread(h: Any, word: Any) -> Any:
+    """The finalizer of MurmurHash3: every bit depends on every other."""
+    h = h ^ (h >> word(16))
+    h = h * word(_MIX[0])
+    h = h ^ (h >> word(13))
+    h = h * word(_MIX[1])
+    return h ^ (h >> word(16))
+
+
+# -- on the host --------------------------------------------------------------------------------
+
+
+def host_digest(value: Any, name: str, first: int = 0) -> int:
+    """The digest of an array on the host: one integer of 64 bits, as a device computes it.
+
+    >>> whole = np.arange(6, dtype=np.float32)
+    >>> parts = host_digest(whole[:2], "w") + host_digest(whole[2:], "w", first=2)
+    >>> host_digest(whole, "w") == parts % 2**64
+    True
+    """
+    words = _host_words(np.asarray(value))
+    each = words.size // max(1, np.asarray(value).size)
+    index = np.arange(words.size, dtype=np.uint32) + np.uint32(first * each % 2**32)
+    with np.errstate(over="ignore"):
+        low, high = _mixed(words, index, seeds(name), np.uint32)
+    total = int(low.sum(dtype=np.uint64)) + (int(high.sum(dtype=np.uint64)) << 32)
+    return total % 2**64
+
+
+def host_row_digest(value: Any, name: str) -> int:
+    """The digest of one entry, as `digest_rows` computes it."""
+    words = _host_words(np.asarray(value))
+    with np.errstate(over="ignore"):
+        index = np.arange(words.size, dtype=np.uint32)
+        low, high = _mixed(words, index, seeds(name), np.uint32)
+    sums = [int(word.sum(dtype=np.uint64)) % 2**32 for word in (low, high)]
+    return sums[0] | sums[1] << 32
+
+
+def joined(words: Any) -> np.ndarray:
+    """Digests of a device, uint32[..., 2], as integers of 64 bits."""
+    array = np.asarray(words).astype(np.uint64)
+    return array[..., 0] | (array[..., 1] << np.uint64(32))
+
+
+def mixed_with(digests: np.ndarray, index: np.ndarray, name: str) -> int:
+    """One digest of many, each at its index: an order of digests has a digest of its own."""
+    both = np.stack([digests & np.uint64(0xFFFFFFFF), digests >> np.uint64(32)], axis=-1)
+    places = 2 * index.astype(np.uint64)[..., None] + np.arange(2, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        words, index = both.astype(np.uint32), places.astype(np.uint32)
+        low, high = _mixed(words, index, seeds(name), np.uint32)
+    total = int(low.sum(dtype=np.uint64)) + (int(high.sum(dtype=np.uint64)) << 32)
+    return total % 2**64
+
+
+def _host_words(array: np.ndarray) -> np.ndarray:
+    if np.iscomplexobj(array):
+        array = np.stack([np.real(array), np.imag(array)], axis=-1)
+    if array.dtype == np.bool_ or array.dtype.name in ("int4", "uint4", "int2", "uint2"):
+        array = array.astype(np.uint8)
+    array = np.ascontiguousarray(array).reshape(-1)
+    unsigned = {1: np.uint8, 2: np.uint16}.get(array.dtype.itemsize, np.uint32)
+    return array.view(unsigned).astype(np.uint32)

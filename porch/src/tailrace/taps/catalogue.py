@@ -1,0 +1,210 @@
+"""The catalogue: every tensor of a step by name, with shape, dtype and the line it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import SelectionError
+from tailrace.jaxprs.walk import Position
+from tailrace.messages import shown
+
+Select = Any
+"""How tensors are chosen: a glob, a compiled regex, a predicate on entries, or a list of these."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor of a step.
+
+    Attributes:
+        name: by the contract, such as "grad/dense/kernel" or "activation/dense:add".
+        kind: the first part of the name.
+        shape: of one value: of one microbatch on one replica. A tensor in a scanned stack of layers
+            has the layers in front.
+        dtype: its dtype.
+        stage: the pipeline stage it lives in; -1 without a pipeline.
+        source: `file:line` of the user's code it comes from; empty where there is none.
+        position: where its equation stands in the program.
+        output: which result of that equation it is.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: Any
+    stage: int = -1
+    source: str = ""
+    position: Position = dataclasses.field(default=(), repr=False)
+    output: int = dataclasses.field(default=0, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+MOST_SHOWN = 30
+"""Tensors that a catalogue shows at a prompt."""
+
+
+class Catalogue(Sequence[Entry]):
+    """The tensors of a step; prints as a table.
+
+    >>> import numpy as np
+    >>> c = Catalogue([Entry("grad/w", "grad", (3, 2), np.dtype("float32"), source="model.py:7")])
+    >>> print(c)
+    name    shape  dtype    source
+    grad/w  [3,2]  float32  model.py:7
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._entries = list(entries)
+        self._by_name = {entry.name: entry for entry in self._entries}
+
+    def select(self, select: Select) -> Catalogue:
+        """The entries that a selection matches; an error with the nearest names if none do."""
+        chosen = [entry for entry in self._entries if matches(select, entry)]
+        if not chosen:
+            raise SelectionError(self._unmatched(select))
+        if isinstance(select, list | tuple | set):
+            for part in select:
+                self.select(part)
+        return Catalogue(chosen)
+
+    def filter(self, select: Select) -> Catalogue:
+        """Like `select`, but nothing found is no error."""
+        return Catalogue(entry for entry in self._entries if matches(select, entry))
+
+    @property
+    def names(self) -> list[str]:
+        """All names, in the order of the program."""
+        return [entry.name for entry in self._entries]
+
+    def to_json(self) -> str:
+        """The catalogue as JSON: a list of objects."""
+        rows = [
+            {
+                "name": e.name,
+                "kind": e.kind,
+                "shape": list(e.shape),
+                "dtype": str(e.dtype),
+                "stage": e.stage,
+                "source": e.source,
+            }
+            for e in self._entries
+        ]
+        return json.dumps(rows, indent=1)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            if key not in self._by_name:
+                raise SelectionError(self._unmatched(key))
+            return self._by_name[key]
+        found = self._entries[key]
+        return Catalogue(found) if isinstance(key, slice) else found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_name if isinstance(key, str) else key in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __str__(self) -> str:
+        staged = any(entry.stage >= 0 for entry in self._entries)
+        rows = [self._row(entry, staged) for entry in self._entries]
+        head = ("name", "shape", "dtype", *(["stage"] if staged else []), "source")
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        )
+
+    def __repr__(self) -> str:
+        more = len(self) - MOST_SHOWN
+        if more <= 0:
+            return str(self)
+        kinds: dict[str, int] = {}
+        for entry in self._entries:
+            kinds[entry.kind] = kinds.get(entry.kind, 0) + 1
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        rest = f"… and {more:,} more; print() shows all. Of each kind: {counts}"
+        return f"{Catalogue(self._entries[:MOST_SHOWN])}\n{rest}"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        cells = "".join(
+            "<tr>"
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in self._row(e, True))
+            + "</tr>"
+            for e in self._entries
+        )
+        head = "".join(f"<th>{h}</th>" for h in ("name", "shape", "dtype", "stage", "source"))
+        table = f"<table><tr>{head}</tr>{cells}</table>"
+        if len(self) <= MOST_SHOWN:
+            return table
+        return f"<details><summary>{len(self):,} tensors</summary>{table}</details>"
+
+    @staticmethod
+    def _row(entry: Entry, staged: bool) -> tuple[str, ...]:
+        shape = "[" + ",".join(map(str, entry.shape)) + "]"
+        stage = [str(entry.stage)] if staged else []
+        return (shown(entry.name), shape, str(entry.dtype), *stage, shown(entry.source))
+
+    def _unmatched(self, select: Select) -> str:
+        text = select if isinstance(select, str) else getattr(select, "pattern", None)
+        near = difflib.get_close_matches(text or "", self.names, n=5, cutoff=0.3)
+        if not near:
+            near = self.names[:5]
+        names = ", ".join(map(repr, near)) if near else "(no tensors at all)"
+        return (
+            f"A selection must match at least one tensor. Received: {_described(select)}. The "
+            f"nearest names are: {names}. All names: trainer.tensors(example)."
+        )
+
+
+def check_selection(select: Select) -> None:
+    """Refuse what selects nothing that could be: when it is given, not when it is first used."""
+    if isinstance(select, list | tuple | set):
+        for part in select:
+            check_selection(part)
+    elif not isinstance(select, str | re.Pattern) and not callable(select):
+        raise SelectionError(
+            f"A selection is a glob, re.compile(...), a function of an entry, or a list of these. "
+            f"Received: {select!r}."
+        )
+
+
+def matches(select: Select, entry: Entry) -> bool:
+    """Whether a selection includes a tensor."""
+    if isinstance(select, str):
+        # A name without its index means all values that leave the scope.
+        plain = not any(c in select for c in "*?")
+        if plain:
+            return entry.name == select or re.sub(r"\[\d+\]$", "", entry.name) == select
+        return fnmatch.fnmatchcase(entry.name, select.replace("[", "[[]"))
+    if isinstance(select, re.Pattern):
+        return select.search(entry.name) is not None
+    if isinstance(select, list | tuple | set):
+        return any(matches(part, entry) for part in select)
+    check_selection(select)
+    return bool(select(entry))
+
+
+def _described(select: Select) -> str:
+    if isinstance(select, re.Pattern):
+        return f"re.compile({select.pattern!r})"
+    if callable(select):
+        return f"the function {getattr(select, '__name__', select)!r}"
+    return repr(select)

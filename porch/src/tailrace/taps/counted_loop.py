@@ -1,0 +1,128 @@
+"""A loop whose number of passes is an argument of the program, not part of it.
+
+One executable then serves executions of every length up to its capacity. `lax.scan` cannot do this:
+its length is static. So the loop is a `lax.while_loop`, and what each pass emits is written into row
+i of a buffer with as many rows as there is room for:
+
+    while i < count:  carry, emitted = one_pass(carry, xs[i]);  buffer[i] = emitted;  i += 1
+
+Periodic taps look at steps period-1, 2 period-1, ... A branch in every pass would cost more than
+the look, so passes without one run in a loop of their own:
+
+    while i < count:
+        while i < min(count, next look):  silent pass
+        if i < count:                     pass with a look, row k of the buffers of looks
+
+The body is traced twice, once silent and once with a look, and never again: shapes come from the
+traced programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.jaxprs import internals
+from tailrace.taps.frame import Emissions, Trip
+
+OnePass = Callable[[Any, Any, bool], Any]
+
+
+def run_counted(
+    one_pass: OnePass, init: Any, xs: Any, room: int, trip: Trip, period: int, observing: bool
+) -> tuple[Any, Any, Any, Any]:
+    """The first `trip.count` of `room` passes: carry, ys, emissions of each pass, and of looks."""
+
+    def at(index: Any) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), xs)
+
+    start = jnp.int32(0)
+    init = jax.tree.map(jnp.asarray, init)
+    looks_always = observing and period == 1
+    quiet, form = traced_once(lambda c, i: one_pass(c, at(i), looks_always), init, start)
+    _, (ys, each) = form
+    kept = jax.tree.map(lambda s: zeros(s, (room,)), (ys, each))
+
+    def silent(state: Any) -> Any:
+        index, carry, kept = state
+        carry, made = quiet(carry, index)
+        return index + 1, carry, _put(kept, made, index)
+
+    if period == 1 or not observing:
+        _, carry, (ys, each) = lax.while_loop(
+            lambda state: state[0] < trip.count, silent, (start, init, kept)
+        )
+        return carry, ys, each, Emissions()
+
+    loud, form = traced_once(lambda c, i: one_pass(c, at(i), True), init, start)
+    _, (_, all_made) = form
+    looks = Emissions(
+        (key, jax.tree.map(lambda s: zeros(s, (looks_in(room, period),)), shape))
+        for key, shape in all_made.items()
+        if key not in each
+    )
+
+    def look(state: Any) -> Any:
+        index, number, carry, kept, looks = state
+        carry, (ys, emitted) = loud(carry, index)
+        always = Emissions((key, emitted[key]) for key in each)
+        now = Emissions((key, emitted[key]) for key in looks)
+        kept, looks = _put(kept, (ys, always), index), _put(looks, now, number)
+        return index + 1, number + 1, carry, kept, looks
+
+    def group(state: Any) -> Any:
+        index, number, carry, kept, looks = state
+        ahead = period - 1 - (trip.first + index) % period
+        stop = jnp.minimum(trip.count, index + ahead)
+        index, carry, kept = lax.while_loop(
+            lambda state: state[0] < stop, silent, (index, carry, kept)
+        )
+        state = (index, number, carry, kept, looks)
+        return lax.cond(index < trip.count, look, lambda state: state, state)
+
+    _, _, carry, (ys, each), looks = lax.while_loop(
+        lambda state: state[0] < trip.count, group, (start, start, init, kept, looks)
+    )
+    return carry, ys, each, looks
+
+
+def looks_in(passes: int, period: int) -> int:
+    """The most looks that so many passes can have, whatever the step of the first."""
+    return -(-passes // period)
+
+
+def looks_between(first: int, count: int, period: int) -> range:
+    """The steps of an execution in which periodic taps look.
+
+    >>> list(looks_between(5, 20, 10)), list(looks_between(5, 3, 10))
+    ([9, 19], [])
+    """
+    start = first + period - 1 - first % period
+    return range(start, first + count, period)
+
+
+def zeros(shape: Any, lead: tuple[Any, ...] = ()) -> Any:
+    """Zeros of a shape, with further dims in front."""
+    return jnp.zeros((*lead, *shape.shape), shape.dtype)
+
+
+def _put(buffers: Any, rows: Any, index: Any) -> Any:
+    return jax.tree.map(
+        lambda buffer, row: lax.dynamic_update_index_in_dim(buffer, row, index, 0), buffers, rows
+    )
+
+
+def traced_once(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+    """A function traced once: what calls emit from now on, and the form of its result."""
+    closed, form = jax.make_jaxpr(function, return_shape=True)(*args)
+    run = internals.jaxpr_as_fun(closed)
+    structure = jax.tree.structure(form)
+
+    def call(*args: Any) -> Any:
+        return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
+
+    return call, form

@@ -1,0 +1,332 @@
+"""Taps: requests to observe tensors of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import OptionError
+from tailrace.jaxprs.walk import Position
+from tailrace.taps.catalogue import Catalogue, Entry, Select, check_selection
+from tailrace.taps.reductions import NUM_BINS, histogram, norm, row_lengths
+from tailrace.taps.wanted import Wanted
+
+MOST_BYTES = 1 << 30
+"""What the taps of one execution may return, in bytes, unless the user allows more."""
+
+
+class Reduce(enum.StrEnum):
+    """What is kept of a tensor."""
+
+    TENSOR = "tensor"
+    STATS = "stats"
+    HISTOGRAM = "histogram"
+    NORM = "norm"
+
+
+class Mode(enum.StrEnum):
+    """Which values are kept: all, their sum over an execution, or the last one of an execution."""
+
+    ALL = "all"
+    SUM = "sum"
+    FINAL = "final"
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+    """Keep the values of steps n-1, 2n-1, ...; made by `tr.every(n)`."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise OptionError(f"tr.every(n) needs n >= 1. Received: n={self.n!r}.")
+
+
+def every(n: int) -> Every:
+    """A mode for taps: keep every n-th step (n-1, 2n-1, ...), with all its microbatches.
+
+    >>> every(10)
+    Every(n=10)
+    """
+    return Every(n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """A request to observe tensors.
+
+    Args:
+        select: which tensors: a glob over names (`*` crosses `/`), `re.compile(...)`, a function of
+            a catalogue entry, or a list of these.
+        mode: "all" values, their "sum" over an execution, the "final" one of an execution, or
+            `tr.every(n)` steps. Sum and final keep one record an execution.
+        reduce: what is kept of each: the "tensor", its "stats" (mean, std, min, max, NaN, Inf,
+            share of zeros), a "histogram" of binary exponents, its "norm", or a JAX function.
+        live: whether records are wanted while training runs, through `trainer.records.stream()`.
+            Executions found by "auto" are then short; results are the same to the last bit.
+
+    >>> Tap("grad/*", mode=every(10)).reduce
+    <Reduce.STATS: 'stats'>
+    """
+
+    select: Select
+    mode: Mode | Every | str = Mode.ALL
+    reduce: Reduce | str | Callable[[Any], Any] = Reduce.STATS
+    live: bool = False
+
+    def __post_init__(self) -> None:
+        check_selection(self.select)
+        if not isinstance(self.mode, Every):
+            object.__setattr__(self, "mode", _parse(Mode, self.mode, "mode", "or tr.every(n)"))
+        if not callable(self.reduce):
+            parsed = _parse(Reduce, self.reduce, "reduce", "or a JAX function")
+            object.__setattr__(self, "reduce", parsed)
+
+    @property
+    def kind(self) -> str:
+        """How records of this tap are told from those of another on the same tensor."""
+        if isinstance(self.reduce, Reduce):
+            return str(self.reduce)
+        return getattr(self.reduce, "__name__", "function")
+
+    @property
+    def period(self) -> int:
+        """Every how many steps it looks."""
+        return self.mode.n if isinstance(self.mode, Every) else 1
+
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
+        """What the program must send out for one tensor, which `layers` scans stand around."""
+        collect = "stack"
+        if self.mode in (Mode.SUM, Mode.FINAL):
+            collect = "sum" if self.mode is Mode.SUM else "final"
+        return Wanted(key, output, self._function(), self.period > 1, collect, layers=layers)
+
+    def _function(self) -> Callable[[Any], Any] | None:
+        if self.reduce is Reduce.STATS:
+            return None
+        if self.reduce is Reduce.TENSOR:
+            return lambda value: value
+        if self.reduce is Reduce.NORM:
+            return norm
+        return histogram if self.reduce is Reduce.HISTOGRAM else self.reduce  # type: ignore[return-value]
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of one record of a tensor."""
+        if self.reduce is Reduce.STATS:
+            return len(row_lengths(max(1, int(np.prod(entry.shape))))) * 32
+        if self.reduce is Reduce.HISTOGRAM:
+            return NUM_BINS * 4
+        if self.reduce is Reduce.NORM:
+            return 4
+        if self.reduce is Reduce.TENSOR:
+            return entry.nbytes
+        reduce: Any = self.reduce
+        out = jax.eval_shape(reduce, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(out))
+
+
+@dataclasses.dataclass(frozen=True)
+class StopOnNonfinite:
+    """A guard: training stops at the first NaN or Inf; made by `tr.stop_on_nonfinite`."""
+
+    select: Select
+    on_nonfinite: str = "stop"
+    limit: int = 10
+    bundle: Any = None
+
+    period = 1
+    mode = Mode.ALL
+    kind = "finite"
+
+    def __post_init__(self) -> None:
+        check_selection(self.select)
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise OptionError(
+                f"on_nonfinite is 'stop' or 'skip'. Received: on_nonfinite={self.on_nonfinite!r}."
+            )
+        if isinstance(self.limit, bool) or not isinstance(self.limit, int) or self.limit < 0:
+            raise OptionError(f"limit is a number of steps. Received: limit={self.limit!r}.")
+
+    @property
+    def skips(self) -> bool:
+        """Whether bad steps are taken back, and training goes on."""
+        return self.on_nonfinite == "skip"
+
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
+        """What the program must watch."""
+        return Wanted(key, output, guard=True, skips=self.skips)
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of one flag."""
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientDigest:
+    """The digest of the gradients of the last step of each execution, as the optimizer gets them."""
+
+    select: Select = "reduced/*"
+
+    period = 1
+    mode = Mode.FINAL
+    kind = "digest"
+
+    def wanted(self, key: Hashable, output: int, layers: int = 0) -> Wanted:
+        """What the program must send out for one gradient."""
+        return Wanted(key, output, collect="final", digest=True)
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of one digest."""
+        return 8
+
+
+def stop_on_nonfinite(
+    select: Select = ("loss", "grad/*"),
+    on_nonfinite: str = "stop",
+    limit: int = 10,
+    bundle: Any = None,
+) -> StopOnNonfinite:
+    """Stop training at the first NaN or Inf in the selected tensors; goes into `observe=`.
+
+    Args:
+        select: which tensors.
+        on_nonfinite: "stop", or "skip": a bad step changes no state, `history["skipped"]` says which
+            they were, and training goes on.
+        limit: how many steps of a fit may be skipped before it stops.
+        bundle: a new directory into which the bad step is written when training stops: the state before
+            it, its elements, seed and step; `trainer.replay_bundle` runs it on another machine.
+
+    The device checks every step, and the host reads the checks when an execution has ended. After a
+    bad step, training goes back to where that execution started and runs the steps before the bad one
+    again: the parameters are then those before that step, and `tr.errors.NonFiniteError` says which
+    step, microbatch, tensor, operation and line it was. Executions in flight keep the state that they
+    started from, one copy each. A guard that skips chooses between old and new state at every step.
+
+    >>> stop_on_nonfinite("grad/*").select
+    'grad/*'
+    """
+    select = list(select) if isinstance(select, tuple) else select
+    return StopOnNonfinite(select, on_nonfinite, limit, bundle)
+
+
+def guarding(observe: Any, on_nonfinite: str | None) -> Any:
+    """What `observe=` was given, with the guard that `on_nonfinite=` stands for."""
+    if on_nonfinite is None:
+        return observe
+    return [*parse_taps(observe), stop_on_nonfinite(on_nonfinite=on_nonfinite)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A tap, applied to one tensor of a program.
+
+    Attributes:
+        tap: the request.
+        entry: the tensor.
+        loops: how many of the loops around it Tailrace made (the step's, the microbatches').
+        differs: whether it differs between replicas.
+        microbatches: how many values of it a step makes.
+        layers: how many scans of the user's own stand around it.
+    """
+
+    tap: Any
+    entry: Entry
+    loops: int
+    differs: bool
+    microbatches: int = 1
+    layers: int = 0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The name, and what was kept."""
+        return (self.entry.name, self.tap.kind)
+
+
+def parse_taps(observe: Any) -> list[Any]:
+    """What `observe=` was given, as taps; a bare selection means its statistics."""
+    if observe is None:
+        return []
+    if isinstance(observe, str | Tap | StopOnNonfinite) or not isinstance(observe, Iterable):
+        observe = [observe]
+    try:
+        listed = list(observe)
+    except TypeError:  # an array without a dim
+        listed = [observe]
+    return [tap if isinstance(tap, Tap | StopOnNonfinite) else Tap(tap) for tap in listed]
+
+
+def common_period(taps: Sequence[Any]) -> int:
+    """The step width that serves all periodic taps: their greatest common divisor."""
+    periods = [tap.period for tap in taps if tap.period > 1]
+    return math.gcd(*periods) if periods else 1
+
+
+def choose(
+    taps: Sequence[Any], catalogue: Catalogue, describe: Callable[[Entry], tuple[Any, ...]]
+) -> list[Chosen]:
+    """Apply taps to a catalogue; `describe` tells what `Chosen` has besides tap and entry."""
+    chosen: dict[tuple[str, str], Chosen] = {}
+    for tap in taps:
+        for entry in catalogue.select(tap.select):
+            one = Chosen(tap, entry, *describe(entry))
+            if one.key in chosen and chosen[one.key].tap != tap:
+                raise OptionError(
+                    f"Two taps keep the same of one tensor: {one.key[0]!r} has {one.key[1]!r} "
+                    f"twice, with different modes. Narrow one of the selections."
+                )
+            chosen[one.key] = one
+    return list(chosen.values())
+
+
+def wanted_of(chosen: Sequence[Chosen]) -> dict[Position, list[Wanted]]:
+    """What a rewriter must send out, by position."""
+    found: dict[Position, list[Wanted]] = {}
+    for one in chosen:
+        want = one.tap.wanted(one.key, one.entry.output, one.layers)
+        found.setdefault(one.entry.position, []).append(want)
+    return found
+
+
+def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -> float:
+    """Bytes that records of one step take."""
+    total = 0.0
+    for one in chosen:
+        if one.tap.mode in (Mode.SUM, Mode.FINAL):
+            continue
+        count = (microbatches if one.loops > 1 else 1) * replicas
+        total += one.tap.nbytes(one.entry) * count / one.tap.period
+    return total
+
+
+def check_bytes(
+    chosen: Sequence[Chosen], steps: int, microbatches: int, replicas: int, most: int
+) -> None:
+    """Refuse taps that would return more bytes in one execution than allowed."""
+    per_step = bytes_per_step(chosen, microbatches, replicas)
+    if per_step * steps > most:
+        largest = max(chosen, key=lambda one: one.tap.nbytes(one.entry) / one.tap.period)
+        raise OptionError(
+            f"Taps would return {per_step * steps / 1e9:.2f} GB from one execution of {steps} "
+            f"steps with {microbatches} microbatches, more than the limit of {most / 1e9:.2f} GB. The "
+            f"largest is {largest.entry.name!r} ({largest.tap.kind}, "
+            f"{largest.tap.nbytes(largest.entry):,} bytes a record). Look less often "
+            f"(mode=tr.every(n), 'sum' or 'final'), keep less (reduce='stats'), use fewer "
+            f"steps_per_execution (a shorter tr.repeat) or microbatches, or raise observe_bytes."
+        )
+
+
+def _parse(kind: Any, value: Any, name: str, also: str) -> Any:
+    try:
+        return kind(value if isinstance(value, str) else "")
+    except ValueError:
+        choices = ", ".join(repr(str(member)) for member in kind)
+        raise OptionError(
+            f"{name} is one of {choices}, {also}. Received: {name}={value!r}."
+        ) from None

@@ -1,0 +1,126 @@
+"""What is to leave a program, and what is made of it before it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from tailrace.spans.scopes import TAPS
+from tailrace.taps.bit_digests import digest_many
+from tailrace.taps.frame import Emission, Frame
+from tailrace.taps.reductions import StatsKey, all_finite, pack_statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A value that is to leave the program.
+
+    Attributes:
+        key: what it is called outside.
+        output: which result of its equation it is.
+        reduce: what is computed from it, inside the loop, before it leaves; None for statistics,
+            which are computed for all tensors of a loop body together.
+        periodic: whether it is made only in the last of every `period` steps.
+        collect: "stack" keeps one entry per pass of a loop, "sum" and "final" one per execution.
+        guard: only whether it is finite is of interest.
+        skips: a guard that takes back the step in which it is not finite, and lets the loop go on.
+        digest: only the digest of its bits is of interest.
+        layers: how many dims in front are passes of the user's own scans, when it is collected.
+    """
+
+    key: Hashable
+    output: int = 0
+    reduce: Callable[[Any], Any] | None = lambda value: value
+    periodic: bool = False
+    collect: str = "stack"
+    guard: bool = False
+    layers: int = 0
+    digest: bool = False
+    skips: bool = False
+
+
+class FiniteKey(tuple):
+    """The key of a flag that says whether some tensors are finite: their names."""
+
+    __slots__ = ()
+
+
+class DigestKey(tuple):
+    """The key of the digests of some tensors: their names."""
+
+    __slots__ = ()
+
+
+class RawKey(tuple):
+    """The key of a tensor that was emitted whole and has still to be reduced."""
+
+    __slots__ = ()
+
+
+def condense(frame: Frame, at_end: bool = False) -> None:
+    """Replace the tensors that a stretch of program emits by what is wanted of them.
+
+    What is summed or kept over the loop stays whole until the end.
+    """
+    with jax.named_scope(TAPS):
+        _condense(frame, at_end)
+
+
+def _condense(frame: Frame, at_end: bool) -> None:
+    # Periodic ones apart: in the passes in between, the others must make the same pack.
+    packs: dict[bool, list[tuple[Hashable, Emission]]] = {False: [], True: []}
+    guarded: list[tuple[Hashable, Emission]] = []
+    digested: list[tuple[Any, Emission]] = []
+    for raw in [key for key in frame.emitted if isinstance(key, RawKey)]:
+        (want,) = raw
+        if want.collect != "stack" and not at_end:
+            continue
+        emission = frame.emitted.pop(raw)
+        if want.guard:
+            guarded.append((want.key, emission))
+        elif want.digest:
+            digested.append((want.key, emission))
+        elif want.collect != "stack" and want.layers:
+            _reduce_layers(want, emission, frame)
+        elif want.reduce is None:
+            packs[want.periodic].append((want.key, emission))
+        else:
+            frame.emit(want.key, want.reduce(emission.value), emission.valid)
+    if guarded:
+        key = FiniteKey(key for key, _ in guarded)
+        frame.emit(key, all_finite([e.value for _, e in guarded]))
+    if digested:  # together: each array that leaves a device takes its time
+        names = [name for (name, _), _ in digested]
+        values = [emission.value for _, emission in digested]
+        frame.emit(DigestKey(names), digest_many(values, names, [None] * len(names)))
+    for pack in packs.values():
+        # A pack has one flag, so what has flags goes alone.
+        alone = [[(k, e)] for k, e in pack if e.valid is not None]
+        together = [(k, e) for k, e in pack if e.valid is None]
+        for members in [together, *alone] if together else alone:
+            key = StatsKey((k, int(e.value.size)) for k, e in members)
+            packed = pack_statistics([e.value for _, e in members])
+            frame.emit(key, packed, members[0][1].valid)
+
+
+def fine(flag: Emission) -> Any:
+    """A flag that says whether tensors are finite; up where they were not made at all."""
+    if flag.valid is None:
+        return flag.value
+    missing = ~flag.valid
+    return flag.value | missing.reshape(missing.shape + (1,) * (flag.value.ndim - missing.ndim))
+
+
+def _reduce_layers(want: Wanted, emission: Emission, frame: Frame) -> None:
+    """Reduce each layer of what was collected whole, as is done inside the scan otherwise."""
+    key, reduce = want.key, want.reduce
+    if reduce is None:
+        size = math.prod(emission.value.shape[want.layers :])
+        key, reduce = StatsKey(((want.key, size),)), lambda value: pack_statistics([value])
+    for _ in range(want.layers):
+        reduce = jax.vmap(reduce)
+    frame.emit(key, reduce(emission.value), emission.valid)

@@ -1,0 +1,92 @@
+"""Tensors of PyTorch as arrays and back, whatever their dtype."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tailrace.devices import devices
+
+ALIGNMENT = 128
+"""Where arrays of JAX begin on a GPU: at multiples of this. Slices of tensors may begin anywhere."""
+
+_NARROWED = {
+    torch.int64: torch.int32,
+    torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+}
+"""What the device has no 64 bits for, as JAX has it."""
+
+_BITS = {torch.bfloat16: (torch.int16, jnp.bfloat16)}
+"""Dtypes that numpy does not know: their bits travel as integers."""
+
+
+def dtype_on_device(dtype: torch.dtype) -> np.dtype:
+    """The dtype that a tensor has on the device.
+
+    >>> dtype_on_device(torch.int64), dtype_on_device(torch.float16)
+    (dtype('int32'), dtype('float16'))
+    """
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return _numpy_dtype(dtype)
+    return _numpy_dtype(_NARROWED.get(dtype, dtype))
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    if dtype in _BITS:
+        return np.dtype(_BITS[dtype][1])
+    if dtype == torch.complex32:
+        raise NotImplementedError("torch.complex32 has no counterpart in JAX; use torch.complex64")
+    return jnp.dtype(str(dtype).removeprefix("torch."))  # by name: also while a model is traced
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as an array of the dtype that it has on the device; shares memory where it can.
+
+    Copies are numpy's: PyTorch's would wake up its threads, which takes longer than most of them.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    tensor = tensor.contiguous()
+    if tensor.dtype in _BITS:
+        integer, dtype = _BITS[tensor.dtype]
+        return tensor.view(integer).numpy().view(dtype)
+    return tensor.numpy().astype(dtype_on_device(tensor.dtype), copy=False)
+
+
+def is_resident(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on the device that programs of one device run on."""
+    if not tensor.is_cuda:
+        return False
+    device = devices.available()[0]
+    return device.platform == "gpu" and device.local_hardware_id == tensor.device.index
+
+
+def rows_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
+    """A tensor of a call as an array of another shape: on the device where it lies there."""
+    if not is_resident(tensor):
+        return array_of(tensor).reshape(shape)
+    tensor = tensor.detach()
+    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        tensor = tensor.to(_NARROWED.get(tensor.dtype, tensor.dtype))
+    tensor = tensor.reshape(shape).contiguous()
+    if tensor.data_ptr() % ALIGNMENT:
+        tensor = tensor.clone()
+    # JAX waits for what PyTorch is still computing: the protocol makes their streams meet.
+    return jax.dlpack.from_dlpack(tensor)
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """A tensor with the values of an array, in memory of its own."""
+    found = np.array(array)
+    for torch_dtype, (integer, numpy_dtype) in _BITS.items():
+        if found.dtype == numpy_dtype:
+            return torch.from_numpy(found.view(np.int16)).view(integer).view(torch_dtype)
+    return torch.from_numpy(found)

@@ -1,0 +1,65 @@
+"""The elements of one call, as blocks for the dispatches that it makes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tailrace.feeds.feed import Staged
+
+AHEAD = 8
+"""The elements of this many portions travel at a time: one copy does not fill the bus."""
+
+SMALL_BYTES = 1 << 16
+"""Smaller arrays travel with the call of the program, which takes less than moving them first."""
+
+
+class CallBlocks:
+    """Hands out the elements of one call, one block for each dispatch.
+
+    A call dispatched whole leaves its elements on the host for one device: they travel with the call
+    of the program, because moving them first costs as much again as the rest of a short call. The
+    elements of portions are moved ahead, while portions before them compute.
+
+    Args:
+        arrays: the elements of the call, stacked. The caller's memory may be used: a call waits for
+            its end.
+        counts: how many elements each portion takes; none: the first block takes them all.
+        sharding: where they go.
+        replicas: how many replicas share them.
+    """
+
+    def __init__(
+        self, arrays: list[Any], counts: Sequence[int], sharding: Any, replicas: int
+    ) -> None:
+        self._arrays, self._sharding, self._replicas = arrays, sharding, replicas
+        self._waiting = deque(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+        self._travelling: deque[Staged] = deque()
+
+    def take(self, count: int) -> Staged:
+        """The block of the next dispatch; `count` elements for each replica."""
+        if self._waiting or self._travelling:
+            return self._portion()
+        host = self._arrays
+        if not isinstance(self._sharding, jax.sharding.NamedSharding):
+            return Staged(host, tuple(host), count, self._replicas)
+        shaped = [array.reshape(count, self._replicas, *array.shape[1:]) for array in host]
+        device = tuple(jax.device_put(shaped, self._sharding))
+        return Staged(host, device, count, self._replicas)
+
+    def _portion(self) -> Staged:
+        sent = []
+        while self._waiting and len(self._travelling) + len(sent) < AHEAD:
+            start, stop = self._waiting.popleft()
+            sent.append([array[start:stop] for array in self._arrays])
+        # All at once: each call costs as much as a small copy.
+        large = [leaf for host in sent for leaf in host if leaf.nbytes >= SMALL_BYTES]
+        moved = iter(jax.device_put(large, self._sharding) if large else ())
+        for host in sent:
+            leaves = tuple(leaf if leaf.nbytes < SMALL_BYTES else next(moved) for leaf in host)
+            self._travelling.append(Staged(host, leaves, len(host[0]), 1))
+        return self._travelling.popleft()

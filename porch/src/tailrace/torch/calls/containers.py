@@ -1,0 +1,169 @@
+"""Nested containers of tensors: tuples, lists, dicts, named tuples, dataclasses, and what users
+register.
+
+What a model is called with and what it returns keep their exact types: a subclass of dict comes back
+as that subclass, a named tuple as itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any, Protocol
+
+
+class CustomContainer(Protocol):
+    """How a type of the user's own is taken apart and put together again."""
+
+    def yield_tensors(self, struct: Any) -> Iterator[Any]:
+        """The tensors in `struct`, always in the same order."""
+        ...
+
+    def reconstruct(self, original: Any, tensors: Iterator[Any]) -> Any:
+        """A struct like `original` with these tensors in it."""
+        ...
+
+
+_custom: dict[type, CustomContainer] = {}
+
+
+def register_container(kind: type, parser: CustomContainer | None) -> None:
+    """Say how objects of a class of your own are taken apart; None forgets it."""
+    if parser is None:
+        _custom.pop(kind, None)
+    else:
+        _custom[kind] = parser
+
+
+def is_custom(value: Any) -> bool:
+    """Whether a value is of a class that was registered."""
+    return type(value) in _custom
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of everything in nested containers that is not a container itself."""
+    if type(value) in _custom:
+        for number, part in enumerate(_custom[type(value)].yield_tensors(value)):
+            yield _joined(path, number), part
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from flatten(part, _joined(path, key))
+        for name, part in fields_beside(value).items():
+            yield from flatten(part, _joined(path, name))
+    elif isinstance(value, tuple | list):
+        names = getattr(value, "_fields", range(len(value)))
+        for name, part in zip(names, value, strict=True):
+            yield from flatten(part, _joined(path, name))
+    elif is_dataclass(value):
+        for name, part in fields_beside(value).items():
+            yield from flatten(part, _joined(path, name))
+    else:
+        yield path, value
+
+
+def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """A container like `value`, every leaf replaced by `replace(leaf)`, in the order of `flatten`."""
+    if type(value) in _custom:
+        parser = _custom[type(value)]
+        return parser.reconstruct(value, iter([replace(t) for t in parser.yield_tensors(value)]))
+    if isinstance(value, dict):
+        parts = {key: rebuild(part, replace) for key, part in value.items()}
+        if type(value) is dict:
+            return parts
+        beside = {name: rebuild(part, replace) for name, part in fields_beside(value).items()}
+        same = copy.copy(value)  # a subclass may have state of its own
+        for key, part in parts.items():
+            same[key] = part
+        # A class that shows its items as attributes as well, such as a model output.
+        shown = {name: parts[name] for name in _attributes(value) if name in parts}
+        return _with_fields(same, {**shown, **beside})
+    if isinstance(value, tuple | list):
+        items = [rebuild(part, replace) for part in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value):
+        fields = fields_beside(value)
+        replaced = {name: rebuild(part, replace) for name, part in fields.items()}
+        if all(replaced[name] is part for name, part in fields.items()):
+            return value  # such as a configuration
+        return _with_fields(copy.copy(value), replaced)
+    return replace(value)
+
+
+def is_dataclass(value: Any) -> bool:
+    """Whether a value is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def fields_beside(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have a value, without those that are items of it as well."""
+    items = value if isinstance(value, dict) else ()
+    names = (name for name in _fields(value) if name not in items and hasattr(value, name))
+    return {name: getattr(value, name) for name in names}
+
+
+def held_elsewhere(value: Any, held: Callable[[Any], bool]) -> tuple[str, type] | None:
+    """(attribute, class) that holds something `held` where `flatten` does not look; None if none."""
+    if held(value) or type(value) in _custom:
+        return None
+    parts = list(fields_beside(value).values())
+    known = set(_fields(value))
+    if isinstance(value, dict):
+        parts += value.values()
+        known |= {key for key in value if isinstance(key, str)}
+    elif isinstance(value, tuple | list):
+        parts += value
+    for part in parts:
+        if found := held_elsewhere(part, held):
+            return found
+    for name, part in _attributes(value).items():
+        if name not in known and _holds(part, held, set(), _DEPTH):
+            return name, type(value)
+    return None
+
+
+_DEPTH = 6
+"""How far into objects of unknown classes is looked."""
+
+
+def _holds(value: Any, held: Callable[[Any], bool], seen: set[int], depth: int) -> bool:
+    if held(value):
+        return True
+    if id(value) in seen or not depth:
+        return False
+    seen.add(id(value))
+    inside = list(_attributes(value).values())
+    inside += value.values() if isinstance(value, dict) else ()
+    inside += value if isinstance(value, tuple | list) else ()
+    return any(_holds(part, held, seen, depth - 1) for part in inside)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds beside what is known of its class; nothing for classes and functions."""
+    if isinstance(value, set | frozenset | deque):
+        return {str(number): part for number, part in enumerate(value)}
+    if isinstance(value, type | FunctionType | ModuleType):
+        return {}
+    found = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def _fields(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value)] if is_dataclass(value) else []
+
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    for name, part in fields.items():
+        object.__setattr__(value, name, part)  # also of a frozen one, and unchecked: not made anew
+    return value
+
+
+def _joined(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)

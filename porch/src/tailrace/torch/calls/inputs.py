@@ -1,0 +1,255 @@
+"""What a model is called with: how it is bound, checked against the compiled form, and cut up.
+
+The first call fixes the form. Tensors become inputs of the program, cut along dim 0 into microbatches:
+rows ((i * accumulation + m) * replicas + r) * B onwards belong to iteration i, microbatch m, replica
+r. Everything that is no tensor is a constant of the program and must stay the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from tailrace.errors import DataError
+from tailrace.feeds.elements import ElementSpec
+from tailrace.messages import note_once
+from tailrace.torch.calls.arrays import dtype_on_device, is_resident, rows_of
+from tailrace.torch.calls.containers import fields_beside, flatten, is_custom, is_dataclass, rebuild
+from tailrace.torch.errors import CallError, UsageError
+
+_ADVICE = (
+    " The model was compiled for other arguments. Call destroy() on it to compile it again for "
+    "these, or wrap the module once more."
+)
+
+
+class _Slot:
+    """Stands in a structure of arguments for a tensor."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_SLOT = _Slot()
+
+
+class CallForm:
+    """The form of a call: which tensors, of which shapes, where in which arguments.
+
+    Args:
+        forward: the function that is called; its signature binds the arguments.
+        args: positional arguments of the first call.
+        kwargs: its keyword arguments.
+        pieces: into how many microbatches a call is cut.
+
+    Attributes:
+        names: of the tensors.
+        shapes: their shapes and dtypes.
+        resident: whether those of the first call are on the device already.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], pieces: int
+    ) -> None:
+        self.pieces = pieces
+        self._signature = inspect.signature(forward)
+        given = self._bind(args, kwargs)
+        self._template = rebuild(_packed(given), _without_tensor)
+        self._named = {name: rebuild(v, _without_tensor) for name, v in given.arguments.items()}
+        leaves = [leaf for name, value in given.arguments.items() for leaf in flatten(value, name)]
+        tensors = [(path, v) for path, v in leaves if isinstance(v, torch.Tensor)]
+        # A call without tensors still says how many microbatches there are: by rows of nothing.
+        self._empty = not tensors
+        tensors = tensors or [("nothing", torch.zeros(pieces, dtype=torch.int8))]
+        self.names = [path for path, _ in tensors]
+        self.shapes = [(tuple(t.shape), t.dtype) for _, t in tensors]
+        self.resident = all(is_resident(t) for _, t in tensors)
+        self._check_divisible([t for _, t in tensors])
+        self._all_positional = not kwargs and all(isinstance(a, torch.Tensor) for a in args)
+
+    # -- the element of one microbatch ----------------------------------------------------------
+
+    def spec(self) -> ElementSpec:
+        """The form of the tensors of one microbatch, by name."""
+        shapes = {
+            name: jax.ShapeDtypeStruct(self._cut(shape), dtype_on_device(dtype))
+            for name, (shape, dtype) in zip(self.names, self.shapes, strict=True)
+        }
+        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+        return ElementSpec(
+            structure,
+            tuple(leaf for _, leaf in leaves),
+            tuple(jax.tree_util.keystr(path) for path, _ in leaves),
+            tuple(np.dtype(leaf.dtype) for _, leaf in leaves),
+        )
+
+    def arguments(
+        self, element: dict[str, Any], wrap: Callable[[Any], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of forward, with the arrays of an element in place of the tensors."""
+        values = iter([wrap(element[name]) for name in self.names])
+        args, kwargs = rebuild(self._template, lambda v: next(values) if v is _SLOT else v)
+        return args, kwargs
+
+    def blocks(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Arrays of a whole call, [microbatches, *microbatch], in the spec's order."""
+        found = {}
+        if self._empty:
+            tensors = [torch.zeros(self.pieces, dtype=torch.int8)]
+        for name, tensor, (shape, _) in zip(self.names, tensors, self.shapes, strict=True):
+            found[name] = rows_of(tensor, (self.pieces, *self._cut(shape)))
+        return [found[name] for name in sorted(found)]
+
+    def _cut(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // self.pieces, *shape[1:]) if self.pieces > 1 else shape
+
+    # -- checking -------------------------------------------------------------------------------
+
+    def tensors_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, after checking that it fits the compiled form."""
+        if not kwargs and self._all_positional and len(args) == len(self.shapes):
+            found = [(tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else 0 for a in args]
+            if found == self.shapes:
+                return list(args)
+        return self._compare_arguments(self._bind(args, kwargs).arguments)
+
+    def _bind(self, args: Any, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        try:
+            return self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise self._unbound(error, args, kwargs) from None
+
+    def _unbound(self, error: TypeError, args: Any, kwargs: dict[str, Any]) -> Exception:
+        text, parameters = str(error), self._signature.parameters
+        takes = f"It takes {self._signature}."
+        if "missing a required" in text:
+            name = text.rsplit("'", 2)[-2]
+            return CallError(f"Mandatory parameter {name} missing. {takes}")
+        if "multiple values" in text:
+            return UsageError(f"{text}: it is given twice. {takes}")
+        if "unexpected keyword" in text:
+            wrong = next(name for name in kwargs if name not in parameters)
+            return UsageError(f"{wrong} is not a valid parameter. {takes}")
+        return UsageError(f"Too many arguments provided: {len(args)}. {takes}")
+
+    def _compare_arguments(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors in arguments that have the compiled form, in its order: that of the first call,
+        whose dicts may have had their keys in another."""
+        if list(arguments) != list(self._named):
+            if len(arguments) != len(self._named):
+                raise CallError(
+                    f"Number of positional arguments mismatch: expected {len(self._named)} arguments "
+                    f"but got {len(arguments)} (first {', '.join(self._named) or 'none'}; now "
+                    f"{', '.join(arguments) or 'none'}).{_ADVICE}"
+                )
+            raise CallError(self._keys("the arguments", self._named, arguments))
+        shapes = iter(self.shapes)
+        tensors: list[torch.Tensor] = []
+        for name, value in arguments.items():
+            self._compare(name, self._named[name], value, shapes, tensors)
+        return tensors
+
+    def _compare(
+        self, name: str, expected: Any, found: Any, shapes: Any, tensors: list[torch.Tensor]
+    ) -> None:
+        if expected is _SLOT:
+            shape, dtype = next(shapes)
+            if not isinstance(found, torch.Tensor):
+                raise CallError(
+                    f"Type mismatch for {name}: expected a tensor but got "
+                    f"{type(found).__name__}.{_ADVICE}"
+                )
+            if found.dtype != dtype:
+                raise CallError(
+                    f"Data type mismatch for {name}: expected {dtype} but got {found.dtype}.{_ADVICE}"
+                )
+            if tuple(found.shape) != shape:
+                self._check_divisible([found])
+                raise CallError(
+                    f"Shape mismatch for {name}: expected {torch.Size(shape)} but got "
+                    f"{found.shape}.{_ADVICE}"
+                )
+            tensors.append(found)
+            return
+        if isinstance(found, torch.Tensor) or type(expected) is not type(found):
+            raise CallError(
+                f"Type mismatch for {name}: expected {type(expected).__name__} but got "
+                f"{type(found).__name__}.{_ADVICE}"
+            )
+        if isinstance(expected, dict):
+            if set(expected) != set(found):
+                raise CallError(self._keys(name, expected, found))
+            for key in expected:
+                self._compare(f"{name}.{key}", expected[key], found[key], shapes, tensors)
+            self._compare_fields(name, expected, found, shapes, tensors)
+        elif isinstance(expected, tuple | list):
+            if len(expected) != len(found):
+                raise CallError(
+                    f"Length mismatch for {name}: expected {len(expected)} but got "
+                    f"{len(found)}.{_ADVICE}"
+                )
+            for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+                self._compare(f"{name}.{number}", a, b, shapes, tensors)
+        elif is_custom(expected):
+            pairs = zip(flatten(expected), flatten(found), strict=False)
+            for number, ((_, a), (_, b)) in enumerate(pairs):
+                self._compare(f"{name}.{number}", a, b, shapes, tensors)
+        elif is_dataclass(expected):
+            self._compare_fields(name, expected, found, shapes, tensors)
+        elif expected != found:
+            raise CallError(
+                f"Value mismatch for {name}: expected {expected} but got {found}.{_ADVICE}"
+            )
+
+    def _compare_fields(
+        self, name: str, expected: Any, found: Any, shapes: Any, tensors: list[torch.Tensor]
+    ) -> None:
+        ours, theirs = fields_beside(expected), fields_beside(found)
+        if list(ours) != list(theirs):
+            raise CallError(self._keys(name, ours, theirs))
+        for field in ours:
+            self._compare(f"{name}.{field}", ours[field], theirs[field], shapes, tensors)
+
+    @staticmethod
+    def _keys(name: str, expected: Any, found: Any) -> str:
+        parts = []
+        if more := [str(k) for k in found if k not in expected]:
+            parts.append(f"Unexpected arguments: {', '.join(more)}")
+        if missing := [str(k) for k in expected if k not in found]:
+            parts.append(f"Missing arguments: {', '.join(missing)}")
+        return f"Keys mismatch for {name}: {'; '.join(parts) or 'other order'}.{_ADVICE}"
+
+    def _check_divisible(self, tensors: Sequence[torch.Tensor]) -> None:
+        for name, tensor in zip(self.names, tensors, strict=False):
+            if 0 in tensor.shape:
+                raise DataError(
+                    f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)}): {name}."
+                )
+            rows = tensor.shape[0] if tensor.ndim else 1
+            if rows % self.pieces:
+                raise UsageError(
+                    f"Invalid batch dimension: In the input {name}, the batch dimension ({rows}) "
+                    f"must be a multiple of device_iterations x replicas x accumulation = "
+                    f"{self.pieces}, because one call runs that many microbatches. Give "
+                    f"{max(1, rows // self.pieces) * self.pieces} rows, or use tt.DataLoader, which "
+                    f"combines batches."
+                )
+            if tensor.requires_grad:
+                note_once(
+                    f"The input {name} requires a gradient. It is detached: no gradient flows out of "
+                    f"a compiled model.",
+                    key=f"detached input {name}",
+                )
+
+
+def _packed(given: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return given.args, given.kwargs
+
+
+def _without_tensor(value: Any) -> Any:
+    return _SLOT if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,311 @@
+"""`tt.DataLoader`: PyTorch's loader, with batches large enough for a whole call of a model."""
+
+from __future__ import annotations
+
+import enum
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import data as torch_data
+
+from tailrace.devices import devices
+from tailrace.errors import OptionError
+from tailrace.feeds.background import STOP_S
+from tailrace.feeds.waiting import LOOK_S, NOTE_S
+from tailrace.messages import logger, note_once
+from tailrace.torch.calls.containers import flatten, rebuild
+from tailrace.torch.calls.options import ModelOptions
+from tailrace.torch.errors import UsageError
+
+
+class DataLoaderMode(enum.StrEnum):
+    """How a loader reads.
+
+    SYNC: when it is asked. ASYNC: ahead, in a thread. ASYNC_REBATCHED: ahead, and what workers
+    deliver is cut anew, so that only one remainder is lost instead of one a worker.
+    """
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_REBATCHED = "async_rebatched"
+
+
+class DataLoader(torch_data.DataLoader):
+    """PyTorch's `DataLoader`, whose batches hold all rows of one call of a model.
+
+    Args:
+        options: the model, or its `tt.ModelOptions`, or the number of microbatches of a call.
+        dataset: any PyTorch dataset.
+        batch_size: rows of one microbatch; None passes the dataset's elements on as they are.
+        shuffle: as in PyTorch.
+        num_workers: as in PyTorch. Where an accelerator computes, workers come from a fork server
+            unless `multiprocessing_context` says otherwise: a fork of a process that has started one
+            dies. So there the dataset must be picklable, and a script needs `if __name__ ==
+            "__main__":`.
+        drop_last: leave out rows at the end that do not fill a call.
+        persistent_workers: as in PyTorch; None: whenever there are workers.
+        mode: "sync", "async" or "async_rebatched".
+        async_options: {"buffer_size": 3} says how many batches are read ahead.
+        rebatched_worker_size: rows that a worker delivers at a time, when rebatching.
+        batch_sampler: as in PyTorch; as many of its batches as a call has microbatches are joined.
+        **options_of_torch: everything else that PyTorch's loader takes.
+
+    >>> rows = torch_data.TensorDataset(torch.arange(100.0))
+    >>> loader = DataLoader(10, rows, batch_size=4)
+    >>> loader.combined_batch_size, [len(x) for (x,) in loader]
+    (40, [40, 40])
+    """
+
+    def __init__(
+        self,
+        options: Any,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        persistent_workers: bool | None = None,
+        mode: DataLoaderMode | str = DataLoaderMode.SYNC,
+        async_options: dict[str, Any] | None = None,
+        rebatched_worker_size: int | None = None,
+        batch_sampler: Any = None,
+        **options_of_torch: Any,
+    ) -> None:
+        pieces = _pieces(options)
+        self.options = options
+        self.mode = _mode(mode)
+        self._buffer = _buffer_size(async_options)
+        self._drops = drop_last
+        if batch_sampler is not None:
+            if batch_size not in (1, None) or shuffle:
+                raise OptionError(
+                    "A batch_sampler decides about batches itself, so it goes with neither "
+                    "batch_size nor shuffle. Leave those out."
+                )
+            rows = getattr(batch_sampler, "batch_size", None)
+            self.combined_batch_size = None if rows is None else rows * pieces
+            chosen: dict[str, Any] = {"batch_sampler": _Groups(batch_sampler, pieces, drop_last)}
+        elif batch_size is None:
+            self.combined_batch_size = None
+            chosen = {"batch_size": None, "shuffle": shuffle}
+        else:
+            self.combined_batch_size = batch_size * pieces
+            chosen = {"batch_size": self.combined_batch_size, "shuffle": shuffle}
+            chosen["drop_last"] = drop_last
+        iterable = isinstance(dataset, torch_data.IterableDataset)
+        if iterable and num_workers > 1 and options_of_torch.get("worker_init_fn") is None:
+            note_once(
+                "Each worker reads the whole of an iterable dataset: with num_workers > 1 and no "
+                "worker_init_fn that shares it out, elements come several times."
+            )
+        whole = self.combined_batch_size
+        if self.mode is DataLoaderMode.ASYNC and not drop_last and (whole or 1) > 1:
+            self.mode = DataLoaderMode.ASYNC_REBATCHED
+        self._rebatched = self.mode is DataLoaderMode.ASYNC_REBATCHED
+        if self._rebatched:
+            if whole is None:
+                raise OptionError("Rebatching needs a batch_size. Received: batch_size=None.")
+            at_a_time = whole if rebatched_worker_size is None else rebatched_worker_size
+            if at_a_time > whole:
+                raise UsageError(
+                    f"rebatched_worker_size is at most the rows of a call, {whole}. Received: "
+                    f"{at_a_time}."
+                )
+            chosen.update(batch_size=at_a_time, drop_last=False)
+        if persistent_workers is None:
+            persistent_workers = num_workers > 0
+        super().__init__(
+            dataset,
+            num_workers=num_workers,
+            persistent_workers=persistent_workers,
+            **chosen,
+            **options_of_torch,
+        )
+        rows = 0 if iterable else len(options_of_torch.get("sampler", dataset))
+        if not drop_last and whole and rows % whole:
+            note_once(
+                f"With drop_last=False the last batch has {rows % whole} rows, and a compiled "
+                f"model takes {whole}. Pad it, or leave it out."
+            )
+        self._running: list[Ahead] = []
+
+    def __iter__(self) -> Any:
+        """Batches of `combined_batch_size` rows."""
+        if self.num_workers and self.multiprocessing_context is None:
+            self.multiprocessing_context = None if devices.platform() == "cpu" else "forkserver"
+        batches: Iterable[Any] = super().__iter__()
+        if self._rebatched:
+            assert self.combined_batch_size is not None
+            batches = _rebatched(batches, self.combined_batch_size, self._drops)
+        if self.mode is DataLoaderMode.SYNC:
+            return iter(batches)
+        ahead = Ahead(batches, self._buffer)
+        self._running.append(ahead)
+        return iter(ahead)
+
+    def __len__(self) -> int:
+        """How many batches there are; rows in the dataset / rows of a batch, when rebatched."""
+        if not self._rebatched:
+            return super().__len__()
+        assert self.combined_batch_size is not None
+        rows: Any = (
+            self.dataset if isinstance(self.dataset, torch_data.IterableDataset) else self.sampler
+        )
+        full, rest = divmod(len(rows), self.combined_batch_size)
+        return full + bool(rest and not self._drops)
+
+    def terminate(self) -> None:
+        """Stop reading ahead."""
+        for ahead in self._running:
+            ahead.stop()
+        self._running.clear()
+
+
+class _Groups:
+    """A sampler that joins several batches of another."""
+
+    def __init__(self, sampler: Any, count: int, drop_last: bool) -> None:
+        self._sampler, self._count, self._drops = sampler, count, drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        group: list[int] = []
+        filled = 0
+        for batch in self._sampler:
+            group += list(batch)
+            filled += 1
+            if filled == self._count:
+                yield group
+                group, filled = [], 0
+        if group and not self._drops:
+            yield group
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self._sampler), self._count)
+        return full + bool(rest and not self._drops)
+
+
+class Ahead:
+    """Reads an iterable in a thread, a few elements ahead of whoever iterates.
+
+    Args:
+        source: what to read.
+        size: how many elements ahead.
+    """
+
+    _END = object()
+
+    def __init__(self, source: Iterable[Any], size: int) -> None:
+        self._queue: queue.Queue[Any] = queue.Queue(size)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._read, args=(source,), name="tailrace-loader", daemon=True
+        )
+        self._thread.start()
+
+    def _read(self, source: Iterable[Any]) -> None:
+        try:
+            for item in source:
+                if not self._put(item):
+                    return
+            self._put(self._END)
+        except BaseException as error:  # raised again where the elements are used
+            self._put(error)
+
+    def _put(self, item: Any) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            while (item := self._next()) is not self._END:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the thread; one that the dataset keeps is left behind, and ends with it."""
+        self._stopped.set()
+        self._thread.join(timeout=STOP_S)
+
+    def _next(self) -> Any:
+        waited, note_at = 0.0, NOTE_S
+        while True:
+            try:
+                return self._queue.get(timeout=LOOK_S)
+            except queue.Empty:
+                waited += LOOK_S
+            if waited >= note_at:
+                logger.warning(
+                    f"Still waiting for the next batch of a loader, for {waited:.0f} s now."
+                )
+                note_at *= 2
+
+
+def _rebatched(batches: Iterable[Any], rows: int, drop_last: bool) -> Iterator[Any]:
+    """Batches of any size, cut anew into batches of `rows`."""
+    kept: Any = None
+    for batch in batches:
+        kept = batch if kept is None else _joined(kept, batch)
+        while _rows(kept) >= rows:
+            yield rebuild(kept, lambda t: t[:rows])
+            rest = rebuild(kept, lambda t: t[rows:])
+            kept = rest if _rows(rest) else None
+            if kept is None:
+                break
+    if kept is not None and not drop_last:
+        yield kept
+
+
+def _joined(first: Any, second: Any) -> Any:
+    others = iter([leaf for _, leaf in flatten(second)])
+    return rebuild(first, lambda t: torch.cat([t, next(others)]))
+
+
+def _rows(batch: Any) -> int:
+    return len(next(leaf for _, leaf in flatten(batch)))
+
+
+def _pieces(options: Any) -> int:
+    if isinstance(options, int) and not isinstance(options, bool) and options > 0:
+        return options
+    found = getattr(options, "options", options)
+    if isinstance(found, ModelOptions):
+        return found.pieces
+    raise OptionError(
+        f"A loader joins the batches of one call, so it must know how many there are: give the "
+        f"model, its tt.ModelOptions, or the number. Received: {options!r}."
+    )
+
+
+def _mode(mode: Any) -> DataLoaderMode:
+    try:
+        return DataLoaderMode(mode)
+    except ValueError:
+        raise OptionError(
+            f"The mode of a loader is one of {', '.join(repr(str(m)) for m in DataLoaderMode)}. "
+            f"Received: mode={mode!r}."
+        ) from None
+
+
+def _buffer_size(options: dict[str, Any] | None) -> int:
+    given = dict(options or {})
+    size = given.pop("buffer_size", 3)
+    ignored = {"miss_sleep_time_in_ms", "load_indefinitely", "early_preload", "sharing_strategy"}
+    if wrong := [name for name in given if name not in ignored]:
+        raise UsageError(
+            f"async_options has 'buffer_size'. Received: {wrong[0]!r}. (Rebatching is a mode: "
+            f"mode='async_rebatched'.)"
+        )
+    for name in given:
+        note_once(f"async_options[{name!r}] is about processes with shared memory; there are none.")
+    return size

@@ -1,0 +1,154 @@
+"""The options of a model, checked when they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from typing import Any
+
+from tailrace.errors import OptionError, PlanError
+from tailrace.pipeline.lowering.forward_backward import RECOMPUTE
+from tailrace.pipeline.schedule.schedules import PipelineSchedule
+from tailrace.program.step.accumulation import Accumulation, Reduction
+from tailrace.taps.tap import MOST_BYTES
+from tailrace.torch.calls.output_modes import OutputMode, Returned
+from tailrace.torch.tracing.blocks import Staging
+
+
+class Execution(enum.StrEnum):
+    """How blocks on several devices run: overlapped as a pipeline, or one device at a time."""
+
+    PIPELINED = "pipelined"
+    SHARDED = "sharded"
+
+
+PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """What `tt.training_model` and `tt.inference_model` are told besides the module.
+
+    Attributes:
+        device_iterations: how many steps (training) or batches (inference) one call runs.
+        accumulation: how many microbatches make a step, or a `tr.Accumulation`.
+        replicas: how many copies run side by side, each on its own part of the batch.
+        output_mode: which outputs a call returns: see `tt.OutputMode`.
+        output_return_period: the period of "every_n".
+        reduction: of gradients over microbatches and replicas: "mean", "sum" or "running_mean".
+        precision: of matrix products: "default", "high" or "highest".
+        offload_optimizer_state: keep the optimizer's state off the device between updates.
+        shard_optimizer_state: give each replica a share of it, instead of all of it.
+        offload_activations: keep what backward passes need of forward passes off the device.
+        seed: where random numbers (dropout) come from.
+        execution: "pipelined" or "sharded", for a module with blocks on several devices.
+        stages: how blocks make stages: by "device", a new one for each block ("increment"), or a
+            list with the names of the blocks of each stage.
+        schedule: of a pipeline, see `tr.PipelineSchedule`; "auto": the fastest that the number of
+            microbatches allows.
+        recompute: whether a pipeline computes activations again instead of keeping them.
+        observe: taps; their records are in `model.records` after each call.
+        observe_bytes: the most that records of one call may take on the device.
+        run_dir: a directory that keeps history and records of all calls.
+    """
+
+    device_iterations: int = 1
+    accumulation: Accumulation | int = 1
+    replicas: int = 1
+    output_mode: Any = OutputMode.DEFAULT
+    output_return_period: int = 1
+    reduction: Reduction | str | None = None
+    precision: str | None = None
+    offload_optimizer_state: bool = False
+    shard_optimizer_state: bool = False
+    offload_activations: bool = False
+    seed: int | None = None
+    execution: Execution | str = Execution.PIPELINED
+    stages: Any = "device"
+    schedule: Any = "auto"
+    recompute: bool | str = False
+    observe: Any = ()
+    observe_bytes: int = MOST_BYTES
+    run_dir: Any = None
+    returned: Returned = dataclasses.field(init=False)
+    staging: Staging = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("device_iterations", "replicas"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} is a number of at least 1. Received: {name}={value!r}.")
+        object.__setattr__(self, "accumulation", Accumulation.of(self.accumulation))
+        given = None if self.reduction is None else Reduction.parse(self.reduction)
+        if given is not None:
+            changed = dataclasses.replace(self.accumulation, reduction=given)  # type: ignore[type-var]
+            object.__setattr__(self, "accumulation", changed)
+        object.__setattr__(
+            self, "returned", Returned.of(self.output_mode, self.output_return_period)
+        )
+        period = self.output_return_period
+        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+            raise OptionError(
+                f"output_return_period is a number of at least 1: of how many values one is returned. "
+                f"Received: output_return_period={period!r}."
+            )
+        self._check_pipeline()
+        if not isinstance(self.run_dir, str | os.PathLike | None):
+            raise OptionError(
+                f"run_dir is the path of a directory, or None. Received: run_dir={self.run_dir!r}."
+            )
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise OptionError(
+                f"precision is one of {', '.join(map(repr, PRECISIONS))}. "
+                f"Received: precision={self.precision!r}."
+            )
+        if self.seed is not None and (
+            isinstance(self.seed, bool) or not isinstance(self.seed, int)
+        ):
+            raise OptionError(f"seed is an integer. Received: seed={self.seed!r}.")
+        staging = self.stages if isinstance(self.stages, Staging) else None
+        if isinstance(self.stages, str) and self.stages not in ("device", "increment"):
+            raise OptionError(
+                f"stages is 'device', 'increment' or a list with the names of the blocks of each "
+                f"stage. Received: stages={self.stages!r}."
+            )
+        object.__setattr__(self, "staging", staging or Staging(self.stages))
+        try:
+            object.__setattr__(self, "execution", Execution(self.execution))
+        except ValueError:
+            raise OptionError(
+                f"execution is 'pipelined' or 'sharded'. Received: execution={self.execution!r}."
+            ) from None
+
+    def _check_pipeline(self) -> None:
+        """Also where there is no pipeline: what is wrong should not wait for one."""
+        if self.schedule not in ("auto", *PipelineSchedule):
+            try:
+                PipelineSchedule(self.schedule)
+            except PlanError:
+                names = ", ".join(repr(str(one)) for one in PipelineSchedule)
+                raise OptionError(
+                    f"schedule is 'auto', {names}. Received: schedule={self.schedule!r}."
+                ) from None
+        if self.recompute not in RECOMPUTE:
+            raise OptionError(
+                f"recompute is False, True, 'then' or 'interleaved'. "
+                f"Received: recompute={self.recompute!r}."
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches make a step."""
+        return self.accumulation.microbatches  # type: ignore[union-attr]
+
+    @property
+    def pieces(self) -> int:
+        """Into how many microbatches one call is cut."""
+        return self.device_iterations * self.microbatches * self.replicas
+
+    def resolved_mode(self, default: OutputMode) -> Returned:
+        """The mode of outputs, with its default filled in."""
+        found: Returned = self.returned.resolved(Returned(default))
+        found.check(self.device_iterations)
+        return found

@@ -1,0 +1,139 @@
+"""What a call returns of a tensor that every microbatch makes anew: all, the last, a sum, every n-th.
+
+With DI device iterations, M microbatches each, R replicas, and s = (d0, ...) the shape of the tensor in
+one microbatch on one replica, K copies of it come back: DI*M*R for ALL, DI*M*R/N for EVERY_N, R for
+FINAL and SUM. K copies are joined along dim 0, ordered by iteration, microbatch, replica; one copy has
+shape s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import OptionError
+from tailrace.taps.tap import Every, Tap, every
+from tailrace.torch.errors import UsageError
+
+
+class OutputMode(enum.StrEnum):
+    """Which values of a tensor a call returns.
+
+    DEFAULT means ALL for inference and FINAL for training. EVERY_N returns microbatches N-1, 2N-1,
+    ... of a call, N being the return period.
+    """
+
+    ALL = "all"
+    FINAL = "final"
+    SUM = "sum"
+    EVERY_N = "every_n"
+    DEFAULT = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """A mode together with its period.
+
+    >>> Returned.of("every_n", 5)
+    Returned(mode=<OutputMode.EVERY_N: 'every_n'>, period=5)
+    """
+
+    mode: OutputMode
+    period: int = 1
+
+    @classmethod
+    def of(cls, mode: Any, period: int | None = None) -> Returned:
+        """From what a user gives: a mode, its name, or `tr.every(n)`."""
+        if isinstance(mode, Returned):
+            return mode
+        if isinstance(mode, Every):
+            return cls(OutputMode.EVERY_N, mode.n)
+        try:
+            parsed = OutputMode(mode)
+        except ValueError:
+            raise OptionError(
+                f"An output mode is one of {', '.join(repr(str(m)) for m in OutputMode)}, or "
+                f"tr.every(n). Received: {mode!r}."
+            ) from None
+        if parsed is not OutputMode.EVERY_N:
+            return cls(parsed)
+        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+            raise UsageError(
+                f"EveryN anchor must have output_return_period set to valid positive integer. "
+                f"Received: output_return_period={period!r}."
+            )
+        return cls(parsed, period)
+
+    def resolved(self, default: Returned) -> Returned:
+        """This one, or `default` in place of DEFAULT."""
+        return default if self.mode is OutputMode.DEFAULT else self
+
+    def check(self, iterations: int, pipelined: bool = False) -> None:
+        """Refuse a period that does not fit the device iterations."""
+        if self.mode is not OutputMode.EVERY_N:
+            return
+        received = f"Received: a period of {self.period} and {iterations} device iterations."
+        if self.period > iterations:
+            raise OptionError(
+                f"Return period must be <= to the number of batches per step. {received}"
+            )
+        if iterations % self.period:
+            raise OptionError(
+                f"Return period must be a factor of the number of batches per step. {received}"
+            )
+
+    def tap(self, select: Any, kind: str, microbatches: int, pick: Any = None) -> Tap:
+        """The tap that keeps what this mode returns; `kind` tells its records apart.
+
+        `pick` is a function of the tensor that says what is taken of it.
+        """
+
+        def whole(value: Any) -> Any:
+            return value if pick is None else pick(value)
+
+        whole.__name__ = kind
+        mode: Any = str(self.mode)
+        if self.mode is OutputMode.EVERY_N:
+            # On the device whole steps are kept or not. A period counts microbatches: it is one of
+            # steps where a step has one, and otherwise what is kept of all is chosen on the host.
+            mode = every(self.period) if microbatches == 1 and self.period > 1 else "all"
+        return Tap(select, mode=mode, reduce=whole)
+
+    def arrange(
+        self, part: Any, iterations: int, microbatches: int, replicas: int, shape: Any = None
+    ) -> np.ndarray:
+        """The array that a call returns, from what its execution emitted for the tap.
+
+        `shape` is that of one value, where it is not that of the tensor.
+        """
+        value = np.asarray(part.value)
+        collected = self.mode in (OutputMode.FINAL, OutputMode.SUM)
+        loops = 0 if collected else part.one.loops
+        shape = part.one.entry.shape if shape is None else shape
+        if replicas == microbatches == 1 and collected:
+            return value  # by far the most frequent case
+        if replicas > 1:
+            value = np.moveaxis(value, 0, loops) if part.one.differs else value[0]
+        if collected:
+            if self.mode is OutputMode.SUM and part.one.loops == 1 and microbatches > 1:
+                value = value * value.dtype.type(microbatches)  # one value stands for them all
+            lead = (replicas,)
+        else:
+            rows = value.shape[0]
+            if loops == 1:
+                value = value[:, None]
+            lead = (rows, microbatches, replicas)
+        if replicas == 1 or not part.one.differs:
+            value = np.expand_dims(value, len(lead) - 1)
+        value = np.broadcast_to(value, (*lead, *shape))
+        if not collected:
+            value = value.reshape(-1, replicas, *shape)
+            stride = self.period * len(value) // (iterations * microbatches)
+            value = value[stride - 1 :: stride]
+        copies = int(np.prod(value.shape[: value.ndim - len(shape)], dtype=np.int64))
+        if copies == 1:
+            return value.reshape(shape)
+        return value.reshape(copies * shape[0], *shape[1:]) if shape else value.reshape(copies)

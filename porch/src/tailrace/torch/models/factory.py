@@ -1,0 +1,75 @@
+"""`tt.training_model` and `tt.inference_model`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from tailrace.errors import OptionError
+from tailrace.torch.calls.options import ModelOptions
+from tailrace.torch.models.inference import InferenceModel
+from tailrace.torch.models.training import TrainingModel
+
+
+def training_model(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> TrainingModel:
+    """Wrap a module for training on the device.
+
+    A call takes what the module's `forward` takes, with the rows of all microbatches of the call in
+    dim 0, trains `device_iterations` steps and returns what `forward` returned. The loss is what a
+    loss function of PyTorch, or `tt.identity_loss`, made in `forward`.
+
+    Args:
+        module: the module; its forward computes the loss.
+        optimizer: of `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
+        **options: see `tt.ModelOptions`: device_iterations, accumulation, replicas, output_mode, ...
+
+    Example:
+        >>> class Fit(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = torch.nn.Linear(1, 1)
+        ...     def forward(self, x, y):
+        ...         out = self.linear(x)
+        ...         return out, torch.nn.functional.mse_loss(out, y)
+        >>> module = Fit()
+        >>> model = training_model(module, torch.optim.SGD(module.parameters(), lr=0.5),
+        ...                        device_iterations=100)
+        >>> x = torch.linspace(0, 1, 800)[torch.randperm(800)].reshape(800, 1)
+        >>> out, loss = model(x, 3 * x + 1)
+        >>> bool(loss < 0.1), out.shape
+        (True, torch.Size([8, 1]))
+    """
+    return TrainingModel(module, optimizer, _options(options))
+
+
+def inference_model(module: torch.nn.Module, **options: Any) -> InferenceModel:
+    """Wrap a module for running on the device.
+
+    A call takes what the module's `forward` takes and returns what it returns, for all
+    `device_iterations` batches in dim 0. If the module is also wrapped for training, each call uses
+    the latest weights.
+
+    Args:
+        module: the module, in the mode (`eval()` or not) that it is to run in.
+        **options: see `tt.ModelOptions`: device_iterations, replicas, output_mode, observe, ...
+
+    Example:
+        >>> model = inference_model(torch.nn.Linear(2, 3).eval(), device_iterations=4)
+        >>> model(torch.ones(20, 2)).shape
+        torch.Size([20, 3])
+    """
+    return InferenceModel(module, _options(options))
+
+
+def _options(given: dict[str, Any]) -> ModelOptions:
+    known = {field.name for field in dataclasses.fields(ModelOptions) if field.init}
+    wrong = [name for name in given if name not in known]
+    if wrong:
+        raise OptionError(
+            f"There is no option {wrong[0]!r}. Options are: {', '.join(sorted(known))}."
+        )
+    return ModelOptions(**given)

@@ -1,0 +1,227 @@
+"""A training model notices what has changed since its last call, and goes on from there.
+
+before a call          what models with the same weights have trained is taken over
+  other parameters       the module was changed: everything is built from the host again
+  other flags or state   the optimizer was changed: the program is made anew, the weights stay
+  other numbers          go to the device, at no cost
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tailrace.errors import ProgramError
+from tailrace.program.step.training_step import TrainState
+from tailrace.torch.calls.arrays import array_of
+from tailrace.torch.models.base import Model
+from tailrace.torch.models.random_layers import note_what_is_lacking
+from tailrace.torch.models.shared_parameters import Sharing
+from tailrace.torch.models.weights import link, trainer_of, unlink
+from tailrace.torch.optim.binding import DeviceOptimizer
+from tailrace.torch.tracing.forward import Forward
+from tailrace.torch.tracing.module_function import training_modes
+from tailrace.torch.tracing.watch import current_watch
+
+
+class FollowingModel(Model):
+    """What a training model does between calls.
+
+    Attributes:
+        optimizer: the PyTorch object.
+        version: how often weights on the device have changed.
+    """
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self._dirty, self.version, self._step = False, 0, 0
+        self._follows, self._restructured, self._reloaded = True, False, False
+        self._held: TrainState | None = None
+        self._unused: frozenset[str] = frozenset()
+        module, self._sharing = self.module, Sharing(self)
+        self._sharing.tensors = dict((*module.named_parameters(), *module.named_buffers()))
+        self.optimizer = optimizer
+        self._device_optimizer = self._bind(optimizer)
+        self._note_form()
+        self._hypers: Any = None
+        link(module, self)
+        self._sharing.join(module)
+        self._hook(optimizer)
+        if optimizer.state:  # it has made steps, in another process perhaps
+            note_what_is_lacking(module)
+
+    def copy_weights_to_host_if_needed(self) -> bool:
+        """Copy weights to the host if training has changed them since; returns whether it had."""
+        raise NotImplementedError
+
+    # -- what the module and models with the same weights ask for -------------------------------
+
+    def _refresh(self) -> None:
+        """Bring the host's tensors up to date; the module calls this when weights are read."""
+        self.copy_weights_to_host_if_needed()
+        for other, _ in self._sharing.others:
+            other.copy_weights_to_host_if_needed()
+
+    def _note_restructuring(self) -> None:
+        """Another parameter or module is put into the module: the next call starts over."""
+        if current_watch() is None:  # what forward itself does is part of the program
+            self._restructured = True
+
+    def _holders(self) -> list[Any]:
+        """This model and those that hold some of its weights."""
+        return [self, *(other for other, _ in self._sharing.others)]
+
+    def _latest(self) -> TrainState:
+        """Weights, optimizer state and buffers, with what other models have trained of them."""
+        self._take_shared()
+        return self._state()
+
+    # -- what changes between calls -------------------------------------------------------------
+
+    def _before_call(self) -> None:
+        if trainer_of(self.module) is not self:  # destroyed before
+            link(self.module, self)
+            self._sharing.join(self.module)
+        self._take_shared()
+        if self._outdated():
+            self._start_over(self.optimizer)
+        bound = self._device_optimizer
+        chosen = self._follows and bound.choices() != self._choices
+        if self._reloaded or chosen or bound.forms() != self._forms:
+            self._take_optimizer(self.optimizer)
+
+    def _outdated(self) -> bool:
+        """Whether the module has other parameters than the program, or of another dtype."""
+        pairs = zip(self._device_optimizer.forms(), self._forms, strict=True)
+        return self._restructured or any(now != before for (_, now), (_, before) in pairs)
+
+    def _before_making(self, forward: Forward) -> None:
+        self._unused = forward.unused
+        self._take_optimizer(self.optimizer, anew=True)
+
+    def _before_run(self) -> None:
+        if self._follows:
+            self._apply_hypers()
+
+    def _apply_hypers(self) -> None:
+        values = self._device_optimizer.hypers()
+        if self._held is not None:
+            after = {**self._held.optimizer_state, "hyper": jnp.asarray(values)}
+            self._held = self._held._replace(optimizer_state=after)
+        elif self._program is not None and (values != self._hypers).any():
+            self._program.set_hypers(values)
+            self._hypers = values
+
+    def _note_form(self) -> None:
+        """Remember what decided which program there is, to notice when it changes."""
+        bound = self._device_optimizer
+        self._choices, self._forms = bound.choices(), bound.forms()
+
+    def _take_optimizer(self, optimizer: torch.optim.Optimizer, anew: bool = False) -> None:
+        """Go on with an optimizer as it is now: its flags, its parameters, its state."""
+        same, before = optimizer is self.optimizer, self._device_optimizer
+        changed = before.forms() != self._forms or before.choices() != self._choices
+        if same and not (anew or changed or self._reloaded):
+            return
+        exists = self._program is not None or self._held is not None
+        if exists and not self._reloaded:
+            before.take_over(self._state().optimizer_state)
+        bound = self._bind(optimizer)
+        if not same:
+            for hook in self._hooks:
+                hook.remove()
+            self._hook(optimizer)
+        goes_on = bound.key == before.key and not self._reloaded and (same or not optimizer.state)
+        if exists and not goes_on:
+            if bound.key != before.key:
+                self._drop_program()
+            state = self._state()
+            state = state._replace(optimizer_state=bound.init(state.params))
+            if self._program is None:
+                self._held = state
+            else:
+                self._program.put(state)
+                self._hypers = bound.hypers()
+        self.optimizer, self._device_optimizer, self._reloaded = optimizer, bound, False
+        self._note_form()
+
+    def _take_shared(self) -> None:
+        """Take over what models with the same weights have trained since."""
+        names: set[str] = set()
+        for other, shared in self._sharing.newer():
+            other.copy_weights_to_host_if_needed()
+            names |= shared
+            self._reloaded |= other.optimizer is self.optimizer
+        if not names or self._restructured:
+            return
+        values = {name: array_of(self._sharing.tensors[name]) for name in names}
+        if self._program is not None:
+            self._program.put_weights(values)
+        elif self._held is not None:
+            parts = (self._held.params, self._held.model_state)
+            taken = [{n: jnp.array(values.get(n, v)) for n, v in p.items()} for p in parts]
+            self._held = self._held._replace(params=taken[0], model_state=taken[1])
+
+    def _start_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Build everything from the host again, for a module that has other parameters now."""
+        self.copy_weights_to_host_if_needed()
+        self._forget_program()
+        self._restructured = self._dirty = False
+        unlink(self.module, self)
+        self._sharing.join(self.module)
+        link(self.module, self)
+        modes = training_modes(self.module)
+        self._training = {name: self._training.get(name, mode) for name, mode in modes.items()}
+        self.version += 1
+        self._take_optimizer(optimizer, anew=True)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _bind(
+        self, optimizer: torch.optim.Optimizer, unused: frozenset[str] | None = None
+    ) -> DeviceOptimizer:
+        names = {id(value): name for name, value in self._sharing.tensors.items()}
+        summed = str(self._options.accumulation.reduction) == "sum"  # type: ignore[union-attr]
+        scale = self._options.replicas if summed else 1
+        before = self.__dict__.get("_device_optimizer")
+        unused = self._unused if unused is None else unused
+        return DeviceOptimizer(optimizer, names, scale, unused=unused, before=before)
+
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        self._hooks = (
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._after_load_state_dict),
+        )
+
+    def _before_state_dict(self, _: Any) -> None:
+        self.copy_weights_to_host_if_needed()
+
+    def _after_load_state_dict(self, _: Any) -> None:
+        self._reloaded = True
+        note_what_is_lacking(self.module)
+
+    def _state(self) -> TrainState:
+        if self._program is not None:
+            return self._program.state
+        if self._held is None:
+            raise ProgramError(
+                "Model has not been compiled or has been destroyed. Call it, or compile(...) it."
+            )
+        return self._held
+
+    def _check_alive(self) -> None:
+        self._state()
+
+    def _drop_program(self) -> None:
+        if self._program is not None:
+            self._held = jax.tree.map(jnp.copy, self._program.state)
+            self._step = self._program.engine.step
+        super()._drop_program()
+
+    def _forget_program(self) -> None:
+        if self._program is not None:
+            self._step = self._program.engine.step
+            self._program.close()
+        self._program, self._held = None, None

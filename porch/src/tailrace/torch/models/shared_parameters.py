@@ -1,0 +1,66 @@
+"""Training models that hold the same tensors, such as the two of a GAN.
+
+Each has its own copy on the device and trains it. Before one of them runs, what the others have trained
+since goes through the host's tensors into its copy, so that at most one is ahead of the host at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+_changes = [0]
+"""How often a model has joined or left: what others know of it is looked up again after that."""
+
+
+class Sharing:
+    """The tensors of one training model, and which other models hold some of them.
+
+    Attributes:
+        tensors: parameters and buffers by name, as they were when the model joined.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._others: list[tuple[Any, frozenset[str]]] = []
+        self._known, self._seen = -1, weakref.WeakKeyDictionary[Any, int]()
+
+    def join(self, module: torch.nn.Module) -> None:
+        """Take part from now on, with the tensors that the module has."""
+        self.tensors = dict((*module.named_parameters(), *module.named_buffers()))
+        _living.add(self._owner())
+        _changes[0] += 1
+
+    def leave(self) -> None:
+        """Take part no longer."""
+        _living.discard(self._owner())
+        self._others = []
+        _changes[0] += 1
+
+    @property
+    def others(self) -> list[tuple[Any, frozenset[str]]]:
+        """The models that hold some of the same tensors, with the names that those have here."""
+        if self._known != _changes[0]:
+            self._known = _changes[0]
+            own = self._owner()
+            found = []
+            for other in _living if own in _living else ():
+                theirs = {id(tensor) for tensor in other._sharing.tensors.values()}
+                names = frozenset(n for n, t in self.tensors.items() if id(t) in theirs)
+                if names and other is not own:
+                    found.append((other, names))
+            self._others = found
+        return self._others
+
+    def newer(self) -> Iterator[tuple[Any, frozenset[str]]]:
+        """Those of them that have changed their weights since this was asked before."""
+        for other, names in self.others:
+            version = other.version
+            if self._seen.get(other, 0) != version:
+                self._seen[other] = version
+                yield other, names

@@ -1,0 +1,204 @@
+"""A module that trains on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tailrace.messages import note_once
+from tailrace.program.step.training_step import TrainState
+from tailrace.records.history import History
+from tailrace.torch.calls.arrays import tensor_of
+from tailrace.torch.calls.options import ModelOptions
+from tailrace.torch.calls.output_modes import OutputMode
+from tailrace.torch.errors import UsageError
+from tailrace.torch.models.host_sync import FollowingModel
+from tailrace.torch.models.random_layers import note_what_is_lacking
+from tailrace.torch.models.saving import check_same_form, read_state, write_state
+from tailrace.torch.models.weights import unlink
+from tailrace.torch.programs.train import TrainingProgram
+from tailrace.torch.tracing.forward import Forward, weights_of
+
+
+class TrainingModel(FollowingModel):
+    """A module that trains on the device; made by `tt.training_model`."""
+
+    _default_mode = OutputMode.FINAL
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        options: ModelOptions,
+    ) -> None:
+        super().__init__(module, options)
+        if optimizer is None:
+            optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
+        self._programs = 0
+        self._begin(optimizer)
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def copy_weights_to_host(self) -> None:
+        """Copy weights, buffers and optimizer state from the device into the PyTorch objects."""
+        self._check_alive()
+        if self._restructured:
+            return  # the host was up to date then, and has weights since that no program knows
+        self._take_shared()
+        state = self._state()
+        self._dirty = False  # before anything is read, which would ask for this again
+        with torch.no_grad():
+            for name, tensor in self.module.named_parameters():
+                source = state.params if name in state.params else state.model_state
+                tensor.copy_(tensor_of(source[name]))
+            for name, tensor in self.module.named_buffers():
+                tensor.copy_(tensor_of(state.model_state[name]))
+        if not self._reloaded:
+            self._device_optimizer.take_over(state.optimizer_state)
+
+    def copy_weights_to_host_if_needed(self) -> bool:
+        """The same, if training has changed them since; returns whether it had."""
+        if not self._dirty:
+            return False
+        self.copy_weights_to_host()
+        return True
+
+    def copy_weights_to_device(self) -> None:
+        """Copy the module's weights and buffers to the device, over what was trained there."""
+        self._check_alive()
+        self._dirty = False
+        params, buffers = weights_of(self.module)
+        state = self._state()._replace(params=params, model_state=buffers)
+        if self._program is None:
+            # Copies: arrays of the host may share the memory of the module's own tensors.
+            self._held = jax.tree.map(jnp.array, state)
+        else:
+            self._program.put(state)
+        self.version += 1
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        """Load weights into the module, and copy them to the device."""
+        found = self.module.load_state_dict(state_dict, strict=strict)
+        note_what_is_lacking(self.module)
+        if self._program is not None:
+            self.copy_weights_to_device()
+        return found
+
+    def save(self, path: Any) -> None:
+        """Write weights, buffers, optimizer state, step count and seed to a file of arrays."""
+        self._check_alive()
+        self._before_call()
+        state = self._state()
+        trees = {
+            "param": state.params,
+            "buffer": state.model_state,
+            "optimizer": state.optimizer_state,
+        }
+        step = self._step if self._program is None else self._program.engine.step
+        kind = type(self.optimizer).__name__
+        note = {"step": step, "seed": self._seed, "optimizer": kind}
+        note |= {"unused": sorted(self._unused), "late": self._device_optimizer.late}
+        write_state(path, trees, note)
+
+    def load(self, path: Any) -> None:
+        """Go on from a file that `save` wrote: training continues as if it had never stopped."""
+        kinds = {"step": int, "seed": int, "optimizer": str, "unused": list, "late": dict}
+        trees, note = read_state(path, kinds)
+        self._take_shared()
+        params, buffers = weights_of(self.module)
+        unused = frozenset(note.get("unused", ()))
+        bound = self._bind(self.optimizer, unused)
+        bound.late = note.get("late", {})
+        fresh = bound.init({n: jnp.asarray(v) for n, v in params.items()})
+        saved = TrainState(
+            trees.get("param", {}), trees.get("optimizer", {}), trees.get("buffer", {})
+        )
+        check_same_form(saved.params, params, "parameters")
+        check_same_form(saved.model_state, buffers, "buffers")
+        check_same_form(saved.optimizer_state, fresh, f"optimizer ({note['optimizer']} saved)")
+        self._drop_program()
+        self._held = jax.tree.map(jnp.asarray, saved)
+        self._step, self._seed = note["step"], note["seed"]
+        self._device_optimizer, self._unused = bound, unused
+        self._restructured = self._reloaded = False
+        self._note_form()
+        self._dirty = True
+        self.version += 1
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use another optimizer, or other numbers of the same one, from the next call on.
+
+        Numbers (learning rates, betas, decays) change without compiling anything. An optimizer that
+        needs other state tensors gets another program. A new one starts from the state that was loaded
+        into it; without any, one of the same class goes on from what there is.
+        """
+        if self._outdated():
+            self._start_over(optimizer)
+        self._take_optimizer(optimizer)
+        self._apply_hypers()
+
+    @property
+    def history(self) -> History:
+        """The loss of each step of the latest call."""
+        if self._program is None:
+            raise UsageError("There is a history after the first call. Call the model first.")
+        return self._program.journal.history
+
+    def destroy(self) -> None:
+        """Copy everything back, free the device and unwrap the module.
+
+        The next call compiles again, for arguments of whatever form it has.
+        """
+        self.copy_weights_to_host_if_needed()
+        for other, _ in self._sharing.others:
+            other._take_shared()
+        self._forget_program()
+        self._sharing.leave()
+        unlink(self.module, self)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _make_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+        program = self._new_program(forward, params, buffers, taps)
+        self._hypers = self._device_optimizer.hypers()
+        if self._held is not None:
+            program.put(self._held)
+            self._hypers = np.asarray(self._held.optimizer_state["hyper"])
+            self._held = None
+        return program
+
+    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+        return TrainingProgram(
+            forward,
+            self._device_optimizer,
+            self._options_of_run(),
+            params,
+            buffers,
+            frozenset(n for n, p in self.module.named_parameters() if not p.requires_grad),
+            taps,
+            self._seed,
+            self._step,
+        )
+
+    def _options_of_run(self) -> ModelOptions:
+        """The options; a program that takes over from another writes to a directory of its own."""
+        self._programs += 1
+        if self._options.run_dir is None or self._programs == 1:
+            return self._options
+        directory = f"{os.fspath(self._options.run_dir)}-{self._programs}"
+        note_once(
+            f"The model has another program from step {self._step} on. Its run: {directory!r}."
+        )
+        return dataclasses.replace(self._options, run_dir=directory)
+
+    def _after_run(self) -> None:
+        self._dirty = True
+        self.version += 1
+        # Schedulers ask whether the optimizer has made a step, and it has, elsewhere.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,0 +1,126 @@
+"""A module whose weights live on the device while it trains: they are copied back when they are read.
+
+Reading a parameter or buffer of the module, by attribute, `parameters()` or `state_dict()`, first
+brings the host's tensors up to date. To notice it, the module and those inside get classes of their
+own for as long as they are wrapped, which behave like the originals in everything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tailrace.torch.errors import WrappedError
+
+
+def owners_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """The training models that a module is inside of, or wrapped in itself.
+
+    The module keeps those models alive: its weights are there and nowhere else.
+    """
+    return vars(type(module)).get("_tailrace_owners", ())
+
+
+def trainer_of(module: torch.nn.Module) -> Any:
+    """The training model that a module is wrapped in; None if it is in none."""
+    return next((owner for owner in owners_of(module) if owner.module is module), None)
+
+
+def link(module: torch.nn.Module, owner: Any) -> None:
+    """Let reading the weights of `module` call `owner._refresh()` first.
+
+    Giving a module inside another parameter or another module calls `owner._note_restructuring()`.
+    """
+    if trainer_of(module) is not None:
+        raise WrappedError(
+            "Model has already been wrapped in 'training_model'. Call destroy() on the wrapped model "
+            "to unwrap it before wrapping it again."
+        )
+    for inner in module.modules():
+        inner.__class__ = _owned_class(inner, (*owners_of(inner), owner))
+
+
+def unlink(module: torch.nn.Module, owner: Any) -> None:
+    """Take the owner away again: without another one, modules get their own classes back."""
+    for inner in module.modules():
+        left = tuple(one for one in owners_of(inner) if one is not owner)
+        inner.__class__ = _owned_class(inner, left)
+
+
+def _owned_class(module: torch.nn.Module, owners: tuple[Any, ...]) -> type:
+    original = vars(type(module)).get("_tailrace_original", type(module))
+    return _reading_class(original, owners) if owners else original
+
+
+def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
+    def before_reading() -> None:
+        for owner in owners:
+            owner._refresh()
+
+    def before_restructuring() -> None:
+        for owner in owners:
+            owner._refresh()
+            owner._note_restructuring()
+
+    def refreshed(name: str) -> property:
+        def read(self: Any) -> Any:
+            before_reading()
+            return self.__dict__[name]
+
+        def write(self: Any, value: Any) -> None:
+            self.__dict__[name] = value
+
+        return property(read, write)
+
+    def getattribute(self: Any, name: str) -> Any:
+        own = self.__dict__
+        if name in own.get("_parameters", ()) or name in own.get("_buffers", ()):
+            before_reading()
+        return original.__getattr__(self, name)  # type: ignore[attr-defined]
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        here = self.__dict__["_modules"].get(name)
+        if (here is not None or isinstance(value, torch.nn.Module)) and value is not here:
+            before_restructuring()
+        original.__setattr__(self, name, value)  # type: ignore[misc]
+
+    def register_parameter(self: Any, name: str, param: Any) -> None:
+        before_restructuring()
+        original.register_parameter(self, name, param)  # type: ignore[attr-defined]
+
+    def add_module(self: Any, name: str, module: Any) -> None:
+        before_restructuring()
+        original.add_module(self, name, module)  # type: ignore[attr-defined]
+
+    def delete(self: Any, name: str) -> None:
+        if name in self.__dict__["_modules"] or name in self.__dict__["_parameters"]:
+            before_restructuring()
+        original.__delattr__(self, name)  # type: ignore[misc]
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        before_reading()
+        made: Any = super(type(self), self).__reduce_ex__(protocol)
+        if made[1] != (type(self),):
+            return made  # the class has its own way
+        return (object.__new__, (original,), *made[2:])  # copies are of the original class
+
+    return type(
+        original.__name__,
+        (original,),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_tailrace_original": original,
+            "_tailrace_owners": owners,
+            "_parameters": refreshed("_parameters"),
+            "_buffers": refreshed("_buffers"),
+            "__getattr__": getattribute,
+            "__setattr__": set_attribute,
+            "__delattr__": delete,
+            "register_parameter": register_parameter,
+            "add_module": add_module,
+            "__reduce_ex__": reduce,
+        },
+    )

@@ -1,0 +1,273 @@
+"""A PyTorch optimizer as the optimizer of a training program.
+
+Its state lives on the device as {"hyper", "step", <slot>: {<parameter>: tensor}} and goes back into
+the PyTorch object, under PyTorch's own names, when weights are copied to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tailrace.errors import OptionError
+from tailrace.messages import note_once
+from tailrace.torch.calls.arrays import array_of, dtype_on_device, tensor_of
+from tailrace.torch.errors import UsageError
+from tailrace.torch.optim.classes import LAMB
+from tailrace.torch.optim.loss_scaling import FACTOR, next_factor
+from tailrace.torch.optim.rules import GroupRule, Hypers, row_of
+
+_KINDS: tuple[tuple[type, str], ...] = (
+    (torch.optim.SGD, "sgd"),
+    (torch.optim.AdamW, "adam"),
+    (torch.optim.Adam, "adam"),
+    (torch.optim.RMSprop, "rmsprop"),
+    (LAMB, "lamb"),
+)
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.optim", "tailrace."))
+
+
+class DeviceOptimizer:
+    """What a PyTorch optimizer does, on the device.
+
+    Args:
+        optimizer: an instance of one of the supported classes.
+        names: the name of each parameter of the module, by the id of the tensor.
+        gradient_scale: gradients are multiplied by this first.
+        scaled_gradients: whether gradients are seen as those of the scaled loss.
+        unused: parameters that have no gradient; they are left alone, as in PyTorch.
+        before: the optimizer until now, whose state a new one of the same class without state of its
+            own goes on from.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        gradient_scale: float = 1,
+        scaled_gradients: bool = False,
+        unused: frozenset[str] = frozenset(),
+        before: DeviceOptimizer | None = None,
+    ) -> None:
+        self._unused = unused
+        self.optimizer, self.gradient_scale = optimizer, gradient_scale
+        self.scaled_gradients = scaled_gradients
+        kind = next((name for one, name in _KINDS if isinstance(optimizer, one)), None)
+        if kind is None:
+            raise UsageError(
+                f"Unsupported optimizer type: updates run on the device, for torch.optim.SGD, Adam, "
+                f"AdamW, RMSprop and those of tt.optim. Received: {type(optimizer).__name__}. Use one "
+                f"of these."
+            )
+        self.kind = kind
+        if "step" in vars(type(optimizer)) and not _is_known(type(optimizer)):
+            note_once(
+                f"Updates run on the device by the rule of {kind!r}; the step method of "
+                f"{type(optimizer).__name__} is not called."
+            )
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.groups = tuple(self._rule(group, names) for group in optimizer.param_groups)
+        self.state_types = {
+            slot: dtype_on_device(dtype)
+            for slot, dtype in getattr(optimizer, "state_types", {}).items()
+            if dtype is not None
+        }
+        goes_on = before is not None and before.kind == kind and not optimizer.state
+        self._source = before.optimizer.state if before and goes_on else optimizer.state
+        self.late = self._late()
+        self.listed = [param for group in optimizer.param_groups for param in group["params"]]
+        self.scaled, self.automatic = self.loss_scaling != 1, False
+        self.clipped = math.isfinite(getattr(optimizer, "max_grad_norm", math.inf))
+
+    def scale_automatically(self) -> None:
+        """Let the scale of the loss follow the gradients, from `loss_scaling` on."""
+        self.scaled = self.automatic = True
+
+    @property
+    def loss_scaling(self) -> float:
+        """What the loss is multiplied with, at first."""
+        return float(getattr(self.optimizer, "loss_scaling", 1.0))
+
+    @property
+    def accum_type(self) -> Any:
+        """The dtype of gradient accumulators; None: the parameter's."""
+        dtype = getattr(self.optimizer, "accum_type", None)
+        return None if dtype is None else dtype_on_device(dtype)
+
+    @property
+    def key(self) -> Any:
+        """Two optimizers with equal keys need the same program."""
+        types = tuple(sorted((k, str(v)) for k, v in self.state_types.items()))
+        scaling = self.scaled and self.loss_scaling
+        scale = (self.gradient_scale, str(self.accum_type), scaling, self.scaled_gradients)
+        scale = (*scale, self.automatic)
+        late = tuple(sorted(self.late.items()))
+        return (self.groups, types, self.clipped, scale, late)
+
+    def forms(self) -> Any:
+        """What of the parameters decides which program it is. Looked at before every call."""
+        return [(param.requires_grad, param.dtype) for param in self.listed]
+
+    def choices(self) -> Any:
+        """What of the optimizer does."""
+        optimizer = self.optimizer
+        norm = getattr(optimizer, "max_grad_norm", math.inf)
+        groups = [
+            (self._flags(group), list(map(id, group["params"]))) for group in optimizer.param_groups
+        ]
+        return (self.loss_scaling, math.isfinite(norm), self.accum_type, groups)
+
+    def keeps_scale(self, param: Any) -> bool:
+        """Whether the gradient of a parameter stays that of the scaled loss until the update.
+
+        In 16 bits it must: dividing it earlier would undo what the scaling is for.
+        """
+        return self.scaled_gradients or jnp.dtype(param.dtype).itemsize < 4
+
+    def hypers(self) -> np.ndarray:
+        """The numbers of all groups as they are now."""
+        scaling = self.loss_scaling
+        norm = float(getattr(self.optimizer, "max_grad_norm", math.inf))
+        return np.array(
+            [row_of(group, scaling, norm) for group in self.optimizer.param_groups], np.float32
+        )
+
+    # -- in the program -------------------------------------------------------------------------
+
+    def init(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """State to begin with; what the PyTorch object has already is taken over."""
+        state: dict[str, Any] = {"hyper": jnp.asarray(self.hypers()), "step": jnp.int32(0)}
+        for rule in self.groups:
+            for slot in rule.slots:
+                filled = state.setdefault(slot, {})
+                for name in rule.params:
+                    filled[name] = self._first(rule, slot, name, params[name])
+        state["step"] = jnp.int32(max(map(self._steps, self.tensors), default=0))
+        if self.automatic:
+            state[FACTOR] = jnp.float32(getattr(self.optimizer, FACTOR, 1.0))
+        return state
+
+    def _steps(self, name: str) -> int:
+        """How many steps a parameter has behind it, as far as it matters: SGD keeps no count."""
+        held = self._held(name)
+        if "step" in held:
+            return int(held["step"])
+        return int(any(value is not None for value in held.values()))
+
+    def _late(self) -> dict[str, int]:
+        """How many steps fewer than others a parameter has made, because it came or thawed later."""
+        steps = {name: self._steps(name) for name in self.tensors}
+        most = max(steps.values(), default=0)
+        return {name: most - own for name, own in steps.items() if own != most}
+
+    def _first(self, rule: GroupRule, slot: str, name: str, param: Any) -> Any:
+        dtype = self.state_types.get(slot, param.dtype)
+        held = self._held(name).get(slot)
+        if held is not None:
+            return jnp.asarray(array_of(held), dtype)
+        return jnp.full(param.shape, rule.start(slot), dtype)
+
+    def _held(self, name: str) -> Mapping[str, Any]:
+        return self._source.get(self.tensors[name], {})
+
+    def apply(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """Parameters and state after one step."""
+        step = state["step"] + 1
+        after = {slot: dict(v) if isinstance(v, dict) else v for slot, v in state.items()}
+        updated = dict(params)
+        wide = {n: grads[n].astype(jnp.float32) for rule in self.groups for n in rule.params}
+        if self.gradient_scale != 1:
+            wide = {name: grad * jnp.float32(self.gradient_scale) for name, grad in wide.items()}
+        if self.scaled:
+            scaling = Hypers(state["hyper"][0]).loss_scaling
+            if self.automatic:
+                seen = {name: grads[name] for name in wide}
+                after[FACTOR] = updated[FACTOR] = next_factor(seen, params[FACTOR], scaling)
+                scaling = scaling * params[FACTOR]
+            wide = {
+                name: grad / scaling if self.keeps_scale(params[name]) else grad
+                for name, grad in wide.items()
+            }
+        if self.clipped:
+            norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in wide.values()))
+            most = Hypers(state["hyper"][0]).max_grad_norm
+            share = jnp.minimum(most / (norm + 1e-6), 1)
+            wide = {name: grad * share for name, grad in wide.items()}
+        for number, rule in enumerate(self.groups):
+            numbers = Hypers(state["hyper"][number])
+            for name in rule.params:
+                param = params[name]
+                slots = {slot: state[slot][name].astype(jnp.float32) for slot in rule.slots}
+                own = step - self.late[name] if name in self.late else step
+                with jax.named_scope(name):
+                    new = rule.update(param.astype(jnp.float32), wide[name], slots, numbers, own)
+                updated[name] = new.astype(param.dtype)
+                for slot, value in slots.items():
+                    after[slot][name] = value
+        after["step"] = step
+        return updated, after
+
+    # -- on the host ----------------------------------------------------------------------------
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Put the state of the device into the PyTorch object."""
+        step = int(np.asarray(state["step"]))
+        if self.automatic:
+            setattr(self.optimizer, FACTOR, float(np.asarray(state[FACTOR])))
+        for rule in self.groups:
+            for name in rule.params:
+                own, tensor = step - self.late.get(name, 0), self.tensors[name]
+                if own < 1:
+                    continue  # PyTorch makes state in the first step
+                found: dict[str, Any] = {
+                    slot: tensor_of(state[slot][name]).to(tensor.device) for slot in rule.slots
+                }
+                if self.kind != "sgd":
+                    found["step"] = torch.tensor(float(own))
+                if found:
+                    self.optimizer.state[tensor].update(found)
+
+    def _rule(self, group: Mapping[str, Any], names: Mapping[int, str]) -> GroupRule:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise OptionError(
+                    f"The optimizer of a model updates that model's parameters. It holds another "
+                    f"one, of shape {list(param.shape)}. Make it from module.parameters(), after the "
+                    f"module is complete."
+                )
+        trained = [
+            param
+            for param in group["params"]
+            if param.requires_grad and names[id(param)] not in self._unused
+        ]
+        self.tensors.update({names[id(param)]: param for param in trained})
+        params = tuple(names[id(param)] for param in trained)
+        return GroupRule(self.kind, params, self._flags(group))
+
+    def _flags(self, group: Mapping[str, Any]) -> frozenset[str]:
+        flags = {
+            flag
+            for flag in ("nesterov", "amsgrad", "maximize", "centered")
+            if group.get(flag, False)
+        }
+        flags |= {f for f in ("momentum", "dampening", "weight_decay") if group.get(f, 0) != 0}
+        if group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)):
+            flags.add("decoupled")
+        if self.kind == "lamb":
+            flags.add("decoupled")
+        if not getattr(self.optimizer, "bias_correction", True):
+            flags.add("uncorrected")
+        if getattr(self.optimizer, "use_tf_variant", False):
+            flags.add("tf")
+        if "momentum" not in flags:
+            flags -= {"dampening", "nesterov"}
+        return frozenset(flags)

@@ -1,0 +1,287 @@
+"""The optimizer classes: PyTorch's own, with what training on a device asks for besides."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tailrace.errors import OptionError
+from tailrace.torch.errors import UsageError
+
+
+def _positive(rule: str, name: str, value: Any, default: float) -> float:
+    """A number greater than 0, or the default for None."""
+    if value is None:
+        return default
+    try:
+        found = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not found > 0:
+        raise OptionError(f"{rule} is greater than 0. Received: {name}={value!r}.")
+    return found
+
+
+class _OnDevice:
+    """What all of them have besides PyTorch's options: loss scaling and dtypes."""
+
+    loss_scaling: float
+    accum_type: torch.dtype | None
+    state_types: dict[str, torch.dtype | None]
+    max_grad_norm: float
+
+    def _take_options(
+        self,
+        loss_scaling: float | None,
+        accum_type: torch.dtype | None,
+        max_grad_norm: float | None = None,
+        **state_types: torch.dtype | None,
+    ) -> None:
+        self.loss_scaling = _positive(
+            "loss_scaling multiplies the loss and", "loss_scaling", loss_scaling, 1.0
+        )
+        self.max_grad_norm = _positive(
+            "max_grad_norm is the most that the norm of all gradients may be, and",
+            "max_grad_norm",
+            max_grad_norm,
+            math.inf,
+        )
+        for dtype in (accum_type, *state_types.values()):
+            if dtype not in (None, torch.float16, torch.float32, torch.bfloat16):
+                raise UsageError(
+                    f"Accumulation types must be either torch.float32 or torch.float16 (or "
+                    f"torch.bfloat16). Received: {dtype}."
+                )
+        self.accum_type = accum_type
+        self.state_types = state_types
+
+
+class SGD(_OnDevice, torch.optim.SGD):
+    """`torch.optim.SGD` for training on the device.
+
+    Args:
+        params: as in PyTorch, groups included.
+        lr: as in PyTorch; every other keyword of it too.
+        loss_scaling: the loss is multiplied by this before differentiation, gradients divided after.
+        accum_type: dtype of the gradient accumulators.
+        velocity_accum_type: dtype of the momentum.
+        max_grad_norm: gradients are scaled down to this global norm.
+        use_combined_accum: accepted; accumulator and momentum are separate here.
+        velocity_scaling: accepted; means something only with combined accumulators.
+        **options: PyTorch's own.
+
+    >>> linear = torch.nn.Linear(2, 1)
+    >>> SGD(linear.parameters(), lr=0.1, momentum=0.9).loss_scaling
+    1.0
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        loss_scaling: float | None = None,
+        velocity_scaling: float | None = None,
+        use_combined_accum: bool = False,
+        accum_type: torch.dtype | None = None,
+        velocity_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
+        self._take_options(
+            loss_scaling, accum_type, max_grad_norm, momentum_buffer=velocity_accum_type
+        )
+        self.use_combined_accum, self.velocity_scaling = use_combined_accum, velocity_scaling
+
+
+class _AdamOptions(_OnDevice):
+    bias_correction: bool
+
+    def _take_adam(
+        self,
+        loss_scaling: float | None,
+        bias_correction: bool,
+        accum_type: torch.dtype | None,
+        first: torch.dtype | None,
+        second: torch.dtype | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._take_options(
+            loss_scaling, accum_type, max_grad_norm, exp_avg=first, exp_avg_sq=second
+        )
+        self.bias_correction = bias_correction
+
+
+class Adam(_AdamOptions, torch.optim.Adam):
+    """`torch.optim.Adam` for training on the device; see `SGD` for what it has besides."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        self._take_adam(
+            loss_scaling,
+            True,
+            accum_type,
+            first_order_momentum_accum_type,
+            second_order_momentum_accum_type,
+            max_grad_norm,
+        )
+
+
+class AdamW(_AdamOptions, torch.optim.AdamW):
+    """`torch.optim.AdamW` for training on the device; see `SGD` for what it has besides.
+
+    `bias_correction=False` leaves out the corrections of the two moments.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        loss_scaling: float | None = None,
+        bias_correction: bool = True,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        self._take_adam(
+            loss_scaling,
+            bias_correction,
+            accum_type,
+            first_order_momentum_accum_type,
+            second_order_momentum_accum_type,
+            max_grad_norm,
+        )
+
+
+class RMSprop(_OnDevice, torch.optim.RMSprop):
+    """`torch.optim.RMSprop` for training on the device; see `SGD` for what it has besides.
+
+    `use_tf_variant=True` starts the mean square at 1, has eps inside the root and the learning rate
+    inside the momentum.
+    """
+
+    use_tf_variant: bool
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        *,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        use_tf_variant: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, **options)
+        self._take_options(
+            loss_scaling,
+            accum_type,
+            square_avg=second_order_momentum_accum_type,
+            grad_avg=first_order_momentum_accum_type,
+            momentum_buffer=first_order_momentum_accum_type,
+        )
+        self.use_tf_variant = use_tf_variant
+        if len({group["centered"] for group in self.param_groups}) > 1:
+            raise OptionError(
+                "RMSprop is centered in all parameter groups or in none. Received: both. Use two "
+                "models, or one value."
+            )
+
+
+class LAMB(_OnDevice, torch.optim.Optimizer):
+    """Adam, with each tensor's update scaled to the norm of the tensor (LAMB).
+
+    Args:
+        params: as in PyTorch, groups included.
+        lr: the learning rate.
+        betas: of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, inside the scaled update.
+        bias_correction: whether the moments are corrected for their start at 0.
+        loss_scaling: see `SGD`.
+        max_weight_norm: a tensor's norm counts no more than this; None: 65500.
+        accum_type: dtype of the gradient accumulators.
+        first_order_momentum_accum_type: dtype of the first moment.
+        second_order_momentum_accum_type: dtype of the second moment.
+    """
+
+    bias_correction: bool
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        bias_correction: bool = True,
+        loss_scaling: float | None = None,
+        max_weight_norm: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+    ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise OptionError(
+                f"LAMB needs lr, eps, weight_decay >= 0 and betas in [0, 1). Received: lr={lr}, "
+                f"eps={eps}, weight_decay={weight_decay}, betas={betas}."
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_weight_norm": 65500.0 if max_weight_norm is None else max_weight_norm,
+        }
+        super().__init__(params, defaults)
+        self._take_options(
+            loss_scaling,
+            accum_type,
+            exp_avg=first_order_momentum_accum_type,
+            exp_avg_sq=second_order_momentum_accum_type,
+        )
+        self.bias_correction = bias_correction
+
+    def step(self, closure: Any = None) -> Any:
+        """Refused: updates happen on the device."""
+        raise UsageError(
+            "LAMB updates weights on the device only: give it to tt.training_model(module, "
+            "optimizer) and call the model."
+        )

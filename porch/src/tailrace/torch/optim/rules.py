@@ -1,0 +1,173 @@
+"""How the optimizers update parameters, in JAX: the arithmetic of PyTorch's own, step by step.
+
+What decides which tensors exist (momentum or none, Nesterov or not) is fixed when a model is compiled.
+Every number (learning rates, betas, decays) is an input of the program: changing one costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+COLUMNS = (
+    "lr",
+    "weight_decay",
+    "momentum",
+    "undamped",
+    "beta1",
+    "rest1",
+    "log_beta1",
+    "beta2",
+    "rest2",
+    "log_beta2",
+    "eps",
+    "alpha",
+    "rest_alpha",
+    "max_weight_norm",
+    "loss_scaling",
+    "max_grad_norm",
+)
+"""The numbers of one parameter group, as they travel to the device."""
+
+
+def row_of(group: Mapping[str, Any], loss_scaling: float, max_grad_norm: float) -> list[float]:
+    """The numbers of a parameter group; differences and logarithms are taken in double precision."""
+    beta1, beta2 = (float(beta) for beta in group.get("betas", (0.0, 0.0)))
+    alpha = float(group.get("alpha", 0.0))
+    values = {
+        "lr": float(group["lr"]),
+        "weight_decay": float(group.get("weight_decay", 0.0)),
+        "momentum": float(group.get("momentum", 0.0)),
+        "undamped": 1.0 - float(group.get("dampening", 0.0)),
+        "beta1": beta1,
+        "rest1": 1 - beta1,
+        "log_beta1": math.log(beta1) if beta1 > 0 else -np.inf,
+        "beta2": beta2,
+        "rest2": 1 - beta2,
+        "log_beta2": math.log(beta2) if beta2 > 0 else -np.inf,
+        "eps": float(group.get("eps", 0.0)),
+        "alpha": alpha,
+        "rest_alpha": 1 - alpha,
+        "max_weight_norm": float(group.get("max_weight_norm", 0.0) or 0.0),
+        "loss_scaling": loss_scaling,
+        "max_grad_norm": max_grad_norm,
+    }
+    return [values[name] for name in COLUMNS]
+
+
+class Hypers:
+    """The numbers of one group inside the program, by name."""
+
+    def __init__(self, row: Any) -> None:
+        self._row = row
+
+    def __getattr__(self, name: str) -> Any:
+        # A sum of one number: XLA takes that out of the loop, and would leave a slice in it, which is
+        # a kernel of its own in each step on a GPU.
+        one = np.arange(len(COLUMNS)) == COLUMNS.index(name)
+        found = self.__dict__[name] = jnp.sum(jnp.where(one, self._row, 0))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRule:
+    """How the parameters of one group are updated.
+
+    Attributes:
+        kind: "sgd", "adam", "rmsprop" or "lamb".
+        params: their names.
+        flags: what decides which tensors exist.
+    """
+
+    kind: str
+    params: tuple[str, ...]
+    flags: frozenset[str]
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The state tensors that each parameter has, by PyTorch's names."""
+        has = self.flags.__contains__
+        if self.kind == "sgd":
+            return ("momentum_buffer",) if has("momentum") else ()
+        if self.kind in ("adam", "lamb"):
+            return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if has("amsgrad") else []))
+        return (
+            "square_avg",
+            *(["grad_avg"] if has("centered") else []),
+            *(["momentum_buffer"] if has("momentum") else []),
+        )
+
+    def start(self, slot: str) -> float:
+        """What a state tensor is filled with to begin with."""
+        return 1.0 if slot == "square_avg" and "tf" in self.flags else 0.0
+
+    def update(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+        """The next value of a parameter; `slots` is changed. All in float32; `step` counts from 1."""
+        if "maximize" in self.flags:
+            g = -g
+        if "weight_decay" in self.flags and "decoupled" not in self.flags:
+            g = g + h.weight_decay * p
+        return getattr(self, f"_{self.kind}")(p, g, slots, h, step)
+
+    def _sgd(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+        if "momentum" in self.flags:
+            added = h.undamped * g if "dampening" in self.flags else g
+            buffer = h.momentum * slots["momentum_buffer"] + added
+            if "dampening" in self.flags:
+                buffer = jnp.where(step == 1, g, buffer)  # PyTorch does not damp the first step
+            slots["momentum_buffer"] = buffer
+            g = g + h.momentum * buffer if "nesterov" in self.flags else buffer
+        return p - h.lr * g
+
+    def _moments(self, g: Any, slots: dict[str, Any], h: Hypers) -> tuple[Any, Any]:
+        first = slots["exp_avg"] + h.rest1 * (g - slots["exp_avg"])
+        second = h.beta2 * slots["exp_avg_sq"] + h.rest2 * g * g
+        slots.update(exp_avg=first, exp_avg_sq=second)
+        return first, second
+
+    def _corrections(self, h: Hypers, step: Any) -> tuple[Any, Any]:
+        if "uncorrected" in self.flags:
+            return jnp.float32(1), jnp.float32(1)
+        t = step.astype(jnp.float32)
+        # 1 - beta**t, without the cancellation that it would have in single precision
+        return -jnp.expm1(t * h.log_beta1), -jnp.expm1(t * h.log_beta2)
+
+    def _adam(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+        if "decoupled" in self.flags and "weight_decay" in self.flags:
+            p = p * (1 - h.lr * h.weight_decay)
+        first, second = self._moments(g, slots, h)
+        correction1, correction2 = self._corrections(h, step)
+        if "amsgrad" in self.flags:
+            second = slots["max_exp_avg_sq"] = jnp.maximum(slots["max_exp_avg_sq"], second)
+        denominator = jnp.sqrt(second) / jnp.sqrt(correction2) + h.eps
+        return p - (h.lr / correction1) * first / denominator
+
+    def _lamb(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+        first, second = self._moments(g, slots, h)
+        correction1, correction2 = self._corrections(h, step)
+        update = (first / correction1) / (jnp.sqrt(second / correction2) + h.eps)
+        update = update + h.weight_decay * p
+        weight_norm = jnp.minimum(jnp.sqrt(jnp.sum(p * p)), h.max_weight_norm)
+        update_norm = jnp.sqrt(jnp.sum(update * update))
+        usable = (weight_norm > 0) & (update_norm > 0)
+        trust = jnp.where(usable, weight_norm / jnp.where(usable, update_norm, 1), 1)
+        return p - h.lr * trust * update
+
+    def _rmsprop(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+        square = slots["square_avg"] = h.alpha * slots["square_avg"] + h.rest_alpha * g * g
+        if "centered" in self.flags:
+            mean = slots["grad_avg"] = slots["grad_avg"] + h.rest_alpha * (g - slots["grad_avg"])
+            square = square - mean * mean
+        tf = "tf" in self.flags
+        root = jnp.sqrt(square + h.eps) if tf else jnp.sqrt(square) + h.eps
+        change = g / root
+        if "momentum" not in self.flags:
+            return p - h.lr * change
+        change = h.lr * change if tf else change
+        buffer = slots["momentum_buffer"] = h.momentum * slots["momentum_buffer"] + change
+        return p - buffer if tf else p - h.lr * buffer

@@ -1,0 +1,164 @@
+"""How the execution of a call is dispatched: whole, or in portions, where its elements have to travel.
+
+    whole:     copy all ──▶ compute all ──▶
+    portions:  copy 1 │ copy 2    │ copy 3    │
+                      │ compute 1 │ compute 2 │ compute 3 ──▶
+
+While one portion computes, the elements of the next are on their way, those of several at a time.
+Steps, results and their order are those of the whole. What is wanted of the last step of a call alone
+is made by its last portion, so that the loops of the others need not carry it along.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.jaxprs.walk import BRANCH, WHILE, walk
+from tailrace.program.running.dispatch_lengths import good_piece, pieces
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.running.result_packing import start_copying
+from tailrace.program.tracing.tap_selection import Sight
+from tailrace.taps.frame import Emission
+from tailrace.taps.tap import Mode, StopOnNonfinite
+from tailrace.torch.calls.call_blocks import CallBlocks
+
+LEAST_BYTES = 9 << 18
+"""The elements of a portion, in bytes: with less, dispatching it takes as long as moving them."""
+
+MOST_PORTIONS = 16
+"""More do not make the way to the device faster (measured on a GPU)."""
+
+
+def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -> tuple[int, ...]:
+    """The lengths of the portions of a call.
+
+    Args:
+        steps: of the call.
+        nbytes: its elements.
+        period: portions are multiples of this.
+        ending: whether the last portion is to be a short one of its own.
+
+    >>> lengths_of(100, 5 << 20, ending=True), lengths_of(100, 5 << 20), lengths_of(100, 1 << 20)
+    ((49, 49, 2), (50, 50), (100,))
+    """
+    units, rest = divmod(steps, period)
+    count = min(nbytes // LEAST_BYTES, MOST_PORTIONS, units)
+    if count < 2 or rest:
+        return (steps,)
+    if ending:
+        each = max(1, (units - 1) // count)
+        whole = (units - 1) // each
+        lengths = [*[each] * whole, units - whole * each]
+    else:
+        lengths = list(pieces(units, good_piece(units, -(-units // count))))
+    return tuple(length * period for length in lengths)
+
+
+class Portions:
+    """The execution of a call, in as many dispatches as it is worth.
+
+    Args:
+        runner: runs the steps.
+        sight: what leaves them.
+        steps: of one call.
+        resident: whether the elements of calls are on the device already.
+    """
+
+    def __init__(self, runner: LoopRunner, sight: Sight, steps: int, resident: bool) -> None:
+        self._runner, self._period = runner, sight.period
+        last = [one for one in sight.chosen if one.tap.mode is Mode.FINAL]
+        self.lengths: tuple[int, ...] = (steps,)
+        if not resident and on_accelerator(runner) and _divisible(runner, sight):
+            nbytes = runner.bytes_per_pass * steps
+            self.lengths = lengths_of(steps, nbytes, sight.period, ending=bool(last))
+        runner.packed = on_accelerator(runner)
+        self._body = runner
+        if last and len(self.lengths) > 1:
+            others = [one for one in sight.chosen if one.tap.mode is not Mode.FINAL]
+            self._body = runner.observing(dataclasses.replace(sight, chosen=others).wanted)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many elements each portion takes; none where the call is dispatched whole."""
+        each = self._runner.elements_per_pass
+        return tuple(n * each for n in self.lengths) if len(self.lengths) > 1 else ()
+
+    def compile(self, state: LoopState) -> None:
+        """Compile what a call needs."""
+        for length in dict.fromkeys(self.lengths[:-1]):
+            self._body.compiled(state, length, self._period)
+        self._runner.compiled(state, self.lengths[-1], self._period)
+
+    def dispatch(
+        self, state: LoopState, numbers: Numbers, arrays: list[Any]
+    ) -> tuple[dict[Hashable, Emission], Any]:
+        """Run a call on its elements, stacked.
+
+        Returns:
+            What it emitted, on the host, and an array that is ready when it is over.
+        """
+        placement = self._runner.placement
+        blocks = CallBlocks(arrays, self.counts, placement.shared_out, placement.replicas)
+        each = self._runner.elements_per_pass // placement.local_replicas
+        parts: list[dict[Hashable, Emission]] = []
+        ticket: Any = None
+        for number, length in enumerate(self.lengths, start=1):
+            runner = self._runner if number == len(self.lengths) else self._body
+            block = blocks.take(length * each)
+            emitted, ticket = runner.dispatch(state, length, numbers, 0, self._period, block)
+            parts.append(emitted)
+            numbers = numbers.after(length)
+        start_copying([list(part.values()) for part in parts])
+        return joined(parts), ticket
+
+
+def joined(parts: Sequence[Mapping[Hashable, Emission]]) -> dict[Hashable, Emission]:
+    """What the portions of a call emitted, as the whole would have: step after step.
+
+    What the last one alone has belongs to the last step.
+    """
+    # In this order: while the last one computes, what those before it made is read.
+    *body, last = [_on_host(part) for part in parts]
+    if not body:
+        return last
+    return {
+        key: jax.tree.map(_concatenated, *(part[key] for part in body if key in part), emission)
+        for key, emission in last.items()
+    }
+
+
+def _on_host(part: Mapping[Hashable, Emission]) -> dict[Hashable, Emission]:
+    """What a portion emitted, once it is there."""
+    leaves, structure = jax.tree.flatten(list(part.values()))
+    values = jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves])
+    return dict(zip(part, values, strict=True))
+
+
+def on_accelerator(runner: LoopRunner) -> bool:
+    """Whether elements travel to get where the program runs."""
+    return runner.placement.device.platform != "cpu"
+
+
+def _divisible(runner: LoopRunner, sight: Sight) -> bool:
+    """Whether the portions of a call make the same as the whole, to the last bit."""
+    if runner.placement.mesh is not None:
+        return False  # several devices: what they emit has another form
+    places = {place.position: place for place in walk(runner.traced.jaxpr.eqns)}
+    for one in sight.chosen:
+        mode = one.tap.mode
+        if mode is Mode.SUM or isinstance(one.tap, StopOnNonfinite):
+            return False  # sums of sums are rounded differently; a guard replays the whole
+        around = places[one.entry.position].inside
+        if mode is Mode.FINAL and any(a.kind in (BRANCH, WHILE) for a in around):
+            return False  # the last value may be older than the last portion
+    return True
+
+
+def _concatenated(*arrays: Any) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,223 @@
+"""The program behind a training model: an engine whose executions are calls.
+
+What a call emits is handed back by tap, still as it left the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.errors import OptionError, PlanError
+from tailrace.feeds.feed import HandedFeed
+from tailrace.jaxprs.marks import path_name
+from tailrace.messages import note_once
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.pipeline.schedule.plan import plan
+from tailrace.pipeline.schedule.schedules import PipelineSchedule
+from tailrace.program.running.loop_state import Numbers
+from tailrace.program.step.training_step import TrainState
+from tailrace.records.records import Part, Records
+from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.tap import check_bytes, parse_taps
+from tailrace.torch.calls.options import Execution, ModelOptions
+from tailrace.torch.optim.binding import DeviceOptimizer
+from tailrace.torch.optim.loss_scaling import FACTOR
+from tailrace.torch.programs.portions import Portions
+from tailrace.torch.tracing.forward import Forward
+from tailrace.trainer.description import describe
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.journal import Journal
+from tailrace.trainer.memory_shortage import within_memory
+
+_HYPER = "optimizer_state/hyper"
+
+
+@jax.custom_jvp
+def _scale_gradient(value: Any, factor: Any) -> Any:
+    """The value itself, whose gradient is multiplied by a factor."""
+    return value
+
+
+@_scale_gradient.defjvp
+def _scaled_tangent(primals: Any, tangents: Any) -> Any:
+    tangent = tangents[0]
+    return primals[0], tangent * jnp.asarray(primals[1], tangent.dtype)
+
+
+class TrainingProgram:
+    """An engine whose executions are calls."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        optimizer: DeviceOptimizer,
+        options: ModelOptions,
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Any],
+        frozen: frozenset[str],
+        own_taps: Sequence[Any],
+        seed: int,
+        step: int = 0,
+    ) -> None:
+        self.options, self._automatic = options, optimizer.automatic
+
+        def loss_fn(params: Any, state: Any, element: Any, /) -> Any:
+            scaling: Any = optimizer.loss_scaling
+            if optimizer.automatic:
+                scaling = scaling * params[FACTOR]
+            held = {n: jax.lax.stop_gradient(v) if n in frozen else v for n, v in params.items()}
+            held.pop(FACTOR, None)
+            if optimizer.scaled:
+                held = {
+                    name: value
+                    if optimizer.keeps_scale(value)
+                    else _scale_gradient(value, 1 / scaling)
+                    for name, value in held.items()
+                }
+            loss, after = forward(held, state, element)
+            loss = loss.sum() if loss.ndim else loss
+            return _scale_gradient(loss, scaling) if optimizer.scaled else loss, (after, None)
+
+        accumulation = options.accumulation
+        if optimizer.accum_type is not None:
+            accumulation = dataclasses.replace(accumulation, dtype=optimizer.accum_type)  # type: ignore[type-var]
+        model: Any = loss_fn
+        if forward.spread:
+            model = as_pipeline(loss_fn, forward, options, accumulation)
+            accumulation = 1
+        own = {FACTOR: optimizer.init(params)[FACTOR]} if optimizer.automatic else {}
+        self.engine = Engine(
+            model,
+            optimizer,
+            {**params, **own},
+            accumulation=accumulation,
+            replicas=options.replicas,
+            offload_optimizer_state=options.offload_optimizer_state,
+            shard_optimizer_state=options.shard_optimizer_state,
+            offload_activations=options.offload_activations,
+            model_state=dict(buffers),
+            seed=seed,
+            observe=[*own_taps, *parse_taps(options.observe)],
+        )
+        self.engine.step = step
+        self.journal = Journal(options.run_dir, leaving_out={tap.kind for tap in own_taps})
+        paths = jax.tree_util.tree_flatten_with_path(self.engine.state)[0]
+        self._leaves = {path_name(path): number for number, (path, _) in enumerate(paths)}
+        self.engine.use(HandedFeed(forward.form.spec()))
+        steps, runner, sight = options.device_iterations, self.engine.runner, self.engine.sight
+        microbatches = self.engine.accumulation.microbatches
+        check_bytes(sight.chosen, steps, microbatches, options.replicas, options.observe_bytes)
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(self.engine.delivering())
+        self._open.enter_context(self.journal.open(describe(self.engine, steps)))
+        self._portions = Portions(runner, sight, steps, forward.form.resident)
+
+    def compile(self) -> None:
+        """Compile without running anything."""
+        self._portions.compile(self.engine.loop_state)
+
+    def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
+        """One execution; returns what its taps emitted."""
+        engine, options = self.engine, self.options
+        self.journal.begin(engine.step, options.microbatches, options.replicas)
+        numbers = Numbers(engine.seed, engine.step)
+        with within_memory(engine, options.device_iterations):
+            emitted, ready = self._portions.dispatch(engine.loop_state, numbers, blocks)
+        ticket = engine.dispatched(options.device_iterations, emitted, ready)
+        results = engine.collect(ticket)
+        self.journal.add(results)
+        if results.failure is not None:
+            raise results.failure
+        return {(part.name, part.kind): part for part in results.parts}
+
+    @property
+    def records(self) -> Records:
+        """The records of the latest call."""
+        return self.journal.records
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """Every tensor of the step."""
+        return self.engine.sight.catalogue
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimizer state and buffers on the device; not copies."""
+        state = self.engine.state
+        if not self._automatic:
+            return state
+        own = dict(state.params)
+        del own[FACTOR]
+        return state._replace(params=own)
+
+    def put(self, state: TrainState) -> None:
+        """Go on from another state, which is copied."""
+        if self._automatic:
+            factor = state.optimizer_state[FACTOR]
+            state = state._replace(params={**state.params, FACTOR: factor})
+        self.engine.state = state
+
+    def put_weights(self, values: Mapping[str, Any]) -> None:
+        """Go on from other values of some parameters and buffers."""
+        state = self.state
+        leaves = {}
+        for name, value in values.items():
+            kind = "params" if name in state.params else "model_state"
+            like = getattr(state, kind)[name]
+            leaves[self._leaves[f"{kind}/{name}"]] = jnp.array(value, like.dtype)
+        self.engine.replace(leaves)
+
+    def set_hypers(self, values: Any) -> None:
+        """Other learning rates and the like, from the next step on."""
+        self.engine.replace({self._leaves[_HYPER]: jnp.asarray(values)})
+
+    def close(self) -> None:
+        """End; history and records on disk are complete after this."""
+        self._open.close()
+
+
+def as_pipeline(
+    loss_fn: Any, forward: Forward, options: ModelOptions, accumulation: Any
+) -> Pipeline:
+    """The model as a pipeline, or as stages that run one at a time."""
+    stages = len(forward.devices)
+    pipelined = options.execution is Execution.PIPELINED
+    if pipelined and options.microbatches < 2 * stages - 1:
+        raise OptionError(
+            f"accumulation (gradientAccumulation) must be greater than or equal to the number of "
+            f"pipeline stages ({2 * stages - 1}) when using pipelined execution. Please note that a "
+            f"model with {stages} pipeline stages will have an additional {stages - 1} stages when "
+            f"training. Received: accumulation={options.microbatches}."
+        )
+    devices = sorted(set(forward.devices))
+    mapping = [devices.index(device) for device in forward.devices]
+    schedule = options.schedule if pipelined else PipelineSchedule.SEQUENTIAL
+    if schedule == "auto":
+        schedule = _fitting_schedule(mapping, options.microbatches)
+    return Pipeline(
+        loss_fn,
+        accumulation=accumulation,
+        schedule=schedule,
+        device_mapping=mapping,
+        recompute=options.recompute,
+    )
+
+
+def _fitting_schedule(mapping: list[int], microbatches: int) -> PipelineSchedule:
+    """The fastest schedule that takes so many microbatches."""
+    reason = ""
+    for schedule in (PipelineSchedule.GROUPED, PipelineSchedule.INTERLEAVED):
+        try:
+            plan(len(mapping), microbatches, schedule, mapping)
+        except PlanError as error:
+            reason = str(error)
+            continue
+        return schedule
+    note_once(f"The pipeline runs one stage at a time, with the same results. {reason}")
+    return PipelineSchedule.SEQUENTIAL

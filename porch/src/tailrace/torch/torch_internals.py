@@ -1,0 +1,86 @@
+"""Everything that this front end relies on of PyTorch and torchax beyond their public interfaces.
+
+Both are pinned (see `torchax.versions`); the probes find what a patched or rebuilt release has changed
+all the same. They run once, when torchax is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+import torch
+
+from tailrace.errors import VersionError
+from tailrace.seams import Package, Seam
+
+
+def check(tested: str) -> None:
+    """Raise a `VersionError` if a seam has changed; `tested` says which versions go together."""
+    for package, seams in (
+        (Package("PyTorch", "torch", torch.__version__, "2.13.0"), TORCH),
+        (Package("torchax", "torchax", importlib.metadata.version("torchax"), "0.0.13"), TORCHAX),
+    ):
+        try:
+            package.check(seams)
+        except VersionError as error:
+            raise VersionError(f"{error} {tested}") from None
+
+
+def _has(owner: Any, *names: str) -> bool:
+    return all(hasattr(owner, name) for name in names)
+
+
+def _packets() -> bool:
+    packet = torch.ops.aten.add
+    return _has(type(packet), "__getattr__") and _has(packet.Tensor, "_overloadname", "_schema")
+
+
+def _torchax(module: str, *names: str) -> bool:
+    return _has(importlib.import_module(f"torchax.{module}"), *names)
+
+
+TORCH = (
+    Seam("the form of operations", "the import of torchax", _packets),
+    Seam(
+        "the registration of devices",
+        "the import of torchax",
+        lambda: (
+            _has(torch, "_register_device_module")
+            and _has(torch.utils, "rename_privateuse1_backend")
+        ),
+    ),
+    Seam(
+        "the switch of torch functions",
+        "tracing modules",
+        lambda: _has(torch._C, "DisableTorchFunction"),
+    ),
+    Seam(
+        "the hooks of modules",
+        "names and backward hooks",
+        lambda: _has(torch.nn.Module(), "_backward_hooks", "_backward_pre_hooks"),
+    ),
+    Seam(
+        "the class of custom functions",
+        "torch.autograd.Function",
+        lambda: _has(torch.autograd.function, "_SingleLevelFunction"),
+    ),
+)
+
+TORCHAX = (
+    Seam(
+        "the environment of operations",
+        "every module",
+        lambda: _has(
+            importlib.import_module("torchax.tensor").Environment, "load_ops", "_get_op_or_decomp"
+        ),
+    ),
+    Seam(
+        "the registry of operations",
+        "operations of our own",
+        lambda: _torchax("ops.ops_registry", "Operator"),
+    ),
+    Seam("the class of tensors", "every module", lambda: _torchax("tensor", "Tensor")),
+    Seam("the class of views", "views", lambda: _torchax("view", "View")),
+)

@@ -1,0 +1,356 @@
+"""The environment in which a forward pass is traced: torchax's, with lowerings of our own in front.
+
+They stand below PyTorch's functions, at the operations that these consist of, so that they also
+hold inside of functions that PyTorch composes (`F.normalize` calls a norm, and so on).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as functional
+
+from tailrace.torch.calls.arrays import dtype_on_device
+from tailrace.torch.torchax import results
+from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
+from tailrace.torch.torchax.ops.compositions import (
+    COMPOSITIONS,
+    WRAPPED,
+    index_reduce,
+    scatter_reduce_of,
+)
+from tailrace.torch.torchax.versions import unnamed_device
+from tailrace.torch.tracing.watch import current_watch
+
+aten = torch.ops.aten
+
+
+def _safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """A softmax that is 0 where nothing is left to choose from: rows of -inf, which give NaN."""
+    x = x if dtype is None else x.astype(dtype_on_device(dtype))
+    nothing = jnp.isneginf(x).all(dim, keepdims=True)
+    return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
+
+
+def _first_of(choose: Any, x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """The largest, or smallest, and where; of several, the first has the gradient, as in PyTorch."""
+    if not x.ndim:
+        return x, jnp.zeros((), int)
+    index = choose(x, dim, keepdims=True)
+    hit = jax.lax.broadcasted_iota(index.dtype, x.shape, dim % x.ndim) == index
+    value = jnp.where(hit, x, jnp.zeros((), x.dtype)).sum(dim, keepdims=keepdim, dtype=x.dtype)
+    return value, index if keepdim else index.squeeze(dim)
+
+
+ELEMENTWISE: dict[Any, Callable[..., Any]] = {
+    aten.abs: elementwise.absolute,
+    aten.celu: elementwise.celu,
+    aten.clamp: elementwise.clamp,
+    aten.clamp_max: elementwise.clamp_max,
+    aten.clamp_min: elementwise.clamp,
+    aten.elu: elementwise.elu,
+    aten.hardsigmoid: elementwise.hardsigmoid,
+    aten.hardswish: elementwise.hardswish,
+    aten.hardtanh: elementwise.hardtanh,
+    aten.leaky_relu: elementwise.leaky_relu,
+    aten.mish: elementwise.mish,
+    aten.selu: elementwise.selu,
+    aten.softplus: elementwise.softplus,
+}
+"""By operation, with all its overloads; their in-place forms follow."""
+
+OTHERS: dict[Any, Callable[..., Any]] = {
+    aten._cdist_forward.default: norms.each_with_each,
+    aten._pdist_forward.default: norms.each_pair,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.cdist.default: norms.each_with_each,
+    aten.dist.default: norms.apart,
+    aten.linalg_vector_norm.default: norms.vector_norm,
+    aten.log_sigmoid_forward.default: elementwise.log_sigmoid,
+    aten.max.dim: functools.partial(_first_of, jnp.argmax),
+    aten.mean: norms.mean,
+    aten.min.dim: functools.partial(_first_of, jnp.argmin),
+    aten.sinc.default: jnp.sinc,
+    aten.special_log_ndtr.default: jax.scipy.special.log_ndtr,
+    aten.std.correction: norms.deviation,
+    aten.std.default: norms.deviation_of_all,
+    aten.std.dim: norms.deviation_along,
+    aten.std_mean.correction: norms.deviation_and_mean,
+    aten.std_mean.default: norms.deviation_and_mean_of_all,
+    aten.std_mean.dim: norms.deviation_and_mean_along,
+    torch.cdist: norms.each_with_each,
+}
+
+DRAWN: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_: random_numbers.chance,
+    aten.cauchy_: random_numbers.cauchy,
+    aten.exponential_: random_numbers.exponential,
+    aten.geometric_: random_numbers.geometric,
+    aten.log_normal_: random_numbers.log_normal,
+    aten.normal_: random_numbers.normal,
+    aten.random_: random_numbers.integers,
+}
+"""What fills a tensor with random numbers."""
+
+
+RESHAPING = (
+    *(aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_, aten.unsqueeze_),
+)
+"""What gives a tensor another shape in place."""
+
+_WIDENED = (
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d cumprod cumsum digamma erfinv lgamma logcumsumexp "
+    "logsumexp mvlgamma native_group_norm native_layer_norm polygamma prod sinc std std_mean var "
+    "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean"
+)
+
+WIDENED = frozenset(
+    {
+        *(getattr(aten, name) for name in _WIDENED.split()),
+        *(getattr(aten, name) for name in dir(aten) if name.startswith("special_")),
+    }
+)
+"""What PyTorch computes in 32 bits where its tensors have 16."""
+
+
+def make_environment() -> Any:
+    """An environment of torchax with these lowerings; torchax's own stays as it is."""
+    from torchax.ops import op_base, ops_registry
+    from torchax.tensor import Environment, OperatorNotFound, Tensor
+    from torchax.view import View
+
+    # Methods of its own that no mode sees: one casts its tensor in place, one forgets what it is of.
+    for name in {"flatten", "type_as"} & set(vars(Tensor)):
+        delattr(Tensor, name)
+    for kind in (Tensor, View):
+        kind.__setitem__ = _seen(kind.__setitem__)
+
+    decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
+
+    def lowered(func: Any, run: Any, **flags: bool) -> Any:
+        kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
+        return ops_registry.Operator(func, run, **{**kinds, **flags})
+
+    def mutating(func: Any, run: Any, **flags: bool) -> Any:
+        return lowered(func, run, is_jax_function=False, is_view_op=True, **flags)
+
+    class Lowerings(Environment):
+        """torchax's environment, in which more has a lowering."""
+
+        def load_ops(self) -> None:
+            super().load_ops()
+            theirs = dict(self._ops)
+            for func, run in {**ELEMENTWISE, **OTHERS, **COMPOSITIONS}.items():
+                for one in _with_overloads(func):
+                    self._ops[one] = lowered(one, run)
+            for func in ELEMENTWISE:
+                for one in _with_overloads(getattr(aten, f"{func.__name__}_", None)):
+                    self._ops[one] = mutating(one, op_base.InplaceOp(func))
+            for func, draw in DRAWN.items():
+                for one in _with_overloads(func):
+                    self._ops[one] = mutating(one, random_numbers.in_place(draw), needs_env=True)
+            for func in RESHAPING:
+                for one in _with_overloads(func):
+                    if (plain := _out_of_place(one)) is not None:
+                        self._ops[one] = mutating(one, op_base.InplaceOp(plain, True))
+            for one in _with_overloads(aten.copy_):
+                self._ops[one] = mutating(one, _copied, needs_env=True)
+            for func in (aten.fill_, aten.zero_):
+                for one in _with_overloads(func):
+                    self._ops[one] = mutating(one, _filled, needs_env=True)
+            for one in _with_overloads(aten.normal):
+                self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
+            for one in (aten.index_reduce.default, aten.index_reduce):
+                self._ops[one] = lowered(one, index_reduce, is_jax_function=False)
+            for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
+                self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
+            functional_normal = aten.normal_functional.default
+            self._ops[functional_normal] = lowered(
+                functional_normal, random_numbers.normal_like, needs_env=True
+            )
+            for func, change in WRAPPED.items():
+                for one in [f for f in _with_overloads(func) if f in theirs]:
+                    self._ops[one] = lowered(one, change(theirs[one].func))
+            reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
+            for one in _with_overloads(aten.scatter_reduce):
+                self._ops[one] = lowered(one, reduce)
+            convolve = theirs[aten.convolution].func
+            self._ops[aten.convolution] = lowered(aten.convolution, _grouped(convolve))
+            for one in (
+                functional.scaled_dot_product_attention,
+                aten.scaled_dot_product_attention,
+            ):
+                self._ops[one] = lowered(one, attention.attend, needs_env=True)
+
+        def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            """Run a function or operation, by PyTorch's rules for `dtype=`, `out=` and results."""
+            kwargs = kwargs or {}
+            if results.asks_of_dtypes(func):
+                return results.expected(func, args, kwargs)
+            if kwargs.get("device") is not None and results.has_traced(args):
+                kwargs = {**kwargs, "device": unnamed_device()}
+            out = kwargs.get("out")
+            if out is not None and results.is_written_here(out):
+                rest = {name: value for name, value in kwargs.items() if name != "out"}
+                found = self._without_out(func, types, args, rest)
+                return results.written(out, found, self.j2t_iso)
+            first, rest = results.cast_first(func, args, kwargs, self._as_dtype)
+            first, rest = results.as_floats(func, first, rest, self._as_dtype)
+            if getattr(func, "overloadpacket", func) in WIDENED:
+                first, rest = results.widened(first, rest, self._as_dtype)
+            try:
+                found = super().dispatch(func, types, first, rest)
+            except TypeError as error:
+                if isinstance(error, jax.errors.JAXTypeError):
+                    raise  # about values, not about dtypes
+                found = self._promoted(func, types, args, kwargs, error)
+            return results.corrected(func, args, kwargs, found, self.j2t_iso)
+
+        def _without_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            plain = results.without_out(func) or func
+            try:
+                return self.dispatch(plain, types, args, kwargs)
+            except OperatorNotFound:
+                if isinstance(func, torch._ops.OpOverload):
+                    raise
+                return func(*args, **kwargs)
+
+        def _as_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+            return self.j2t_iso(results.as_dtype(x.jax(), dtype_on_device(dtype)))
+
+        def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
+            """A tensor of the program has a dtype; devices that PyTorch's code asks for are names."""
+            if not hasattr(the_tensor, "jax"):
+                return super()._to_copy(the_tensor, new_dtype, new_device)
+            if new_dtype is None or dtype_on_device(new_dtype) == the_tensor.jax().dtype:
+                return the_tensor
+            return self._as_dtype(the_tensor, new_dtype)
+
+        def _promoted(self, func: Any, types: Any, args: Any, kwargs: Any, error: Any) -> Any:
+            """Once more, with integers as what PyTorch's result is; JAX's functions are stricter."""
+            inner = results.promoted(func, args, kwargs, self._as_dtype)
+            if inner is None:
+                raise error
+            return super().dispatch(func, types, *inner)
+
+        def _get_op_or_decomp(self, func: Any) -> Any:
+            known = func in self._ops or getattr(func, "overloadpacket", None) in self._ops
+            # Compositions of PyTorch's may write through views, which nothing follows in here.
+            if not known and (plain := _out_of_place(func)) is not None:
+                return mutating(func, op_base.InplaceOp(plain, _reshapes(func)))
+            try:
+                return super()._get_op_or_decomp(func)
+            except OperatorNotFound:
+                if _is_composed(func):
+                    return lowered(func, _composed(func, func.decompose), is_jax_function=False)
+                if func in decompositions:
+                    run = _composed(func, decompositions[func])
+                    return lowered(func, run, is_jax_function=False)
+                raise
+
+    return Lowerings()
+
+
+def _is_composed(func: Any) -> bool:
+    """Whether an operation is nothing but others to PyTorch."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    kernel = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kernel)
+
+
+def _composed(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's own composition of an operation; some consist of parts that have no lowering."""
+
+    def composed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except AssertionError as error:
+            if "torchax" not in str(error):
+                raise
+            raise NotImplementedError(f"{results.name_of(func)} has no lowering") from error
+
+    return composed
+
+
+def _seen(write: Callable[..., None]) -> Callable[..., None]:
+    """Writing at an index, which no mode sees either, on top of what was written before."""
+
+    def run(self: Any, *given: Any) -> None:
+        if (watch := current_watch()) is not None:
+            watch.aliases.settle()
+        write(self, *given)
+
+    return run
+
+
+def _copied(x: Any, source: Any, non_blocking: bool = False, *, env: Any) -> Any:
+    """Write one tensor into another, whose shape and dtype stay; torchax's takes the other shape."""
+    held = x.jax()
+    source = source if hasattr(source, "jax") else env.to_xla(source)
+    new = jnp.broadcast_to(results.as_dtype(source.jax(), held.dtype), held.shape)
+    if hasattr(x, "_elem"):
+        x._elem = new
+    else:
+        x.update(env.j2t_iso(new))
+    return x
+
+
+def _filled(x: Any, value: Any = 0, *, env: Any) -> Any:
+    """Fill a tensor, or a slice of one, which torchax fills in vain."""
+    held = x.jax()
+    value = value.jax() if hasattr(value, "jax") else value
+    return x.copy_(env.j2t_iso(jnp.full(held.shape, value, held.dtype)))
+
+
+def _out_of_place(func: Any) -> Any:
+    """The operation that computes what an in-place one writes; None if there is none."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    name = func.overloadpacket.__name__
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    if packet is None:
+        return None
+    # Mostly of the same name; a few are told apart by what they take alone.
+    taken = _kinds_taken(func)
+    named = [func._overloadname] if func._overloadname in packet.overloads() else []
+    plain = [getattr(packet, name) for name in (*named, *packet.overloads())]
+    return next((one for one in plain if _kinds_taken(one) == taken), None)
+
+
+def _reshapes(func: Any) -> bool:
+    return func.overloadpacket in RESHAPING
+
+
+def _kinds_taken(func: Any) -> list[str]:
+    return [str(argument.type) for argument in func._schema.arguments]
+
+
+def _with_overloads(func: Any) -> list[Any]:
+    """An operation and each of its overloads; those that write into `out` are left alone."""
+    if not isinstance(func, torch._ops.OpOverloadPacket):
+        return [] if func is None else [func]
+    names = [name for name in func.overloads() if not name.endswith("out")]
+    return [func, *(getattr(func, name) for name in names)]
+
+
+def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
+    """A convolution whose transposed form is right for groups of several channels as well."""
+
+    def run(x: Any, weight: Any, bias: Any, *given: Any) -> Any:
+        transposed, groups = given[3], given[5]
+        if transposed and groups > 1:
+            # torchax reads the first two dimensions as [channels of a group, all outputs].
+            parts = weight.reshape(groups, -1, *weight.shape[1:])
+            weight = jnp.swapaxes(parts, 0, 1).reshape(weight.shape)
+        return convolve(x, weight, bias, *given)
+
+    return run

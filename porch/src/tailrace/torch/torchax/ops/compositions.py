@@ -1,0 +1,236 @@
+"""Functions that PyTorch composes with looks at values, written without them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+aten = torch.ops.aten
+
+
+def _cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Covariances of rows; PyTorch checks the sum of the weights, which would branch on values."""
+    x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+    rows = x[None] if x.ndim < 2 else x
+    weights = jnp.ones(rows.shape[1], x.real.dtype)
+    for part in (fweights, aweights):
+        weights = weights if part is None else weights * part
+    total = weights.sum()
+    mean = (rows * weights).sum(1, keepdims=True) / total
+    if aweights is None:
+        freedom = total - correction
+    else:
+        freedom = total - correction * (weights * aweights).sum() / total
+    away = rows - mean
+    found = (away * weights) @ away.conj().T / jnp.maximum(freedom, 0)
+    return (found[0, 0] if x.ndim < 2 else found).astype(x.dtype)
+
+
+def _corrcoef(x: Any) -> Any:
+    """Correlations of rows."""
+    found = _cov(x)
+    if found.ndim == 0:
+        return found / found
+    spread = jnp.sqrt(jnp.diagonal(found).real)
+    found = found / spread[:, None] / spread[None]
+    return found if jnp.iscomplexobj(found) else jnp.clip(found, -1, 1)
+
+
+def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    """All choices of r entries, in order."""
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    chosen = list(choose(range(x.shape[0]), r))
+    return x[np.array(chosen, int).reshape(len(chosen), r)] if r else x[:0]
+
+
+def _lu_unpack(
+    factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True
+) -> tuple[Any, Any, Any]:
+    """The permutation and the two factors."""
+    *_, rows, columns = factors.shape
+    least = min(rows, columns)
+    empty = jnp.zeros((0,), factors.dtype)
+    lower = upper = permutation = empty
+    if unpack_data:
+        lower = jnp.tril(factors[..., :, :least], -1) + jnp.eye(rows, least, dtype=factors.dtype)
+        upper = jnp.triu(factors[..., :least, :])
+    if unpack_pivots:
+        order = jax.lax.linalg.lu_pivots_to_permutation(pivots.astype(jnp.int32) - 1, rows)
+        permutation = jnp.swapaxes(jnp.eye(rows, dtype=factors.dtype)[order], -1, -2)
+    return permutation, lower, upper
+
+
+def _unpooled(x: Any, indices: Any, output_size: Any, *_: Any) -> Any:
+    """Maxima put back to where they were found; 0 elsewhere."""
+    dims = len(output_size)
+    lead = x.shape[: x.ndim - dims]
+    zeros = jnp.zeros((*lead, int(np.prod(output_size))), x.dtype)
+    x, places = x.reshape(*lead, -1), indices.reshape(*lead, -1)
+    fixed = jax.lax.stop_gradient(x)
+    out = jnp.put_along_axis(zeros, places, fixed, -1, inplace=False)
+    # Of several maxima that go to one place, each has the whole gradient.
+    added = jax.vmap(lambda z, p, d: z.at[p].add(d))
+    change = added(*(part.reshape(-1, part.shape[-1]) for part in (zeros, places, x - fixed)))
+    return (out + change.reshape(out.shape)).reshape(*lead, *output_size)
+
+
+@jax.custom_jvp
+def _digamma(x: Any) -> Any:
+    """Infinite at 0, where JAX's is NaN."""
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jax.scipy.special.digamma(x))
+
+
+@_digamma.defjvp
+def _digamma_jvp(given: Any, tangents: Any) -> Any:
+    return _digamma(*given), _polygamma(1, given[0]) * tangents[0]
+
+
+def index_reduce(
+    x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    """Slices of one tensor reduced into those of another, as `scatter_reduce` does with entries."""
+    if not source.ndim:
+        x, source = x.reshape(1), source.reshape(1)
+        return index_reduce(x, 0, index, source, reduce, include_self=include_self).reshape(())
+    shape = [1] * source.ndim
+    shape[dim] = -1
+    places = index.reshape(shape).expand(source.shape)
+    return aten.scatter_reduce.two(x, dim, places, source, reduce, include_self=include_self)
+
+
+def _polygamma(n: int, x: Any) -> Any:
+    """The n-th derivative of digamma; JAX's zeta is for positive numbers, so others are shifted."""
+    if n == 0:
+        return _digamma(x)
+    shifts = 24
+    negative = x <= 0
+    safe = jnp.where(negative, x + shifts, x)
+    near = sum(jnp.where(negative, (x + k) ** -(n + 1.0), 0) for k in range(shifts))
+    series = jax.scipy.special.zeta(jnp.asarray(n + 1, x.dtype), safe) + near
+    return (-1) ** (n + 1) * math.factorial(n) * series
+
+
+def _of_triangle(x: Any, upper: bool) -> Any:
+    """The symmetric matrix that one triangle says, with PyTorch's gradient: a symmetric one."""
+    even = (x + jnp.swapaxes(x, -1, -2).conj()) / 2
+    part, off = (jnp.triu(x), jnp.triu(x, 1)) if upper else (jnp.tril(x), jnp.tril(x, -1))
+    read = part + jnp.swapaxes(off, -1, -2).conj()
+    return even + jax.lax.stop_gradient(read - even)
+
+
+def _cholesky(x: Any, upper: bool = False) -> Any:
+    """Of what one triangle says; JAX's would be that of the mean of both."""
+    found = jax.lax.linalg.cholesky(_of_triangle(x, upper), symmetrize_input=False)
+    return jnp.swapaxes(found, -1, -2).conj() if upper else found
+
+
+def _eigh(x: Any, UPLO: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
+    """Likewise."""
+    matrix = _of_triangle(x, UPLO.upper() == "U")
+    vectors, values = jax.lax.linalg.eigh(matrix, symmetrize_input=False)
+    return values, vectors if compute_v else jnp.zeros((0,), x.dtype)
+
+
+def pinv_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A pseudo-inverse; torchax's does not look at `hermitian`."""
+
+    def run(x: Any, *args: Any, hermitian: bool = False, **named: Any) -> Any:
+        if hermitian:
+            raise NotImplementedError("linalg.pinv has no lowering for hermitian=True")
+        return theirs(x, *args, **named)
+
+    return run
+
+
+def at_indices_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A running maximum or minimum, whose gradient goes to the entry that the index names."""
+
+    def run(x: Any, dim: int) -> Any:
+        found, index = theirs(x, dim)
+        return (jnp.take_along_axis(x, index, dim) if x.ndim else found), index
+
+    return run
+
+
+def _lu(x: Any, *, pivot: bool = True) -> tuple[Any, Any, Any]:
+    """The permutation and the two factors."""
+    if not pivot:
+        raise NotImplementedError("linalg.lu has no lowering for pivot=False")
+    factors, _, order = jax.lax.linalg.lu(x)
+    _, lower, upper = _lu_unpack(factors, None, unpack_pivots=False)
+    permutation = jnp.swapaxes(jnp.eye(x.shape[-2], dtype=x.dtype)[order], -1, -2)
+    return permutation, lower, upper
+
+
+def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduction into places, right for integers as well; that of floats is torchax's."""
+
+    def run(
+        x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
+    ) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.inexact) or not x.ndim:
+            return theirs(x, dim, index, src, reduce, include_self=include_self)
+        wide = x.astype(jnp.int32)
+        places = list(jnp.indices(index.shape, sparse=True))
+        places[dim] = index
+        at = tuple(places)
+        source = src[tuple(slice(n) for n in index.shape)].astype(jnp.int32)
+        limits = jnp.iinfo(jnp.int32)
+        start = {"amax": limits.min, "amin": limits.max, "prod": 1}.get(reduce, 0)
+        touched = jnp.zeros(x.shape, bool).at[at].set(True)
+        base = wide if include_self else jnp.where(touched, start, wide)
+        how = {"amax": "max", "amin": "min", "prod": "multiply"}.get(reduce, "add")
+        out = getattr(base.at[at], how)(source)
+        if reduce == "mean":
+            count = jnp.full(x.shape, int(include_self)).at[at].add(1)
+            out = out // jnp.maximum(jnp.where(touched, count, 1), 1)
+        return out.astype(x.dtype)
+
+    return run
+
+
+def _cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> tuple[Any, Any]:
+    """The same, and 0 for each matrix: whether it could be done is not known before it runs."""
+    return _cholesky(x, upper), jnp.zeros(x.shape[:-2], jnp.int32)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{name} has no lowering: tensors have no strides here")
+
+    return refuse
+
+
+COMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten._linalg_eigh.default: _eigh,
+    aten.as_strided_.default: _refused("as_strided_"),
+    aten.as_strided_scatter.default: _refused("as_strided_scatter"),
+    aten.cholesky.default: _cholesky,
+    aten.digamma.default: _digamma,
+    aten.linalg_cholesky_ex.default: _cholesky_ex,
+    aten.linalg_lu.default: _lu,
+    aten.lu_unpack.default: _lu_unpack,
+    aten.max_unpool2d.default: _unpooled,
+    aten.max_unpool3d.default: _unpooled,
+    aten.polygamma.default: _polygamma,
+    torch.combinations: _combinations,
+    torch.corrcoef: _corrcoef,
+    torch.cov: _cov,
+    torch.Tensor.corrcoef: _corrcoef,
+    torch.Tensor.cov: _cov,
+}
+"""By function or operation."""
+
+WRAPPED: dict[Any, Callable[..., Any]] = {
+    aten.cummax: at_indices_of,
+    aten.cummin: at_indices_of,
+    aten.linalg_pinv: pinv_of,
+}
+"""Lowerings of torchax that run inside others."""

@@ -1,0 +1,82 @@
+"""Elementwise operations whose gradient is PyTorch's also where a plain formula gives none.
+
+Differentiation is JAX's, and it follows both sides of a `where`: an exponential that overflows on
+the side that is not taken makes the gradient NaN. So each side computes only with what it is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def absolute(x: Any) -> Any:
+    """The absolute value, with gradient 0 at 0; JAX's is 1 there."""
+    size = jnp.abs(x)
+    return jnp.where(x == 0, 0, size) if jnp.issubdtype(x.dtype, jnp.inexact) else size
+
+
+def softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
+    """A line where x is large, as in PyTorch."""
+    return jnp.where(x * beta > threshold, x, jax.nn.softplus(x * beta) / beta)
+
+
+def elu(x: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+    """Exponential below 0, a line above."""
+    below = jnp.where(x > 0, 0, x)
+    return jnp.where(x > 0, scale * x, alpha * scale * jnp.expm1(below * input_scale))
+
+
+def celu(x: Any, alpha: float = 1) -> Any:
+    """An ELU that is smooth for every alpha."""
+    return elu(x, alpha, 1, 1 / alpha)
+
+
+def selu(x: Any) -> Any:
+    """An ELU with the constants that keep mean and variance."""
+    return elu(x, 1.6732632423543772, 1.0507009873554805)
+
+
+def mish(x: Any) -> Any:
+    """x tanh(softplus(x))."""
+    return x * jnp.tanh(jax.nn.softplus(x))
+
+
+def log_sigmoid(x: Any) -> tuple[Any, Any]:
+    """The value, and what PyTorch keeps for its backward pass, which is not run here."""
+    return jax.nn.log_sigmoid(x), jnp.zeros(x.shape, x.dtype)
+
+
+def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Between two limits; the gradient at a limit is 1."""
+    if min is not None:
+        x = jnp.where(x < min, min, x)
+    return x if max is None else jnp.where(x > max, max, x)
+
+
+def clamp_max(x: Any, max: Any) -> Any:
+    """Not above a limit."""
+    return clamp(x, None, max)
+
+
+def hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
+    """Between two limits; the gradient at a limit is 0."""
+    inside = (x > min_val) & (x < max_val)
+    return jnp.where(inside, x, jax.lax.stop_gradient(clamp(x, min_val, max_val)))
+
+
+def hardsigmoid(x: Any) -> Any:
+    """A line between -3 and 3, flat elsewhere."""
+    return hardtanh(x + 3, 0, 6) / 6
+
+
+def hardswish(x: Any) -> Any:
+    """x hardsigmoid(x)."""
+    return x * hardsigmoid(x)
+
+
+def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
+    """A line above 0, and a flatter one below; the gradient at 0 is the flatter one's."""
+    return jnp.where(x > 0, x, x * negative_slope)

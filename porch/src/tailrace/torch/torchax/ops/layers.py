@@ -1,0 +1,218 @@
+"""Layers that run otherwise here than through torchax: normalisation, embeddings, pooling.
+
+Each takes and returns tensors of the forward pass that is being traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch.nn.functional as functional
+
+from tailrace.errors import ProgramError
+from tailrace.torch.tracing.watch import Watch
+
+
+def _batch_norm(
+    watch: Watch,
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Batch normalisation that also advances the running statistics, as PyTorch's does."""
+    x = input.jax()
+    axes = (0, *range(2, x.ndim))
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    wide = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+    if training:
+        count = x.size // x.shape[1]
+        if count < 2:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {input.shape}"
+            )
+        mean = wide.mean(axes)
+        var = jnp.square(wide - mean.reshape(shape)).mean(axes)
+        if running_mean is not None:
+            unbiased = var * (count / (count - 1))
+            _advance(running_mean, mean, momentum)
+            _advance(running_var, unbiased, momentum)
+    else:
+        mean, var = running_mean.jax().astype(wide.dtype), running_var.jax().astype(wide.dtype)
+    scale = jax.lax.rsqrt(var + eps)
+    if weight is not None:
+        scale = scale * weight.jax().astype(wide.dtype)
+    out = (wide - mean.reshape(shape)) * scale.reshape(shape)
+    if bias is not None:
+        out = out + bias.jax().astype(wide.dtype).reshape(shape)
+    return watch.tensor(out.astype(x.dtype))
+
+
+def _instance_norm(
+    watch: Watch,
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Each row by its own statistics; running ones advance by their mean over the rows."""
+    if not use_input_stats:
+        return _batch_norm(watch, input, running_mean, running_var, weight, bias, False, 0, eps)
+    x = input.jax()
+    count = x[0, 0].size
+    if count < 2:
+        raise ValueError(
+            f"Expected more than 1 spatial element when training, got input size {input.shape}"
+        )
+    axes = tuple(range(2, x.ndim))
+    wide = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+    mean = wide.mean(axes, keepdims=True)
+    var = jnp.square(wide - mean).mean(axes, keepdims=True)
+    if running_mean is not None:
+        _advance(running_mean, mean.mean((0, *axes)), momentum)
+        _advance(running_var, var.mean((0, *axes)) * (count / (count - 1)), momentum)
+    out = (wide - mean) * jax.lax.rsqrt(var + eps)
+    shape = (1, -1, *(1,) * len(axes))
+    if weight is not None:
+        out = out * weight.jax().astype(wide.dtype).reshape(shape)
+    if bias is not None:
+        out = out + bias.jax().astype(wide.dtype).reshape(shape)
+    return watch.tensor(out.astype(x.dtype))
+
+
+def _advance(state: Any, value: Any, momentum: float) -> None:
+    """Move a running statistic towards that of this batch."""
+    old = state.jax()
+    new = old * (1 - momentum) + value.astype(old.dtype) * momentum
+    state.apply_jax_(lambda _: jax.lax.stop_gradient(new))
+
+
+def _embedding(
+    watch: Watch,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """With gradients that are divided by how often a row is looked up, if that is asked for."""
+    if max_norm is not None:
+        raise ProgramError(
+            f"embedding has no max_norm here: it would change the weights during the forward pass. "
+            f"Received: max_norm={max_norm}. Normalise the rows that are looked up instead, such as "
+            f"by F.normalize, or the weights between steps."
+        )
+    if not scale_grad_by_freq:
+        return NotImplemented
+    plain: Any = functional.embedding(input, weight, padding_idx)
+    index, rows = input.jax(), plain.jax()
+    times = jnp.zeros(weight.shape[0], rows.dtype).at[index].add(1)[index][..., None]
+    scaled = rows / times
+    # The rows as they are, and the gradient of the scaled ones.
+    return watch.tensor(jax.lax.stop_gradient(rows) + (scaled - jax.lax.stop_gradient(scaled)))
+
+
+def _embedding_bag(
+    watch: Watch,
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Of bags that are the rows of a matrix, or that begin at offsets."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise NotImplementedError(
+            "embedding_bag has no lowering for max_norm and scale_grad_by_freq"
+        )
+    index = input.jax()
+    if offsets is None:
+        bags = jnp.repeat(jnp.arange(index.shape[0]), index.shape[1])
+        count = index.shape[0]
+    else:
+        starts = offsets.jax()
+        starts = starts[:-1] if include_last_offset else starts
+        count = starts.shape[0]
+        bags = jnp.searchsorted(starts, jnp.arange(index.size), side="right") - 1
+    index = index.ravel()
+    kept = (
+        jnp.ones(index.shape, bool) if padding_idx is None else index != padding_idx % len(weight)
+    )
+    rows = weight.jax()[index]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.jax().ravel()[:, None]
+    if mode == "max":
+        rows = jnp.where(kept[:, None], rows, -jnp.inf)
+        out = jax.ops.segment_max(rows, bags, count)
+        return watch.tensor(jnp.where(jnp.isneginf(out), 0, out))
+    out = jax.ops.segment_sum(jnp.where(kept[:, None], rows, 0), bags, count)
+    if mode == "mean":
+        counts = jax.ops.segment_sum(kept.astype(out.dtype), bags, count)
+        out = out / jnp.maximum(counts, 1)[:, None]
+    return watch.tensor(out)
+
+
+def _adaptive_max_pool(
+    watch: Watch, input: Any, output_size: Any, return_indices: bool = False, *, dims: int
+) -> Any:
+    """Maxima over windows that share out each of the last dims as evenly as they can.
+
+    Of several, the first counts, in its gradient and its index: the last dim is reduced first.
+    """
+    x = input.jax()
+    spatial = x.shape[x.ndim - dims :]
+    places = jnp.broadcast_to(jnp.arange(math.prod(spatial)).reshape(spatial), x.shape)
+    sizes = output_size if isinstance(output_size, tuple | list) else (output_size,) * dims
+    for axis, size in reversed([*zip(range(x.ndim - dims, x.ndim), sizes, strict=True)]):
+        length = x.shape[axis]
+        count = length if size is None else size
+        parts = []
+        for i in range(count):
+            limits = (i * length // count, -(-(i + 1) * length // count))
+            window, where = (jax.lax.slice_in_dim(part, *limits, axis=axis) for part in (x, places))
+            first = jnp.argmax(window, axis, keepdims=True)
+            parts.append([jnp.take_along_axis(part, first, axis) for part in (window, where)])
+        x, places = (jnp.concatenate(part, axis) for part in zip(*parts, strict=True))
+    return (watch.tensor(x), watch.tensor(places)) if return_indices else watch.tensor(x)
+
+
+def _with_indices(
+    watch: Watch, input: Any, output_size: Any, return_indices: bool = False, *, dims: int
+) -> Any:
+    return _adaptive_max_pool(watch, input, output_size, True, dims=dims)
+
+
+LAYERS: dict[Any, Callable[..., Any]] = {
+    functional.adaptive_max_pool1d: functools.partial(_adaptive_max_pool, dims=1),
+    functional.adaptive_max_pool2d: functools.partial(_adaptive_max_pool, dims=2),
+    functional.adaptive_max_pool3d: functools.partial(_adaptive_max_pool, dims=3),
+    functional.adaptive_max_pool1d_with_indices: functools.partial(_with_indices, dims=1),
+    functional.adaptive_max_pool2d_with_indices: functools.partial(_with_indices, dims=2),
+    functional.adaptive_max_pool3d_with_indices: functools.partial(_with_indices, dims=3),
+    functional.batch_norm: _batch_norm,
+    functional.embedding: _embedding,
+    functional.embedding_bag: _embedding_bag,
+    functional.instance_norm: _instance_norm,
+}
+"""Which layers of PyTorch are replaced, and by what."""

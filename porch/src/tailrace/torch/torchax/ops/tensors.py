@@ -1,0 +1,107 @@
+"""Functions of tensors, and methods, whose arguments torchax does not understand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as functional
+
+from tailrace.torch.tracing.watch import Watch
+
+
+def _cast_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one dimension, such as a softmax, in the dtype that is asked for."""
+
+    def run(
+        watch: Watch,
+        input: Any,
+        dim: Any = None,
+        _stacklevel: Any = 3,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        if isinstance(_stacklevel, torch.dtype):  # where methods have their dtype
+            dtype = _stacklevel
+        if dtype is None or dim is None:
+            return NotImplemented
+        return function(input.to(dtype), dim)
+
+    return run
+
+
+def _take_along_dim(watch: Watch, input: Any, indices: Any, dim: int | None = None) -> Any:
+    """With indices of any integer dtype; those that operations return here have 32 bits."""
+    x, index = input.jax(), indices.jax()
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        return NotImplemented  # refused there, in PyTorch's words
+    if dim is None:
+        return watch.tensor(x.ravel()[index.ravel()])
+    axis = dim % x.ndim
+    common = jnp.broadcast_shapes(
+        (*x.shape[:axis], 1, *x.shape[axis + 1 :]),
+        (*index.shape[:axis], 1, *index.shape[axis + 1 :]),
+    )
+    x, index = (
+        jnp.broadcast_to(part, (*common[:axis], part.shape[axis], *common[axis + 1 :]))
+        for part in (x, index)
+    )
+    return watch.tensor(jnp.take_along_axis(x, index, axis))
+
+
+def _fill_diagonal(watch: Watch, input: Any, fill_value: float, wrap: bool = False) -> Any:
+    """In place; PyTorch's own writes through a view of the storage, which there is none of here."""
+    x = input.jax()
+    step = sum(math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim))
+    end = None if wrap and x.ndim == 2 else (min(x.shape) - 1) * step + 1
+    filled = x.ravel().at[slice(0, end, step)].set(fill_value).reshape(x.shape)
+    return input.copy_(watch.tensor(filled))
+
+
+def _contiguous(watch: Watch, input: Any, memory_format: Any = torch.contiguous_format) -> Any:
+    """Itself, or a copy where PyTorch makes one; formats of memory mean nothing else here."""
+    if memory_format == torch.contiguous_format and watch.aliases.contiguous(input):
+        return input
+    return watch.tensor(input.jax())
+
+
+def _type_as(watch: Watch, input: Any, other: Any) -> Any:
+    """In the dtype of another tensor; torchax's own casts in place."""
+    return input.to(other.dtype)
+
+
+def _requires_grad(watch: Watch, input: Any, requires_grad: bool = True) -> Any:
+    """A flag: what has a gradient is JAX's business here."""
+    input.requires_grad = requires_grad
+    return input
+
+
+def _is_meta(watch: Watch, input: Any) -> bool:
+    """torchax's tensors are, inside; whoever asks wants to know whether there are values."""
+    return False
+
+
+TENSORS: dict[Any, Callable[..., Any]] = {
+    **{
+        function: _cast_first(function)
+        for function in (
+            functional.log_softmax,
+            functional.softmax,
+            functional.softmin,
+            torch.log_softmax,
+            torch.softmax,
+            torch.Tensor.log_softmax,
+            torch.Tensor.softmax,
+        )
+    },
+    getattr(torch.Tensor.is_meta, "__get__"): _is_meta,  # noqa: B009
+    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.fill_diagonal_: _fill_diagonal,
+    torch.Tensor.requires_grad_: _requires_grad,
+    torch.Tensor.type_as: _type_as,
+    torch.take_along_dim: _take_along_dim,
+    torch.Tensor.take_along_dim: _take_along_dim,
+}
+"""Which functions of PyTorch are replaced, and by what."""

@@ -1,0 +1,258 @@
+"""What PyTorch says a result is: its shape and dtype, found by running the function without values.
+
+A lowering computes by JAX's rules of promotion, and may not know `dtype=` and `out=`. So each result is
+held against the one that PyTorch's own function gives for tensors without values: another dtype is
+cast, another shape is refused. `out=` is taken off before the function runs, and its result is
+written there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _mode_utils as modes
+
+from tailrace.torch.calls.arrays import dtype_on_device
+from tailrace.torch.calls.containers import flatten, rebuild
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """PyTorch alone, without the modes that trace."""
+    with modes.no_dispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def expected(func: Any, args: Any, kwargs: Any) -> Any:
+    """What PyTorch would return, as tensors without values; None where it does not say."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+    try:
+        with plainly(), torch.device("meta"):
+            args, kwargs = rebuild((args, kwargs), _without_values)
+            return func(*args, **kwargs)
+    except Exception:  # kernels that need values, and arguments that the lowering refuses
+        return None
+
+
+def asks_of_dtypes(func: Any) -> bool:
+    """Whether an operation's answer follows from dtypes alone, such as `torch.can_cast`."""
+    return getattr(func, "overloadpacket", None) in _QUESTIONS
+
+
+_QUESTIONS = frozenset({aten.can_cast, aten.promote_types, aten.result_type})
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = value.dtype
+    if dtype == torch.int32 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        dtype = torch.int64  # most likely, and the only one that indices may have
+    return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
+
+
+def corrected(func: Any, args: Any, kwargs: Any, found: Any, tensor: Callable[[Any], Any]) -> Any:
+    """A result in PyTorch's dtypes; refused where its shape is another.
+
+    Args:
+        func: the function.
+        args: what it was called with.
+        kwargs: likewise.
+        found: what its lowering returned.
+        tensor: a JAX value as a tensor.
+    """
+    ours = [leaf for _, leaf in flatten(found) if isinstance(leaf, torch.Tensor)]
+    given = {id(leaf) for _, leaf in flatten((args, kwargs))}
+    if not ours or any(id(leaf) in given or not hasattr(leaf, "_elem") for leaf in ours):
+        return found  # changed in place, or a slice
+    wanted = expected(func, args, kwargs)
+    theirs = [leaf for _, leaf in flatten(wanted) if isinstance(leaf, torch.Tensor)]
+    if len(ours) != len(theirs):
+        return found
+    for mine, one in zip(ours, theirs, strict=True):
+        if tuple(mine.shape) != tuple(one.shape) and not _counted_in_bits(func):
+            raise NotImplementedError(
+                f"{name_of(func)} has no lowering for these arguments (it would return the shape "
+                f"{list(mine.shape)} instead of {list(one.shape)})"
+            )
+    by_id = dict(zip(map(id, ours), theirs, strict=True))
+
+    def cast(leaf: Any) -> Any:
+        one = by_id.get(id(leaf))
+        dtype = None if one is None else dtype_on_device(one.dtype)
+        same = dtype is None or leaf._elem.dtype == dtype
+        return leaf if same else tensor(as_dtype(leaf._elem, dtype))
+
+    return rebuild(found, cast)
+
+
+def as_dtype(array: Any, dtype: Any) -> Any:
+    """Cast as PyTorch casts."""
+    if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        array = array.real
+    return array.astype(dtype)
+
+
+def _counted_in_bits(func: Any) -> bool:
+    """Whether shapes follow from how wide a dtype is, which integers are not here."""
+    return name_of(func).split("::")[-1].startswith("view")
+
+
+def name_of(func: Any) -> str:
+    """The name of a function, such as aten::add.Tensor."""
+    return func.name() if hasattr(func, "name") else getattr(func, "__name__", str(func))
+
+
+# -- dtype= ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _place_of_dtype(func: Any) -> int | None:
+    """Where a function takes the dtype that it computes in; None where it takes none."""
+    overloads = [func] if isinstance(func, torch._ops.OpOverload) else []
+    if not overloads:
+        packet = getattr(aten, getattr(func, "__name__", ""), None)
+        known = isinstance(packet, torch._ops.OpOverloadPacket)
+        overloads = [getattr(packet, name) for name in packet.overloads()] if known else []
+    for one in overloads:
+        arguments = {argument.name: number for number, argument in enumerate(one._schema.arguments)}
+        # Those with a layout make tensors; a view reads its bits as another dtype.
+        makes = "layout" in arguments or one.overloadpacket.__name__.startswith(
+            ("view", "_to", "to")
+        )
+        first = str(one._schema.arguments[0].type) if arguments else ""
+        if "dtype" in arguments and first == "Tensor" and not makes:
+            return arguments["dtype"]
+    return None
+
+
+def cast_first(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
+    """The arguments of a sum, a softmax and their like in the dtype asked for: `dtype=` is the dtype
+    that they compute in, not only that of the result."""
+    number = _place_of_dtype(func)
+    if number is None or not args:
+        return args, kwargs
+    dtype = kwargs.get("dtype", args[number] if len(args) > number else None)
+    if not isinstance(dtype, torch.dtype) or args[0].is_complex():
+        return args, kwargs
+    rest = [None if n == number else value for n, value in enumerate(args)][1:]
+    kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
+    return (to(args[0], dtype), *rest), kwargs
+
+
+# -- out= -----------------------------------------------------------------------------------------
+
+
+def has_traced(value: Any) -> bool:
+    """Whether there is a tensor of the program in nested containers."""
+    return any(hasattr(leaf, "jax") for _, leaf in flatten(value))
+
+
+def is_written_here(out: Any) -> bool:
+    """Whether `out=` is of tensors of the program; those of the host are PyTorch's business."""
+    return all(hasattr(leaf, "jax") for _, leaf in flatten(out))
+
+
+def written(out: Any, found: Any, tensor: Callable[[Any], Any]) -> Any:
+    """Write a result into `out=`, which takes its shape but keeps its own dtype; returns `out`."""
+    places = [leaf for _, leaf in flatten(out)]
+    values = [leaf for _, leaf in flatten(found)]
+    for place, value in zip(places, values, strict=True):
+        if not torch.can_cast(value.dtype, place.dtype):
+            kinds = f"{_shown(value.dtype)} can't be cast to the desired output type"
+            raise RuntimeError(f"result type {kinds} {_shown(place.dtype)}")
+        array = as_dtype(value.jax(), place.jax().dtype)
+        if hasattr(place, "_elem"):
+            place._elem = array
+        elif tuple(place.shape) == array.shape:
+            place.copy_(tensor(array))
+        else:
+            raise RuntimeError(
+                f"out= is a slice of {list(place.shape)}, and the result is {list(array.shape)}"
+            )
+    return out
+
+
+def _shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def without_out(func: Any) -> Any:
+    """The overload that returns what this one writes into `out`; None if there is none."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    taken = [str(a.type) for a in func._schema.arguments if not a.is_out]
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        one = getattr(packet, name)
+        arguments = one._schema.arguments
+        if not any(a.is_out for a in arguments) and [str(a.type) for a in arguments] == taken:
+            return one
+    return None
+
+
+# -- promotion of what goes in --------------------------------------------------------------------
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def widened(args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
+    """The arguments with 16-bit tensors in 32 bits."""
+
+    def cast(value: Any) -> Any:
+        narrow = isinstance(value, torch.Tensor) and value.dtype in _NARROW
+        return to(value, torch.float32) if narrow else value
+
+    return rebuild((args, kwargs), cast)
+
+
+def as_floats(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
+    """The arguments of a function of each entry, such as a sine, as floats where they are whole numbers
+    or booleans and the result is not."""
+    if torch.Tag.pointwise not in getattr(func, "tags", ()):
+        return args, kwargs
+    tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not tensors or any(t.is_floating_point() or t.is_complex() for t in tensors):
+        return args, kwargs
+    wanted = expected(func, args, kwargs)
+    if not isinstance(wanted, torch.Tensor) or not wanted.is_floating_point():
+        return args, kwargs
+    dtype = wanted.dtype
+    return rebuild((args, kwargs), lambda v: to(v, dtype) if isinstance(v, torch.Tensor) else v)
+
+
+def promoted(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any] | None:
+    """The arguments in dtypes that JAX's functions take; None if they are in them already.
+
+    Integers and booleans become what PyTorch's result is, 16-bit numbers get 32 bits.
+    """
+    wanted = expected(func, args, kwargs)
+    made = [leaf.dtype for _, leaf in flatten(wanted) if isinstance(leaf, torch.Tensor)]
+    if not made:
+        return None
+    floating = any(dtype.is_floating_point or dtype.is_complex for dtype in made)
+    found = []
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.is_complex():
+            return value
+        dtype = torch.float32 if floating or value.is_floating_point() else torch.int32
+        if value.dtype == dtype:
+            return value
+        found.append(value)
+        return to(value, dtype)
+
+    inner = rebuild((args, kwargs), cast)
+    return inner if found else None

@@ -1,0 +1,146 @@
+"""Views that share their values with the tensor they are of, as in PyTorch.
+
+torchax's tensors hold values, not memory: what `x.view(...)` returns knows nothing of `x`. So each
+view is remembered with its base. Before the next function runs, what was written through a view goes
+into its base, and what was written into a base is seen through its views.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tailrace.torch.torchax.results import plainly
+
+_NAMES = (
+    *("diagonal", "flatten", "moveaxis", "movedim", "narrow", "permute", "ravel", "reshape"),
+    *("reshape_as", "select", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten"),
+    *("unfold", "unsqueeze", "view", "view_as"),
+)
+
+VIEWS = frozenset(
+    {
+        *(
+            getattr(place, name)
+            for place in (torch, torch.Tensor)
+            for name in _NAMES
+            if hasattr(place, name)
+        ),
+        *(getattr(getattr(torch.Tensor, name), "__get__") for name in ("T", "mT")),  # noqa: B009
+    }
+)
+"""Functions that return a view, or a copy where there can be no view."""
+
+
+@dataclasses.dataclass
+class _View:
+    """A view that the program may still hold.
+
+    Attributes:
+        tensor: the view.
+        base: what it is a view of.
+        again: what makes it from its base.
+        shadow: a tensor without values that has PyTorch's strides.
+        seen: the values of the view and of its base when they were last known to agree.
+    """
+
+    tensor: Any
+    base: Any
+    again: Callable[[Any], Any]
+    shadow: torch.Tensor
+    seen: tuple[Any, Any]
+
+
+class Aliases:
+    """The views of one forward pass."""
+
+    def __init__(self) -> None:
+        self._views: list[_View] = []
+
+    def note(self, func: Any, out: Any, args: Any, kwargs: Any) -> None:
+        """Remember a view that a function returned, if it is one and not a copy."""
+        if func not in VIEWS or not args or not hasattr(out, "_elem") or out is args[0]:
+            return
+        base, rest = args[0], args[1:]
+        shadow = self._shadow(base)
+        with plainly(), contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+            sizes = [_without_values(t) if hasattr(t, "jax") else t for t in rest]
+            shadow = func(shadow, *sizes, **kwargs)
+        if shadow.shape != out.shape or not shadow._is_view():
+            return
+        seen = (out._elem, _memory(base)._elem)
+        again = functools.partial(_made, func, rest, kwargs)
+        self._views.append(_View(out, base, again, shadow, seen))
+
+    def contiguous(self, tensor: Any) -> bool:
+        """Whether PyTorch would hold the entries of a tensor in order."""
+        with plainly():
+            return self._shadow(tensor).is_contiguous()
+
+    def settle(self) -> None:
+        """Let views and bases agree again, and forget those that nobody holds."""
+        for view in reversed(self._views):  # views of views first
+            if view.tensor._elem is not view.seen[0]:
+                _write(view, view.tensor._elem)
+                view.seen = (view.tensor._elem, _memory(view.base)._elem)
+        for view in self._views:
+            if (now := _memory(view.base)._elem) is not view.seen[1]:
+                values = view.again(view.base).jax()
+                if values.shape == view.tensor._elem.shape:
+                    view.tensor._elem = values
+                view.seen = (view.tensor._elem, now)
+        # Two: this list's, and that of the question.
+        self._views = [view for view in self._views if sys.getrefcount(view.tensor) > 2]
+
+    def _shadow(self, tensor: Any) -> torch.Tensor:
+        """A tensor without values, with the strides that PyTorch would give this one."""
+        for view in self._views:
+            if view.tensor is tensor:
+                return view.shadow
+        with plainly():
+            return _without_values(tensor)
+
+
+def _made(func: Any, rest: Any, kwargs: Any, base: Any) -> Any:
+    return func(base, *rest, **kwargs)
+
+
+def _without_values(tensor: Any) -> torch.Tensor:
+    return torch.empty(tuple(tensor.shape), device="meta")
+
+
+def _write(view: _View, values: Any) -> None:
+    """Put the values of a view to where they belong in its base."""
+    old = view.base.jax()
+    with jax.ensure_compile_time_eval():
+        numbers = jnp.arange(old.size).reshape(old.shape)
+        places = np.asarray(view.again(view.base._env.j2t_iso(numbers)).jax()).ravel()
+    flat = values.astype(old.dtype).ravel()
+    if flat.size != places.size:  # resized in place: no view any more
+        return
+    if flat.size == old.size:
+        in_order = np.array_equal(places, np.arange(old.size))
+        new = flat if in_order else flat[np.argsort(places)]
+    else:
+        new = old.ravel().at[places].set(flat)
+    new = new.reshape(old.shape)
+    if hasattr(view.base, "_elem"):
+        view.base._elem = new
+    else:
+        view.base.update(new)
+
+
+def _memory(tensor: Any) -> Any:
+    """The tensor whose values a slice of torchax's is cut from."""
+    while not hasattr(tensor, "_elem"):
+        tensor = tensor.parent
+    return tensor

@@ -1,0 +1,45 @@
+"""A module as a function of JAX arrays: for everything that takes one, such as `tr.diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tailrace.torch.tracing.forward import weights_of
+from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
+
+
+def as_function(
+    module: torch.nn.Module, *, seed: int = 0
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The module's forward pass as a JAX function, and the parameters it has now.
+
+    `function(params, *args)` returns what `module(*args)` would, as JAX arrays; tensors inside are
+    named after the modules that make them. Buffers are those of now: what forward does to them is
+    dropped.
+
+    Args:
+        module: the module; modules inside that are in training mode are run in it.
+        seed: what random operations draw from; the same in each call.
+
+    >>> import numpy as np, torch, tailrace.torch as tt
+    >>> function, params = tt.as_function(torch.nn.Linear(2, 3))
+    >>> function(params, np.ones((4, 2), np.float32)).shape
+    (4, 3)
+    """
+    # Copies: what the module's own optimizer does to its tensors later does not change them.
+    params, buffers = ({n: jnp.array(v) for n, v in held.items()} for held in weights_of(module))
+    run = ModuleFunction(module, training_modes(module))
+
+    def function(params: dict[str, Any], *args: Any) -> Any:
+        def fill(wrap: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return jax.tree.map(lambda array: wrap(jnp.asarray(array)), args), {}
+
+        weights = {name: jnp.asarray(value) for name, value in params.items()}
+        return run(weights, buffers, fill, jax.random.key(seed)).outputs
+
+    return function, params

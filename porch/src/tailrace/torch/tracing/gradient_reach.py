@@ -1,0 +1,33 @@
+"""Which parameters a loss depends on, in a way that has a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tailrace.jaxprs.control import jit_of
+from tailrace.jaxprs.internals import variables
+from tailrace.jaxprs.operations import stops_gradient
+from tailrace.jaxprs.stretches import is_float
+
+
+def inputs_with_gradient(jaxpr: Any, results: Iterable[Any]) -> set[Any]:
+    """The inputs of a program from which a differentiable path leads to one of its `results`.
+
+    As in PyTorch, `detach` and integers end a path, and a derivative that is zero does not. Programs
+    inside of an equation other than a plain call count as paths from all inputs to all outputs.
+    """
+    wanted = set(variables(results))
+    for eqn in reversed(jaxpr.eqns):
+        if stops_gradient(eqn) or wanted.isdisjoint(eqn.outvars):
+            continue
+        sources = list(eqn.invars)
+        call = jit_of(eqn)
+        if call is not None:
+            inner = call.program.jaxpr
+            pairs = zip(inner.outvars, eqn.outvars, strict=True)
+            reached = inputs_with_gradient(inner, [one for one, out in pairs if out in wanted])
+            pairs = zip(inner.invars, eqn.invars, strict=True)
+            sources = [var for one, var in pairs if one in reached]
+        wanted.update(filter(is_float, variables(sources)))
+    return wanted.intersection(jaxpr.invars)

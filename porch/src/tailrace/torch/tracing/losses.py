@@ -1,0 +1,129 @@
+"""Which value of a forward pass is the loss.
+
+A loss is what one of PyTorch's loss functions returns, or what `tt.identity_loss` marks. All of them
+must feed into one final loss, which need not be returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.jaxprs import internals
+from tailrace.jaxprs.operations import keeps_value, stops_gradient
+from tailrace.torch.tracing.gradient_reach import inputs_with_gradient
+from tailrace.torch.tracing.watch import current_watch
+
+LOSS_FUNCTIONS = frozenset(
+    getattr(functional, name)
+    for name in (
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "cross_entropy",
+        "ctc_loss",
+        "gaussian_nll_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "nll_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "triplet_margin_with_distance_loss",
+    )
+)
+"""PyTorch's own; the modules (`nn.NLLLoss`, ...) call these."""
+
+
+def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+    """Mark a tensor as the loss, reduced by "sum", "mean" or not at all ("none").
+
+    For losses written by hand, and for sums of several losses. Outside of a wrapped model it only
+    reduces.
+
+    >>> identity_loss(torch.tensor([1.0, 3.0]), reduction="mean")
+    tensor(2.)
+    """
+    if reduction == "sum":
+        out = x.sum()
+    elif reduction == "mean":
+        out = x.mean()
+    elif reduction == "none":
+        out = x.clone()
+    else:
+        raise OptionError(
+            f"Unsupported reduction type! The reduction of a loss is 'sum', 'mean' or 'none'. "
+            f"Received: reduction={reduction!r}."
+        )
+    watch = current_watch()
+    return out if watch is None else watch.mark_loss(out)
+
+
+def final_loss(jaxpr: Any, losses: Sequence[Any], trained: Collection[Any]) -> int:
+    """Which of the variables `losses` is the final one, into which all others feed.
+
+    One that depends on nothing that trains, such as a metric computed without gradients, does not
+    count, as long as another one does.
+
+    Args:
+        jaxpr: the forward pass, traced.
+        losses: the results of loss functions in it, in the order they were computed.
+        trained: its inputs that are parameters with a gradient.
+    """
+    if not losses:
+        raise ProgramError(
+            "Couldn't find a loss in graph. Training needs one: compute it in forward with a loss of "
+            "torch.nn (such as nn.CrossEntropyLoss), or mark a value of your own with "
+            "tt.identity_loss(x, reduction='mean')."
+        )
+    behind: dict[Any, frozenset[int]] = {}
+    numbers: dict[Any, list[int]] = {}
+    for number, var in enumerate(losses):
+        numbers.setdefault(var, []).append(number)
+    for eqn in jaxpr.eqns:
+        reached: frozenset[int] = frozenset().union(
+            *(behind.get(v, frozenset()) for v in eqn.invars if isinstance(v, internals.Var))
+        )
+        for out in eqn.outvars:
+            behind[out] = reached.union(numbers.get(out, ()))
+    training = {var for var in numbers if inputs_with_gradient(jaxpr, [var]).intersection(trained)}
+    counted = training or set(numbers)
+    feeding = {number for var in set(numbers) - counted for number in numbers[var]}
+    for var in counted:
+        own = set(numbers[var])
+        feeding |= behind.get(var, frozenset()) - own
+        feeding |= {n for n in own if n != max(own)}
+    final = [number for number in range(len(losses)) if number not in feeding]
+    if len(final) != 1:
+        raise ProgramError(
+            f"Multiple independent losses found in graph. Graph must have one final loss. Wrap final "
+            f"graph loss in identity_loss: tt.identity_loss(total, reduction='mean'). Received: "
+            f"{len(losses)} losses, of which {len(final)} feed into no other."
+        )
+    return final[0]
+
+
+def computed_after(jaxpr: Any, loss: Any, results: Sequence[Any]) -> list[int]:
+    """Which of `results` are computed from `loss`, with a gradient, and are not the loss itself."""
+    reached, same = {loss}, {loss}
+    for eqn in jaxpr.eqns:
+        sources = internals.variables(eqn.invars)
+        if reached.isdisjoint(sources) or stops_gradient(eqn):
+            continue
+        reached.update(eqn.outvars)
+        if keeps_value(eqn) and not same.isdisjoint(sources):
+            same.update(eqn.outvars)
+    found = enumerate(results)
+    return [n for n, var in found if isinstance(var, internals.Var) and var in reached - same]

@@ -1,0 +1,330 @@
+"""A PyTorch module as a pure function of JAX arrays.
+
+    module.forward(*args)  ──▶  function(params, buffers, arrays, key) ──▶ outputs, losses, buffers
+
+Its operations become JAX's through torchax. Each module that is called opens a scope with its path,
+so tensors inside are found by name; random operations draw from the key that is given, so that they
+are new in every step and the same in every repetition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import torch
+from torch.nn.modules import transformer
+
+from tailrace.errors import ProgramError, TailraceError
+from tailrace.jaxprs import internals
+from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
+from tailrace.torch.torchax.ops.table import REPLACED
+from tailrace.torch.torchax.versions import environment, unnamed_device
+from tailrace.torch.tracing.autocast import cast_arguments
+from tailrace.torch.tracing.backward_hooks import refusals
+from tailrace.torch.tracing.blocks import Staging
+from tailrace.torch.tracing.custom_functions import custom_functions
+from tailrace.torch.tracing.losses import LOSS_FUNCTIONS
+from tailrace.torch.tracing.watch import Watch, WatchingMode, is_traced, module_scopes, watched
+
+
+@dataclasses.dataclass
+class Ran:
+    """What one forward pass yields, as JAX values.
+
+    Attributes:
+        outputs: what forward returned; tensors are JAX values, the rest is as it was.
+        leaves: the tensors in it: (path, value).
+        losses: what loss functions returned, in order.
+        buffers: the buffers afterwards.
+        changed: those that are others than before.
+        written: arguments that were changed in place, by their number.
+    """
+
+    outputs: Any
+    leaves: list[tuple[str, Any]]
+    losses: list[Any]
+    buffers: dict[str, Any]
+    changed: frozenset[str]
+    written: dict[int, Any]
+    watch: Watch
+
+
+@dataclasses.dataclass(eq=False)
+class ModuleFunction:
+    """A module's forward pass as a function.
+
+    Args:
+        module: the module.
+        training: for each module inside, whether it is in training mode.
+        precision: of matrix products, as `jax.default_matmul_precision` has it; None: JAX's own.
+        staging: which stage a block belongs to.
+        differentiated: whether gradients of it may be asked for.
+    """
+
+    module: torch.nn.Module
+    training: Mapping[str, bool]
+    precision: str | None = None
+    staging: Staging = dataclasses.field(default_factory=Staging)
+    differentiated: bool = True
+
+    def __call__(
+        self,
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Any],
+        fill: Callable[[Callable[[Any], Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+        key: Any,
+    ) -> Ran:
+        """Run forward.
+
+        Args:
+            params: JAX values by name.
+            buffers: likewise.
+            fill: `fill(wrap)` gives the arguments, with each array in them wrapped as a tensor.
+            key: where random numbers come from.
+        """
+        env = environment()
+        watch = Watch(env, staging=self.staging)
+        weights = {name: watch.tensor(value) for name, value in params.items()}
+        states = {name: watch.tensor(value) for name, value in buffers.items()}
+        _as_parameters(self.module, {**weights, **states})
+        given: list[tuple[Any, Any]] = []
+
+        def wrap(array: Any) -> Any:
+            given.append((watch.tensor(array), array))
+            return given[-1][0]
+
+        args, kwargs = fill(wrap)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_quiet())
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))
+            if self.precision is not None:
+                stack.enter_context(jax.default_matmul_precision(self.precision))
+            stack.enter_context(_without_looking_at_values())
+            stack.enter_context(_modes(self.module, self.training))
+            stack.enter_context(env.override_property(prng=key))
+            stack.enter_context(watched(watch))
+            stack.enter_context(module_scopes(self.module, watch))
+            stack.callback(
+                self.module.register_forward_hook(_refuses_rebinding({**weights, **states})).remove
+            )
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(env)
+            stack.enter_context(unnamed_device())
+            replaced = {**REPLACED, **refusals(self.differentiated)}
+            mode = functools.partial(WatchingMode, watch, LOSS_FUNCTIONS, replaced, cast_arguments)
+            stack.enter_context(custom_functions(watch, self.differentiated, mode))
+            stack.enter_context(mode())
+            try:
+                out = torch.func.functional_call(
+                    self.module, {**weights, **states}, args, kwargs, tie_weights=True
+                )
+            except Exception as error:
+                raise _explained(error, watch, self.module) from error
+        written = {
+            number: tensor.jax()
+            for number, (tensor, array) in enumerate(given)
+            if tensor.jax() is not array
+        }
+        # What was re-bound in forward is gone by now; what was updated in place is here.
+        updated: dict[str, Any] = dict(states)
+        after = {name: state.jax() for name, state in updated.items()}
+        for name, value in after.items():
+            if value.shape != buffers[name].shape:
+                raise ProgramError(
+                    f"A buffer keeps its shape from step to step. {name!r} was "
+                    f"{list(buffers[name].shape)} and is {list(value.shape)} after forward."
+                )
+        changed = frozenset(name for name, value in after.items() if value is not buffers[name])
+        after = {name: v.astype(buffers[name].dtype) for name, v in after.items()}
+        if lost := held_elsewhere(out, is_traced):
+            attribute, kind = lost
+            raise ProgramError(
+                f"A model returns tensors, alone or in tuples, lists, dicts, named tuples and "
+                f"dataclasses. {type(self.module).__name__} returns a {kind.__name__}, which holds "
+                f"tensors in {attribute!r}. Return the tensors themselves, or say how a "
+                f"{kind.__name__} is taken apart: tt.register_container({kind.__name__}, parser)."
+            )
+        outputs = rebuild(out, lambda v: v.jax() if is_traced(v) else v)
+        leaves = [(path or "0", v) for path, v in flatten(outputs) if isinstance(v, jax.Array)]
+        return Ran(outputs, leaves, watch.losses, after, changed, written, watch)
+
+
+def _as_parameters(module: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Let those of a module's tensors that are parameters say so, and whether they are trained."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (tensor := tensors.get(name)) is not None:
+            tensor._is_param = True  # what PyTorch's isinstance looks at
+            tensor.requires_grad = parameter.requires_grad
+
+
+def _refuses_rebinding(given: Mapping[str, Any]) -> Callable[..., None]:
+    """A hook that refuses a forward pass which gave a name another tensor, which would be lost."""
+
+    def check(module: torch.nn.Module, _args: Any, _out: Any) -> None:
+        kinds = {
+            "Parameter": dict(module.named_parameters(remove_duplicate=False)),
+            "Buffer": dict(module.named_buffers(remove_duplicate=False)),
+        }
+        found = {name: (kind, t) for kind, named in kinds.items() for name, t in named.items()}
+        for name, tensor in given.items():
+            kind, now = found.get(name, ("Buffer or parameter", None))
+            if now is not tensor:
+                what = "removed" if now is None else "reassigned"
+                raise ProgramError(
+                    f"{kind} {name} is {what} within the model. The new tensor would be lost after "
+                    f"the call. Update it in place: use {name}.copy_(...) or {name}.add_(...)."
+                )
+
+    return check
+
+
+def training_modes(module: torch.nn.Module) -> dict[str, bool]:
+    """Which of the modules inside are in training mode now."""
+    return {name: inner.training for name, inner in module.named_modules()}
+
+
+@contextlib.contextmanager
+def _modes(module: torch.nn.Module, wanted: Mapping[str, bool]):
+    """The modules in the given modes, for as long as this lasts."""
+    inside = dict(module.named_modules())
+    before = {name: inner.training for name, inner in inside.items()}
+    try:
+        for name, flag in wanted.items():
+            inside[name].training = flag
+        yield
+    finally:
+        for name, flag in before.items():
+            inside[name].training = flag
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without JAX's warnings about 64-bit dtypes, which PyTorch's code asks for all the time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Explicitly requested dtype")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield
+
+
+@contextlib.contextmanager
+def _without_looking_at_values():
+    """Without those parts of PyTorch that look at values to choose or to check.
+
+    Fused attention is one opaque operation; transformers compare a mask with the causal one, to say
+    so to attention, which gets the mask anyway; distributions check their parameters.
+    """
+    distribution: Any = torch.distributions.Distribution
+    fast, checked = torch.backends.mha.get_fastpath_enabled(), distribution._validate_args
+    detect = transformer._detect_is_causal_mask
+    hook: Any = torch.utils.hooks.BackwardHook
+    set_up = hook.setup_input_hook, hook.setup_output_hook
+    # Hooks of the backward pass look for nodes of PyTorch's graph; training refuses them by name.
+    hook.setup_input_hook = hook.setup_output_hook = _as_given
+    torch.backends.mha.set_fastpath_enabled(False)
+    distribution.set_default_validate_args(False)
+    transformer._detect_is_causal_mask = _said_to_be_causal
+    try:
+        yield
+    finally:
+        hook.setup_input_hook, hook.setup_output_hook = set_up
+        transformer._detect_is_causal_mask = detect
+        distribution.set_default_validate_args(checked)
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _as_given(_: Any, values: Any) -> Any:
+    return values
+
+
+def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
+
+
+def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Exception:
+    """An error of the forward pass, with the module it comes from."""
+    if isinstance(error, TailraceError):
+        return error
+    name = type(root).__name__
+    where = f"module {watch.module!r} of {name}" if watch.module else f"forward of {name}"
+    text = str(error).strip()
+    kind = type(error).__name__
+    if any(frame.f_globals.get("__name__") in _TRANSFORMS for frame in _frames(error)):
+        return ProgramError(
+            f"A transformation of torch.func (such as grad or vmap) in {where} cannot be traced: it "
+            f"wraps tensors in a class of PyTorch's own. Write what it does with batched operations, "
+            f"or as a formula. ({kind}: {text})"
+        )
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        return ProgramError(
+            f"The forward pass is traced once and then runs on the device, so no shape may depend on "
+            f"the values of a tensor. A mask as an index, x[mask], does that in {where}. Keep all "
+            f"elements: torch.where(mask, x, other), or x * mask; for a mean over the mask, "
+            f"(x * mask).sum() / mask.sum()."
+        )
+    of_values = jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError
+    branches = isinstance(error, of_values)
+    if (branches or "_is_all_true" in text) and (function := _looks_at_values(error)):
+        return ProgramError(
+            f"The forward pass is traced once and then runs on the device, so Python cannot look at "
+            f"the value of a tensor. {function} of PyTorch does, called in {where}. Do without it, or "
+            f"give it other arguments: checks and choices by values can often be switched off. "
+            f"({text.splitlines()[0]})"
+        )
+    if "torchax Tensors can only do math" in text:
+        text = f"{_refused_operation(error)} has no lowering"
+    if "no lowering" in text or isinstance(error, NotImplementedError):
+        return ProgramError(
+            f"An operation in {where} cannot run on the device: {text}. Replace it by others, or "
+            f"move it out of the model. docs/guides/pytorch.md lists what works."
+        )
+    if branches:
+        return ProgramError(
+            f"The forward pass is traced once and then runs on the device, so Python cannot branch "
+            f"on the value of a tensor, and no shape may depend on one. It does in {where}. "
+            f"Use torch.where, or decide by shapes and arguments. ({text.splitlines()[0]})"
+        )
+    if "privateuseone" in text:
+        return ProgramError(
+            f"{where.capitalize()} uses a part of PyTorch that needs its own devices, such as "
+            f"torch.utils.checkpoint. Call the function plainly; recompute=True of a pipeline saves "
+            f"memory instead. ({kind}: {text})"
+        )
+    return ProgramError(f"{kind} in {where}: {text}")
+
+
+def _refused_operation(error: Exception) -> str:
+    """The operation that reached torchax's tensors without a mode that lowers it."""
+    found = [frame.f_locals.get("func") for frame in _frames(error)]
+    return next((str(func) for func in reversed(found) if func is not None), "an operation")
+
+
+def _looks_at_values(error: Exception) -> str | None:
+    """The function of PyTorch's own that branched on a value; None where the user's code did."""
+    innermost = None
+    for frame in _frames(error):
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("tailrace."):
+            continue  # in between, where an operation is lowered
+        if not internals.is_library(frame.f_code.co_filename):
+            innermost = None
+        elif name.startswith("torch.") and not name.startswith(_MACHINERY):
+            innermost = f"{name}.{frame.f_code.co_qualname}"
+    return innermost
+
+
+def _frames(error: Exception) -> list[Any]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+_TRANSFORMS = frozenset(f"torch._functorch.{n}" for n in ("apis", "eager_transforms", "vmap"))
+
+_MACHINERY = ("torch._", "torch.overrides", "torch.utils", "torch.nn.modules.module")
+"""What stands in each traceback, and decides nothing."""

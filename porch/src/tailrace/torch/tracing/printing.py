@@ -1,0 +1,67 @@
+"""`tt.print_tensor`: print a tensor of a model, and its gradient, while the model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tailrace.errors import ProgramError
+from tailrace.records.print_tensor import print_tensor as print_array
+from tailrace.torch.tracing.watch import current_watch, is_traced
+
+
+def print_tensor(
+    tensor: torch.Tensor,
+    title: str = "",
+    print_gradient: bool = True,
+    summarise_threshold: int = 1000,
+    edge_items: int = 3,
+    max_line_width: int = 80,
+    digits: int = 4,
+    float_format: str = "auto",
+    separator: str = ", ",
+    open_bracket: str = "(",
+    close_bracket: str = ")",
+) -> torch.Tensor:
+    """Print a tensor to standard error each time a wrapped model computes it; returns the tensor.
+
+    Go on with what it returns. In training the gradient is printed too, under `<title>_gradient`.
+    Outside of a wrapped model it does nothing.
+
+    Args:
+        tensor: what to print.
+        title: what stands in front; empty: the path of the module that is running.
+        print_gradient: whether the gradient is printed too.
+        summarise_threshold: larger tensors show only the edges of each dim; 0 shows everything.
+        edge_items: how many entries an edge has.
+        max_line_width: where lines are broken; 0 never breaks them.
+        digits: significant digits; 0 leaves numbers as they are.
+        float_format: "auto", "fixed", "scientific" or "none".
+        separator: between entries.
+        open_bracket: before the entries of a dim.
+        close_bracket: after them.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ProgramError(
+            f"print_tensor prints a tensor. Received: {type(tensor).__name__}. Call it for each "
+            f"tensor of a container."
+        )
+    watch = current_watch()
+    if watch is None or not is_traced(tensor):
+        return tensor
+    traced: Any = tensor
+    shown = print_array(
+        traced.jax(),
+        title or watch.module or "tensor",
+        print_gradient,
+        summarise_threshold=summarise_threshold,
+        edge_items=edge_items,
+        max_line_width=max_line_width,
+        digits=digits,
+        float_format=float_format,
+        separator=separator,
+        open_bracket=open_bracket,
+        close_bracket=close_bracket,
+    )
+    return watch.tensor(shown)

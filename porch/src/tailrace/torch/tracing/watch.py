@@ -1,0 +1,216 @@
+"""What is seen of a PyTorch module while its forward pass is traced: losses, paths, constants.
+
+A mode in front of torchax's own sees every function that the module calls. It notes what loss
+functions return, turns tensors that are no part of the module into constants of the program, and
+keeps `torch.no_grad()` in force, which torchax alone would not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import torch
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+
+from tailrace.errors import ProgramError
+from tailrace.torch.calls.containers import flatten, rebuild
+from tailrace.torch.torchax.results import corrected, written
+from tailrace.torch.torchax.view_aliases import Aliases
+
+_watching: contextvars.ContextVar[Watch | None] = contextvars.ContextVar(
+    "tailrace_torch_watch", default=None
+)
+
+
+def current_watch() -> Watch | None:
+    """What watches the forward pass that is being traced; None outside of one."""
+    return _watching.get()
+
+
+@dataclasses.dataclass(eq=False)
+class Watch:
+    """One forward pass while it is traced.
+
+    Attributes:
+        env: torchax's environment.
+        losses: what loss functions returned, as JAX values, in order.
+        path: the modules that are being called, outermost first: (path, scope).
+        staging: which stage a block belongs to.
+        stages: (stage, device) of each stretch between blocks, in order.
+        blocks: how many blocks began.
+        latest: the tensor that was computed last.
+        outside_of_blocks: whether a block has ended and none has begun since.
+        aliases: which tensors are views of others.
+    """
+
+    env: Any
+    losses: list[Any] = dataclasses.field(default_factory=list)
+    path: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    staging: Any = None
+    stages: list[Any] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+    latest: Any = None
+    outside_of_blocks: bool = False
+    aliases: Aliases = dataclasses.field(default_factory=Aliases)
+
+    def mark_loss(self, value: Any) -> Any:
+        """Note a tensor as a loss; returns it."""
+        self.losses.append(value.jax())
+        return value
+
+    def tensor(self, array: Any) -> torch.Tensor:
+        """A JAX value as the tensor that PyTorch's code computes with."""
+        return self.env.j2t_iso(array)
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that is being called."""
+        return self.path[-1][0] if self.path else ""
+
+
+class WatchingMode(TorchFunctionMode):
+    """Sees each function of PyTorch that the module calls."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        losses: frozenset[Any],
+        replaced: dict[Any, Callable[..., Any]],
+        cast: Callable[[Any, Any, Any], tuple[Any, Any]],
+    ) -> None:
+        super().__init__()
+        self.watch, self.losses, self.replaced, self.cast = watch, losses, replaced, cast
+        self._constants: dict[int, tuple[Any, Any]] = {}
+
+    def __exit__(self, *given: Any) -> None:
+        """Let what was written through views arrive, such as in buffers."""
+        super().__exit__(*given)
+        if given[0] is None:
+            self.watch.aliases.settle()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, as PyTorch asks modes to."""
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        ours = sum(is_traced(t) for t in tensors)
+        if ours and ours < len(tensors):
+            args, kwargs = rebuild(args, self._constant), rebuild(kwargs, self._constant)
+        if ours:
+            self.watch.aliases.settle()
+            args, kwargs = self.cast(func, args, kwargs)
+        place = kwargs.pop("out", None) if ours else None
+        out = self._run(func, args, kwargs) if ours else func(*args, **kwargs)
+        if place is not None:
+            out = written(place, out, self.watch.tensor)
+        if ours:
+            self._note(out)
+            self._flag(out, tensors)
+        if not torch.is_grad_enabled():
+            out = self._stopped(out, tensors)
+        if ours:
+            self.watch.aliases.note(func, out, args, kwargs)
+            self.watch.aliases.settle()
+        if func in self.losses and is_traced(out):
+            out = self.watch.mark_loss(out)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function, or what replaces it here."""
+        if func in self.replaced:
+            with jax.named_scope(func.__name__):
+                out = self.replaced[func](self.watch, *args, **kwargs)
+            if out is not NotImplemented:
+                return corrected(func, args, kwargs, out, self.watch.tensor)
+        return func(*args, **kwargs)
+
+    def _flag(self, out: Any, given: list[Any]) -> None:
+        """Let results say whether they have a gradient, as those of PyTorch do."""
+        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+            for _, leaf in flatten(out):
+                if is_traced(leaf) and leaf.dtype.is_floating_point:
+                    leaf.requires_grad = True
+
+    def _note(self, out: Any) -> None:
+        """Remember the latest tensor, where blocks are cut; refuse one that belongs to no block."""
+        made = next((leaf for _, leaf in flatten(out) if is_traced(leaf)), None)
+        if made is None:
+            return
+        if self.watch.outside_of_blocks:
+            raise ProgramError(
+                "No active Block, all the ops must belong to a Block. Begin one before this, or put "
+                "it into the one above."
+            )
+        self.watch.latest = made
+
+    def _constant(self, value: Any) -> Any:
+        """A tensor that lives outside of the module, as a constant of the program."""
+        if not isinstance(value, torch.Tensor) or is_traced(value):
+            return value
+        if id(value) not in self._constants:
+            constant = self.watch.tensor(self.watch.env.t2j_copy(value.detach()))
+            self._constants[id(value)] = (value, constant)  # keeps the tensor, and so its id
+        return self._constants[id(value)][1]
+
+    def _stopped(self, out: Any, given: list[Any]) -> Any:
+        def stop(value: Any) -> Any:
+            if not is_traced(value) or not value.dtype.is_floating_point:
+                return value
+            if any(value is one for one in given):  # an in-place operation returns what it changed
+                if hasattr(value, "_elem"):
+                    value._elem = jax.lax.stop_gradient(value._elem)
+                return value
+            return self.watch.tensor(jax.lax.stop_gradient(value.jax()))
+
+        return rebuild(out, stop)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a tensor stands for a value of the program (torchax's classes have `jax()`)."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "jax")
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[Watch]:
+    """Make `watch` the current one."""
+    token = _watching.set(watch)
+    try:
+        yield watch
+    finally:
+        _watching.reset(token)
+
+
+@contextlib.contextmanager
+def module_scopes(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
+    """While this lasts, calling a module inside `root` opens a scope with its path."""
+    paths = {id(module): path for path, module in root.named_modules() if path}
+
+    def enter(module: Any, _args: Any) -> None:
+        path = paths.get(id(module))
+        if path is not None and _watching.get() is watch:
+            scope = jax.named_scope(path)
+            scope.__enter__()
+            watch.path.append((path, scope))
+
+    def leave(module: Any, _args: Any, _out: Any) -> None:
+        if id(module) in paths and _watching.get() is watch:
+            watch.path.pop()[1].__exit__(None, None, None)
+
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for _, scope in reversed(
+            watch.path
+        ):  # an error left them open; `watch.path` names the place
+            scope.__exit__(None, None, None)

@@ -1,0 +1,103 @@
+"""Stopping when a value gets no better."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import OptionError
+from tailrace.trainer.callbacks.callback import Callback
+from tailrace.trainer.monitoring import Monitor
+
+if TYPE_CHECKING:
+    from tailrace.records.history import History
+    from tailrace.trainer.trainer import Trainer
+
+
+class EarlyStopping(Callback):
+    """Ends a fit when a value has not become better for some time.
+
+    A value of validations (`val_...`) is looked at after each validation, any other after each epoch.
+
+    Args:
+        monitor: the name of a logged value: "loss", "val_loss", "val_accuracy", ...
+        patience: after how many looks without a better value to stop.
+        mode: "min", "max", or "auto", which takes "max" for names that speak of accuracy and the
+            like.
+        min_delta: by how much a value must be better to count.
+        restore_best: at the end of the fit, go back to the whole state (parameters, optimizer state,
+            model state, step) of the best look.
+
+    Attributes:
+        best: the best value so far.
+        best_step: the step it belongs to.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        patience: int = 0,
+        mode: str = "auto",
+        min_delta: float = 0.0,
+        restore_best: bool = False,
+    ) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise OptionError(f"patience is a number of at least 0. Received: {patience!r}.")
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self.patience, self.restore_best = patience, restore_best
+        self.best_step = 0
+        self._waited = 0
+        self._kept: list[np.ndarray] | None = None
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far; None before the first look."""
+        return self._monitor.best
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Start anew, unless a fit is taken up again."""
+        self._monitor.best, self._waited, self._kept = None, 0, None
+
+    def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        """Look at a value of a validation."""
+        if self._monitor.name.startswith("val_"):
+            self._look(trainer, logs)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: dict[str, float]) -> None:
+        """Look at a value of an epoch."""
+        if not self._monitor.name.startswith("val_"):
+            self._look(trainer, logs)
+        else:
+            self._monitor.value(logs)  # says so if there is no such value
+
+    def on_fit_end(self, trainer: Trainer, history: History) -> None:
+        """Go back to the best state, if that was asked for."""
+        if self._kept is not None:
+            structure = jax.tree.structure(trainer.engine.state)
+            trainer.engine.state = jax.tree.unflatten(structure, self._kept)
+            trainer.engine.step = self.best_step
+
+    def get_state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        kept = {f"kept/{i}": leaf for i, leaf in enumerate(self._kept or ())}
+        numbers = {"best": self.best, "best_step": self.best_step, "waited": self._waited}
+        return {**numbers, **kept}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """From a checkpoint."""
+        self._monitor.best, self.best_step = state["best"], state["best_step"]
+        self._waited = state["waited"]
+        kept = [state[f"kept/{i}"] for i in range(sum(k.startswith("kept/") for k in state))]
+        self._kept = kept or None
+
+    def _look(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        if self._monitor.improves(logs):
+            self._waited, self.best_step = 0, trainer.step
+            if self.restore_best:
+                self._kept = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+            return
+        self._waited += 1
+        if self._waited > self.patience:
+            trainer.stop()

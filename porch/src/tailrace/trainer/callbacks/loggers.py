@@ -1,0 +1,171 @@
+"""Callbacks that hand values on while training runs: to a file, to TensorBoard, to any function."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tailrace.errors import MissingDependency, OptionError, RunError
+from tailrace.trainer.callbacks.callback import Callback, Execution
+
+if TYPE_CHECKING:
+    from tailrace.records.history import History
+    from tailrace.trainer.trainer import Trainer
+
+
+class Metrics(Callback):
+    """Hands every value to a function, as it comes: `fn(values, step=step)`.
+
+    That is the form of `wandb.log` and `mlflow.log_metrics`.
+
+    Args:
+        fn: called once for each step with loss and metrics, and after each validation with its
+            values (`val_<name>`); `step` counts from 0.
+
+    Example:
+        >>> import tailrace as tr
+        >>> seen = []
+        >>> log = tr.callbacks.Metrics(lambda values, step: seen.append((step, values)))
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        if not callable(fn):
+            raise OptionError(
+                f"Metrics hands values to a function, fn(values, step=step). Received: {fn!r}."
+            )
+        self._fn = fn
+
+    def on_step_end(self, trainer: Trainer, step: int, values: dict[str, float]) -> None:
+        """Loss and metrics of a step."""
+        self._fn(values, step=step)
+
+    def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        """Values of a validation; they belong to the last step before it."""
+        self._fn(logs, step=max(0, trainer.step - 1))
+
+
+class CSVLogger(Callback):
+    """Writes a row for each step to a file, while training runs.
+
+    Columns are the step, loss and metrics, and values of validations in the row of the last step
+    before them. A fit that is taken up again continues the file; any other writes it anew.
+
+    Args:
+        path: of the file; its directory is made if need be.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._names: list[str] = []
+        self._rows: list[dict[str, Any]] = []
+        self._begun = False
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """The file is begun with the first row: until then a fit may be taken up again."""
+        self._rows, self._names, self._begun = [], ["step"], False
+
+    def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
+        """The rows of an execution; the last waits for values of a validation."""
+        self._write()
+        for number in range(execution.steps):
+            values = {name: float(v[number]) for name, v in execution.values.items()}
+            self._rows.append({"step": execution.first_step + number, **values})
+
+    def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        """Values of a validation go into the row of the step before it."""
+        if self._rows:
+            self._rows[-1].update(logs)
+        self._write()
+
+    def on_fit_end(self, trainer: Trainer, history: History) -> None:
+        """Write what is left."""
+        self._write()
+
+    def get_state(self) -> dict[str, Any]:
+        """For a checkpoint: what is in the file up to here."""
+        self._write()
+        return {"names": self._names, "bytes": self._path.stat().st_size if self._begun else 0}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """From a checkpoint: rows behind it are cut off, and come again."""
+        if not state["bytes"]:
+            return
+        if not self._path.exists():
+            raise RunError(
+                f"CSVLogger goes on with {str(self._path)!r}, which is gone. Put it back, or start "
+                f"with a new checkpoint directory."
+            )
+        self._names, self._begun = list(state["names"]), True
+        os.truncate(self._path, min(state["bytes"], self._path.stat().st_size))
+
+    def _write(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        if not self._begun:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("")
+            self._begun = True
+        new = [name for row in rows for name in row if name not in self._names]
+        if new or not self._path.stat().st_size:
+            self._widen(dict.fromkeys(new))
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._names).writerows(rows)
+
+    def _widen(self, new: dict[str, None]) -> None:
+        """Write the file again with more columns."""
+        with self._path.open(newline="") as file:
+            before = list(csv.DictReader(file))
+        self._names += new
+        partial = self._path.with_name(self._path.name + ".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._names)
+            writer.writeheader()
+            writer.writerows(before)
+        partial.replace(self._path)
+
+
+class TensorBoard(Callback):
+    """Writes event files for TensorBoard while training runs.
+
+    Args:
+        directory: where to. Needs the extra `tensorboard`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = os.fspath(directory)
+        self._writer: Any = None
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Open the file."""
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise MissingDependency(
+                "tr.callbacks.TensorBoard needs tensorboardX: pip install 'tailrace[tensorboard]'."
+            ) from error
+        self._writer = SummaryWriter(self._directory)
+
+    def on_step_end(self, trainer: Trainer, step: int, values: dict[str, float]) -> None:
+        """Loss and metrics of a step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
+        """What was written so far can be looked at."""
+        self._writer.flush()
+
+    def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        """Values of a validation."""
+        for name, value in logs.items():
+            self._writer.add_scalar(name, value, max(0, trainer.step - 1))
+        self._writer.flush()
+
+    def on_fit_end(self, trainer: Trainer, history: History) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,122 @@
+"""`tr.on_spike`: notice a step whose loss is far above those before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tailrace.errors import OptionError
+from tailrace.messages import logger
+from tailrace.records.scores import robust_scores
+from tailrace.trainer.callbacks.callback import Callback, Execution
+
+if TYPE_CHECKING:
+    from tailrace.trainer.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Spike:
+    """A step whose loss stands out.
+
+    Attributes:
+        step: its number.
+        loss: its loss.
+        score: how many robust standard deviations it is above the median of the steps before.
+    """
+
+    step: int
+    loss: float
+    score: float
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: loss {self.loss:.5g}, {self.score:.1f} deviations above the median"
+        )
+
+
+class OnSpike(Callback):
+    """Watches the loss; made by `tr.on_spike`.
+
+    Attributes:
+        spikes: all that were found, the oldest first.
+    """
+
+    def __init__(
+        self,
+        then: str | Callable[[Any, Spike], Any] = "note",
+        *,
+        score: float = 8.0,
+        window: int = 100,
+        least: int = 20,
+    ) -> None:
+        if then not in ("note", "stop") and not callable(then):
+            raise OptionError(
+                f"on_spike does 'note', 'stop', or calls a function of trainer and spike. Received: "
+                f"{then!r}."
+            )
+        for name, value in (("score", score), ("window", window), ("least", least)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise OptionError(f"{name} is a number above 0. Received: {name}={value!r}.")
+        self._then, self._score, self._least = then, float(score), int(least)
+        self._window: deque[float] = deque(maxlen=int(window))
+        self.spikes: list[Spike] = []
+
+    def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
+        """Look at the loss of each step."""
+        for step, loss in enumerate(map(float, execution.values["loss"]), execution.first_step):
+            if len(self._window) >= self._least:
+                (score,) = robust_scores([loss], among=list(self._window))
+                if score > self._score:
+                    self._act(trainer, Spike(step, loss, float(score)))
+            self._window.append(loss)
+
+    def _act(self, trainer: Trainer, spike: Spike) -> None:
+        self.spikes.append(spike)
+        if callable(self._then):
+            self._then(trainer, spike)
+            return
+        logger.warning("A spike of the loss in %s. trainer.explain_step shows its rows.", spike)
+        if self._then == "stop":
+            trainer.stop()
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "window": list(self._window),
+            "spikes": [dataclasses.asdict(spike) for spike in self.spikes],
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._window.clear()
+        self._window.extend(state["window"])
+        self.spikes = [Spike(**spike) for spike in state["spikes"]]
+
+
+def on_spike(
+    then: str | Callable[[Any, Spike], Any] = "note",
+    *,
+    score: float = 8.0,
+    window: int = 100,
+    least: int = 20,
+) -> OnSpike:
+    """A callback that notices when the loss of a step is far above those before it.
+
+    The score is robust: the distance to the median of the last steps, in units of the median of their
+    distances to it. One spike does not hide the next. A loss that is not finite is a spike.
+
+    Args:
+        then: "note" logs it, "stop" ends the fit after that execution, a function is called with the
+            trainer and the `Spike`.
+        score: from which score on.
+        window: how many steps before it is compared with.
+        least: how many there must be.
+
+    >>> import tailrace as tr
+    >>> watch = tr.on_spike("stop", score=6.0)  # trainer.fit(..., callbacks=[watch])
+    >>> watch.spikes
+    []
+    """
+    return OnSpike(then, score=score, window=window, least=least)

@@ -1,0 +1,66 @@
+"""`tr.Checkpoint`: where a fit keeps its state, how often, and how much of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+from tailrace.errors import OptionError
+from tailrace.trainer.monitoring import Monitor
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """How a fit keeps its state, so that a script that was killed can be started again unchanged.
+
+    Args:
+        directory: where to; made if need be. One directory belongs to one trainer.
+        every: how often: a number of steps, or seconds as `"60s"`; honoured at the next end of an
+            execution. The beginning and the end of a fit are always kept.
+        keep: how many of the latest to keep besides.
+        best: keep the best by this logged value too ("val_loss", "accuracy"); None for none.
+
+    Example:
+        >>> import tailrace as tr
+        >>> tr.Checkpoint("checkpoints", every="60s", keep=2).seconds
+        60.0
+    """
+
+    directory: str | os.PathLike[str]
+    every: int | str = 1000
+    keep: int = 3
+    best: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):
+            raise OptionError(
+                f"checkpoint= is a directory or a tr.Checkpoint. Received: {self.directory!r}."
+            )
+        number = isinstance(self.every, int) and not isinstance(self.every, bool)
+        if not (number and self.every >= 1) and self.seconds is None:  # type: ignore[operator]
+            raise OptionError(
+                f"every is a number of steps, or of seconds as '60s'. Received: {self.every!r}."
+            )
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise OptionError(f"keep is a number of at least 1. Received: {self.keep!r}.")
+        if self.best is not None:
+            Monitor(self.best)
+
+    @property
+    def seconds(self) -> float | None:
+        """The period in seconds; None if it counts steps."""
+        found = (
+            re.fullmatch(r"(\d+(?:\.\d+)?)s", self.every) if isinstance(self.every, str) else None
+        )
+        return float(found[1]) if found and float(found[1]) > 0 else None
+
+    @property
+    def steps(self) -> int | None:
+        """The period in steps; None if it counts seconds."""
+        return self.every if isinstance(self.every, int) else None
+
+
+def as_checkpoint(given: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+    """What `fit(checkpoint=)` was given."""
+    return given if isinstance(given, Checkpoint) else Checkpoint(given)

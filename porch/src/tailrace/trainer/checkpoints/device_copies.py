@@ -1,0 +1,96 @@
+"""Copies of a state on the device, made at once, which come to the host piece by piece.
+
+The next execution overwrites the state, so it is copied on the device first: one dispatch, in the time
+that it takes to read it once. The copies travel while training goes on. A loop whose length is data
+asks the host after each step whether it goes on, through the same channel, and waits there behind what
+is on its way: behind 150 MB in one piece for 70 ms, at the 2.1 GB/s measured on an H200.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PIECE = 4 << 20
+"""Arrays of more bytes travel in pieces of about so many."""
+
+
+@dataclasses.dataclass(eq=False)
+class DeviceCopy:
+    """A copy of one array.
+
+    Attributes:
+        pieces: what it consists of, one after another; let go of as they arrive.
+        shape: of the array.
+        dtype: of the array.
+    """
+
+    pieces: list[Any]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def on_host(self) -> np.ndarray:
+        """The array on the host; called once."""
+        if len(self.pieces) == 1:
+            return np.asarray(self.pieces.pop()).reshape(self.shape)
+        found, done = np.empty(self.shape, self.dtype), 0
+        flat = found.reshape(-1)
+        for piece in self._taken():
+            flat[done : done + piece.size] = np.asarray(piece)
+            done += piece.size
+        return found
+
+    def _taken(self) -> Any:
+        while self.pieces:
+            yield self.pieces.pop(0)
+
+
+def copied(arrays: Mapping[str, Any]) -> dict[str, DeviceCopy]:
+    """Copies of arrays by name; nothing is waited for."""
+    found: dict[str, DeviceCopy] = {}
+    together: dict[Any, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        array = _of_one_device(jnp.asarray(array))
+        if _is_simple(array):
+            together.setdefault(frozenset(array.sharding.device_set), {})[name] = array
+        else:  # spread over devices, or in another memory
+            found[name] = DeviceCopy([jnp.copy(array)], array.shape, array.dtype)
+    for group in together.values():
+        for (name, array), pieces in zip(
+            group.items(), _copies(list(group.values()), PIECE), strict=True
+        ):
+            found[name] = DeviceCopy(pieces, array.shape, array.dtype)
+    return {name: found[name] for name in arrays}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copies(arrays: list[Any], piece: int) -> list[list[Any]]:
+    """Copies of arrays; those of large ones in pieces, flat."""
+    return [_pieces(array, max(1, piece // array.dtype.itemsize)) for array in arrays]
+
+
+def _pieces(array: Any, count: int) -> list[Any]:
+    if array.size <= count:
+        return [jnp.copy(array)]
+    flat = array.reshape(-1)
+    starts = range(0, array.size, count)
+    return [jax.lax.slice(flat, (n,), (min(n + count, array.size),)) for n in starts]
+
+
+def _of_one_device(array: Any) -> Any:
+    """What all devices have alike is read from one of them."""
+    several = len(array.sharding.device_set) > 1
+    return array.addressable_data(0) if several and array.is_fully_replicated else array
+
+
+def _is_simple(array: Any) -> bool:
+    """Whether an array is on one device, in its own memory."""
+    sharding = array.sharding
+    own = sharding.memory_kind in (None, next(iter(sharding.device_set)).default_memory().kind)
+    return len(sharding.device_set) == 1 and own

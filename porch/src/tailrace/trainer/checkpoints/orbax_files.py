@@ -1,0 +1,240 @@
+"""The one file that meets Orbax: arrays by name and a note, in a directory, whole or not at all.
+
+Orbax writes into a directory of another name and renames it when all is there. Here that directory
+is forced to the disk and renamed once more, so that what has its final name survives a loss of power.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import itertools
+import json
+import logging
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.devices.processes import distributed
+from tailrace.errors import CheckpointError, MissingDependency, TailraceError, VersionError
+from tailrace.runs.storage.durable import force_folder, force_tree
+
+FORMAT = 1
+"""The form of what is written; a later one is refused with a sentence."""
+
+UNFINISHED = ".unfinished"
+"""The ending of a directory that is being written."""
+
+LIMIT = "TAILRACE_CHECKPOINT_BYTES"
+"""The environment variable that raises the limit on what is read."""
+
+MOST_BYTES = 1 << 40
+"""What the arrays of one checkpoint may claim to take, before any of them is read."""
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def import_orbax() -> Any:
+    """Orbax's interface, version 1; or what to install."""
+    for name in ("orbax.checkpoint.v1", "orbax.checkpoint.experimental.v1"):
+        try:
+            orbax = importlib.import_module(name)
+        except ImportError:
+            continue
+        for needed in ("save", "load", "metadata"):
+            if not callable(getattr(orbax, needed, None)):
+                raise VersionError(
+                    f"Tailrace does not know this version of Orbax: {name} has no {needed!r}. Use "
+                    f"orbax-checkpoint>=0.12.8,<0.13."
+                )
+        return orbax
+    raise MissingDependency(
+        "Checkpoints are written with Orbax, which is not installed: "
+        "pip install 'tailrace[checkpoint]'."
+    )
+
+
+def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
+    """Write a checkpoint; `path` is there afterwards, or unchanged if anything went wrong."""
+    orbax = import_orbax()
+    partial = path.with_name(path.name + UNFINISHED)
+    forms = {
+        name: [list(array.shape), str(array.dtype), checksum(array)]
+        for name, array in arrays.items()
+    }
+    said = {"format": FORMAT, "note": json.loads(json.dumps(note)), "arrays": forms}
+    # Orbax keeps no empty arrays, and no tree without any.
+    kept = {name: np.asarray(array) for name, array in arrays.items() if array.size}
+    kept = kept or {"nothing": np.zeros(1, np.int8)}
+    with sentence(path, "cannot be written"), _quiet():
+        shutil.rmtree(partial, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if distributed.process_count() == 1:
+            orbax.save(str(partial), kept, custom_metadata=said)
+        else:
+            _save_alone(partial, kept, said)
+        force_tree(partial)
+        os.rename(partial, path)
+        force_folder(path.parent)
+
+
+# Orbax has barriers for all processes of a program. Here one of them writes in a thread while all
+# train, and each reads by itself: to Orbax, the process that calls is the only one.
+
+
+def _save_alone(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
+    """Write from one of several processes; version 1 of the interface would ask all of them."""
+    import orbax.checkpoint as ocp
+
+    options = ocp.options.MultiprocessingOptions(**_only_this())
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
+        pytree=ocp.PyTreeCheckpointHandler(multiprocessing_options=options),
+    )
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
+        tree = ocp.args.PyTreeSave(dict(arrays))
+        checkpointer.save(path, ocp.args.Composite(pytree=tree), custom_metadata=dict(note))
+
+
+def _alone(orbax: Any) -> contextlib.AbstractContextManager[Any]:
+    """While this process reads, whatever the others do."""
+    if distributed.process_count() == 1:
+        return contextlib.nullcontext()
+    options = orbax.options.MultiprocessingOptions(**_only_this())
+    return orbax.Context(multiprocessing_options=options)
+
+
+_calls = itertools.count()
+
+
+def _only_this() -> dict[str, Any]:
+    here = distributed.process_index()
+    key = f"tailrace-{here}-{next(_calls)}"  # no two barriers may be called the same
+    return {"primary_host": here, "active_processes": {here}, "barrier_sync_key_prefix": key}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a checkpoint says of one of its arrays."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+
+def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
+    """What a checkpoint says of itself, and the forms of its arrays; no array is read."""
+    orbax = import_orbax()
+    with sentence(path, "cannot be read"), _quiet(), _alone(orbax):
+        found = orbax.metadata(str(path))
+        said = found.custom_metadata
+        stored = {name: (tuple(m.shape), str(m.dtype)) for name, m in found.metadata.items()}
+        version = said["format"]
+        forms = {
+            name: Form(tuple(int(n) for n in shape), str(dtype), int(checksum))
+            for name, (shape, dtype, checksum) in said["arrays"].items()
+        }
+        note = dict(said["note"])
+    if version != FORMAT:
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} has form {version!r}; this version of Tailrace reads "
+            f"form {FORMAT}. Use the version that wrote it."
+        )
+    expected = {name: (form.shape, form.dtype) for name, form in forms.items() if form.size}
+    if expected and stored != expected:
+        raise CheckpointError(f"The checkpoint {str(path)!r} is damaged: its parts do not agree.")
+    _check_size(path, forms)
+    return note, forms
+
+
+def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """All arrays of a checkpoint by name, and its note."""
+    orbax = import_orbax()
+    note, forms = read_note(path)
+    with sentence(path, "cannot be read"), _quiet(), _alone(orbax):
+        loaded = orbax.load(str(path)) if any(form.size for form in forms.values()) else {}
+        arrays = {
+            name: np.asarray(loaded[name])
+            if form.size
+            else np.zeros(form.shape, _dtype(form.dtype))
+            for name, form in forms.items()
+        }
+    for name, form in forms.items():
+        found = Form(arrays[name].shape, str(arrays[name].dtype), checksum(arrays[name]))
+        if found != form:
+            raise CheckpointError(
+                f"The checkpoint {str(path)!r} is damaged: array {name!r} is not what was written. "
+                f"Take an older one: trainer.restore(path of that checkpoint)."
+            )
+    return arrays, note
+
+
+def checksum(array: Any) -> int:
+    """A number that changes with any bit of an array."""
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; half of one is never left under its name."""
+    partial = path.with_name(path.name + UNFINISHED)
+    shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rename(path, partial)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def sentence(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever a file system or Orbax raises into one sentence."""
+    try:
+        yield
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} {what}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_size(path: Path, forms: Mapping[str, Form]) -> None:
+    claimed = sum(form.size * _dtype(form.dtype).itemsize for form in forms.values())
+    limit = os.environ.get(LIMIT, "")
+    most = int(limit) if limit.isdigit() else MOST_BYTES
+    if claimed > most:
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} says that its arrays take {claimed:,} bytes, which is more "
+            f"than the limit of {most:,}. If that is right, set {LIMIT}={claimed}."
+        )
+
+
+def _dtype(name: str) -> np.dtype:
+    import jax.numpy as jnp
+
+    try:
+        return np.dtype(jnp.dtype(name))
+    except TypeError:
+        raise CheckpointError(f"A checkpoint has no arrays of dtype {name!r}.") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax tells of each file it writes; that is for its own developers."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,294 @@
+"""A fit and its checkpoints: what is saved when, and how a fit is taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.devices.processes import distributed
+from tailrace.errors import CheckpointError
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.messages import note_once
+from tailrace.records.history import History
+from tailrace.spans.span import span
+from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint, as_checkpoint
+from tailrace.trainer.checkpoints.snapshot import (
+    CALLBACK,
+    Snapshot,
+    history_arrays,
+    history_of,
+    put_state,
+    state_arrays,
+    trainer_note,
+)
+from tailrace.trainer.checkpoints.together import (
+    each_does,
+    first_does,
+    gathered,
+    own_position,
+)
+from tailrace.trainer.checkpoints.writer import CheckpointWriter
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.monitoring import Monitor
+
+if TYPE_CHECKING:
+    from tailrace.trainer.fitting.fit import Fit
+
+
+def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) -> Saving | None:
+    """The checkpoints of a fit, from what `fit(checkpoint=)` was given."""
+    return (
+        None if checkpoint is None else Saving(as_checkpoint(checkpoint), number, engine, duration)
+    )
+
+
+@dataclasses.dataclass
+class TakenUp:
+    """A fit that a directory holds, ready to go on.
+
+    Attributes:
+        progress: how far it is.
+        step: the trainer's step there.
+        history: of all its steps.
+        position: where it is in its dataset.
+        pace: the lengths of executions that were chosen.
+        callbacks: the states of its callbacks.
+        finished: whether there is nothing left to do.
+        run_end: where its run directory ended.
+    """
+
+    progress: Progress
+    step: int
+    history: History
+    position: Mapping[str, Any]
+    pace: Mapping[str, Any]
+    callbacks: list[dict[str, Any]]
+    finished: bool
+    run_end: Any
+
+
+class Saving:
+    """The checkpoints of one fit.
+
+    Args:
+        checkpoint: where, and how often.
+        number: of the fit, among those of the trainer that keep checkpoints.
+        engine: whose state is kept.
+        duration: what was asked for.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, number: int, engine: Engine, duration: Duration
+    ) -> None:
+        self._engine, self._duration = engine, duration
+        self._writer = CheckpointWriter(checkpoint, number)
+        self._monitor = None if checkpoint.best is None else Monitor(checkpoint.best)
+        self._fit: Fit | None = None
+
+    @property
+    def directory(self) -> str:
+        """Where they are."""
+        return str(self._writer.directory.directory)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """While this process may write to the directory."""
+        orbax_files.import_orbax()
+        with ExitStack() as stack:
+            first_does(lambda: stack.enter_context(self._writer.directory.writing()))
+            try:
+                yield
+            finally:
+                self._writer.close()
+
+    # -- taking up ------------------------------------------------------------------------------
+
+    def take_up(self) -> TakenUp | None:
+        """Give the engine the state that the directory holds; None if it holds nothing of this fit."""
+        found = first_does(self._newest)
+        if found is None:
+            return None
+        path = Path(found)
+        arrays, note = each_does(lambda: orbax_files.read(path))
+        if "fit" not in note:
+            raise CheckpointError(
+                f"The checkpoint {found!r} was saved by fit of a Keras model. Give this fit "
+                f"another directory."
+            )
+        engine, fit = self._engine, note["fit"]
+        progress = Progress(**fit["progress"])
+        progress.elements = progress.elements * len(fit["positions"]) // distributed.process_count()
+        self._check(note, progress)
+        put_state(engine, arrays, note)
+        count, replicas = engine.accumulation.microbatches, engine.placement.replicas
+        history = history_of(arrays, progress.first_step, count, replicas)
+        before = Duration(**fit["duration"])
+        further = _less(before, self._duration)
+        finished = bool(fit["ended"] and not further) or progress.reached(self._duration)
+        if finished and (not fit["ended"] or _less(self._duration, before)):
+            note_once(
+                f"fit({self._duration}): the checkpoint directory holds a fit that went further "
+                f"({progress.steps} steps, {progress.epochs} epochs). Its end is returned.",
+                key=f"smaller fit {found}",
+            )
+        if self._monitor is not None:
+            self._monitor.best = fit["best"]
+        return TakenUp(
+            progress,
+            engine.step,
+            history,
+            own_position(fit["positions"]),
+            fit["pace"],
+            _callback_states(fit["callbacks"], arrays),
+            finished,
+            note["run"],
+        )
+
+    def _newest(self) -> str | None:
+        kept = self._writer.directory.newest(self._writer.fit)
+        return None if kept is None else str(kept.path)
+
+    def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
+        """Refuse what was saved by another training."""
+        engine, fit = self._engine, note["fit"]
+        here = {
+            "seed": (engine.seed, note["seed"]),
+            "the trainer's step when the fit begins": (engine.step, progress.first_step),
+            "elements of a step (accumulation x replicas)": (
+                engine.accumulation.microbatches * engine.placement.replicas,
+                fit["elements_per_step"],
+            ),
+            "accumulation": (describe_accumulation(engine), fit["accumulation"]),
+            "what fit counts": (_counts(self._duration), _counts(Duration(**fit["duration"]))),
+        }
+        for what, (now, then) in here.items():
+            if now != then:
+                raise CheckpointError(
+                    f"The checkpoint directory {str(self._writer.directory.directory)!r} belongs to "
+                    f"another training: {what}: {then!r} there, {now!r} here. Use what it was saved "
+                    f"with, or another directory."
+                )
+
+    def go_on(self, fit: Fit, taken: TakenUp, dataset: Any) -> None:
+        """Bring a fit to where the one in the directory was: dataset and callbacks."""
+        bring_to(fit.feed, dataset, taken.progress, taken.position)
+        for callback, state in zip(fit.callbacks, taken.callbacks, strict=False):
+            if state:
+                callback.set_state(state)
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def begin(self, fit: Fit, fresh: bool) -> None:
+        """The fit begins; the state before its first step is kept too."""
+        self._fit = fit
+        self._writer.started_at(self._engine.step)
+        if fresh:
+            self.save()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return self._writer.due(self._engine.step)
+
+    def save(self, *, ended: bool = False, best: bool = False, wait: bool = False) -> None:
+        """Save the state as it is now; nothing may be on its way."""
+        assert self._fit is not None
+        with span("checkpoint", step=self._engine.step):
+            self._writer.save(
+                self._engine.step,
+                lambda: self._snapshot(ended),
+                ended=ended,
+                best=best and not ended,
+            )
+            if wait:
+                first_does(lambda: self._writer.wait(last=True))
+
+    def look(self, logs: Mapping[str, float]) -> None:
+        """Save if the watched value is better than before."""
+        if (
+            self._monitor is not None
+            and self._monitor.name in logs
+            and self._monitor.improves(logs)
+        ):
+            self.save(best=True)
+
+    def _snapshot(self, ended: bool) -> Snapshot:
+        engine, fit = self._engine, self._fit
+        assert fit is not None
+        arrays, keys = state_arrays(engine)
+        arrays |= history_arrays(fit.journal.history)
+        states = []
+        for number, callback in enumerate(fit.callbacks):
+            plain = {}
+            for name, value in getattr(callback, "get_state", dict)().items():
+                if isinstance(value, np.ndarray):
+                    arrays[f"{CALLBACK}{number}/{name}"] = value
+                else:
+                    plain[name] = value
+            states.append(plain)
+        note = {
+            **trainer_note(engine, keys, fit.progress.first_epoch),
+            "fit": {
+                "progress": dataclasses.asdict(fit.progress),
+                "duration": dataclasses.asdict(self._duration),
+                "ended": ended,
+                "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
+                "accumulation": describe_accumulation(engine),
+                "positions": gathered(fit.feed.get_state()),
+                "pace": fit.pace.chosen_state(),
+                "capacity": engine.runner.capacity,
+                "callbacks": states,
+                "best": None if self._monitor is None else self._monitor.best,
+            },
+        }
+        return Snapshot(arrays, note, fit.journal.mark())
+
+
+def bring_to(
+    feed: InfeedQueue, dataset: Any, progress: Progress, position: Mapping[str, Any]
+) -> None:
+    """Bring a feed to where a fit was in its dataset."""
+    source = as_dataset(dataset)
+    if source.fast is None and "source" not in position:
+        # Some datasets have another order each time they are iterated: begin as often as before.
+        for epoch in range(progress.epochs if source.restartable else 0):
+            next(source.iterate(epoch), None)
+    feed.start_epoch(dataset, progress.epoch)
+    feed.set_state(position)
+
+
+def describe_accumulation(engine: Engine) -> str:
+    """What of the accumulation changes results, besides how many elements a step takes."""
+    dtype: Any = engine.accumulation.dtype
+    try:
+        name = "float of the gradient" if dtype is None else str(np.dtype(dtype))
+    except TypeError:
+        name = "by a function"
+    return f"{engine.accumulation.reduction}, {name}"
+
+
+def _counts(duration: Duration) -> str:
+    return "steps" if duration.steps is not None else "epochs"
+
+
+def _less(now: Duration, before: Duration) -> bool:
+    return (now.steps or 0) < (before.steps or 0) or (now.epochs or 0) < (before.epochs or 0)
+
+
+def _callback_states(
+    plain: list[dict[str, Any]], arrays: Mapping[str, np.ndarray]
+) -> list[dict[str, Any]]:
+    states = []
+    for number, state in enumerate(plain):
+        start = f"{CALLBACK}{number}/"
+        own = {n.removeprefix(start): a for n, a in arrays.items() if n.startswith(start)}
+        states.append({**state, **own})
+    return states

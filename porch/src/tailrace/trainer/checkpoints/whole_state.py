@@ -1,0 +1,51 @@
+"""Saving and restoring a trainer's state by itself, without a fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tailrace.errors import CheckpointError
+from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.directory import CheckpointDirectory
+from tailrace.trainer.checkpoints.snapshot import Snapshot, put_state, state_arrays, trainer_note
+from tailrace.trainer.checkpoints.together import each_does, first_does
+from tailrace.trainer.engine import Engine
+
+
+def save_state(engine: Engine, epochs: int, path: str | os.PathLike[str]) -> None:
+    """Write the state, step, seed and the number of epochs begun to a new directory."""
+    where = Path(path).absolute()
+    first_does(lambda: _check_new(where))
+    arrays, keys = state_arrays(engine)
+    note = trainer_note(engine, keys, epochs)
+    first_does(lambda: orbax_files.write(where, Snapshot(arrays, note).on_host(), note))
+
+
+def restore_state(engine: Engine, path: str | os.PathLike[str]) -> int:
+    """Give the engine what is at `path`; returns the number of epochs begun."""
+    where = Path(first_does(lambda: _found(Path(path).absolute())))
+    arrays, note = each_does(lambda: orbax_files.read(where))
+    put_state(engine, arrays, note)
+    fit = note.get("fit")
+    if fit is None:
+        return int(note["epochs"])
+    progress = fit["progress"]
+    begun = progress["epochs"] + (progress["steps"] > progress["epoch_start"])
+    return int(note["epochs"]) + begun
+
+
+def _check_new(where: Path) -> None:
+    if where.exists() or where.is_symlink():
+        raise CheckpointError(
+            f"save writes a new directory, and {str(where)!r} is there already. Give another "
+            f"path, or use fit(checkpoint=...), which keeps several."
+        )
+
+
+def _found(where: Path) -> str:
+    """The checkpoint that a path stands for: itself, or the newest in a directory of a fit."""
+    kept = CheckpointDirectory(where).newest()
+    if kept is None and not where.is_dir():
+        raise CheckpointError(f"There is no checkpoint at {str(where)!r}.")
+    return str(where if kept is None else kept.path)

@@ -1,0 +1,95 @@
+"""Writing checkpoints beside the training: one thread, one checkpoint at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from tailrace.devices.processes import distributed
+from tailrace.errors import CheckpointError
+from tailrace.feeds.background import Worker
+from tailrace.feeds.waiting import Lasting, Patience
+from tailrace.messages import logger
+from tailrace.spans.span import span
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.directory import CheckpointDirectory
+from tailrace.trainer.checkpoints.snapshot import Snapshot
+
+THREAD = "tailrace-checkpoint"
+
+
+class CheckpointWriter:
+    """Decides when a checkpoint is due, and writes it while training goes on.
+
+    At most one snapshot is on its way: memory on the host is that of one state, and what Orbax takes
+    to write it. A write that fails (a full disk) is told, and tried again when the next one is due;
+    only the last one of a fit must succeed.
+
+    Args:
+        checkpoint: where, and how often.
+        fit: the number of the fit.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, fit: int) -> None:
+        self.checkpoint, self.fit = checkpoint, fit
+        self.directory = CheckpointDirectory(checkpoint.directory, checkpoint.keep)
+        self._worker: Worker | None = None
+        self._busy: Future[Any] | None = None
+        self._last_step, self._last_time = 0, time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """Whether it is time for a checkpoint."""
+        seconds, steps = self.checkpoint.seconds, self.checkpoint.steps
+        if seconds is not None:
+            return time.monotonic() - self._last_time >= seconds
+        return steps is not None and step - self._last_step >= steps
+
+    def save(self, step: int, take: Callable[[], Snapshot], **kind: bool) -> None:
+        """Write a checkpoint in the thread; waits only for the one before. One of several processes
+        writes, and all take part in `take`.
+
+        Args:
+            step: the trainer's step.
+            take: makes the snapshot, now.
+            kind: what the checkpoint is; see `CheckpointDirectory.write`.
+        """
+        self.wait()
+        snapshot = take()
+        self._last_step, self._last_time = step, time.monotonic()
+        if not distributed.writes():
+            return
+        if self._worker is None:
+            self._worker = Worker(THREAD)
+
+        def write() -> None:
+            with span("checkpoint write", step=step):
+                self.directory.write(self.fit, step, snapshot, **kind)
+
+        self._busy = self._worker.submit(write)
+
+    def started_at(self, step: int) -> None:
+        """Count from here: the fit begins, or goes on, at this step."""
+        self._last_step, self._last_time = step, time.monotonic()
+
+    def wait(self, last: bool = False) -> None:
+        """Wait for the checkpoint that is being written; of the last one, raise what went wrong."""
+        busy, self._busy = self._busy, None
+        if busy is None:
+            return
+        Patience().wait_for(
+            busy, Lasting(f"the checkpoint of step {self._last_step} to be written")
+        )
+        try:
+            busy.result()
+        except CheckpointError as error:
+            if last:
+                raise
+            logger.warning("%s Training goes on; the next checkpoint is tried again.", error)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None

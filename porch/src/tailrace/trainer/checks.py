@@ -1,0 +1,188 @@
+"""What a trainer is given, checked before anything is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.jaxprs.marks import path_name
+from tailrace.messages import note_once
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.program.memory.optimizer_state import is_tapped
+from tailrace.program.optimizers import AccumulationState
+from tailrace.program.step.loss_scale import LossScale
+from tailrace.program.step.precision import Precision
+from tailrace.taps.tap import StopOnNonfinite
+from tailrace.trainer.callbacks.callback import Callback
+
+
+def check_model(
+    loss_fn: Any,
+    optimizer: Any,
+    params: Any,
+    model_state: Any,
+    pipeline: Pipeline | None,
+    accumulation: Any,
+) -> tuple[Any, Any]:
+    """What is trained; returns the accumulation and the parameters, of a pipeline those of stages."""
+    if not callable(loss_fn):
+        raise OptionError(f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}.")
+    check_optimizer(optimizer)
+    if pipeline is not None:
+        check_pipeline(accumulation)
+        accumulation, params = pipeline.accumulation, pipeline.untie(params)
+    check_params(params)
+    check_arrays("model_state", model_state)
+    check_accumulates_once(optimizer, params)
+    return accumulation, params
+
+
+def check_replica_state(rule: Any) -> bool | Callable[[str], bool]:
+    """Whether replicas share the model state: for all leaves, or by a leaf's name."""
+    if callable(rule):
+        return lambda name: rule(name) == "mean"
+    if rule not in ("mean", "each"):
+        raise OptionError(f"replica_state is 'mean' or 'each'. Received: replica_state={rule!r}.")
+    return rule == "mean"
+
+
+def check_fingerprint(fingerprint: Any) -> bool:
+    """A switch."""
+    if not isinstance(fingerprint, bool):
+        raise OptionError(f"fingerprint is True or False. Received: fingerprint={fingerprint!r}.")
+    return fingerprint
+
+
+def check_numbers(
+    loss_scale: Any, precision: Any, taps: Sequence[Any], params: Any
+) -> tuple[LossScale | None, Precision | None]:
+    """How the loss is scaled, and in which dtype the loss function computes."""
+    scale, precision = LossScale.of(loss_scale), Precision.of(precision)
+    if scale is None and precision is not None and precision.dtype == jnp.float16:
+        note_once(
+            "precision='float16' without a loss scale: gradients below 6e-8 become zero. Give "
+            "loss_scale='dynamic'."
+        )
+    guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite)] if scale else []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        for kind in ("grad", "accumulated", "reduced"):
+            name = f"{kind}/{path_name(path) or 'params'}"
+            if is_tapped(guards, name, jax.typeof(leaf)):
+                raise OptionError(
+                    f"With loss_scale, a step whose gradients are not finite is skipped, and the scale "
+                    f"is lowered; tr.stop_on_nonfinite would end the training there. Received: a guard "
+                    f"of {name!r}. Guard what must be finite all the same: "
+                    f"tr.stop_on_nonfinite('loss')."
+                )
+    return scale, precision
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """An optimizer has `init` and `update`; those of front ends have `apply` instead."""
+    has = [callable(getattr(optimizer, name, None)) for name in ("init", "update", "apply")]
+    if not (has[0] and (has[1] or has[2])):
+        raise OptionError(
+            f"optimizer is an optax transformation, with init and update. Received: {optimizer!r}. "
+            f"For example optax.sgd(0.01)."
+        )
+
+
+def check_accumulates_once(optimizer: Any, params: Any) -> None:
+    """Accumulation belongs to the trainer; an optimizer that accumulates too would do it twice."""
+    import optax
+
+    def accumulates(state: Any) -> bool:
+        return isinstance(state, AccumulationState | optax.MultiStepsState)
+
+    state = jax.eval_shape(optimizer.init, params)
+    parts = jax.tree.leaves(state, is_leaf=accumulates)
+    if isinstance(optimizer, optax.MultiSteps) or any(map(accumulates, parts)):
+        raise OptionError(
+            "Gradients are accumulated once, by the trainer: its optimizer accumulates them too. "
+            "Give the bare optimizer and Trainer(accumulation=...). optax.MultiSteps and "
+            "tr.optimizers.gradient_accumulation are for hand-written loops."
+        )
+
+
+def check_pipeline(accumulation: Any) -> None:
+    """What a pipeline decides itself."""
+    if accumulation != 1:
+        raise OptionError(
+            f"The microbatches of a pipeline are given to it: tr.Pipeline(..., accumulation=...). "
+            f"Received: Trainer(accumulation={accumulation!r}) as well. Leave it out there."
+        )
+
+
+def check_params(params: Any) -> None:
+    """Parameters are floats, and there are some."""
+    leaves = _flattened("params", params)
+    if not leaves:
+        raise ProgramError(f"There are no parameters to train. Received: params={params!r}.")
+    check_arrays("params", params)
+    for path, leaf in leaves:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ProgramError(
+                f"Parameters are floats, so that they have a gradient. Received: "
+                f"{path_name(path) or 'params'!r} of {dtype}{list(jnp.shape(leaf))}. Keep integers "
+                f"in model_state, or close over them."
+            )
+
+
+def _flattened(what: str, tree: Any) -> Any:
+    try:
+        return jax.tree_util.tree_flatten_with_path(tree)[0]
+    except ValueError as error:  # keys that cannot be sorted
+        raise ProgramError(f"{what} is a tree that JAX can flatten. It says: {error}.") from None
+
+
+def check_arrays(what: str, tree: Any) -> None:
+    """A tree holds arrays and numbers only."""
+    for path, leaf in _flattened(what, tree):
+        try:
+            jax.typeof(leaf)
+        except (TypeError, ValueError, OverflowError):
+            raise ProgramError(
+                f"{what} is a tree of arrays. Received: {path_name(path) or what!r}, a "
+                f"{type(leaf).__name__}. Give the arrays only and close over the rest."
+            ) from None
+
+
+def check_eval_fn(eval_fn: Any) -> Any:
+    """A function like the loss function, or None."""
+    if eval_fn is not None and not callable(eval_fn):
+        raise OptionError(
+            f"eval_fn is a function of parameters and batch, like loss_fn. Received: {eval_fn!r}."
+        )
+    return eval_fn
+
+
+def check_callbacks(callbacks: Any) -> list[Callback]:
+    """Callbacks are a list of objects with the methods of `tr.Callback`."""
+    if not isinstance(callbacks, Iterable):
+        callbacks = [callbacks]
+    found = list(callbacks)
+    methods = [name for name in vars(Callback) if name.startswith("on_")]
+    for one in found:
+        if isinstance(one, type) or not all(callable(getattr(one, name, None)) for name in methods):
+            raise OptionError(
+                f"A callback is an object with the methods of tr.Callback. Received: {one!r}. "
+                f"Derive a class from tr.Callback, override what you need, and give an object of it."
+            )
+    return found
+
+
+def check_config(config: Any) -> dict[str, Any]:
+    """What `config=` was given; it is kept as JSON, whose names are text."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
+        raise OptionError(
+            f"config= is a dict of your own, with names as keys: config={{'rate': 0.1}}. "
+            f"Received: {config!r}."
+        )
+    return dict(config)

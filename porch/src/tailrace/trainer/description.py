@@ -1,0 +1,65 @@
+"""An engine in words that go into a file: devices, options, taps, catalogue, plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tailrace.devices.devices import available
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.showing.optimizer_text import optimizer_text
+
+
+def describe(
+    engine: Engine, steps_per_execution: int | None, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a run directory says of the fit that writes it, ready for JSON."""
+    plan, mesh, step = engine.plan, engine.placement.mesh, engine.step_function
+    return {
+        "devices": [
+            {"platform": device.platform, "kind": device.device_kind, "id": device.id}
+            for device in (available()[:1] if mesh is None else mesh.devices.flat)
+        ],
+        "config": dict(config or {}),
+        "options": {
+            "optimizer": optimizer_text(engine.optimizer),
+            "steps_per_execution": "auto" if steps_per_execution is None else steps_per_execution,
+            "microbatches": engine.accumulation.microbatches,
+            "reduction": str(engine.accumulation.reduction),
+            "replicas": engine.placement.replicas,
+            "seed": engine.seed,
+            "precision": str(precision.dtype) if (precision := step.precision) else None,
+            "sentinel": None if engine.sentinel is None else engine.sentinel.share,
+            "fingerprint": engine.digests is not None,
+            "loss_scale": dataclasses.asdict(scale) if (scale := step.loss_scale) else None,
+        },
+        "taps": [
+            {
+                "select": describe_select(tap.select),
+                "mode": f"every({tap.period})" if tap.period > 1 else str(tap.mode),
+                "reduce": tap.kind,
+            }
+            for tap in engine.taps
+            if not tap.kind.startswith("log:")
+        ],
+        "catalogue": json.loads(engine.sight.catalogue.to_json()),
+        "plan": plan.to_json(ticks=False) if plan is not None else None,
+    }
+
+
+def describe_select(select: Any) -> Any:
+    """A selection as JSON: globs as they are, the rest in words.
+
+    >>> describe_select(["grad/*", re.compile("^loss$")])
+    ['grad/*', 're.compile(^loss$)']
+    """
+    if isinstance(select, str):
+        return select
+    if isinstance(select, re.Pattern):
+        return f"re.compile({select.pattern})"
+    if isinstance(select, list | tuple | set):
+        return [describe_select(part) for part in select]
+    return f"function {getattr(select, '__name__', type(select).__name__)}"

@@ -1,0 +1,548 @@
+"""The engine: a model's training state on the devices, and the compiled programs that advance it.
+
+    engine.use(dataset)                 which program runs: one for each form of elements
+    ticket = engine.dispatch(length)    steps go out; nothing waits for them
+    results = engine.collect(ticket)    what they left behind, on the host
+    engine.state                        parameters, optimizer state, model state
+
+`tr.Trainer`, the Keras front end, the PyTorch front end and the IPU programs each drive one by a loop
+of their own. An engine knows nothing of epochs, callbacks, histories or files. The file is long because
+it is one thing: every method works on the state in use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.feed import Feed, Staged
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.marks import path_name
+from tailrace.pipeline.lowering.pipeline_step import PipelineStep
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
+from tailrace.pipeline.schedule.plan import Plan
+from tailrace.program.memory.first_state import FirstState
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState, Numbers
+from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.loss_scale import NAME as SCALE
+from tailrace.program.step.loss_scale import note_collapse
+from tailrace.program.step.training_step import Step, TrainState
+from tailrace.program.tracing.tap_selection import Sight, look
+from tailrace.program.tracing.trace import trace_program
+from tailrace.records.history import split_emission
+from tailrace.records.records import take_records
+from tailrace.spans.span import counter, is_traced, waiting_for
+from tailrace.taps.activation_listing import listing_activations
+from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.tap import GradientDigest, StopOnNonfinite, Tap, parse_taps
+from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
+from tailrace.trainer.executions import Results, Ticket
+from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
+from tailrace.trainer.memory_shortage import within_memory
+from tailrace.trainer.nonfinite_guard import bad_steps, diagnose, first_bad_step
+from tailrace.trainer.sentinel import Sentinel, check_share
+from tailrace.trainer.state_digests import StateDigests
+
+
+class Engine:
+    """Trains one model: holds its state, and runs its steps in dispatches of any length.
+
+    Args:
+        loss_fn: as for `tr.Trainer`, as are all others.
+        optimizer: an optax transformation, or an object with `init` and `apply`.
+        params: the parameters to start from.
+        accumulation: how many microbatches make a step.
+        replicas: how many copies train side by side.
+        model_state: state that the model updates itself.
+        replica_state: what becomes of it over replicas.
+        offload_optimizer_state: keep the optimizer's state in host memory between updates.
+        shard_optimizer_state: let each replica keep one share of it.
+        offload_activations: keep activations in host memory until the backward pass.
+        seed: where the keys of `tr.key()` come from.
+        observe: taps.
+        loss_scale: how the loss is scaled.
+        precision: in which dtype the loss function computes.
+        fingerprint: whether executions have fingerprints.
+        sentinel: the share of executions that are run twice and compared; None checks nothing.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        params: Any,
+        *,
+        accumulation: Accumulation | int = 1,
+        replicas: int | None = 1,
+        model_state: Any = None,
+        replica_state: str | Callable[[str], str] = "mean",
+        offload_optimizer_state: bool | None = False,
+        shard_optimizer_state: bool = False,
+        offload_activations: bool = False,
+        seed: int = 0,
+        observe: Any = (),
+        loss_scale: Any = None,
+        precision: Any = None,
+        fingerprint: bool = False,
+        sentinel: float | None = None,
+    ) -> None:
+        fingerprint = fingerprint or sentinel is not None
+        given = locals()
+        other = ("self", "params", "model_state", "observe", "sentinel")
+        self.again = partial(Engine, **{k: v for k, v in given.items() if k not in other})
+        """Makes another engine for the same model, of parameters, model state and taps."""
+        self.pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
+        accumulation, params = check_model(
+            loss_fn, optimizer, params, model_state, self.pipeline, accumulation
+        )
+        self.seed, self.step = seed, 0
+        self.taps = parse_taps(observe)
+        self.accumulation = Accumulation.of(accumulation)
+        self.placement = placement_of(self.pipeline, replicas)
+        self.scalars = OutfeedQueue()
+        self.optimizer = optimizer
+        params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
+        first = FirstState(optimizer.init, params)
+        self.memory = plan_memory(
+            first.forms,
+            self.placement,
+            self.taps,
+            share=shard_optimizer_state,
+            offload_state=offload_optimizer_state,
+            offload_activations=offload_activations,
+            microbatches=self.accumulation.microbatches,
+            pipelined=self.pipeline is not None,
+        )
+        if fingerprint:
+            self.memory = self.memory.with_fingerprints(params)
+        self.step_function = (Step if self.pipeline is None else PipelineStep)(
+            loss_fn,
+            optimizer,
+            self.accumulation,
+            model_state is not None,
+            self.scalars,
+            check_replica_state(replica_state),
+            tuple(self.taps),
+            self.memory.keeping,
+            self.memory.held_activations,
+            *check_numbers(loss_scale, precision, self.taps, params),
+        )
+        scaling = self.step_function.loss_scale
+        scale = scaling.init() if scaling is not None else None
+        forms = jax.eval_shape(lambda: (params, model_state, scale))
+        self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), *forms[1:])
+        digests = StateDigests(self.form, self.memory.keeping)
+        self.digests = digests if fingerprint else None
+        self.sentinel = (
+            Sentinel(check_share(sentinel), digests, seed) if sentinel is not None else None
+        )
+        self._state: TrainState | None = self._first_state(params, first, model_state, scale)
+        self._runners: dict[ElementSpec, LoopRunner] = {}
+        self._sights: dict[ElementSpec, Sight] = {}
+        self._active: tuple[LoopRunner, LoopState] | None = None
+        self._left: tuple[Any, InfeedQueue] | None = None
+
+    # -- the state ------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainState:
+        """The state as it is on the devices, not copied: the next execution overwrites it."""
+        state = self._held()
+        keeping = self.memory.keeping
+        if keeping is None:
+            return state
+        return state._replace(optimizer_state=keeping.whole(state.optimizer_state, self.placement))
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.replace(dict(enumerate(jax.tree.leaves(state))))
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied by; None if it is not scaled."""
+        scale = self._held().loss_scale
+        return None if scale is None else float(self.placement.readable(scale.scale))
+
+    def copied(self, tree: Any) -> Any:
+        """Copies of parts of the state that this process can read on its own."""
+        return jax.tree.map(lambda x: jnp.copy(self.placement.readable(x)), tree)
+
+    def replace(self, leaves: Mapping[int, Any]) -> None:
+        """Replace leaves of the state, by their number in its tree; values are copied."""
+        if self.sentinel is not None:
+            self.sentinel.expects(None)
+        keeping = self.memory.keeping
+        if keeping is not None:
+            first = len(jax.tree.leaves(self.form.params))
+            leaves = keeping.hold_some(leaves, first, self.placement)
+        if self._active is not None:
+            runner, state = self._active
+            runner.replace(state, leaves)
+            return
+        now, structure = jax.tree.flatten(self._state)
+        self._state = jax.tree.unflatten(
+            structure, [leaves.get(number, value) for number, value in enumerate(now)]
+        )
+
+    def own_of_replicas(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The shapes that leaves may have of which every replica has its own: one for all, or each."""
+        replicas = self.placement.replicas
+        paths = jax.tree_util.tree_flatten_with_path(self.form)[0]
+        return {
+            path_name(path): (form.shape, (replicas, *form.shape))
+            for (path, form), own in zip(paths, self._own_of_replicas(), strict=True)
+            if own and replicas > 1
+        }
+
+    def read(self) -> tuple[Any, Any]:
+        """Parameters and model state as a forward pass reads them: one for all replicas."""
+        state = self._held()
+        model_state = state.model_state
+        shares = self.step_function.share_state is True
+        if not shares and self._active is not None and self.placement.replicas > 1:
+            model_state = jax.tree.map(_merged, model_state, self.form.model_state)
+        return state.params, model_state
+
+    # -- the program ----------------------------------------------------------------------------
+
+    def use(self, dataset: Any) -> Feed:
+        """Run on elements of this dataset (or feed) from now on; returns the feed of the program.
+
+        There is one program for each form of elements. The state moves into the one in use.
+        """
+        runner, feed = self.program_for(dataset)
+        inputs = () if self.pipeline is None else self.pipeline.inputs
+        if self._active is None or self._active[0] is not runner:
+            self._active = (runner, runner.begin(self._held(), inputs))
+            self._state = None
+        elif isinstance(runner, PipelineRunner):
+            runner.read(self._active[1], inputs)
+        runner.keep_elements = self.guarded or self.digests is not None
+        return feed
+
+    def swap(self, runner: LoopRunner) -> None:
+        """Run the loop in use otherwise: `runner` is made of it by `LoopRunner.observing`."""
+        self._active = (runner, self.loop_state)
+
+    def let_go(self, dataset: Any, feed: Feed) -> None:
+        """A dataset is not used any more. Of a one-shot iterator, what was read ahead is kept."""
+        feed.rest()
+        self._left = None
+        if isinstance(feed, InfeedQueue) and feed is not dataset and not feed.restartable:
+            self._left = (dataset, feed)
+
+    @property
+    def has_program(self) -> bool:
+        """Whether the form of elements is known."""
+        return self._active is not None
+
+    @property
+    def runner(self) -> LoopRunner:
+        """The program in use."""
+        return self._in_use()[0]
+
+    @property
+    def sight(self) -> Sight:
+        """What the taps select in the program in use."""
+        return self._sights[self.runner.infeeds[0].spec()]
+
+    @property
+    def loop_state(self) -> LoopState:
+        """What the program in use works on."""
+        return self._in_use()[1]
+
+    @property
+    def guard(self) -> StopOnNonfinite | None:
+        """What watches for numbers that are not finite; of several, one that stops."""
+        found = [tap for tap in self.taps if isinstance(tap, StopOnNonfinite)]
+        return min(found, key=lambda tap: tap.skips, default=None)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a guard watches for numbers that are not finite."""
+        return self.guard is not None
+
+    @property
+    def live(self) -> bool:
+        """Whether results are wanted while executions run."""
+        return any(getattr(tap, "live", False) for tap in self.taps)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the pipeline, once the form of its elements is known; None without one."""
+        for runner in reversed(self._runners.values()):
+            if isinstance(runner, PipelineRunner):
+                return runner.plan
+        return None
+
+    @property
+    def executions(self) -> int:
+        """How many dispatches were made so far."""
+        return sum(runner.executions for runner in self._runners.values())
+
+    @property
+    def elements_per_step(self) -> int:
+        """How many elements one step takes: microbatches x replicas of this process."""
+        return self.accumulation.microbatches * self.placement.local_replicas
+
+    def set_inputs(self, inputs: Sequence[Any]) -> None:
+        """Other values for the `inputs` of a pipeline; nothing is compiled again."""
+        if self.pipeline is None:
+            raise OptionError(
+                "inputs belong to a pipeline: tr.Pipeline(..., inputs=...). Received: inputs for a "
+                "trainer without one. Leave them out, or put them into the dataset."
+            )
+        self.pipeline.set_inputs(inputs)
+
+    def program_for(self, dataset: Any) -> tuple[LoopRunner, Feed]:
+        """The program for elements of the dataset's form, and its feed set to that dataset."""
+        fresh = dataset if isinstance(dataset, Feed) else InfeedQueue(dataset)
+        fresh.bind_replicas(self.placement.replicas)
+        if self._left is not None and self._left[0] is dataset and isinstance(fresh, InfeedQueue):
+            fresh.adopt(self._left[1])  # a one-shot iterator: what was read ahead comes first
+        spec = fresh.spec()
+        if spec in self._runners:
+            runner = self._runners[spec]
+            feed = runner.infeeds[0]
+            if isinstance(fresh, InfeedQueue) and feed is not fresh:
+                feed.adopt(fresh)
+            return runner, feed
+        first = len(jax.tree.leaves(self.form.params))
+        with listing_activations() as found:
+            runner = self.step_function.runner(
+                self.form, fresh, self.placement, self._own_of_replicas(), first
+            )
+        runner.purpose = "training, another form of elements" if self._runners else "training"
+        self.placement = runner.placement  # of a pipeline, known once its stages are
+        taps = self.taps if self.digests is None else [*self.taps, GradientDigest()]
+        self._sights[spec] = look(runner.traced, taps, found, runner.stage_of)
+        runner.wanted = self._sights[spec].wanted
+        self._runners[spec] = runner
+        return runner, fresh
+
+    def tensors(self, example: Any = None) -> Catalogue:
+        """Every tensor of the step by name, for elements like `example` or those seen last."""
+        if example is None and not self._sights:
+            raise ProgramError(
+                "The step has tensors once the form of its batches is known. Give an element of "
+                "the dataset: trainer.tensors(example), or call it after a fit."
+            )
+        # All of them marked, so that only those are listed that a tap would find.
+        everything = (Tap("*"),)
+        step = self.step_function.tapped(everything)
+        spec = next(reversed(self._sights)) if example is None else None
+        infeed = InfeedQueue([example]) if spec is None else self._runners[spec].infeeds[0]
+
+        def train(state: TrainState, _: Any) -> TrainState:
+            return step.loop(state, infeed)
+
+        with listing_activations() as found:
+            traced = trace_program(train, (self.form, ()), self.placement.replicas)
+        if self.pipeline is None:
+            return look(traced, everything, found).catalogue
+        runner = self._runners[spec] if spec is not None else self.program_for([example])[0]
+        return look(traced, everything, found, runner.stage_of).catalogue
+
+    # -- executions -----------------------------------------------------------------------------
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """While the user's own outfeeds in the program in use are fed."""
+        outfeeds = self.runner.traced.outfeeds
+        for queue, out in outfeeds.items():
+            queue.check_fits(out.structure, out.shapes)
+        for queue in outfeeds:
+            queue.begin()
+        try:
+            yield
+        finally:
+            for queue in outfeeds:
+                queue.end()
+
+    def dispatch(
+        self,
+        length: int,
+        *,
+        block: Staged | None = None,
+        following: int | None = None,
+        period: int | None = None,
+    ) -> Ticket:
+        """Start an execution of `length` steps; nothing is waited for.
+
+        Args:
+            length: how many steps.
+            block: their elements, if the caller has them; else they come from the dataset.
+            following: how many steps the next execution will have (0: none; None: as many again),
+                so that its elements can be staged meanwhile.
+            period: periodic taps look every `period` steps; None: as the taps say.
+        """
+        period = self.sight.period if period is None else period
+        runner, state = self._in_use()
+        numbers = Numbers(self.seed, self.step)
+
+        def run(state: LoopState, block: Any = block, following: int | None = following) -> Any:
+            return runner.dispatch(state, length, numbers, following, period, block)
+
+        with within_memory(self, length):
+            if self.sentinel is None:
+                return self.dispatched(length, *run(state))
+            emitted, ready, watch = self.sentinel.dispatch(runner, state, self.step, run)
+        ticket = self.dispatched(length, emitted, ready)
+        self.sentinel.expects(ticket.digests[0])
+        return dataclasses.replace(ticket, watch=watch)
+
+    def dispatched(self, length: int, emitted: dict[Any, Any], ready: Any) -> Ticket:
+        """The ticket of an execution that was dispatched in portions, from this step on."""
+        scalars: dict[str, Any] = {}
+        if self.scalars in emitted:
+            sent = self._sent(emitted)
+            scalars = {"loss": sent["loss"], **sent["aux"]}
+        runner, state = self._in_use()
+        feed, digests, origin = next(iter(runner.infeeds), None), None, runner.origin
+        if self.digests is not None:
+            digests = self.digests.take(runner, state, runner.taken.get(feed) if feed else None)
+            origin = origin if self.guarded else None
+        reading = None if feed is None else feed.reading
+        ticket = Ticket(self.step, length, emitted, scalars, ready, origin, digests, reading)
+        self.step += length
+        return ticket
+
+    def collect(self, ticket: Ticket) -> Results:
+        """What an execution left behind; waits for its end. Tickets are collected in order.
+
+        If a guard stopped it, the state is that before the bad step, later tickets are void, and the
+        results have the reason as `failure`.
+        """
+        with waiting_for(ticket.ready, "outfeed copy"):
+            results = self._collected(ticket)
+        if is_traced() and results.steps:
+            counter("loss", results.scalars["loss"][-1].mean())
+        return results
+
+    def _collected(self, ticket: Ticket) -> Results:
+        runner, state = self._in_use()
+        replicas, count = self.placement.replicas, self.accumulation.microbatches
+        emitted = dict(ticket.emitted)
+        parts = take_records(
+            emitted,
+            self.sight.chosen,
+            first_step=ticket.first_step,
+            steps=ticket.steps,
+            replicas=replicas,
+            period=self.sight.period,
+        )
+        sent = self._sent(emitted)
+        emitted.pop(self.scalars)
+        runner.traced.deliver(emitted)
+        values = {"loss": sent["loss"], **sent["aux"]}
+        arrays = {name: split_emission(v, count, replicas) for name, v in values.items()}
+        weights = sent["weight"]
+        if weights is not None:
+            weights = split_emission(weights, count, replicas).astype("float64")
+        scaling = self.step_function.loss_scale
+        if scaling is not None and not scaling.is_fixed:
+            note_collapse(float(arrays[SCALE][-1, 0, 0]))
+        skips = self.guard is not None and self.guard.skips
+        bad = first_bad_step(emitted, replicas) if self.guarded and not skips else None
+        if skips:
+            shape = arrays["loss"].shape
+            arrays["skipped"] = np.broadcast_to(bad_steps(emitted, replicas)[:, None, None], shape)
+        marks, elements, kept, failure = {}, None, ticket.steps, None
+        if self.digests is not None:
+            marks, elements = self.digests.of(ticket, arrays["loss"])
+        if self.sentinel is not None and bad is None:
+            again = ticket.watch.emitted
+            losses = again and split_emission(self._sent(again)["loss"], count, replicas)
+            self.sentinel.check(ticket, marks, arrays["loss"], losses)
+        if bad is not None:
+            kept, marks = bad[0], {}  # gradients are those of a step that does not count
+            arrays = {name: values[:kept] for name, values in arrays.items()}
+            weights = weights[:kept] if weights is not None else None
+            elements = elements[:kept] if elements is not None else None
+            # A guard that kept the old state at every step would read and write all of it once more.
+            assert ticket.origin is not None
+            runner.rewind(state, ticket.origin, kept)
+            self.step = ticket.first_step + kept
+            failure = diagnose(
+                runner,
+                state,
+                ticket.origin.elements[runner.infeeds[0]],
+                bad,
+                first_step=ticket.first_step,
+                seed=self.seed,
+                microbatches=count,
+            )
+            per_step, feed = count * self.placement.local_replicas, runner.infeeds[0]
+            rows = slice(kept * per_step, (kept + 1) * per_step)
+            block = [leaf[rows] for leaf in ticket.origin.elements[feed].host]
+            failure.elements = feed.elements_of(block)
+        first, reading = ticket.first_step, ticket.reading
+        if reading is not None:
+            reading = (*reading[:2], reading[2] // ticket.steps * kept)
+        return Results(first, kept, parts, arrays, weights, failure, marks, elements, reading)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _sent(self, emitted: Mapping[Any, Any]) -> Any:
+        """Losses, metrics and weights in what a program emitted."""
+        structure = self.runner.traced.outfeeds[self.scalars].structure
+        return jax.tree.unflatten(structure, emitted[self.scalars].value)
+
+    def _in_use(self) -> tuple[LoopRunner, LoopState]:
+        if self._active is None:
+            raise ProgramError("An engine runs the program of a dataset. Call engine.use first.")
+        return self._active
+
+    def _held(self) -> TrainState:
+        """The state as it is kept: of an offloaded or sharded optimizer, in that form."""
+        if self._active is not None:
+            runner, state = self._active
+            return runner.carried(state)
+        assert self._state is not None
+        return self._state
+
+    def _first_state(
+        self, params: Any, first: FirstState, model_state: Any, scale: Any
+    ) -> TrainState:
+        # Of a pipeline on the host, until it is known which device holds what.
+        place = self.placement.own if self.pipeline is None else on_host
+        keeping = self.memory.keeping
+        if keeping is None:
+            leaves = [place(leaf) for leaf in first.leaves()]
+            made = jax.tree.unflatten(jax.tree.structure(first.forms), leaves)
+        else:
+            made = keeping.hold(first.leaves(), self.placement)
+        params, model_state, scale = jax.tree.map(place, (params, model_state, scale))
+        return TrainState(params, made, model_state, scale)
+
+    def _own_of_replicas(self) -> list[bool]:
+        """For each leaf of the state, whether every replica has its own."""
+        each = [
+            path[0].name == "model_state" and not self.step_function.shares(path_name(path[1:]))
+            for path, _ in jax.tree_util.tree_flatten_with_path(self.form)[0]
+        ]
+        keeping = self.memory.keeping
+        if self.pipeline is not None and keeping is not None:
+            first = len(jax.tree.leaves(self.form.params))
+            for place, shared in enumerate(keeping.shared, start=first):
+                each[place] |= shared
+        return each
+
+
+def _merged(value: Any, form: Any) -> Any:
+    """One value of those of all replicas: their mean, or the first where there is no mean."""
+    if value.ndim == len(form.shape):
+        return value
+    return value.mean(axis=0) if jnp.issubdtype(value.dtype, jnp.inexact) else value[0]

@@ -1,0 +1,191 @@
+"""How the values of many batches become one: the rules of `evaluate`.
+
+| what the function returns | what `evaluate` makes of it |
+|---|---|
+| a scalar | the mean over all rows: each batch counts as much as it has rows |
+| an array of integers (a confusion matrix) | the sum, element by element |
+| an array of floats | the mean over all rows, element by element |
+
+`combine=` chooses another rule: "mean", "sum", "max", "min", "last", a metric (an object with `init()`,
+`update(state, value)` and `result(state)`), or a function of all values, stacked batch by batch. One
+rule is for everything; a dict has rules by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from tailrace.errors import OptionError, ProgramError
+
+
+class Metric(Protocol):
+    """What collects values batch by batch."""
+
+    def init(self) -> Any:
+        """The state before the first batch."""
+        ...
+
+    def update(self, state: Any, value: Any, /) -> Any:
+        """The state after one more batch."""
+        ...
+
+    def result(self, state: Any, /) -> Any:
+        """What the state amounts to."""
+        ...
+
+
+RULES = ("mean", "sum", "max", "min", "last")
+
+Rule = str | Metric | Callable[[np.ndarray], Any]
+
+
+class Combined:
+    """The values of batches, taken in as they come.
+
+    Args:
+        combine: one rule, rules by name, or None for those of the table above.
+    """
+
+    def __init__(self, combine: Rule | Mapping[str, Rule] | None) -> None:
+        self._combine = combine
+        self._collectors: dict[str, _Collector] = {}
+        for rule in combine.values() if isinstance(combine, Mapping) else (combine,):
+            _check_rule(rule)
+
+    def add(self, values: Mapping[str, np.ndarray], rows: int) -> None:
+        """Some batches of `rows` rows each: [batches, ...] by name."""
+        if not self._collectors:
+            self._check_names(values)
+            self._collectors = {
+                name: _collector(self._rule(name, value)) for name, value in values.items()
+            }
+        for name, value in values.items():
+            self._collectors[name].add(name, value, rows)
+
+    def results(self) -> dict[str, Any]:
+        """One value by name; scalars are floats."""
+        found = {name: one.result() for name, one in self._collectors.items()}
+        return {name: float(v) if np.ndim(v) == 0 else v for name, v in found.items()}
+
+    def _rule(self, name: str, value: np.ndarray) -> Rule:
+        if isinstance(self._combine, Mapping):
+            if name in self._combine:
+                return self._combine[name]
+        elif self._combine is not None:
+            return self._combine
+        counts = value.ndim > 1 and value.dtype.kind in "iu"
+        return "sum" if counts else "mean"
+
+    def _check_names(self, values: Mapping[str, Any]) -> None:
+        if isinstance(self._combine, Mapping):
+            unknown = [name for name in self._combine if name not in values]
+            if unknown:
+                raise OptionError(
+                    f"combine= has rules by the names of what the function returns: "
+                    f"{', '.join(map(repr, values))}. Received: {unknown[0]!r}."
+                )
+
+
+class _Collector:
+    """Takes in values of batches, stacked, and the rows of each batch."""
+
+    def add(self, name: str, values: np.ndarray, rows: int) -> None:
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        raise NotImplementedError
+
+
+class _Total(_Collector):
+    """Sums, and means over rows; in double precision, whatever the dtype."""
+
+    def __init__(self, mean: bool) -> None:
+        self._mean, self._rows = mean, 0
+        self._total: Any = None
+
+    def add(self, name: str, values: np.ndarray, rows: int) -> None:
+        wide = np.int64 if values.dtype.kind in "iub" and not self._mean else np.float64
+        weight = rows if self._mean else 1
+        part = values.astype(wide).sum(axis=0) * weight
+        self._rows += rows * len(values)
+        if self._total is not None and np.shape(part) != np.shape(self._total):
+            raise ProgramError(
+                f"evaluate adds up {name!r} batch by batch, so it has one shape. Received: "
+                f"{list(np.shape(self._total))}, then {list(np.shape(part))} of a batch with "
+                f"{rows} rows. Reduce over the batch in the function, or use predict."
+            )
+        self._total = part if self._total is None else self._total + part
+
+    def result(self) -> Any:
+        return self._total / max(self._rows, 1) if self._mean else self._total
+
+
+class _Extreme(_Collector):
+    """The largest, the smallest, or the last."""
+
+    def __init__(self, choose: Callable[[np.ndarray], Any]) -> None:
+        self._choose, self._value = choose, None
+
+    def add(self, name: str, values: np.ndarray, rows: int) -> None:
+        del name, rows
+        found = values if self._value is None else np.concatenate([self._value[None], values])
+        self._value = np.asarray(self._choose(found))
+
+    def result(self) -> Any:
+        return self._value
+
+
+class _OfMetric(_Collector):
+    """A metric of the user's."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric, self._state = metric, metric.init()
+
+    def add(self, name: str, values: np.ndarray, rows: int) -> None:
+        del name, rows
+        for value in values:
+            self._state = self._metric.update(self._state, value)
+
+    def result(self) -> Any:
+        return np.asarray(self._metric.result(self._state))
+
+
+class _OfAll(_Collector):
+    """A function of all values."""
+
+    def __init__(self, function: Callable[[np.ndarray], Any]) -> None:
+        self._function, self._parts = function, []
+
+    def add(self, name: str, values: np.ndarray, rows: int) -> None:
+        del name, rows
+        self._parts.append(values)
+
+    def result(self) -> Any:
+        shapes = {part.shape[1:] for part in self._parts}
+        joined: Any = [row for part in self._parts for row in part]
+        return np.asarray(self._function(np.stack(joined) if len(shapes) == 1 else joined))
+
+
+def _collector(rule: Rule) -> _Collector:
+    if isinstance(rule, str):
+        if rule in ("mean", "sum"):
+            return _Total(rule == "mean")
+        choices = {"max": lambda v: v.max(0), "min": lambda v: v.min(0), "last": lambda v: v[-1]}
+        return _Extreme(choices[rule])
+    return _OfMetric(rule) if _is_metric(rule) else _OfAll(rule)  # type: ignore[arg-type]
+
+
+def _is_metric(rule: Any) -> bool:
+    return all(callable(getattr(rule, name, None)) for name in ("init", "update", "result"))
+
+
+def _check_rule(rule: Any) -> None:
+    known = rule is None or (isinstance(rule, str) and rule in RULES)
+    if not (known or _is_metric(rule) or (callable(rule) and not isinstance(rule, str | type))):
+        raise OptionError(
+            f"combine= has rules: {', '.join(map(repr, RULES))}, an object with init, update and "
+            f"result, or a function of all values. Received: {rule!r}."
+        )

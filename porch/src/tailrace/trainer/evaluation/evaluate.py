@@ -1,0 +1,268 @@
+"""Running a function over a whole dataset on the device: `evaluate` and `predict`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import closing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.data.form_runs import form_runs
+from tailrace.devices.processes import distributed
+from tailrace.errors import DataError, DataExhausted, ProgramError
+from tailrace.feeds.elements import ElementSpec, call_with_element
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.marks import current_trace, path_name
+from tailrace.messages import note_once
+from tailrace.program.running.agreement import agreed_seconds
+from tailrace.program.running.dispatch_lengths import LIVE_S, piece_within
+from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import Numbers
+from tailrace.program.step.training_step import Step
+from tailrace.trainer.evaluation.combining import Combined
+
+_MOST_RUNNERS = 16
+"""Programs kept for the next call. A new lambda for each call would fill the memory otherwise."""
+
+
+class Evaluator:
+    """Programs that read a dataset and send out what a function makes of each element."""
+
+    def __init__(self, step: Step, placement: Placement, seed: int) -> None:
+        self._step, self._placement, self._seed = step, placement, seed
+        self._runners: dict[Hashable, tuple[LoopRunner, OutfeedQueue]] = {}
+
+    def evaluate(
+        self, dataset: Any, fn: Callable[..., Any] | None, read: tuple[Any, Any], combine: Any
+    ) -> dict[str, Any]:
+        """What the values that `fn` returns for all batches amount to, by name."""
+        combined = Combined(combine)
+        shape = _scalars_of if fn is None else _values_of
+        for values, spec in self._run(dataset, self._loss if fn is None else fn, read, shape):
+            combined.add(values, rows_of(spec))
+        return combined.results()
+
+    def predict(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
+        """All results, joined."""
+        parts, sizes = [], []
+        for tree, spec in self._run(dataset, fn, read, None):
+            parts.append(tree)
+            sizes.append({leaf.shape[0] for leaf in spec.leaves if leaf.shape})
+
+        def join(*blocks: np.ndarray) -> np.ndarray:
+            by_row = all(
+                block.ndim > 1 and size == {block.shape[1]}
+                for block, size in zip(blocks, sizes, strict=True)
+            )
+            if by_row:
+                blocks = tuple(block.reshape(-1, *block.shape[2:]) for block in blocks)
+            shapes = {block.shape[1:] for block in blocks}
+            if len(shapes) > 1:
+                raise ProgramError(
+                    f"predict stacks what the function returns for each batch, but a smaller batch "
+                    f"gave another shape: {sorted(shapes)}. Return arrays whose leading dim is the "
+                    f"batch's, or of one shape; or use tr.batches(..., drop_remainder=True)."
+                )
+            return np.concatenate(blocks)
+
+        return jax.tree.map(join, *parts)
+
+    def stream(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Iterator[Any]:
+        """Results one by one, soon after they are made."""
+        # Closed here: since Python 3.12 a closed generator may keep what it iterates over alive.
+        with closing(self._run(dataset, fn, read, None, live=True)) as results:
+            for tree, _ in results:
+                leaves, structure = jax.tree.flatten(tree)
+                for row in zip(*leaves, strict=True):
+                    yield jax.tree.unflatten(structure, row)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _loss(self, params: Any, model_state: Any, batch: Any, inputs: Any = ()) -> Any:
+        trace = current_trace("evaluate")
+        before, trace.draws_keys = trace.draws_keys, False
+        loss, _, aux = self._step.forward(params, model_state, batch, inputs)
+        if trace.draws_keys:
+            note_once(
+                "evaluate runs the training loss, which draws random keys (dropout?). Ask "
+                "tr.training() in it, or give the trainer an eval_fn=.",
+                key="evaluate draws keys",
+            )
+        trace.draws_keys |= before
+        return loss, aux
+
+    def _run(
+        self,
+        dataset: Any,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        shape: Callable[[Any], Any] | None,
+        live: bool = False,
+    ) -> Generator[tuple[Any, ElementSpec], None, None]:
+        """Results of every element, some at a time; elements of each form in their own program."""
+        source = as_dataset(dataset)
+        if source.endless and not live:
+            raise DataError(
+                f"All elements of a dataset are read, but {source.name} repeats without end. Use a "
+                f"dataset that does not repeat, or predict(..., live=True)."
+            )
+        # Processes run the same program together: with several, all elements have one form.
+        alone = self._placement.in_one_process and not isinstance(dataset, InfeedQueue)
+        for part in form_runs(dataset) if alone else (dataset,):
+            yield from self._run_of_one_form(part, fn, read, shape, live)
+
+    def _run_of_one_form(
+        self,
+        dataset: Any,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        shape: Callable[[Any], Any] | None,
+        live: bool,
+    ) -> Generator[tuple[Any, ElementSpec], None, None]:
+        key, runner, out, infeed = self._runner_for(dataset, fn, read, shape)
+        state = self._step.begin_evaluating(runner, read)
+        replicas = runner.placement.replicas
+        local = runner.elements_per_pass  # of this process
+        spec = infeed.spec()
+        most = runner.capacity = piece_within(1000, runner.bytes_per_pass)
+        length = 1 if live else most
+        structure = runner.traced.outfeeds[out].structure
+        waiting: Any = None
+        position = 0
+        try:
+            while True:
+                found = length * local
+                started, compiled = time.perf_counter(), runner.compile_s
+                try:
+                    emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position))
+                except DataExhausted:
+                    found = infeed.remaining(found)
+                    length = -(-_most(found) // local)
+                    if not length:
+                        break
+                    if found < length * local:
+                        infeed.pad(found, length * local)
+                    emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position), 0)
+                position += length
+                if waiting is not None:
+                    yield _taken(*waiting), spec
+                made = (emitted[out].value, runner.by_element)
+                waiting = (structure, *made, _counts(found), replicas)
+                if live:
+                    yield _taken(*waiting), spec
+                    waiting = None
+                    elapsed = time.perf_counter() - started - (runner.compile_s - compiled)
+                    elapsed = agreed_seconds(elapsed)
+                    if length == 1:
+                        length = min(most, max(1, int(LIVE_S / max(elapsed, 1e-6))))
+            if waiting is not None:
+                yield _taken(*waiting), spec
+        finally:
+            infeed.rest()
+            self._runners[key] = (runner, out)
+            while len(self._runners) > _MOST_RUNNERS:
+                del self._runners[next(iter(self._runners))]
+
+    def _runner_for(
+        self,
+        dataset: Any,
+        fn: Callable[..., Any],
+        read: tuple[Any, Any],
+        shape: Callable[[Any], Any] | None,
+    ) -> tuple[Hashable, LoopRunner, OutfeedQueue, InfeedQueue]:
+        infeed = InfeedQueue(dataset)
+        infeed.bind_replicas(self._placement.replicas)
+        key = (infeed.spec(), fn, shape)
+        # Taken out while it runs: a stream that is read only in part must keep its own infeed.
+        found = self._runners.pop(key, None)
+        if found is not None:
+            runner, out = found
+            runner.infeeds[0].adopt(infeed)
+            return key, runner, out, runner.infeeds[0]
+        out = OutfeedQueue()
+
+        def compute(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+            precision = self._step.precision
+            if precision is not None:
+                params, batch, inputs = precision.narrow((params, batch, inputs))
+            if getattr(fn, "__self__", None) in (self, self._step):  # ours
+                result = fn(params, model_state, batch, inputs)
+            else:
+                first = (params, model_state) if self._step.has_model_state else (params,)
+                result = call_with_element(fn, (*first, *inputs), batch)
+            if precision is not None:
+                result = precision.widen(result)
+            return jax.tree.map(jnp.asarray, result) if shape is None else shape(result)
+
+        runner = self._step.evaluating(compute, out, infeed, read, self._placement)
+        own = getattr(fn, "__self__", None) is self
+        name = "the loss" if own else getattr(fn, "__name__", type(fn).__name__)
+        runner.purpose = f"evaluation of {name}"
+        return key, runner, out, infeed
+
+
+def rows_of(spec: ElementSpec) -> int:
+    """How many rows an element has; 1 where its arrays do not agree on that."""
+    sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def _values_of(result: Any) -> dict[str, Any]:
+    """What `evaluate` combines, by name: of a dict, of (loss, aux), or a single value."""
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, aux = result
+        if isinstance(aux, tuple) and len(aux) == 2:  # (loss, (new_state, aux))
+            aux = aux[1]
+        others = dict(aux) if isinstance(aux, dict) else {"aux": aux}
+        if "loss" in others:
+            others["aux/loss"] = others.pop("loss")
+        result = {"loss": loss, **others}
+    elif not isinstance(result, dict):
+        result = {"loss": result}
+    return {
+        path_name(path): jnp.asarray(value)
+        for path, value in jax.tree_util.tree_flatten_with_path(result)[0]
+    }
+
+
+def _scalars_of(result: Any) -> dict[str, Any]:
+    """The loss and the scalars beside it, as the history of a fit has them."""
+    return {name: value for name, value in _values_of(result).items() if value.ndim == 0}
+
+
+def _counts(found: int) -> list[int]:
+    """How many elements each process has in one execution."""
+    return [said["found"] for said in distributed.meet({"found": found})]
+
+
+def _most(found: int) -> int:
+    return max(_counts(found))
+
+
+def _taken(
+    structure: Any,
+    leaves: Any,
+    by_element: Callable[[Any], Any],
+    found: list[int],
+    replicas: int,
+) -> Any:
+    """The results of the elements that were found, in their order, on the host."""
+
+    def one(leaf: Any) -> np.ndarray:
+        array = by_element(np.asarray(leaf))
+        if replicas == 1:
+            return array[: found[0]]
+        array = np.moveaxis(array, 0, 1)
+        local = replicas // len(found)
+        # Element t*local + r of a process is that of its replica r in pass t.
+        number = np.arange(len(array))[:, None] * local + np.arange(replicas) % local
+        return array[number < np.repeat(found, local)]
+
+    return jax.tree.unflatten(structure, [one(leaf) for leaf in leaves])

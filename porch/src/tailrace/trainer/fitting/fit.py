@@ -1,0 +1,279 @@
+"""One `fit` while it runs: executions are dispatched, and their results collected, in order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.devices.processes import distributed
+from tailrace.errors import DataError, DataExhausted, WaitStopped
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.waiting import Patience
+from tailrace.messages import logger
+from tailrace.program.running.agreement import agreed_least, agreed_seconds
+from tailrace.program.running.compilations import Compilation
+from tailrace.spans.span import span
+from tailrace.trainer.bundles import keep_bundle
+from tailrace.trainer.callbacks.callback import Callback, Execution, calling, listens, tell
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.executions import Results, Ticket
+from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.interrupts import Interrupts
+from tailrace.trainer.fitting.pace import Pace
+from tailrace.trainer.fitting.progress_bar import ProgressBar
+from tailrace.trainer.fitting.step_counts import note_left_out, too_short
+from tailrace.trainer.fitting.validation import Validation
+from tailrace.trainer.journal import Journal
+from tailrace.trainer.nonfinite_guard import too_many_skipped
+
+if TYPE_CHECKING:
+    from tailrace.trainer.checkpoints.saving import Saving
+    from tailrace.trainer.trainer import Trainer
+
+
+class Fit:
+    """The loop of `tr.Trainer` around its engine.
+
+    Without callbacks an execution is dispatched while the one before runs, so that the device never
+    waits for the host. Callbacks see the state that belongs to the values they get: with them, an
+    execution is collected before the next one goes out.
+
+    Args:
+        trainer: what callbacks are given.
+        engine: on the program of this dataset.
+        feed: of that program.
+        dataset: what the feed reads.
+        journal: where results go.
+        pace: how long executions are.
+        progress: how far the fit is already.
+        validation: when to validate.
+        callbacks: whom to tell.
+        saving: its checkpoints, if it has any.
+        bar: the progress bar.
+        timeout_s: the longest wait for an element of the dataset, in seconds; None: any.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        feed: InfeedQueue,
+        dataset: Any,
+        journal: Journal,
+        pace: Pace,
+        progress: Progress,
+        validation: Validation,
+        callbacks: list[Callback],
+        saving: Saving | None,
+        bar: ProgressBar,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.trainer, self.engine, self.feed, self.journal = trainer, engine, feed, journal
+        self.pace, self.progress, self.validation = pace, progress, validation
+        self.callbacks, self.saving, self.bar = callbacks, saving, bar
+        self.stopping = False
+        self.interrupts = Interrupts()
+        feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
+        self._dataset = dataset
+        self._skipped: list[int] = []
+        self._pending: deque[Ticket] = deque()
+        waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
+        self._in_flight = 0 if waits else 1
+        self._together = saving is not None and distributed.process_count() > 1
+        self._signal: int | None = None
+
+    @property
+    def asked(self) -> int | None:
+        """The signal that ends the fit; of several processes, the one that all have heard of."""
+        return self._signal if self._together else self.interrupts.asked
+
+    def agree(self) -> bool:
+        """Whether a checkpoint is due, for all processes alike. A signal to one is one to all."""
+        due = self.saving is not None and self.saving.due
+        if not self._together:
+            return due
+        heard = distributed.meet({"due": due, "signal": self.interrupts.asked})
+        signals = [said["signal"] for said in heard if said["signal"] is not None]
+        self._signal = signals[0] if signals else self._signal
+        return heard[0]["due"]
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether the fit ends here: a signal came, or a callback or another thread said so."""
+        return self.stopping or self.interrupts.asked is not None
+
+    # -- how long -------------------------------------------------------------------------------
+
+    def train(self, duration: Duration, steps_per_epoch: int | None) -> None:
+        """Go on until `duration` is reached, or something stops the fit."""
+        progress = self.progress
+        if duration.steps is not None:
+            if not progress.reached(duration):
+                self._steps(duration.steps, duration.steps)
+                self._end_epoch()  # not counted: a longer fit would go on in the same reading
+            return
+        while not progress.reached(duration) and not self.stopping:
+            if progress.epochs and progress.steps == progress.epoch_start:
+                self._restart(duration)
+            self._epoch(steps_per_epoch)
+            if self.asked is None and progress.steps > progress.epoch_start:
+                self._end_epoch()
+                progress.epochs, progress.epoch_start = progress.epochs + 1, progress.steps
+
+    def _restart(self, duration: Duration) -> None:
+        """Read the dataset from its start again."""
+        source = as_dataset(self._dataset)
+        if not source.restartable:
+            raise DataError(
+                f"fit({duration}) goes through the dataset again and again, but {source.name} "
+                f"can be read once only. Give a re-iterable, a function that makes an iterator, or "
+                f"use fit(steps=...)."
+            )
+        if self.feed.position:
+            self.feed.restart(self._dataset, self.progress.epoch)
+
+    def _steps(self, until: int, asked: int) -> None:
+        """Until exactly `until` steps of this fit are done."""
+        progress = self.progress
+        while progress.steps < until and not self.stopping:
+            try:
+                self._execute(until - progress.steps)
+            except DataExhausted as error:
+                missing = (until - progress.steps) * self.engine.runner.elements_per_pass
+                found = self.feed.position + self.feed.remaining(missing)
+                done = progress.steps - progress.epoch_start
+                message = too_short(self.engine, asked, found, done)
+                raise DataExhausted(message) from error
+
+    def _epoch(self, count: int | None) -> None:
+        """To the end of the dataset; `count` steps if that is known."""
+        start = self.progress.epoch_start
+        if count is not None:
+            self._steps(start + count, count)
+            return
+        while not self.stopping:
+            try:
+                self._execute(None)
+            except DataExhausted:
+                break
+        if self.stopping:
+            return
+        per_step = self.engine.runner.elements_per_pass
+        left = self.feed.remaining(self.pace.next(None) * per_step)
+        more = agreed_least(left // per_step) or 0
+        self._steps(self.progress.steps + more, more)
+        note_left_out(left, per_step)
+
+    # -- executions -----------------------------------------------------------------------------
+
+    def _execute(self, remaining: int | None) -> None:
+        """Dispatch one execution, and do what is due after it."""
+        engine, pace, progress = self.engine, self.pace, self.progress
+        until = self.validation.until_next(progress.steps)
+        within = min(filter(None, (remaining, until)), default=None)
+        length = pace.next(within)
+        rest = None if remaining is None else remaining - length
+        measuring = pace.is_measuring
+        following = 0 if pace.chosen is None or rest == 0 else pace.next(rest)
+        compiled_before = engine.runner.compile_s
+        started = time.perf_counter()
+        try:
+            ticket = engine.dispatch(length, following=following)
+        except WaitStopped:
+            self.agree()
+            self.stopping = True
+            return
+        self._pending.append(ticket)
+        progress.steps += length
+        progress.elements += length * engine.elements_per_step
+        if measuring:
+            jax.block_until_ready(ticket.ready)
+            seconds = time.perf_counter() - started - (engine.runner.compile_s - compiled_before)
+            pace.measured(length, agreed_seconds(seconds))
+            logger.info(pace.reason)
+            if pace.chosen is not None:
+                period = engine.sight.period
+                engine.runner.fix(engine.loop_state, pace.chosen, period, pace.seconds_per_step)
+        self.collect(self._in_flight)
+        if until == length:
+            self._validate()
+        if self.agree():
+            assert self.saving is not None
+            self.collect()
+            self.saving.save()
+        if self.asked is not None:
+            self.stopping = True
+
+    def collect(self, in_flight: int = 0) -> None:
+        """Take in results until at most this many executions are on their way."""
+        while len(self._pending) > in_flight:
+            results = self.journal.add(self.engine.collect(self._pending.popleft()))
+            self._count_skipped(results)
+            if results.failure is not None:
+                keep_bundle(self.engine, results.failure)
+                self._pending.clear()  # what was dispatched after the bad step changed nothing
+                self.progress.steps = self.engine.step - self.progress.first_step
+                raise results.failure
+            if self.callbacks:
+                values = self.journal.one(results)
+                execution = Execution(results.first_step, results.steps, values)
+                tell(self.callbacks, self.trainer, execution)
+            self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))
+
+    def heard(self, compilation: Compilation) -> None:
+        """A program is about to be compiled, or was."""
+        begins = not compilation.ended
+        self.bar.compiling(f"{compilation.purpose}: {compilation.cause}" if begins else "")
+        if not begins:
+            logger.info(f"Compiled {compilation}.")
+            self.journal.add_compilation(compilation)
+
+    def _count_skipped(self, results: Results) -> None:
+        """Stop where more steps were skipped than the guard allows."""
+        guard = self.engine.guard
+        if guard is not None and "skipped" in results.scalars and guard.skips:
+            bad = np.flatnonzero(results.scalars["skipped"].max(axis=(1, 2)))
+            self._skipped += [results.first_step + int(number) for number in bad]
+            if bad.size and len(self._skipped) > guard.limit:
+                raise too_many_skipped(self._skipped, guard.limit)
+
+    # -- what happens between executions --------------------------------------------------------
+
+    def _validate(self) -> None:
+        """Evaluate on the validation data; all values before it have arrived."""
+        self.collect()
+        with span("validation", step=self.engine.step):
+            values = self.validation.run()
+        self.journal.add_validation(self.engine.step, values)
+        for callback in self.callbacks:
+            with calling(callback):
+                callback.on_validation_end(self.trainer, dict(self.validation.latest))
+        if self.saving is not None:
+            self.saving.look(self.validation.latest)
+
+    def _end_epoch(self) -> None:
+        """Validate and tell callbacks, if it was not cut short by an interrupt."""
+        if self.asked is not None:
+            return
+        self.collect()
+        if self.validation.at_epochs:
+            self._validate()
+        progress = self.progress
+        if self.callbacks or self.saving is not None:
+            logs = {**self._epoch_means(), **self.validation.latest}
+            for callback in self.callbacks:
+                with calling(callback):
+                    callback.on_epoch_end(self.trainer, progress.epoch, dict(logs))
+            if self.saving is not None:
+                self.saving.look(logs)
+
+    def _epoch_means(self) -> dict[str, float]:
+        """Loss and metrics over the steps of the epoch under way."""
+        history, first = self.journal.history, self.progress.epoch_start
+        found = {name: history[name][first:] for name in history.step_names}
+        return {name: float(v.mean(dtype=np.float64)) for name, v in found.items() if len(v)}

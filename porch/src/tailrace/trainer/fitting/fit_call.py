@@ -1,0 +1,153 @@
+"""One call of `tr.Trainer.fit`, from its arguments to its end.
+
+It opens what a fit needs (journal, outfeeds, signals, checkpoints), takes up what a checkpoint
+directory holds, lets `Fit` run the steps, and closes everything whatever ended them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tailrace.data.adapters import as_dataset
+from tailrace.errors import TailraceError
+from tailrace.feeds.elements import effective_batch_size
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.program.running.compilations import hearing
+from tailrace.records.history import History
+from tailrace.trainer.callbacks.callback import Callback
+from tailrace.trainer.checkpoints.saving import Saving, TakenUp
+from tailrace.trainer.description import describe
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.fitting.fit import Fit
+from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.interrupts import meaning
+from tailrace.trainer.fitting.notebook_view import progress_view
+from tailrace.trainer.fitting.pace import Pace
+from tailrace.trainer.fitting.validation import Validation
+from tailrace.trainer.journal import Journal
+
+if TYPE_CHECKING:
+    from tailrace.trainer.trainer import Trainer
+
+
+@dataclasses.dataclass
+class FitCall:
+    """What one call of `fit` asks for.
+
+    Attributes:
+        dataset: what to train on.
+        duration: how long.
+        total: how many steps that is; None if only reading the dataset shows it.
+        validation: when, and on what.
+        callbacks: whom to tell.
+        shown: whether there is a progress bar.
+        saving: its checkpoints, if it has any.
+        timeout_s: the longest wait for an element of the dataset.
+        progress: how far it is.
+        seconds_per_step: measured over all its steps; None if it made none.
+    """
+
+    dataset: Any
+    duration: Duration
+    total: int | None
+    validation: Validation
+    callbacks: list[Callback]
+    shown: bool | None
+    saving: Saving | None
+    timeout_s: float | None
+    progress: Progress
+    seconds_per_step: float | None = None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """How many steps an epoch has; None if only reading the dataset shows it."""
+        if self.total is None or not self.duration.epochs:
+            return None
+        return self.total // self.duration.epochs
+
+    @property
+    def epochs_begun(self) -> int:
+        """How many times the data was begun; repeating data begins again and again."""
+        progress = self.progress
+        fast = None if isinstance(self.dataset, InfeedQueue) else as_dataset(self.dataset).fast
+        if fast is not None and fast.repeat:
+            return -(-progress.elements // fast.batches_per_epoch)
+        return progress.epochs + (progress.steps > progress.epoch_start)
+
+    def take_up(self, journal: Journal) -> TakenUp | None:
+        """What the checkpoint directory holds of this fit; its history is the journal's then."""
+        taken = self.saving.take_up() if self.saving is not None else None
+        if taken is not None:
+            self.progress = taken.progress
+            journal.take_up(taken.history, taken.run_end)
+        return taken
+
+    def prepare(self, trainer: Trainer, engine: Engine, journal: Journal, pace: Pace) -> Fit:
+        """The fit, ready to run on the program in use."""
+        feed = engine.runner.infeeds[0]
+        count, replicas = engine.accumulation.microbatches, engine.placement.replicas
+        batch = effective_batch_size(feed.spec(), count * replicas)
+        bar = progress_view(self.total, batch, self.shown, done=self.progress.steps)
+        return Fit(
+            trainer,
+            engine,
+            feed,
+            self.dataset,
+            journal,
+            pace,
+            self.progress,
+            self.validation,
+            self.callbacks,
+            self.saving,
+            bar,
+            self.timeout_s,
+        )
+
+    def run(self, fit: Fit, taken: TakenUp | None, steps_per_execution: int | None) -> None:
+        """Train to the end, or until something stops it; then save."""
+        saving = self.saving
+        with self._open(fit, steps_per_execution), fit.interrupts:
+            for callback in self.callbacks:
+                callback.on_fit_begin(fit.trainer)
+            if saving is not None:
+                if taken is not None:
+                    saving.go_on(fit, taken, self.dataset)
+                saving.begin(fit, fresh=taken is None)
+            fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
+            fit.agree()
+            if fit.asked is not None:
+                fit.collect()
+                if saving is not None:
+                    saving.save(wait=True)
+                raise meaning(fit.asked)
+        if saving is not None:  # after callbacks: one of them may go back to the best state
+            saving.save(ended=True, wait=True)
+
+    @contextmanager
+    def _open(self, fit: Fit, steps_per_execution: int | None) -> Iterator[None]:
+        """Results come in whatever ends the fit, and callbacks hear of its end."""
+        engine, journal = fit.engine, fit.journal
+        started, compiled, first = time.perf_counter(), engine.runner.compile_s, engine.step
+        info = describe(engine, steps_per_execution, fit.trainer.config)
+        info["checkpoint"] = None if self.saving is None else self.saving.directory
+        try:
+            with engine.delivering(), journal.open(info), fit.bar, hearing(fit.heard):
+                try:
+                    yield
+                except BaseException as error:
+                    if not isinstance(error, TailraceError):
+                        fit.callbacks = []  # it may come from one of them, or be an interrupt
+                    fit.collect()  # what was computed before the failure is part of the history
+                    raise
+                fit.collect()
+            if engine.step > first:
+                took = time.perf_counter() - started - (engine.runner.compile_s - compiled)
+                self.seconds_per_step = took / (engine.step - first)
+        finally:
+            history: History = journal.history
+            for callback in self.callbacks:
+                callback.on_fit_end(fit.trainer, history)

@@ -1,0 +1,65 @@
+"""How far a fit is, and how far it is to go."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tailrace.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Duration:
+    """What was asked for: a number of steps, or of epochs."""
+
+    steps: int | None = None
+    epochs: int | None = None
+
+    @classmethod
+    def of(cls, steps: Any, epochs: Any) -> Duration:
+        """`steps` or `epochs`, not both, and neither negative; one epoch if neither is given."""
+        if steps is not None and epochs is not None:
+            raise OptionError(
+                f"fit takes steps= or epochs=, not both. Received: steps={steps}, epochs={epochs}."
+            )
+        for name, value in (("steps", steps), ("epochs", epochs)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 0
+            ):
+                raise OptionError(f"{name} is a number of at least 0. Received: {name}={value!r}.")
+        return cls(steps, 1 if steps is None and epochs is None else epochs)
+
+    def __str__(self) -> str:
+        return f"steps={self.steps}" if self.epochs is None else f"epochs={self.epochs}"
+
+
+@dataclasses.dataclass
+class Progress:
+    """The counts of one fit.
+
+    Attributes:
+        first_step: the trainer's step when it began.
+        first_epoch: the trainer's count of epochs when it began.
+        steps: done so far.
+        elements: of this process, taken in the steps so far.
+        epochs: completed so far.
+        epoch_start: how many steps were done when the epoch under way began.
+    """
+
+    first_step: int
+    first_epoch: int
+    steps: int = 0
+    elements: int = 0
+    epochs: int = 0
+    epoch_start: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch under way, over all fits of the trainer."""
+        return self.first_epoch + self.epochs
+
+    def reached(self, duration: Duration) -> bool:
+        """Whether that is as far as, or further than, `duration` asks for."""
+        if duration.steps is not None:
+            return self.steps >= duration.steps
+        return self.epochs >= (duration.epochs or 0)

@@ -1,0 +1,63 @@
+"""Ctrl-C and SIGTERM during a fit: once to finish properly, twice to leave at once.
+
+The first signal lets the execution that runs come to its end; then the fit saves, if it has a
+checkpoint, and raises. A fit that waits for its dataset stops waiting. A second signal does not wait
+for anything.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """While it is open, signals are taken down instead of raised; in the main thread only.
+
+    Attributes:
+        asked: the signal that came; None before.
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+            for number in SIGNALS:
+                signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._put_back()
+
+    def reraise(self) -> None:
+        """Raise what the signal means, if one came."""
+        if self.asked is not None:
+            raise meaning(self.asked)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None:
+            self._put_back()
+            raise meaning(number)
+        self.asked = number
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+
+def meaning(number: int) -> BaseException:
+    """What a signal is raised as."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

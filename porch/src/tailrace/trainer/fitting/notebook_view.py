@@ -1,0 +1,89 @@
+"""The progress of a fit in a notebook: one output that is redrawn while steps go on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from tailrace.trainer.fitting.progress_bar import ProgressBar
+
+EVERY_S = 0.5
+"""How often the output is redrawn at most."""
+
+
+class NotebookView(ProgressBar):
+    """Steps, speed, loss and its curve as HTML, redrawn in place.
+
+    Args:
+        display: shows an object and returns a handle with `update`; `IPython.display.display`.
+        total: how many steps there will be; None if that is unknown.
+        batch: the effective batch size; None if elements have no leading dim.
+        done: how many steps were done before.
+    """
+
+    def __init__(self, display: Any, total: int | None, batch: int | None, done: int = 0) -> None:
+        super().__init__(total, batch, shown=False, done=done)
+        self._display, self._handle = display, None
+        self._losses: list[float] = []
+        self._began = self._drawn = 0.0
+        self._before = done
+
+    def __enter__(self) -> NotebookView:
+        self._began = time.monotonic()
+        self._handle = self._display(self, display_id=True)
+        return self
+
+    def advance(self, steps: int, loss: float) -> None:
+        """Some more steps are done; `loss` is that of the last one."""
+        self._done += steps
+        self._losses.append(loss)
+        if time.monotonic() - self._drawn >= EVERY_S:
+            self._draw()
+
+    def __exit__(self, *_: Any) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if self._handle is not None:
+            self._handle.update(self)
+
+    def _repr_html_(self) -> str:
+        from tailrace.records.curves import small_curve
+
+        passed = max(time.monotonic() - self._began, 1e-9)
+        speed = (self._done - self._before) / passed
+        of = f" of {self._total:,}" if self._total is not None else ""
+        parts = [f"{self._done:,}{of} steps", f"{speed:,.0f} steps/s"]
+        if self._losses:
+            parts.append(f"loss {self._losses[-1]:.4g}")
+        if self._batch:
+            parts.append(f"effective batch {self._batch:,}")
+        share = self._done / self._total if self._total else 0.0
+        bar = f'<progress value="{min(share, 1.0):.4f}" max="1"></progress> ' if self._total else ""
+        curve = f"<div>{small_curve(np.array(self._losses))}</div>" if self._losses else ""
+        return f"<div>{bar}{escape(', '.join(parts))}</div>{curve}"
+
+
+def progress_view(
+    total: int | None, batch: int | None, shown: bool | None, done: int = 0
+) -> ProgressBar:
+    """What shows the progress of a fit: in a notebook an output of its own, else a line."""
+    display = _notebook_display() if shown is not False else None
+    if display is not None:
+        return NotebookView(display, total, batch, done)
+    return ProgressBar(total, batch, shown, done)
+
+
+def _notebook_display() -> Any:
+    """`IPython.display.display` in a notebook's kernel; None elsewhere."""
+    shell = sys.modules.get("IPython")
+    if shell is None or getattr(shell.get_ipython(), "kernel", None) is None:
+        return None
+    from IPython.display import display
+
+    return display

@@ -1,0 +1,75 @@
+"""The progress bar of a fit: quiet unless a person is watching."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+
+class ProgressBar:
+    """A line in the terminal: steps, steps a second, loss, effective batch size, what is compiled.
+
+    Args:
+        total: how many steps there will be; None if that is unknown.
+        batch: the effective batch size; None if elements have no leading dim.
+        shown: None shows it when standard error is a terminal.
+        done: how many steps were done before, in a process that has ended.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        batch: int | None = None,
+        shown: bool | None = None,
+        done: int = 0,
+    ) -> None:
+        self._total, self._batch = total, batch
+        self._shown = sys.stderr.isatty() if shown is None else shown
+        self._bar: Any = None
+        self._task: Any = None
+        self._done = done
+
+    def __enter__(self) -> ProgressBar:
+        if self._shown:
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[rate]}"),
+                progress.TextColumn("{task.fields[loss]}"),
+                progress.TextColumn("{task.fields[batch]}"),
+                progress.TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            batch = f"effective batch {self._batch:,}" if self._batch else ""
+            self._task = self._bar.add_task(
+                "training", total=self._total, completed=self._done, rate="", loss="", batch=batch
+            )
+            self._bar.start()
+        return self
+
+    def advance(self, steps: int, loss: float) -> None:
+        """Some more steps are done; `loss` is that of the last one."""
+        if self._bar is not None:
+            speed = self._bar.tasks[self._task].speed
+            rate = f"{speed:,.0f} steps/s" if speed else ""
+            self._bar.update(self._task, advance=steps, rate=rate, loss=f"loss {loss:.4f}")
+
+    def compiling(self, text: str) -> None:
+        """A program is being compiled; an empty text: no more."""
+        if self._bar is not None:
+            described = f"compiling ({text})" if text else "training"
+            self._bar.update(self._task, description=described)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

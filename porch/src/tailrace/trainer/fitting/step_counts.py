@@ -1,0 +1,65 @@
+"""How many steps a fit has, from its dataset and from what was asked for."""
+
+from __future__ import annotations
+
+from tailrace.devices.processes import distributed
+from tailrace.errors import DataExhausted
+from tailrace.messages import note_once
+from tailrace.trainer.engine import Engine
+
+
+def total_steps(
+    engine: Engine, length: int | None, steps: int | None, epochs: int | None
+) -> int | None:
+    """The number of steps; None if only reading the dataset shows it."""
+    if not length:  # unknown; or none at all, which reading the first element reports
+        return steps
+    per_epoch = length // engine.elements_per_step
+    if steps is not None:
+        if steps > per_epoch:
+            raise DataExhausted(too_short(engine, steps, length, 0))
+        return steps
+    if not per_epoch:
+        raise DataExhausted(too_short(engine, 1, length, 0))
+    note_left_out(length, engine.elements_per_step)
+    return per_epoch * (1 if epochs is None else epochs)
+
+
+def agreed_total_steps(
+    engine: Engine, length: int | None, steps: int | None, epochs: int | None
+) -> int | None:
+    """The same for all processes: the shortest dataset decides."""
+    if engine.placement.in_one_process:
+        return total_steps(engine, length, steps, epochs)
+    try:
+        total = total_steps(engine, length, steps, epochs)
+    except DataExhausted as error:
+        distributed.meet({"failed": str(error)})
+        raise
+    heard = distributed.meet({"total": total})
+    for process, said in enumerate(heard):
+        if "failed" in said:
+            raise DataExhausted(f"Of process {process}: {said['failed']}")
+    known = [said["total"] for said in heard if said["total"] is not None]
+    return min(known) if len(known) == len(heard) else None
+
+
+def too_short(engine: Engine, steps: int, length: int | str, done: int) -> str:
+    """What to say when a dataset ends before `steps` are done."""
+    count, replicas = engine.accumulation.microbatches, engine.placement.local_replicas
+    return (
+        f"fit takes steps x microbatches x replicas elements, {steps} x {count} x {replicas} = "
+        f"{steps * count * replicas}, and never restarts a dataset for steps=. This one has "
+        f"{length}; {done} steps were done. Ask for fewer steps, repeat the dataset, or use "
+        f"fit(epochs=...)."
+    )
+
+
+def note_left_out(elements: int, per_step: int) -> None:
+    """Say, once, that elements at the end do not fill a step."""
+    if left := elements % per_step:
+        note_once(
+            f"The last {left} elements of the dataset do not fill a step of {per_step} and are "
+            f"left out.",
+            key="incomplete step",
+        )

@@ -1,0 +1,142 @@
+"""Where the results of executions go: history, records, and a run directory if there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from tailrace.devices.processes import distributed
+from tailrace.program.running.compilations import Compilation
+from tailrace.records.fingerprints import CHAIN
+from tailrace.records.history import History
+from tailrace.records.records import Records
+from tailrace.records.sinks import Finished, Sink
+from tailrace.runs.profiles import PROFILE
+from tailrace.runs.tables.tables import READING
+from tailrace.runs.writer import RunWriter
+from tailrace.trainer.executions import Results
+from tailrace.trainer.logged_values import LoggedValues
+
+
+class Journal:
+    """What a training has left behind so far.
+
+    Args:
+        run_dir: a directory that keeps it; None keeps it in memory. With several processes one of
+            them writes.
+        sink: something else that keeps it.
+        leaving_out: kinds of records that are not for the directory.
+        logged: values that the history has besides.
+    """
+
+    def __init__(
+        self,
+        run_dir: Any = None,
+        sink: Sink | None = None,
+        leaving_out: Collection[str] = (),
+        logged: LoggedValues | None = None,
+    ) -> None:
+        keeps = run_dir is not None and distributed.writes()
+        self.sink: Sink | None = RunWriter(run_dir) if keeps else sink
+        self.records = Records(None if self.sink is None else self.sink.stored)
+        self.history = History()
+        self.compilations: list[Compilation] = []
+        self._leaving_out, self._logged = leaving_out, logged
+        self._resumed = False
+
+    def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
+        """Start a new history; records of before are forgotten."""
+        self.history = History(first_step, microbatches, replicas)
+        self.records.clear()
+
+    def take_up(self, history: History, end: Any) -> None:
+        """Go on with a fit of another process, whose run ended at a mark."""
+        self.history, self._resumed = history, True
+        if self.sink is not None:
+            self.sink.take_up(end)
+
+    def rewind(self, step: int, said: Mapping[str, Any]) -> None:
+        """The training went back to a step; a run directory keeps that, and is cut back."""
+        if isinstance(self.sink, RunWriter):
+            self.sink.rewind(step, said)
+
+    def flush(self) -> None:
+        """Wait until the run directory has everything."""
+        if self.sink is not None:
+            self.sink.flush()
+
+    def mark(self) -> Callable[[], Any]:
+        """Mark what has come in so far. The call that is returned waits until the run directory has all
+        of it: a checkpoint must not be ahead of its run."""
+        return (lambda: None) if self.sink is None else self.sink.mark()
+
+    @contextmanager
+    def open(self, info: Mapping[str, Any]) -> Iterator[None]:
+        """While results come in; `info` says what runs, ready for JSON."""
+        self.records.runs.begin()
+        if self._logged is not None:
+            self._logged.restart()
+        try:
+            with self.sink.fitting(info) if self.sink is not None else nullcontext():
+                yield
+        finally:
+            self.records.runs.end()
+
+    def add(self, results: Results) -> Results:
+        """Take in one execution that has just ended; returns it with the values that are logged."""
+        if self._logged is not None:
+            results = self._logged.complete(results)
+        for part in results.parts:
+            self.records.add(part)
+        self.history.add(results.scalars, results.weights)
+        first, steps, marks = results.first_step, results.steps, dict(results.fingerprint)
+        if marks:
+            marks[CHAIN] = self.history.add_fingerprint(first, steps, marks)
+        if self.sink is not None:
+            parts = [part for part in results.parts if part.kind not in self._leaving_out]
+            done = Finished(
+                first,
+                steps,
+                parts,
+                results.scalars,
+                results.weights,
+                fingerprint=marks,
+                elements=results.elements,
+                reading=self._reading(results),
+            )
+            self.sink.execution(done)
+        return results
+
+    def add_profile(self, text: str) -> None:
+        """Keep a profile in the run directory, if there is one."""
+        if isinstance(self.sink, RunWriter):
+            self.sink.keep(PROFILE, text)
+
+    def _reading(self, results: Results) -> dict[str, int]:
+        """Which elements an execution consumed, as an audit reads it."""
+        if results.reading is None:
+            return {}
+        epoch, first, count = results.reading
+        resumed, self._resumed = int(self._resumed), False
+        fit = self.history.first_step
+        return dict(zip(READING, (fit, epoch, first, count, resumed), strict=True))
+
+    def add_validation(self, step: int, values: Mapping[str, float]) -> None:
+        """Take in what a validation after `step` steps found."""
+        self.history.add_validation(step, values)
+        if self._logged is not None:
+            self._logged.restart()
+
+    def add_compilation(self, compilation: Compilation) -> None:
+        """Take in that a program was compiled."""
+        self.compilations.append(compilation)
+        if self.sink is not None:
+            self.sink.compilation(dataclasses.asdict(compilation))
+
+    def one(self, results: Results) -> dict[str, Any]:
+        """The values of one execution, one a step: means over microbatches and replicas."""
+        alone = History(results.first_step, self.history.microbatches, self.history.replicas)
+        alone.add(results.scalars, results.weights)
+        return {name: alone[name] for name in alone}

@@ -1,0 +1,198 @@
+"""Values of a step that a history has when they are asked for: `tr.Trainer(..., log=[...])`.
+
+    learning_rate          from the optimizer's state (optax.inject_hyperparams), or a schedule
+    grad_norm              of the gradient that the optimizer gets, over all parameters
+    examples_per_second    of all replicas
+    tokens_per_second      examples times the second dim of the first integer array of a batch
+    mfu                    the model's floating-point operations, as a share of the devices' peak
+
+The first two are taps whose records become columns of the history; the others come from the clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.devices.peaks import PEAKS, peak_of
+from tailrace.errors import OptionError
+from tailrace.jaxprs.flops import model_flops
+from tailrace.jaxprs.marks import path_name
+from tailrace.records.records import Part
+from tailrace.taps.catalogue import Entry
+from tailrace.taps.reductions import norm
+from tailrace.taps.tap import Tap
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.executions import Results
+
+RATE, NORM, EXAMPLES, TOKENS, MFU = NAMES = (
+    "learning_rate",
+    "grad_norm",
+    "examples_per_second",
+    "tokens_per_second",
+    "mfu",
+)
+
+Log = Iterable[str] | Mapping[str, Any]
+
+
+def parse_log(log: Any) -> dict[str, Any]:
+    """What `log=` was given, by name: True, or what the value is made with."""
+    if isinstance(log, str):
+        log = [log]
+    asked: dict[str, Any] = (
+        dict(log) if isinstance(log, Mapping) else {str(name): True for name in log or ()}
+    )
+    for name, given in asked.items():
+        if name not in NAMES:
+            raise OptionError(
+                f"log= has names among {', '.join(map(repr, NAMES))}. Received: {name!r}. Values of "
+                f"your own are what the loss function returns as aux."
+            )
+        fitting = {RATE: callable(given), MFU: isinstance(given, int | float) and given > 0}
+        if given is not True and not fitting.get(name, False):
+            raise OptionError(
+                f"log= gives a schedule for 'learning_rate', a peak in FLOP/s for 'mfu', and True for "
+                f"the others. Received: {name!r}: {given!r}."
+            )
+    return asked
+
+
+def taps_of(asked: Mapping[str, Any]) -> list[Tap]:
+    """The taps whose records become columns."""
+    taps = []
+    if NORM in asked:
+        taps.append(Tap("reduced/*", reduce=_kept_as(NORM, norm)))
+    if asked.get(RATE) is True:
+        taps.append(Tap(_is_rate, reduce=_kept_as(RATE, lambda value: value)))
+    return taps
+
+
+def _is_rate(entry: Entry) -> bool:
+    return entry.kind == "optimizer" and entry.name.endswith("hyperparams/learning_rate")
+
+
+def _kept_as(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A reduction with a kind of its own, so that it is told from the user's taps."""
+
+    def reduce(value: Any) -> Any:
+        return function(value)
+
+    reduce.__name__ = f"log:{name}"
+    return reduce
+
+
+class LoggedValues:
+    """The values that were asked for, made execution by execution.
+
+    Args:
+        asked: as `parse_log` returns it.
+        engine: what is trained.
+    """
+
+    def __init__(self, asked: Mapping[str, Any], engine: Engine) -> None:
+        self._asked, self._engine = asked, engine
+        self._last, self._compiled = 0.0, 0.0
+        if asked.get(RATE) is True and not _has_rate(engine):
+            raise OptionError(
+                "log='learning_rate' reads the rate from the optimizer's state, and this has none "
+                "there. Make it with optax.inject_hyperparams(optax.adam)(learning_rate=...), or "
+                "give the schedule: log={'learning_rate': schedule}."
+            )
+        if MFU in asked:
+            self._peak()
+
+    def restart(self) -> None:
+        """Time from now on counts for what comes next."""
+        self._last, self._compiled = time.perf_counter(), self._compile_s()
+
+    def complete(self, results: Results) -> Results:
+        """The results of an execution that has just ended, with these values among the scalars."""
+        if not self._asked:
+            return results
+        now, compiled = time.perf_counter(), self._compile_s()
+        seconds = max(now - self._last - (compiled - self._compiled), 1e-9)
+        self._last, self._compiled = now, compiled
+        own = {part.kind for part in results.parts if part.kind.startswith("log:")}
+        values = self._of_taps([part for part in results.parts if part.kind in own])
+        shape = results.scalars["loss"].shape
+        schedule: Any = self._asked.get(RATE)
+        if callable(schedule):
+            steps = range(results.first_step, results.first_step + shape[0])
+            values[RATE] = np.array([float(np.asarray(schedule(step))) for step in steps])
+        rates = self._rates(results.steps / seconds)
+        values.update({name: np.full(shape[0], rate) for name, rate in rates.items()})
+        columns = {
+            name: np.broadcast_to(value[: shape[0], None, None], shape).astype(np.float32)
+            for name, value in values.items()
+        }
+        return dataclasses.replace(
+            results,
+            parts=[part for part in results.parts if part.kind not in own],
+            scalars={**results.scalars, **columns},
+        )
+
+    def _of_taps(self, parts: list[Part]) -> dict[str, np.ndarray]:
+        squares, rates = [], {}
+        for part in parts:
+            values = np.asarray(part.record().values, np.float64)
+            if part.kind == f"log:{NORM}":
+                squares.append(values**2)
+            else:
+                rates[part.name] = values
+        found = {NORM: np.sqrt(sum(squares))} if squares else {}
+        if len(rates) == 1:
+            found[RATE] = next(iter(rates.values()))
+        else:  # of an optimizer with several parts, each has its own
+            found.update({f"{RATE}/{name.split('/')[1]}": v for name, v in rates.items()})
+        return found
+
+    def _rates(self, steps_per_second: float) -> dict[str, float]:
+        engine, found = self._engine, {}
+        count = engine.accumulation.microbatches * engine.placement.replicas
+        leaves = engine.runner.infeeds[0].spec().leaves
+        sizes = [leaf.shape[0] for leaf in leaves if leaf.shape]
+        examples = (min(sizes) if sizes else 1) * count * steps_per_second
+        if EXAMPLES in self._asked:
+            found[EXAMPLES] = examples
+        if TOKENS in self._asked:
+            found[TOKENS] = examples * _tokens(leaves)
+        if MFU in self._asked:
+            flops = model_flops(engine.runner.traced.jaxpr.eqns) * engine.placement.replicas
+            devices = len(engine.placement.device_ids)
+            found[MFU] = flops * steps_per_second / (self._peak() * devices)
+        return found
+
+    def _peak(self) -> float:
+        given, kind = self._asked[MFU], self._engine.placement.device.device_kind
+        peak = float(given) if given is not True else peak_of(kind)
+        if peak is None:
+            raise OptionError(
+                f"log='mfu' needs the peak of the device, which is known of {', '.join(PEAKS)}. "
+                f"Received: {kind}. Give it in floating-point operations a second: log={{'mfu': 1e12}}."
+            )
+        return peak
+
+    def _compile_s(self) -> float:
+        return self._engine.runner.compile_s
+
+
+def _tokens(leaves: Iterable[Any]) -> int:
+    """Tokens of an example: the second dim of the first integer array of a batch."""
+    for leaf in leaves:
+        if np.issubdtype(leaf.dtype, np.integer) and len(leaf.shape) > 1:
+            return int(leaf.shape[1])
+    raise OptionError(
+        "log='tokens_per_second' counts the entries of an integer array [examples, tokens] in a batch. "
+        "Received: a batch without one. Log 'examples_per_second'."
+    )
+
+
+def _has_rate(engine: Engine) -> bool:
+    paths = jax.tree_util.tree_flatten_with_path(engine.form.optimizer_state)[0]
+    return any(path_name(path).endswith("hyperparams/learning_rate") for path, _ in paths)

@@ -1,0 +1,84 @@
+"""The first tensor in which two runs differ: both are replayed, step by step, with all tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tailrace.errors import CheckpointError
+from tailrace.records.records import Records
+from tailrace.runs.diff.difference import rank_of
+from tailrace.runs.reader import Run
+from tailrace.taps.bit_digests import digest, joined
+from tailrace.taps.tap import Tap
+from tailrace.trainer.lookback.replay import nearest, read_fit
+from tailrace.trainer.lookback.rerun import Rerun
+
+
+def bits(value: Any) -> Any:
+    """What is kept of a tensor to compare it: the digest of its bits."""
+    return digest(value, "bits")
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstTensor:
+    """The first tensor that differs; None where all are equal in the steps looked at."""
+
+    step: int
+    name: str | None
+    others: int = 0
+
+    def __str__(self) -> str:
+        if self.name is None:
+            return f"replayed up to step {self.step}: no tensor that both have differs"
+        more = f"; {self.others} more differ in that step" if self.others else ""
+        return f"the first tensor that differs: {self.name!r} in step {self.step}{more}"
+
+
+def first_tensor(
+    from_step: int, until: int, sides: Sequence[tuple[Run, tuple[Any, Any]]]
+) -> FirstTensor:
+    """Replay steps in two runs until a tensor differs.
+
+    Args:
+        from_step: states are equal before it.
+        until: the last step to look at.
+        sides: for each run, its trainer and dataset.
+    """
+    reruns = [_rerun(from_step, run, *made) for run, made in sides]
+    with reruns[0].closing(), reruns[1].closing():
+        for rerun in reruns:
+            for _ in rerun.advance(from_step):
+                pass
+        for step in range(from_step, until + 1):
+            seen = [_digests(rerun.look()) for rerun in reruns]
+            differ = [
+                name for name in seen[0] if name in seen[1] and seen[0][name] != seen[1][name]
+            ]
+            if differ:
+                # Python's sort is stable: within a kind tensors stay in the order of the program.
+                return FirstTensor(step, sorted(differ, key=rank_of)[0], len(differ) - 1)
+    return FirstTensor(until, None)
+
+
+def _rerun(step: int, run: Run, trainer: Any, dataset: Any) -> Rerun:
+    where = run.info.get("checkpoint")
+    if where is None:
+        raise CheckpointError(
+            f"To name a tensor both runs are replayed from checkpoints, and {str(run.directory)!r} was "
+            f"trained without. Train with fit(checkpoint=...)."
+        )
+    kept, _ = nearest(where, step)
+    return Rerun(trainer.engine, [Tap("*", reduce=bits)], dataset, *read_fit(kept))
+
+
+def _digests(results: Any) -> dict[str, bytes]:
+    records = Records()
+    for part in results.parts:
+        records.add(part)
+    return {
+        name: np.asarray(joined(record.values)).tobytes() for (name, _), record in records.items()
+    }

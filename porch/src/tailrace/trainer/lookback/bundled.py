@@ -1,0 +1,42 @@
+"""`trainer.replay_bundle`: a bad step of another machine, run here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import CheckpointError
+from tailrace.records.records import Records
+from tailrace.taps.tap import parse_taps
+from tailrace.trainer.bundles import put_bundle, read_bundle
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.lookback.replay import Replay
+from tailrace.trainer.lookback.rerun import twin_of
+
+
+def replay_bundle(engine: Engine, bundle: Any, example: Any, observe: Any) -> Replay:
+    """Run the step of a bundle; see `tr.Trainer.replay_bundle`."""
+    arrays, note = read_bundle(bundle)
+    here = engine.accumulation.microbatches * engine.placement.replicas
+    if note["elements_per_step"] != here:
+        raise CheckpointError(
+            f"The step in {str(bundle)!r} has {note['elements_per_step']} elements, and this trainer "
+            f"takes {here} (accumulation x replicas). Make the trainer with the same."
+        )
+    twin = twin_of(engine, parse_taps(observe))
+    leaves, structure = jax.tree.flatten(example)
+    elements = [arrays[f"element/{number}"] for number in range(len(leaves))]
+    feed = twin.use([jax.tree.unflatten(structure, row) for row in zip(*elements, strict=True)])
+    try:
+        put_bundle(twin, bundle)
+        twin.step = int(note["step"])
+        results = twin.collect(twin.dispatch(1, following=0, period=1))
+    finally:
+        feed.rest()
+    records = Records()
+    for part in results.parts:
+        records.add(part)
+    loss = float(np.mean(results.scalars["loss"]))
+    return Replay(int(note["step"]), loss, records, [], [], int(note["step"]))

@@ -1,0 +1,106 @@
+"""The loss and gradient of each example of a step: the traced loss, one row at a time.
+
+Nothing of this exists while training. A batch is cut into its rows; a program runs over them as
+`predict` runs over batches, and sends out three numbers for each: no gradient is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import DataError
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.program.in_program import tracing_training
+from tailrace.program.running.executable import Placement
+from tailrace.program.running.loop_state import Numbers
+from tailrace.program.step.training_step import Step
+from tailrace.trainer.engine import Engine
+
+EXAMPLE = np.dtype(
+    [
+        ("element", np.int64),
+        ("position", np.int64),
+        ("loss", np.float32),
+        ("gradient_norm", np.float32),
+        ("alignment", np.float32),
+    ]
+)
+
+
+def example_gradients(
+    engine: Engine,
+    read: tuple[Any, Any],
+    gradients: Sequence[np.ndarray],
+    elements: Sequence[np.ndarray],
+    spec: ElementSpec,
+) -> np.ndarray:
+    """Loss, gradient norm and alignment of each example.
+
+    Args:
+        engine: whose loss function it is.
+        read: parameters and model state before the step.
+        gradients: of the step, leaf by leaf.
+        elements: of the step, stacked leaf by leaf.
+        spec: the form of an element.
+    """
+    step, params = engine.step_function, read[0]
+    direction = jax.tree.unflatten(jax.tree.structure(params), list(gradients))
+    inputs = () if engine.pipeline is None else jax.tree.map(jnp.asarray, engine.pipeline.inputs)
+
+    def compute(values: Any, model_state: Any, batch: Any, _: Any) -> Any:
+        params, direction = values
+
+        def forward(params: Any) -> Any:
+            with tracing_training():
+                return step.forward(params, model_state, batch, inputs)[0]
+
+        loss, grads = jax.value_and_grad(forward)(params)
+        pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True))
+        wide = [(g.astype(jnp.float32), d.astype(jnp.float32)) for g, d in pairs]
+        own = sum((jnp.vdot(g, g) for g, _ in wide), jnp.float32(0))
+        along = sum((jnp.vdot(g, d) for g, d in wide), jnp.float32(0))
+        whole = sum((jnp.vdot(d, d) for _, d in wide), jnp.float32(0))
+        norm = jnp.sqrt(own)
+        size = jnp.maximum(norm * jnp.sqrt(whole), jnp.finfo(jnp.float32).tiny)
+        return {"loss": loss, "gradient_norm": norm, "alignment": along / size}
+
+    rows, places = examples_of(elements, spec)
+    out, infeed = OutfeedQueue(), InfeedQueue(rows, prefetch=0)
+    given = ((params, direction), read[1])
+    runner = Step.evaluating(step, compute, out, infeed, given, Placement(1))
+    state = Step.begin_evaluating(step, runner, given)
+    try:
+        emitted, _ = runner.dispatch(state, len(rows), Numbers(engine.seed, engine.step), 0)
+    finally:
+        infeed.close()
+    values = jax.tree.unflatten(runner.traced.outfeeds[out].structure, emitted[out].value)
+    found = np.zeros(len(rows), EXAMPLE)
+    found["element"], found["position"] = places.T
+    for name, value in values.items():
+        found[name] = np.asarray(value).reshape(-1)
+    return found
+
+
+def examples_of(elements: Sequence[np.ndarray], spec: ElementSpec) -> tuple[list[Any], np.ndarray]:
+    """The rows of elements as elements of one row, and where each was: element, position."""
+    sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in spec.leaves}
+    if len(sizes) != 1 or not min(sizes):
+        raise DataError(
+            f"A step is explained row by row, so all arrays of an element have one leading size. "
+            f"Received: {[leaf.shape for leaf in spec.leaves]}. Put what has no rows into the loss "
+            f"function, or use trainer.replay."
+        )
+    (size,) = sizes
+    places = [(e, p) for e in range(len(elements[0])) for p in range(size)]
+    rows = [
+        jax.tree.unflatten(spec.structure, [leaf[e][p : p + 1] for leaf in elements])
+        for e, p in places
+    ]
+    return rows, np.array(places)

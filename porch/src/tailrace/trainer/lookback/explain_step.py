@@ -1,0 +1,166 @@
+"""`trainer.explain_step`: which rows of the data, and which layer, made a step what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.data.adapters import as_dataset
+from tailrace.records.records import Record, Records
+from tailrace.records.scores import robust_scores
+from tailrace.taps.tap import Tap
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.lookback.examples import example_gradients
+from tailrace.trainer.lookback.recorded import Recorded
+from tailrace.trainer.lookback.replay import Comparison, nearest, read_fit, recorded_in
+from tailrace.trainer.lookback.rerun import Rerun
+
+ROW = np.dtype(
+    [
+        ("element", np.int64),
+        ("position", np.int64),
+        ("row", np.int64),
+        ("loss", np.float32),
+        ("gradient_norm", np.float32),
+        ("alignment", np.float32),
+        ("score", np.float64),
+    ]
+)
+"""What is known of one example of a step; `row` is -1 where the dataset does not number its rows."""
+
+GROWN = 2.0
+"""A tensor has grown if its norm is this many times that of the steps before."""
+
+BEFORE = 4
+"""How many steps before are looked at, to say what has grown."""
+
+
+def may_grow(entry: Any) -> bool:
+    """What leaves a scope of the model (not each operation inside it), and gradients."""
+    layer = entry.kind == "activation" and ":" not in entry.name
+    return layer or entry.kind == "reduced"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepExplanation:
+    """A past step, example by example.
+
+    Attributes:
+        step: its number.
+        loss: its loss.
+        rows: one entry for each example, those that stand out most first: `element` (its number in the
+            pass over the dataset), `position` in that element, `row` (its number in the arrays of
+            `tr.batches`, else -1), `loss`, `gradient_norm`, `alignment` (the cosine of its gradient and
+            that of the step), `score` (how far loss or gradient are above the median of the step).
+        growth: for each layer and gradient, its norm in this step over the median of the steps
+            before, in the order of the program; empty without steps before.
+        proved: whether the step is the one that happened; see `tr.Trainer.replay`.
+        differences: if not, what differs.
+    """
+
+    step: int
+    loss: float
+    rows: np.ndarray
+    growth: dict[str, float]
+    proved: bool | None
+    differences: list[Any]
+
+    @property
+    def grew_first(self) -> str | None:
+        """The first tensor, in the order of the program, whose norm grew; None if none did."""
+        return next((name for name, times in self.growth.items() if times >= GROWN), None)
+
+    def __str__(self) -> str:
+        first = self.rows[0]
+        where = f"element {first['element']}, position {first['position']}"
+        if first["row"] >= 0:
+            where = f"row {first['row']} of the dataset ({where})"
+        proved = {True: "proved", False: "NOT PROVED", None: "nothing recorded"}[self.proved]
+        lines = [
+            f"step {self.step}, loss {self.loss:.7g} ({proved})",
+            f"stands out most: {where}: loss {first['loss']:.5g}, gradient norm "
+            f"{first['gradient_norm']:.5g}, alignment {first['alignment']:+.2f}, score "
+            f"{first['score']:.1f}; the next one has {self.rows['score'][1:2].sum():.1f}",
+        ]
+        if self.grew_first is not None:
+            times = self.growth[self.grew_first]
+            lines.append(f"grew first: {self.grew_first!r}, {times:.1f} times the steps before")
+        return "\n".join(lines)
+
+
+def explain_step(
+    engine: Engine, step: int, dataset: Any, checkpoint: Any, recorded: Recorded
+) -> StepExplanation:
+    """Run a past step again, example by example; see `tr.Trainer.explain_step`."""
+    kept, directory = nearest(checkpoint, step)
+    arrays, note = read_fit(kept)
+    if step not in recorded.losses:
+        recorded = recorded_in(directory, engine, step, recorded)
+    taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
+    rerun, comparison = Rerun(engine, taps, dataset, arrays, note), Comparison(recorded)
+    before = []
+    with rerun.closing():
+        comparison.take_all(rerun.advance(max(rerun.step, step - BEFORE)))
+        while rerun.step < step:
+            results = rerun.look()
+            comparison.take(results)
+            before.append(_norms(_records(results)))
+        state = jax.tree.map(np.asarray, rerun.engine.read())
+        results = rerun.look()
+        comparison.take(results)
+        records = _records(results)
+        gradients = [record.values[0] for (_, kind), record in records.items() if kind == "tensor"]
+        elements, spec = rerun.elements, rerun.spec
+        found = example_gradients(rerun.engine, state, gradients, elements, spec)
+    proved = not comparison.differences if comparison.compared else None
+    rows = _numbered(dataset, results.reading, found)
+    loss = float(np.mean(results.scalars["loss"]))
+    growth = _growth(before, _norms(records))
+    return StepExplanation(step, loss, rows, growth, proved, comparison.differences)
+
+
+def _records(results: Any) -> dict[tuple[str, str], Record]:
+    records = Records()
+    for part in results.parts:
+        records.add(part)
+    return dict(records.items())
+
+
+def _norms(records: dict[tuple[str, str], Record]) -> dict[str, float]:
+    """The largest norm of each tensor in a step."""
+    norms = {name: r.values for (name, kind), r in records.items() if kind == "norm" and len(r)}
+    order = sorted(norms, key=lambda name: name.startswith("reduced/"))  # forward comes first
+    return {name: float(np.max(norms[name])) for name in order}
+
+
+def _growth(before: list[dict[str, float]], now: dict[str, float]) -> dict[str, float]:
+    if not before:
+        return {}
+    tiny = float(np.finfo(np.float32).tiny)
+    usual = {name: float(np.median([one.get(name, 0.0) for one in before])) for name in now}
+    return {
+        name: value / max(usual[name], tiny) if np.isfinite(value) else float("inf")
+        for name, value in now.items()
+    }
+
+
+def _numbered(dataset: Any, reading: Any, found: np.ndarray) -> np.ndarray:
+    """Rows with their numbers in the dataset and their scores; those that stand out most first."""
+    rows = np.zeros(len(found), ROW)
+    for name in ("position", "loss", "gradient_norm", "alignment"):
+        rows[name] = found[name]
+    epoch, first, count = reading or (0, 0, 0)
+    rows["element"], rows["row"] = first + found["element"], -1
+    source = as_dataset(dataset).fast
+    if source is not None:
+        numbers = source.rows(first, count, epoch)
+        rows["row"] = numbers[found["element"], found["position"]]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scores = [robust_scores(np.log(np.abs(rows[n]))) for n in ("loss", "gradient_norm")]
+    rows["score"] = np.fmax(*scores)
+    bad = ~(np.isfinite(rows["loss"]) & np.isfinite(rows["gradient_norm"]))
+    rows["score"][bad] = np.inf
+    return rows[np.argsort(-rows["score"], kind="stable")]

@@ -1,0 +1,89 @@
+"""What is known of past steps: their losses, and the fingerprints of executions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tailrace.records.fingerprints import GROUPS
+from tailrace.records.history import History
+from tailrace.runs.info import RUN_FILE
+from tailrace.runs.reader import Run, open_run
+from tailrace.runs.writer import RunWriter
+from tailrace.trainer.journal import Journal
+
+
+@dataclasses.dataclass
+class Recorded:
+    """Losses by step, and fingerprints by execution.
+
+    Attributes:
+        losses: those of all microbatches and replicas of a step, in order, by step.
+        executions: fingerprints by (first step, steps).
+    """
+
+    losses: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    executions: dict[tuple[int, int], Mapping[str, int]] = dataclasses.field(default_factory=dict)
+
+    def add_history(self, history: History) -> Recorded:
+        """Take in a history, as a fit or a checkpoint has it."""
+        if len(history):
+            losses = history.each("loss")
+            self.losses.update(zip(map(int, history.steps), losses, strict=True))
+        self._add(history.fingerprints)
+        return self
+
+    def add_run(self, run: Run) -> Recorded:
+        """Take in a run directory."""
+        self.add_history(run.history)
+        self._add(run.executions)
+        return self
+
+    def _add(self, columns: Mapping[str, np.ndarray]) -> None:
+        groups = [group for group in GROUPS if group in columns]
+        firsts, lengths = columns["first_step"], columns["steps"]
+        for row, first in enumerate(firsts if groups else ()):
+            found = {group: int(columns[group][row]) for group in groups}
+            went_back = row + 1 < len(firsts) and firsts[row + 1] < first + lengths[row]
+            if any(found.values()) and not went_back:
+                self.executions[int(first), int(lengths[row])] = found
+
+    def ends(self, first: int, last: int) -> list[int]:
+        """Where executions ended between two steps, in order."""
+        found = {start + steps for start, steps in self.executions}
+        return sorted(end for end in found if first < end <= last)
+
+    def around(self, step: int) -> tuple[int, int] | None:
+        """The execution with fingerprints that a step belongs to."""
+        for first, steps in self.executions:
+            if first <= step < first + steps:
+                return first, steps
+        return None
+
+
+def recorded_by(journal: Journal) -> Recorded:
+    """What a trainer knows itself: its history, and its run directory."""
+    found = Recorded()
+    if isinstance(journal.sink, RunWriter) and (journal.sink.directory / RUN_FILE).exists():
+        journal.flush()
+        found.add_run(open_run(journal.sink.directory))
+    return found.add_history(journal.history)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two arrays have the same values, bit for bit; they may be shaped otherwise."""
+    return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+def differences_of(
+    recorded: Mapping[str, int], found: Mapping[str, int], groups: Iterable[str] = GROUPS
+) -> list[str]:
+    """The groups whose recorded and found fingerprints differ, in the order of the program."""
+    return [
+        group
+        for group in groups
+        if recorded.get(group) and group in found and recorded[group] != found[group]
+    ]

@@ -1,0 +1,256 @@
+"""`trainer.replay`: a past step again, with any tap, and whether it is the step that happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.devices.processes import distributed
+from tailrace.errors import CheckpointError, OptionError
+from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
+from tailrace.records.records import Record, Records
+from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept
+from tailrace.trainer.checkpoints.snapshot import history_of
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.executions import Results
+from tailrace.trainer.lookback.recorded import Recorded, differences_of, same_bits
+from tailrace.trainer.lookback.rerun import Rerun
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Something that is not as it was recorded.
+
+    Attributes:
+        step: where: a step, or the last one of an execution.
+        what: "loss", or the group of tensors whose fingerprint differs.
+        recorded: what the training kept.
+        replayed: what the replay found.
+    """
+
+    step: int
+    what: str
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        if self.what == "loss" and not isinstance(self.recorded, int):
+            return f"step {self.step}: loss {self.recorded} recorded, {self.replayed} replayed"
+        marks = f"{self.recorded:016x} recorded, {self.replayed:016x} replayed"
+        return f"after step {self.step}: {self.what} {marks}"
+
+
+class Replay(Mapping[Any, Record]):
+    """A past step: what taps saw in it, by name, and whether it is proved to be what happened.
+
+    Attributes:
+        step: its number.
+        loss: its loss.
+        proved: True if everything that was recorded is equal bit for bit; False if something
+            differs; None if nothing was recorded.
+        differences: what differs, the earliest first.
+        evidence: what was compared, in words.
+        started_at: the step of the checkpoint that the replay began from.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        loss: float,
+        records: Records,
+        differences: list[Difference],
+        compared: list[str],
+        started_at: int,
+    ) -> None:
+        self.step, self.loss, self.started_at = step, loss, started_at
+        self._records = records
+        self.differences = differences
+        self.evidence = ", ".join(dict.fromkeys(compared))
+        self.proved = not differences if compared else None
+
+    def __getitem__(self, name: Any) -> Record:
+        return self._records[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __str__(self) -> str:
+        said = {
+            True: f"proved: equal to what was recorded, bit for bit ({self.evidence})",
+            False: "NOT PROVED: it differs from what was recorded",
+            None: "not proved: nothing was recorded of it",
+        }[self.proved]
+        lines = [
+            f"step {self.step}, loss {self.loss:.7g}, from the checkpoint of {self.started_at}"
+        ]
+        lines += [said, *(f"  {one}" for one in self.differences[:10])]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Replay(step {self.step}, proved={self.proved}, {len(self)} records)"
+
+
+def replay(
+    engine: Engine,
+    step: int,
+    dataset: Any,
+    observe: Any,
+    checkpoint: Any,
+    recorded: Recorded,
+) -> Replay:
+    """Run a past step again; see `tr.Trainer.replay`."""
+    kept, directory = nearest(checkpoint, step)
+    arrays, note = read_fit(kept)
+    if step not in recorded.losses:
+        recorded = recorded_in(directory, engine, step, recorded)
+    rerun = Rerun(engine, observe, dataset, arrays, note)
+    around = recorded.around(step)
+    comparison = Comparison(recorded)
+    with rerun.closing():
+        for end in recorded.ends(rerun.step, step):
+            comparison.take_all(rerun.advance(end))
+        comparison.take_all(rerun.advance(step))
+        seen = rerun.look()
+        comparison.take(seen)
+        if around is not None:
+            comparison.take_all(rerun.advance(sum(around)))
+    records = Records()
+    for part in seen.parts:
+        records.add(part)
+    loss = float(np.mean(seen.scalars["loss"]))
+    found, compared = comparison.differences, comparison.compared
+    return Replay(step, loss, records, found, compared, int(note["step"]))
+
+
+class Comparison:
+    """What was recorded of steps that are run again, against what they are now.
+
+    A replay may cut an execution into several dispatches: losses and elements are put together, and
+    the state and gradients are those of the last of them.
+    """
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+        self.differences: list[Difference] = []
+        self.compared: list[str] = []
+        self._losses: list[np.ndarray] = []
+        self._elements: list[np.ndarray] = []
+        self._first: int | None = None
+
+    def take_all(self, several: Any) -> None:
+        """Take in dispatches."""
+        for results in several:
+            self.take(results)
+
+    def take(self, results: Results) -> None:
+        """Take in one dispatch."""
+        losses, first = results.scalars["loss"], results.first_step
+        for number, found in enumerate(losses, start=first):
+            was = self._recorded.losses.get(number)
+            if was is None:
+                continue
+            self.compared.append("loss")
+            if not same_bits(was, found):
+                mean = float(np.mean(was)), float(np.mean(found))
+                self.differences.append(Difference(number, "loss", *mean))
+        self._losses.append(losses)
+        if results.elements is not None:
+            self._elements.append(results.elements)
+        self._first = first if self._first is None else self._first
+        self._compare_execution(results, first + results.steps)
+
+    def _compare_execution(self, results: Results, end: int) -> None:
+        ends = {start + steps: start for start, steps in self._recorded.executions}
+        if end not in ends:
+            return
+        start = ends[end]
+        was = self._recorded.executions[start, end - start]
+        found = dict(results.fingerprint)
+        whole = self._first is not None and self._first <= start
+        for group in ("loss", "elements"):
+            found.pop(group, None)
+        if found and whole:
+            found |= self._of_whole(start, end)
+        if found:
+            self.compared += [f"fingerprint of {g}" for g in found if was.get(g)]
+            for group in differences_of(was, found):
+                one = Difference(end - 1, group, was[group], found[group])
+                self.differences.append(one)
+        self._losses, self._elements, self._first = [], [], None
+
+    def _of_whole(self, start: int, end: int) -> dict[str, int]:
+        """The fingerprints of what belongs to all steps of an execution."""
+        count = end - start
+        found = {"loss": loss_fingerprint(np.concatenate(self._losses)[-count:], start)}
+        if self._elements:
+            elements = np.concatenate(self._elements)[-count:]
+            found["elements"] = elements_fingerprint(elements, start)
+        return found
+
+
+# -- which checkpoint ---------------------------------------------------------------------------
+
+
+def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
+    """The last checkpoint at or before a step."""
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise OptionError(
+            f"step is the number of a step that was trained, counted from 0. Received: step={step!r}."
+        )
+    given = checkpoint.directory if isinstance(checkpoint, Checkpoint) else checkpoint
+    if not isinstance(given, str | os.PathLike):
+        raise OptionError(
+            f"A replay starts from a checkpoint: checkpoint= is the directory that fit(checkpoint=...) "
+            f"was given. Received: checkpoint={checkpoint!r}."
+        )
+    if distributed.process_count() > 1:
+        raise CheckpointError(
+            f"A replay runs in one process; this program has {distributed.process_count()}. Use one "
+            f"process with as many devices: checkpoints do not depend on the number of processes."
+        )
+    directory = CheckpointDirectory(Path(given))
+    found = directory.found()
+    before = [kept for kept in found if kept.step <= step]
+    if not before:
+        there = f"the earliest there is of step {found[0].step}" if found else "it holds none"
+        raise CheckpointError(
+            f"A replay of step {step} starts from a checkpoint at or before it, and "
+            f"{str(directory.directory)!r} has none: {there}. Give the directory of "
+            f"fit(checkpoint=...); a larger keep= keeps more."
+        )
+    # A later fit may have gone back and taken another way: its own checkpoints count.
+    return max(before, key=lambda kept: (kept.fit, kept.step)), directory
+
+
+def read_fit(kept: Kept) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """A checkpoint of a fit."""
+    arrays, note = orbax_files.read(kept.path)
+    if "fit" not in note:
+        raise CheckpointError(
+            f"The checkpoint {str(kept.path)!r} was saved without a fit, so it has no position in a "
+            f"dataset. Give the directory of fit(checkpoint=...)."
+        )
+    return arrays, note
+
+
+def recorded_in(
+    directory: CheckpointDirectory, engine: Engine, step: int, recorded: Recorded
+) -> Recorded:
+    """What later checkpoints know of a step: each keeps the history of its fit."""
+    for kept in reversed([kept for kept in directory.found() if kept.step > step]):
+        arrays, note = read_fit(kept)
+        first = int(note["fit"]["progress"]["first_step"])
+        if first <= step:
+            count, replicas = engine.accumulation.microbatches, engine.placement.replicas
+            return recorded.add_history(history_of(arrays, first, count, replicas))
+    return recorded

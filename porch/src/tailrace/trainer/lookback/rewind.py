@@ -1,0 +1,30 @@
+"""`trainer.rewind`: the state before a past step, exactly, as the state of the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.lookback.recorded import Recorded
+from tailrace.trainer.lookback.replay import Comparison, nearest, read_fit, recorded_in
+from tailrace.trainer.lookback.rerun import Rerun
+
+
+def rewind(
+    engine: Engine, step: int, dataset: Any, checkpoint: Any, recorded: Recorded
+) -> bool | None:
+    """Give an engine the state before a past step; returns whether that is proved."""
+    kept, directory = nearest(checkpoint, step)
+    if step - 1 not in recorded.losses:
+        recorded = recorded_in(directory, engine, step, recorded)
+    rerun, comparison = Rerun(engine, (), dataset, *read_fit(kept)), Comparison(recorded)
+    with rerun.closing():
+        for end in (*recorded.ends(rerun.step, step), step):
+            comparison.take_all(rerun.advance(end))
+        leaves = jax.tree.leaves(jax.tree.map(np.asarray, rerun.engine.state))
+    engine.replace(dict(enumerate(leaves)))
+    engine.step, engine.seed = step, rerun.engine.seed
+    return not comparison.differences if comparison.compared else None

@@ -1,0 +1,112 @@
+"""A device that has not enough memory for an execution: what took how much, and what would help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from tailrace.errors import DeviceMemoryError
+from tailrace.messages import size_text
+from tailrace.trainer.explain import explain
+
+if TYPE_CHECKING:
+    from tailrace.trainer.engine import Engine
+
+EXHAUSTED = "RESOURCE_EXHAUSTED"
+"""What XLA says first where memory is not enough."""
+
+_TEMPORARIES = "activations and temporaries"
+
+
+@contextmanager
+def within_memory(engine: Engine, length: int) -> Iterator[None]:
+    """Turn XLA's word for a lack of memory into sentences about this training.
+
+    Args:
+        engine: what runs.
+        length: how many steps the execution has.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if EXHAUSTED not in str(error):
+            raise
+        raise DeviceMemoryError(describe_shortage(engine, length, str(error))) from error
+
+
+def describe_shortage(engine: Engine, length: int, said: str) -> str:
+    """What took how much on each device, what would help, and what became of the state."""
+    parts = _parts(engine, length)
+    listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+    wanted = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", said)
+    asked = f" when {wanted[1]} more were asked for" if wanted else ""
+    kept = (
+        f"The trainer is as it was before this execution, at step {engine.step}."
+        if _is_whole(engine)
+        else "The state was lost with the execution: go back to a checkpoint."
+    )
+    return (
+        f"The device has not enough memory for an execution of {length} steps{asked}. On each device: "
+        f"{listed or 'unknown'}. What would help: {'; '.join(_remedies(engine, parts))}. {kept}"
+    )
+
+
+def _parts(engine: Engine, length: int) -> dict[str, int]:
+    """Bytes on each device by what they hold, largest first."""
+    form, keeping = engine.form, engine.memory.keeping
+    sizes = {
+        "parameters": _bytes(form.params),
+        "optimizer state": _bytes(form.optimizer_state)
+        if keeping is None
+        else keeping.device_bytes,
+        "model state": _bytes(form.model_state),
+    }
+    try:  # XLA knows the rest, if the program could be compiled
+        found = explain(engine.runner, engine.loop_state, length, {}, None).parts
+    except Exception:
+        found = {}
+    for theirs, ours in (
+        ("elements", "elements of the execution"),
+        ("results", "what taps and metrics return"),
+        ("temporaries", _TEMPORARIES),
+    ):
+        sizes[ours] = found.get(theirs, 0)
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def _remedies(engine: Engine, parts: dict[str, int]) -> list[str]:
+    """Options that would help, of those that are not in use; for the largest part first."""
+    keeping, memory = engine.memory.keeping, engine.memory
+    several = engine.placement.replicas > 1
+    options = {
+        _TEMPORARIES: [
+            "smaller batches with more accumulation=",
+            "" if memory.held_activations else "offload_activations=True",
+            "jax.checkpoint around layers",
+            "precision='bfloat16'",
+        ],
+        "optimizer state": [
+            "" if keeping is not None or not several else "shard_optimizer_state=True",
+            "" if keeping is not None else "offload_optimizer_state=True",
+        ],
+        "parameters": ["a tr.Pipeline over several devices"],
+        "elements of the execution": ["a smaller steps_per_execution"],
+        "what taps and metrics return": ["a smaller steps_per_execution, or fewer taps"],
+    }
+    known = [name for name in parts if parts[name] and name in options]
+    chosen = known[:2] if parts.get(_TEMPORARIES) else [_TEMPORARIES, *known[:1]]
+    return [option for name in chosen for option in options[name] if option]
+
+
+def _is_whole(engine: Engine) -> bool:
+    """Whether the state is still there: what an execution overwrites may go with it."""
+    leaves = jax.tree.leaves(engine.runner.carried(engine.loop_state))
+    return not any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,196 @@
+"""A module of another library as plain trees of arrays, and its functions as functions of those.
+
+The engine knows parameters, a model state and a loss function of both. A binding makes them of a module
+and the functions that take it: inside a traced function the module is put together from the arrays at
+hand, the user's function is called with it, and what it changed is taken out again.
+
+    loss_fn(module, *batch)     becomes     loss_fn(params, model_state, element)
+
+There is one class for each library. `Plain` is that of parameters which are a tree of arrays already.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tailrace.errors import ProgramError
+from tailrace.feeds.elements import call_with_element
+from tailrace.jaxprs.marks import current_trace
+from tailrace.program.in_program import training
+
+_MISMATCH = re.compile(r"[Mm]ismatch|pytree")
+"""What JAX says where two trees are not of one structure."""
+
+
+class Binding(abc.ABC):
+    """A model in the form that the engine trains.
+
+    Attributes:
+        params: a tree of float arrays, by the names that the model has for them.
+        model_state: a tree of what the model changes itself; None if there is nothing.
+        returns_state: whether functions of the user return the new state, or it is in the module.
+        scopes: whether modules open scopes with their paths when they are called.
+        has_modes: whether the module is put into evaluation mode: keys drawn then are no dropout.
+    """
+
+    params: Any
+    model_state: Any = None
+    returns_state: bool = False
+    scopes: bool = True
+    has_modes: bool = False
+
+    @abc.abstractmethod
+    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+        """What a function of the user gets first, inside a traced function."""
+
+    @abc.abstractmethod
+    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+        """The state after a call: out of the module, or of what the function returned."""
+
+    @abc.abstractmethod
+    def model(self, params: Any, state: Any) -> Any:
+        """The module with these values, for the user."""
+
+    def shown_params(self, params: Any) -> Any:
+        """The parameters as the user knows them."""
+        return params
+
+    def shown_state(self, state: Any) -> Any:
+        """The model state as the user knows it."""
+        return state
+
+    def check(self, opened: tuple[Any, ...], params: Any) -> None:
+        """Look at what a call left in the module, once it has returned."""
+        return None
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        """What is open while a function of the user is traced."""
+        return contextlib.nullcontext()
+
+    def loss(self, fn: Any) -> Any:
+        """A loss function of the user as one of the engine."""
+        return Loss(self, fn)
+
+    def function(self, fn: Any) -> Any:
+        """A function for `evaluate` or `predict` as one of the engine."""
+        return Function(self, fn)
+
+
+class Plain(Binding):
+    """Parameters that are a tree of arrays: nothing is changed."""
+
+    def __init__(self, params: Any, model_state: Any) -> None:
+        self.params, self.model_state = params, model_state
+
+    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+        """Parameters, and the state if there is one."""
+        return (params,) if self.model_state is None else (params, state)
+
+    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+        """What the function returned."""
+        return returned
+
+    def model(self, params: Any, state: Any) -> Any:
+        """There is none."""
+        raise ProgramError(
+            "trainer.model is the module that was given in the place of params: an nnx.Module, an "
+            "Equinox module, or Linen variables. Received: a tree of arrays. Use trainer.params."
+        )
+
+    def loss(self, fn: Any) -> Any:
+        """The function itself."""
+        return fn
+
+    def function(self, fn: Any) -> Any:
+        """The function itself."""
+        return fn
+
+
+class Function:
+    """A function of the user, called with the module. Equal for the same module and function."""
+
+    takes_whole_element = True
+
+    def __init__(self, binding: Binding, fn: Callable[..., Any]) -> None:
+        self.binding, self.fn = binding, fn
+        self.__name__ = getattr(fn, "__name__", repr(fn))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.binding, self.fn
+
+    def __call__(self, params: Any, *rest: Any) -> Any:
+        """What the user's function returns."""
+        return self.called(params, *self.split(rest))[0]
+
+    def split(self, rest: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """The state, and what comes after it."""
+        return (None, rest) if self.binding.model_state is None else (rest[0], rest[1:])
+
+    def called(
+        self, params: Any, state: Any, values: Sequence[Any], whole_element: bool = True
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """What the user's function returns, and the module afterwards.
+
+        Args:
+            params: the parameters.
+            state: the model state.
+            values: what the function gets besides the module.
+            whole_element: whether the last of them is an element, to be handed over as arguments.
+        """
+        binding = self.binding
+        trace = current_trace("A function of a module")
+        drawn = trace.draws_keys
+        opened = binding.opened(params, state)
+        try:
+            with binding.around():
+                if whole_element:
+                    *inputs, element = values
+                    out = call_with_element(self.fn, (*opened, *inputs), element)
+                else:
+                    out = self.fn(*opened, *values)
+            binding.check(opened, params)
+            if binding.has_modes and not training():
+                trace.draws_keys = drawn
+            return out, opened
+        except (TypeError, ValueError) as error:
+            if not binding.scopes or not _MISMATCH.search(str(error)):
+                raise
+        # The function maps over this module and another, or over two parts of it, which needs their
+        # own classes, without paths. Activations then have the names that the library gives them.
+        binding.scopes = False
+        return self.called(params, state, values, whole_element)
+
+
+class Loss(Function):
+    """A loss function of the user; with a model state it returns `(loss, (new_state, aux))`."""
+
+    def __call__(self, params: Any, *rest: Any) -> Any:
+        """What the engine wants of a loss function."""
+        binding = self.binding
+        before, values = self.split(rest)
+        out, opened = self.called(params, before, values)
+        if binding.model_state is None:
+            return out
+        if not binding.returns_state:
+            loss, aux = out if is_pair(out) else (out, None)
+            return loss, (binding.stored(opened, None, before), aux)
+        if not (is_pair(out) and is_pair(out[1])):
+            return out  # the engine says what is wrong with it
+        loss, (returned, aux) = out
+        return loss, (binding.stored(opened, returned, before), aux)
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a function returned two things."""
+    return isinstance(value, tuple) and len(value) == 2

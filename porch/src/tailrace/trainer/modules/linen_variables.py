@@ -1,0 +1,91 @@
+"""The variables of a Flax Linen module in the place of parameters.
+
+Linen modules hold no values: `model.init` returns them as a dict of collections. "params" is trained;
+the other collections are the model state, and functions get all of them, as `model.apply` does:
+
+    def loss_fn(variables, x, y):
+        logits, updates = model.apply(variables, x, mutable=["batch_stats"])
+        return loss(logits, y), (updates, aux)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import FrozenDict, freeze, unfreeze
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.trainer.modules.binding import Binding
+from tailrace.trainer.modules.scopes import module_scope
+
+PARAMS = "params"
+
+
+def recognised(params: Any) -> bool:
+    """Whether this is a dict of collections, "params" among them."""
+    return (
+        isinstance(params, Mapping)
+        and PARAMS in params
+        and all(
+            isinstance(name, str) and isinstance(part, Mapping) for name, part in params.items()
+        )
+    )
+
+
+class LinenBinding(Binding):
+    """The collection "params", and the others."""
+
+    returns_state = True
+
+    def __init__(self, variables: Any, model_state: Any) -> None:
+        if model_state is not None:
+            raise OptionError(
+                "The collections of Linen variables besides 'params' are the model state, so it is not "
+                f"given beside them. Received: variables with {sorted(variables)}, and model_state. "
+                "Give variables['params'] and model_state, or the variables alone."
+            )
+        self._frozen = isinstance(variables, FrozenDict)
+        plain = unfreeze(nn.meta.unbox(variables))
+        self.params = plain.pop(PARAMS)
+        self.model_state = plain or None
+
+    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+        """All collections."""
+        return (self.model(params, state),)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Scopes are the paths of modules, as those of parameters: without the outermost's class."""
+        with nn.override_named_call(False), nn.intercept_methods(_in_scope):
+            yield
+
+    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+        """The collections, those that were returned in their new values."""
+        if not isinstance(returned, Mapping) or not set(returned) <= set(before):
+            found = sorted(returned) if isinstance(returned, Mapping) else type(returned).__name__
+            raise ProgramError(
+                "With Linen variables, the loss function returns (loss, (updates, aux)); updates is "
+                f"what model.apply(..., mutable=[...]) returns: some of {sorted(before)}. Received in "
+                f"its place: {found}."
+            )
+        after = {**before, **unfreeze(nn.meta.unbox(returned))}
+        if jax.tree.structure(after) != jax.tree.structure(before):
+            raise ProgramError(
+                "A step changes the values of collections, not which there are. Before: "
+                f"{jax.tree.structure(before)}. Received: {jax.tree.structure(after)}."
+            )
+        return after
+
+    def model(self, params: Any, state: Any) -> Any:
+        """The variables: all collections, of the class that was given."""
+        variables = {PARAMS: params, **(state or {})}
+        return freeze(variables) if self._frozen else variables
+
+
+def _in_scope(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    with module_scope("/".join(context.module.path)):
+        return method(*args, **kwargs)

@@ -1,0 +1,142 @@
+"""An `nnx.Module` in the place of parameters.
+
+The module is split once. Its `nnx.Param`s of floats are trained; the state of its random streams is
+made anew from `tr.key()` for each call; everything else (`nnx.BatchStat` and its like) is the model
+state. The module that was given is never changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tailrace.errors import OptionError, ProgramError
+from tailrace.jaxprs.marks import path_name
+from tailrace.messages import note_once
+from tailrace.program.in_program import key, training
+from tailrace.trainer.modules import flax_seams
+from tailrace.trainer.modules.binding import Binding
+
+
+def recognised(params: Any) -> bool:
+    """Whether this is a module, or a tree of modules."""
+    found = jax.tree.leaves(params, is_leaf=_is_module)
+    return bool(found) and all(map(_is_module, found))
+
+
+class NnxBinding(Binding):
+    """Parameters, state and random streams of a module, apart."""
+
+    has_modes = True
+
+    def __init__(self, module: Any, model_state: Any) -> None:
+        flax_seams.check()
+        if model_state is not None:
+            raise OptionError(
+                "An nnx.Module holds its state itself, so model_state is not given beside it. "
+                f"Received: model_state of {jax.tree.structure(model_state)}. Keep it in the module, "
+                "as an nnx.Variable of a class of your own."
+            )
+        note_evaluation_mode(module)
+        module = nnx.clone(module)
+        nnx.pop(module, nnx.Intermediate)
+        self._graph, params, streams, state = nnx.split(module, *_PARTS)
+        self._streams = nnx.to_flat_state(streams)
+        self.params = nnx.to_pure_dict(params)
+        self.model_state = nnx.to_pure_dict(state) or None
+
+    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+        """The module, with random streams of its own for this call."""
+        model = self._merged(params, state, self._fresh_streams())
+        if not training():
+            for module in jax.tree.leaves(model, is_leaf=_is_module):
+                module.eval()
+        return (flax_seams.scoped(model) if self.scopes else model,)
+
+    def check(self, opened: tuple[Any, ...], params: Any) -> None:
+        """Say it once if the call assigned to parameters: that ends with the call."""
+        after = nnx.to_pure_dict(nnx.state(opened[0], *_PARTS)[0])
+        found = jax.tree_util.tree_flatten_with_path(after)[0]
+        given = jax.tree.leaves(params)
+        changed = [
+            path_name(path) for (path, x), y in zip(found, given, strict=False) if x is not y
+        ]
+        if changed and training():
+            note_once(
+                f"Parameters are changed by the optimizer alone. The module assigned to {changed}: "
+                "the assignment holds until the end of its call. Make it an nnx.Variable that is no "
+                "nnx.Param to carry it from step to step."
+            )
+
+    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+        """What the call left in the module."""
+        (model,) = opened
+        nnx.pop(model, nnx.Intermediate)  # what was sown: observers have taps for that
+        after = nnx.to_pure_dict(nnx.state(model, *_PARTS)[-1])
+        found, known = _names(after), _names(before)
+        if found != known:
+            raise ProgramError(
+                "A step changes the values of a module's variables, not which there are. Received: "
+                f"new {sorted(found - known)}, missing {sorted(known - found)}. Create variables in "
+                f"__init__."
+            )
+        return after
+
+    def model(self, params: Any, state: Any) -> Any:
+        """A new module; its random streams are as they were given."""
+        streams = nnx.from_flat_state([(path, value.copy()) for path, value in self._streams])
+        return self._merged(params, state, streams)
+
+    def _merged(self, params: Any, state: Any, streams: Any) -> Any:
+        return nnx.merge(self._graph, nnx.State(params), streams, nnx.State(state or {}))
+
+    def _fresh_streams(self) -> Any:
+        """Stream number i, in the order of paths, starts from `fold_in(tr.key(), i)`."""
+        if not len(self._streams):
+            return nnx.State({})
+        root, numbers = key(), itertools.count()
+
+        def fresh(variable: Any) -> Any:
+            value = variable.get_value()
+            if not isinstance(variable, nnx.RngKey):
+                return jnp.zeros_like(value)
+            own = jax.random.fold_in(root, next(numbers))
+            return jax.random.split(own, value.shape) if value.shape else own
+
+        return nnx.from_flat_state([(path, fresh(value)) for path, value in self._streams])
+
+
+def note_evaluation_mode(module: Any) -> None:
+    """Say it once if a module is to be trained that was left in evaluation mode."""
+    flags = [
+        flag
+        for _, part in nnx.iter_modules(module)
+        for name in ("deterministic", "use_running_average")
+        if isinstance(flag := getattr(part, name, None), bool)
+    ]
+    if flags and all(flags):
+        note_once(
+            "The nnx.Module is in evaluation mode: it is trained as it is, without dropout and with "
+            "BatchNorm's running averages. Call module.train() first if that is not meant."
+        )
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nnx.Module)
+
+
+def _is_float(_: Any, value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
+
+
+def _names(tree: Any) -> set[str]:
+    return {path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+_PARTS: tuple[Any, ...] = (nnx.All(nnx.Param, _is_float), nnx.RngState, ...)
+"""What a module is split into: what is trained, random streams, the rest."""

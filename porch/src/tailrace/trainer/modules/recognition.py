@@ -1,0 +1,88 @@
+"""Which library a model comes from, found without importing any.
+
+A module can only be one of a library's if that library was loaded by whoever made it, so an entry of
+the table is asked only when its module is in `sys.modules`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tailrace.errors import PipelineError
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.trainer.modules.binding import Binding, Plain
+from tailrace.trainer.modules.stages import StagesBinding, pipeline_of_module
+
+
+def bind(loss_fn: Any, params: Any, model_state: Any) -> tuple[Binding, Any]:
+    """The binding for what stands in the place of parameters, and the engine's loss function.
+
+    >>> bind(len, {"w": 1.0}, None)[0].params
+    {'w': 1.0}
+    """
+    pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
+    if pipeline is not None and _fits(pipeline, params) and _fits(pipeline, model_state or params):
+        stages = StagesBinding(pipeline, params, model_state, bind_one)
+        if stages.are_modules:
+            return stages, stages.loss(pipeline)
+    binding = bind_one(params, model_state)
+    if pipeline is None or isinstance(binding, Plain):
+        return binding, binding.loss(loss_fn)
+    if pipeline.stages:
+        raise PipelineError(
+            "The modules of a pipeline are a list with one for each stage, with a list in it for "
+            f"concurrent stages. The stages: {pipeline.sizes}. Received: a {type(params).__name__}"
+            + (f" of {len(params)}." if isinstance(params, list | tuple) else ".")
+        )
+    return binding, pipeline_of_module(binding, pipeline)
+
+
+def bind_one(params: Any, model_state: Any) -> Binding:
+    """The binding of one model."""
+    for name, binding in _LIBRARIES:
+        if name in sys.modules and (found := binding(params, model_state)) is not None:
+            return found
+    return Plain(params, model_state)
+
+
+def _fits(pipeline: Pipeline, tree: Any) -> bool:
+    """Whether a tree has an entry for each member of each stage."""
+    if not isinstance(tree, list | tuple) or not len(tree) == len(pipeline.stages) > 0:
+        return False
+    return all(
+        len(members) == 1 or (isinstance(entry, list | tuple) and len(entry) == len(members))
+        for members, entry in zip(pipeline.stages, tree, strict=True)
+    )
+
+
+def _nnx(params: Any, model_state: Any) -> Binding | None:
+    from flax import nnx
+
+    from tailrace.trainer.modules.nnx_modules import NnxBinding, recognised
+    from tailrace.trainer.modules.nnx_states import NnxStateBinding
+
+    if isinstance(params, nnx.State):
+        return NnxStateBinding(params, model_state)
+    return NnxBinding(params, model_state) if recognised(params) else None
+
+
+def _linen(params: Any, model_state: Any) -> Binding | None:
+    from tailrace.trainer.modules.linen_variables import LinenBinding, recognised
+
+    return LinenBinding(params, model_state) if recognised(params) else None
+
+
+def _equinox(params: Any, model_state: Any) -> Binding | None:
+    from tailrace.trainer.modules.equinox_modules import EquinoxBinding, recognised
+
+    return EquinoxBinding(params, model_state) if recognised(params) else None
+
+
+_LIBRARIES: tuple[tuple[str, Callable[[Any, Any], Binding | None]], ...] = (
+    ("flax.nnx", _nnx),
+    ("equinox", _equinox),
+    ("flax.linen", _linen),
+)
+"""(module, binding): the binding is None where the model is not one of that library."""

@@ -1,0 +1,112 @@
+"""The digests of a training's state and elements, taken on the devices after an execution.
+
+They are computed by a program of their own, which is dispatched behind the execution and reads what it
+left behind. So the training program is the same with and without fingerprints, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.feeds.feed import Staged
+from tailrace.jaxprs.marks import path_name
+from tailrace.program.memory.optimizer_state import StateKeeping
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState
+from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint, state_groups
+from tailrace.taps.bit_digests import digest_rows, joined, total
+from tailrace.taps.frame import Emission
+from tailrace.taps.wanted import DigestKey
+from tailrace.trainer.executions import Ticket
+
+
+class StateDigests:
+    """Digests of what an engine trains.
+
+    Args:
+        form: the training state, as shapes.
+        keeping: how the optimizer's state is held, if not plainly.
+    """
+
+    def __init__(self, form: Any, keeping: StateKeeping | None) -> None:
+        paths = jax.tree_util.tree_flatten_with_path(form)[0]
+        self.names = [path_name(path) for path, _ in paths]
+        self._sizes: list[int | None] = [None] * len(paths)
+        if keeping is not None:
+            first = len(jax.tree.leaves(form.params))
+            wholes = zip(jax.tree.leaves(keeping.forms), keeping.shared, strict=True)
+            for number, (whole, shared) in enumerate(wholes, start=first):
+                self._sizes[number] = math.prod(whole.shape) if shared else None
+        self._programs: dict[LoopRunner, Any] = {}
+
+    def take(self, runner: LoopRunner, state: LoopState, staged: Staged | None) -> Any:
+        """The digests of the leaves of the state, and of each element; nothing is waited for."""
+        if runner not in self._programs:
+            self._programs[runner] = self._program(runner)
+        block = () if staged is None else tuple(staged.device)
+        return self._programs[runner](runner.held(state), block)
+
+    def of(self, ticket: Ticket, losses: np.ndarray) -> tuple[dict[str, int], np.ndarray | None]:
+        """The fingerprints of an execution, and the digests of its elements; waits for them."""
+        words, elements = ticket.digests
+        if elements is not None:
+            elements = element_digests(elements, *losses.shape)
+        found = fingerprint_of(
+            self.names, words, ticket.emitted, losses, elements, ticket.first_step
+        )
+        return found, elements
+
+    def _program(self, runner: LoopRunner) -> Any:
+        placement = runner.placement
+        dims = 1 if placement.mesh is None else 2
+        (paths,) = (feed.spec().paths for feed in runner.infeeds)
+
+        def compute(held: Sequence[Any], block: tuple[Any, ...]) -> Any:
+            leaves = zip(block, paths, strict=bool(block))
+            rows = [digest_rows(leaf, f"element{path}", dims) for leaf, path in leaves]
+            elements = total(jnp.stack(rows)) if rows else None
+            return runner.digests(held, self.names, self._sizes), elements
+
+        out = None if placement.mesh is None else placement.everywhere
+        return jax.jit(compute, out_shardings=out)
+
+
+def element_digests(words: Any, steps: int, microbatches: int, replicas: int) -> np.ndarray:
+    """The digest of each element of an execution, [steps, microbatches, replicas]."""
+    found = joined(words)[: steps * microbatches]
+    return found.reshape(steps, microbatches, replicas)
+
+
+def fingerprint_of(
+    names: Sequence[str],
+    digests: Any,
+    emitted: Mapping[Any, Emission],
+    losses: np.ndarray,
+    elements: np.ndarray | None,
+    first_step: int,
+) -> dict[str, int]:
+    """The fingerprints of an execution by group.
+
+    Args:
+        names: of the leaves of the state.
+        digests: of those leaves.
+        emitted: what left the program; the digests of gradients are in it.
+        losses: [steps, microbatches, replicas].
+        elements: the digests of its elements, likewise.
+        first_step: of the execution.
+    """
+    found = state_groups(names, joined(digests))
+    for key, emission in emitted.items():
+        if isinstance(key, DigestKey):
+            each = joined(np.asarray(emission.value).reshape(-1, len(key), 2)[0])
+            found["gradients"] = sum(map(int, each)) % 2**64
+    found["loss"] = loss_fingerprint(losses, first_step)
+    if elements is not None:
+        found["elements"] = elements_fingerprint(elements, first_step)
+    return found

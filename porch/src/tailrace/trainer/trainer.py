@@ -1,0 +1,549 @@
+"""`tr.Trainer`: training with optax, many steps to a dispatch.
+
+It is long because it is one thing, what users see of a training: most of it is text about options.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.data.adapters import as_dataset
+from tailrace.devices.processes import distributed
+from tailrace.errors import DataError, OptionError, ProgramError
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.pipeline.lowering.pipeline_step import PipelineStep
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
+from tailrace.pipeline.running.report import PipelineReport
+from tailrace.pipeline.running.report import report as pipeline_report
+from tailrace.pipeline.schedule.plan import Plan
+from tailrace.profiling.profile.profile import Profile
+from tailrace.profiling.timeline.trace import as_trace
+from tailrace.program.running.compilations import Compilation
+from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.loss_scale import LossScale
+from tailrace.program.step.training_step import TrainState
+from tailrace.records.history import History
+from tailrace.records.records import Records
+from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.tap import MOST_BYTES, guarding, parse_taps
+from tailrace.trainer.callbacks.callback import Callback
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.saving import saving_of
+from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
+from tailrace.trainer.checks import (
+    check_callbacks,
+    check_config,
+    check_eval_fn,
+    check_fingerprint,
+)
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.evaluation.evaluate import Evaluator
+from tailrace.trainer.explain import Explanation, explained
+from tailrace.trainer.fitting.fit import Fit
+from tailrace.trainer.fitting.fit_call import FitCall
+from tailrace.trainer.fitting.fit_progress import Duration, Progress
+from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
+from tailrace.trainer.fitting.step_counts import agreed_total_steps
+from tailrace.trainer.fitting.validation import Validation
+from tailrace.trainer.journal import Journal
+from tailrace.trainer.logged_values import Log, LoggedValues, parse_log, taps_of
+from tailrace.trainer.lookback.methods import LookingBack
+from tailrace.trainer.modules.recognition import bind
+from tailrace.trainer.profiled import profiled
+from tailrace.trainer.showing.look import trainer_html, trainer_text
+from tailrace.trainer.showing.summary import Summary, summarise
+
+
+class Trainer(LookingBack):
+    """Trains parameters with an optax optimizer, on the device, many steps to an execution.
+
+    Args:
+        loss_fn: `loss_fn(params, *batch)` returns the loss or `(loss, aux)`; with `model_state`,
+            `loss_fn(params, model_state, *batch)` returns `(loss, (new_state, aux))`. Scalars in
+            `aux` become part of the history.
+        optimizer: an optax transformation.
+        params: the parameters to start from, a tree of float arrays. They are copied. Or a module: an
+            `nnx.Module`, an Equinox module, or the variables of a Linen module; `loss_fn` and every
+            other function is then called with the module in the place of the parameters.
+        steps_per_execution: how many steps one dispatch runs; "auto" finds out.
+        accumulation: how many microbatches make a step, or a `tr.Accumulation`.
+        replicas: how many copies train side by side. None: as many as there are devices.
+        offload_optimizer_state: keep the optimizer's state in the host's memory while gradients are
+            computed. None: with accumulation. Where the device has no such memory the state stays;
+            `trainer.decisions` says what was decided.
+        shard_optimizer_state: let each replica keep, and update, one share of the optimizer's state.
+        offload_activations: cut the forward pass into parts, keep what crosses the cuts in the host's
+            memory until the backward pass, and compute the rest again, part by part. Of a pipeline,
+            what its forwards keep for its backwards lies there.
+        model_state: state that the model updates itself, such as that of BatchNorm. It advances
+            with each microbatch.
+        replica_state: what becomes of the model state over replicas: "mean" averages its floats
+            once a step; with "each" every replica keeps its own, and `trainer.model_state` has the
+            replicas as dim 0 (`evaluate` and `predict` then use their mean). A function of a leaf's
+            name chooses leaf by leaf.
+        seed: where the keys of `tr.key()` come from.
+        observe: taps (`tr.Tap`), or selections whose statistics are wanted. Their records are in
+            `trainer.records`.
+        observe_bytes: the most that the records of one execution may take on the device.
+        eval_fn: what `evaluate` and validation use instead of the loss function; called like it. It
+            returns a scalar, a dict of scalars, or what a loss function returns.
+        loss_scale: what the loss is multiplied by, so that small gradients survive float16: a number,
+            "dynamic", or a `tr.LossScale`. A step whose gradients are not finite is then skipped.
+        precision: the dtype in which the loss function computes, "bfloat16" or "float16": it gets its
+            parameters and the floats of its batch so. Parameters, gradients and optimizer stay.
+        fingerprint: keep 8 bytes for each group of tensors at the end of each execution (parameters,
+            optimizer, model state, gradients, loss, elements): in `history.fingerprints`, checkpoints
+            and the run directory. `trainer.replay` proves a step with them.
+        on_nonfinite: "stop" or "skip": what happens to a step whose loss or gradients are not finite;
+            short for a `tr.stop_on_nonfinite` with its limit in `observe`.
+        sentinel: the share of executions that are run a second time and compared, such as 0.01; the
+            state is compared between all executions too. A difference (a defective memory or processor)
+            is a `tr.errors.CorruptionError`. Implies fingerprints.
+        run_dir: a new directory that keeps what ran, history and records while training goes on;
+            `tr.open_run` reads it. `trainer.records` are then read from there.
+        log: values that the history has besides: "learning_rate", "grad_norm",
+            "examples_per_second", "tokens_per_second", "mfu". A dict gives what they are made with:
+            `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
+        config: a dict of your own; the run directory keeps it, and `tailrace show` prints it.
+
+    Example:
+        >>> import optax, numpy as np, tailrace as tr
+        >>> def loss_fn(w, x, y):
+        ...     return ((x * w - y) ** 2).mean()
+        >>> x = np.linspace(0, 1, 64, dtype=np.float32)
+        >>> trainer = tr.Trainer(loss_fn, optax.sgd(0.5), np.float32(0.0))
+        >>> history = trainer.fit(tr.batches((x, 3 * x), 16, repeat=True), steps=100)
+        >>> round(float(trainer.params), 2), len(history.loss)
+        (3.0, 100)
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        params: Any,
+        *,
+        steps_per_execution: int | str = "auto",
+        accumulation: Accumulation | int = 1,
+        replicas: int | None = 1,
+        offload_optimizer_state: bool | None = False,
+        shard_optimizer_state: bool = False,
+        offload_activations: bool = False,
+        model_state: Any = None,
+        replica_state: str | Callable[[str], str] = "mean",
+        seed: int = 0,
+        observe: Any = (),
+        observe_bytes: int = MOST_BYTES,
+        loss_scale: LossScale | float | str | None = None,
+        precision: Any = None,
+        fingerprint: bool = False,
+        sentinel: float | None = None,
+        on_nonfinite: str | None = None,
+        run_dir: Any = None,
+        eval_fn: Callable[..., Any] | None = None,
+        log: Log = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._bound, loss_fn = bind(loss_fn, params, model_state)
+        self.config, logged = check_config(config), parse_log(log)
+        self.engine = Engine(
+            loss_fn,
+            optimizer,
+            self._bound.params,
+            accumulation=accumulation,
+            replicas=replicas,
+            model_state=self._bound.model_state,
+            replica_state=replica_state,
+            offload_optimizer_state=offload_optimizer_state,
+            shard_optimizer_state=shard_optimizer_state,
+            offload_activations=offload_activations,
+            seed=seed,
+            observe=[*parse_taps(guarding(observe, on_nonfinite)), *taps_of(logged)],
+            loss_scale=loss_scale,
+            precision=precision,
+            fingerprint=check_fingerprint(fingerprint),
+            sentinel=sentinel,
+        )
+        self._steps_per_execution = parse_steps(steps_per_execution)
+        self._observe_bytes = observe_bytes
+        self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine))
+        self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
+        self._pace: Pace | None = None
+        self._fit: Fit | None = None
+        self._seconds_per_step: float | None = None
+        self._epochs = 0  # that were begun, over all fits
+        self._kept_fits = 0  # that keep checkpoints
+        self._eval_fn = check_eval_fn(eval_fn) and self._bound.function(eval_fn)
+
+    # -- what there is --------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimizer state and model state: copies, which training leaves alone."""
+        return self.engine.copied(self.engine.state)
+
+    @property
+    def params(self) -> Any:
+        """The parameters as they are now: a copy."""
+        params = self.engine.copied(self.engine.state.params)
+        return self._bound.shown_params(
+            params if self.pipeline is None else self.pipeline.tie(params)
+        )
+
+    @property
+    def model_state(self) -> Any:
+        """The model state as it is now: a copy."""
+        return self._bound.shown_state(self.engine.copied(self.engine.state.model_state))
+
+    @property
+    def model(self) -> Any:
+        """The module that was given in the place of parameters, with the values of now: a copy."""
+        return self._bound.model(*self.engine.copied(self.engine.read()))
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied by; None if it is not scaled."""
+        return self.engine.loss_scale
+
+    @property
+    def step(self) -> int:
+        """How many steps were trained so far."""
+        return self.engine.step
+
+    @property
+    def seed(self) -> int:
+        """Where the keys of `tr.key()` come from."""
+        return self.engine.seed
+
+    @property
+    def history(self) -> History:
+        """The course of the latest fit."""
+        return self._journal.history
+
+    @property
+    def records(self) -> Records:
+        """What the taps of the latest fit delivered."""
+        return self._journal.records
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """How many microbatches make a step, and how."""
+        return self.engine.accumulation
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline, if there is one."""
+        return self.engine.pipeline
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the pipeline, once the form of its elements is known; None without one."""
+        return self.engine.plan
+
+    @property
+    def replicas(self) -> int:
+        """How many copies train side by side."""
+        return self.engine.placement.replicas
+
+    @property
+    def executions(self) -> int:
+        """How many dispatches training has made so far."""
+        return self.engine.executions
+
+    @property
+    def elements_per_step(self) -> int:
+        """How many elements of the dataset one step takes: microbatches x replicas.
+
+        With several processes each has a dataset of its own, and counts its own replicas.
+        """
+        return self.engine.elements_per_step
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """What was decided, in sentences: about memory, and the length of executions."""
+        pace = self._pace if self._steps_per_execution is None else None
+        lengths = (pace.reason,) if pace is not None else ()
+        return (*self.engine.memory.decisions, *lengths)
+
+    @property
+    def compilations(self) -> tuple[Compilation, ...]:
+        """What fits have compiled: purpose, cause, seconds, and whether an equal program was there."""
+        return tuple(self._journal.compilations)
+
+    def set_inputs(self, inputs: Sequence[Any]) -> None:
+        """Other values for the `inputs` of a pipeline; nothing is compiled again."""
+        self.engine.set_inputs(inputs)
+
+    def tensors(self, example: Any = None) -> Catalogue:
+        """Every tensor of the step by name, as `observe=` selects them.
+
+        Args:
+            example: one element of the dataset; not needed after a fit.
+        """
+        return self.engine.tensors(example)
+
+    def stop(self) -> None:
+        """End the current fit after the execution that runs now."""
+        if self._fit is not None:
+            self._fit.stopping = True
+
+    # -- training -------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        dataset: Any,
+        steps: int | None = None,
+        epochs: int | None = None,
+        *,
+        validation_data: Any = None,
+        validation_every: str | int = "epoch",
+        checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+        callbacks: Sequence[Callback] = (),
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+        inputs: Sequence[Any] | None = None,
+        trace: Any = None,
+    ) -> History:
+        """Train.
+
+        Args:
+            dataset: what to train on; see `tr.InfeedQueue`.
+            steps: train for exactly so many steps, which take steps x microbatches x replicas
+                elements. The dataset is not restarted.
+            epochs: go through the dataset so many times; 1 if neither is given. Elements at the end
+                that do not fill a step are left out.
+            validation_data: what to evaluate on meanwhile, as `evaluate` does. The values are in the
+                history and in the logs of callbacks as `val_<name>`.
+            validation_every: "epoch" (a fit by steps is one), or a number of steps.
+            checkpoint: a directory, or a `tr.Checkpoint`, that keeps the state of the fit. If it holds
+                this fit already, the fit goes on from there, bit for bit as if it had never stopped;
+                `steps` and `epochs` mean the whole fit. A finished fit returns at once.
+            callbacks: objects with the methods of `tr.Callback`.
+            progress: whether to show a progress bar; None shows it in a terminal.
+            timeout_s: the longest wait for an element of the dataset, in seconds; a longer one is a
+                `tr.errors.DataTimeout`. None waits, and notes after 30 s what it waits for.
+            inputs: other values for the `inputs` of a pipeline, from now on.
+            trace: a directory for a timeline of this fit, or a `tr.trace(...)`.
+
+        Returns:
+            The history of this fit, also kept as `trainer.history`.
+        """
+        self._check_alone()
+        engine, duration = self.engine, Duration.of(steps, epochs)
+        if inputs is not None:
+            self.set_inputs(inputs)
+        source = as_dataset(dataset)
+        if duration.steps is None and source.endless:
+            raise DataError(
+                f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
+                f"end. Use fit(steps=...), or a dataset that does not repeat."
+            )
+        call = FitCall(
+            dataset,
+            duration,
+            agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
+            Validation(validation_data, validation_every, self.evaluate),
+            check_callbacks(callbacks),
+            progress if distributed.writes() else False,
+            saving_of(checkpoint, self._kept_fits, engine, duration),
+            timeout_s,
+            Progress(engine.step, self._epochs),
+        )
+        with (
+            as_trace(trace) if trace is not None else nullcontext(),
+            call.saving.open() if call.saving is not None else nullcontext(),
+        ):
+            self._kept_fits += call.saving is not None
+            self._train(call)
+        return self.history
+
+    def _check_alone(self) -> None:
+        if self._fit is not None:
+            raise ProgramError(
+                "A trainer runs one fit at a time, and one is running. Call fit after it has ended, "
+                "or make a second trainer."
+            )
+
+    def _train(self, call: FitCall) -> None:
+        """One fit, from the beginning or from where a checkpoint has it."""
+        engine, journal, feed = self.engine, self._journal, None
+        taken = call.take_up(journal)
+        try:
+            if taken is not None and taken.finished:
+                self._pass_by(call.dataset, taken.position)
+                return
+            feed = engine.use(call.dataset)
+            assert isinstance(feed, InfeedQueue)
+            if call.progress.epoch and feed is not call.dataset:
+                feed.start_epoch(call.dataset, call.progress.epoch)
+            self._pace = pace_for(
+                engine, self._steps_per_execution, self._observe_bytes, self._pace
+            )
+            engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
+            if taken is None:
+                journal.begin(engine.step, self.accumulation.microbatches, self.replicas)
+            else:
+                journal.records.clear()
+                self._pace.choose_as(taken.pace)
+            self._fit = call.prepare(self, engine, journal, self._pace)
+            call.run(self._fit, taken, self._steps_per_execution)
+            self._seconds_per_step = call.seconds_per_step or self._seconds_per_step
+        finally:
+            self._fit = None
+            self._epochs = call.progress.first_epoch + call.epochs_begun
+            if feed is not None:
+                engine.let_go(call.dataset, feed)
+
+    def _pass_by(self, dataset: Any, position: Mapping[str, Any]) -> None:
+        """What a finished fit has read of a one-shot iterator is not there for the fits behind it."""
+        if isinstance(dataset, InfeedQueue) or as_dataset(dataset).restartable:
+            return
+        with suppress(DataError):  # it has become shorter: whoever needs more says so
+            feed = self.engine.use(dataset)
+            assert isinstance(feed, InfeedQueue)
+            feed.set_state(position)
+            self.engine.let_go(dataset, feed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save parameters, optimizer and model state, step, seed and the count of epochs.
+
+        Args:
+            path: a new directory.
+        """
+        save_state(self.engine, self._epochs, path)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Take the state, step and seed of a checkpoint; the next fit reads its dataset anew.
+
+        Args:
+            path: what `save` wrote, or a directory of `fit(checkpoint=...)`, of which the newest is
+                taken.
+        """
+        self._check_alone()
+        self._epochs = restore_state(self.engine, path)
+
+    # -- using what was trained -----------------------------------------------------------------
+
+    def evaluate(
+        self, dataset: Any, fn: Callable[..., Any] | None = None, *, combine: Any = None
+    ) -> dict[str, Any]:
+        """What `fn` finds on all rows of a dataset.
+
+        Args:
+            dataset: what to evaluate on; all of it is read, a smaller last batch too.
+            fn: called like the loss function; returns a scalar, a dict of scalars and arrays, or what
+                a loss function returns. None: the trainer's `eval_fn`, else the loss function.
+            combine: how values of batches become one. None: scalars and arrays of floats are averaged
+                over all rows, arrays of integers are summed. "mean", "sum", "max", "min", "last", an
+                object with `init()`, `update(state, value)` and `result(state)`, or a function of all
+                values; a dict has rules by name.
+
+        Returns:
+            One value by name.
+        """
+        fn = self._eval_fn if fn is None else self._bound.function(fn)
+        return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine)
+
+    def predict(
+        self, dataset: Any, fn: Callable[..., Any] | None = None, live: bool = False
+    ) -> Any:
+        """What `fn` returns for each element of a dataset, in order.
+
+        Args:
+            dataset: what to predict for; all of it is read.
+            fn: `fn(params, *batch)`, or `fn(params, model_state, *batch)`; returns a tree of arrays.
+                None, with a pipeline given as a list: what its last stage returns.
+            live: return an iterator that yields the result of each element while the rest is still
+                being computed, instead of all results at the end.
+
+        Returns:
+            A tree of arrays. Results whose leading dim is that of the element's arrays are
+            concatenated along it, all others are stacked.
+        """
+        read = self.engine.read()
+        if fn is None and isinstance(self.engine.step_function, PipelineStep):
+            fn = self.engine.step_function.outputs
+        elif callable(fn):
+            fn = self._bound.function(fn)
+        if not callable(fn):
+            raise OptionError(
+                f"predict needs a function of parameters and batch. Received: {fn!r}. Give it "
+                f"as predict(dataset, fn)."
+            )
+        if live:
+            return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
+        return self._evaluator.predict(dataset, fn, read)
+
+    def explain(self, example: Any, steps: int | None = None) -> Explanation:
+        """What training on elements like `example` will need: memory, FLOPs, compile time.
+
+        Args:
+            example: one element of the dataset.
+            steps: how many steps an execution is to have; None: as configured, or 10.
+        """
+        length = self._steps_per_execution or 10 if steps is None else parse_steps(steps)
+        assert length is not None
+        return explained(self.engine, example, length)
+
+    def profile(self, dataset: Any, executions: int = 2) -> Profile:
+        """What each scope of the model costs in each phase of a step: time, FLOPs, bytes, memory.
+
+        Some executions run on copies of the state, with the elements that come next, and are watched
+        by JAX's profiler. Afterwards the trainer is as before: parameters, step, history, and the
+        position in a dataset that can be read once only.
+
+        Args:
+            dataset: what to train on meanwhile, as for `fit`.
+            executions: how many executions are watched; one more runs before them.
+
+        Returns:
+            A `Profile` that prints by cost, most expensive scope first. It is kept in the run
+            directory, where `tailrace report` and `tailrace compare` find it.
+        """
+        self._check_alone()
+        steps, most_bytes, before = self._steps_per_execution, self._observe_bytes, self._pace
+        found = profiled(
+            self.engine, dataset, executions, lambda e: pace_for(e, steps, most_bytes, before)
+        )
+        self._journal.add_profile(found.to_json())
+        return found
+
+    def summary(self, example: Any = None) -> Summary:
+        """What is trained: parameters by scope, memory, floating-point operations a step.
+
+        Args:
+            example: one element of the dataset; not needed after a fit. Nothing is compiled.
+        """
+        if example is not None:
+            self.engine.use([example])
+        return summarise(self.engine)
+
+    def __repr__(self) -> str:
+        return trainer_text(self)
+
+    def _repr_html_(self) -> str:
+        return trainer_html(self)
+
+    def report(self) -> PipelineReport:
+        """What each stage of a pipeline costs, how long it waits, and what would help.
+
+        Stages are run alone for a moment to take their times.
+        """
+        runner = self.engine.runner if self.engine.executions else None
+        if not isinstance(runner, PipelineRunner):
+            raise ProgramError(
+                "report tells what the stages of a pipeline cost, after a fit. Received: "
+                + (
+                    "no fit yet. Call trainer.fit first, or trainer.explain(example)."
+                    if self.pipeline is not None
+                    else "a trainer without a pipeline. Use trainer.explain(example)."
+                )
+            )
+        return pipeline_report(runner.assembly, measured=self._seconds_per_step)

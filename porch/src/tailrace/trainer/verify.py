@@ -1,0 +1,162 @@
+"""`tr.verify`: does a pipeline compute what its model computes without one?"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.errors import OptionError
+from tailrace.jaxprs.marks import path_name
+from tailrace.pipeline.pipeline import Pipeline
+from tailrace.records.html_table import html_table
+from tailrace.taps.tap import Tap
+from tailrace.trainer.modules.recognition import bind
+from tailrace.trainer.trainer import Trainer
+
+MOST_ROWS = 20
+"""Tensors that are printed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far one tensor of the pipelined step is from that of the plain one.
+
+    Attributes:
+        name: which tensor.
+        absolute: the largest difference of any of its values.
+        relative: that, over the largest value of the plain one.
+    """
+
+    name: str
+    absolute: float
+    relative: float
+
+
+class Verification(Sequence[Difference]):
+    """All differences, the largest first; prints those that are not zero."""
+
+    def __init__(self, differences: Sequence[Difference]) -> None:
+        # What is not a number comes first: it is as different as can be.
+        self._differences = sorted(
+            differences, key=lambda d: -np.nan_to_num(d.relative, nan=np.inf)
+        )
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference of any tensor."""
+        return self._differences[0].relative
+
+    def within(self, tolerance: float = 1e-6) -> bool:
+        """Whether no tensor differs by more than this, relative to its largest value."""
+        return bool(self.worst <= tolerance)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._differences[index]
+
+    def __len__(self) -> int:
+        return len(self._differences)
+
+    def __repr__(self) -> str:
+        head, *rows = self._rows()
+        width = max(len(name) for name, _, _ in [head, *rows])
+        lines = [f"{name:<{width}}  {a:>10}  {r:>10}" for name, a, r in [head, *rows]]
+        return "\n".join([*(lines if rows else []), self._sentence()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        return (html_table(head, rows) if rows else "") + html.escape(self._sentence())
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """What differs, the largest first."""
+        found = self._differing[:MOST_ROWS]
+        text = [(row.name, f"{row.absolute:.3g}", f"{row.relative:.3g}") for row in found]
+        return [("tensor", "absolute", "relative"), *text]
+
+    @property
+    def _differing(self) -> list[Difference]:
+        return [row for row in self._differences if row.absolute != 0]
+
+    def _sentence(self) -> str:
+        differing, every = len(self._differing), len(self)
+        if not differing:
+            return f"all {every} tensors are equal to the last bit"
+        more = f"; the {MOST_ROWS} largest are listed" if differing > MOST_ROWS else ""
+        return f"{differing} of {every} tensors differ, by at most {self.worst:.3g}{more}"
+
+
+def verify(
+    pipeline: Pipeline,
+    params: Any,
+    batch: Any,
+    *,
+    optimizer: Any = None,
+    model_state: Any = None,
+    replicas: int = 1,
+    seed: int = 0,
+) -> Verification:
+    """Run one step with the pipeline and one without, and compare every tensor of the update.
+
+    Args:
+        pipeline: the pipeline.
+        params: its parameters.
+        batch: an element of the dataset, used for all microbatches; or a list with an element for
+            each microbatch of each replica.
+        optimizer: an optax transformation; SGD if it is None.
+        model_state: the model state to start from.
+        replicas: how many copies.
+        seed: where random keys come from.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, tailrace as tr
+        >>> stages = [lambda w, x: jnp.tanh(x * w), lambda w, h: (h * w).sum()]
+        >>> pipeline = tr.Pipeline(stages, accumulation=4, device_mapping=[0, 0])
+        >>> tr.verify(pipeline, [np.float32(1), np.float32(2)], np.ones(3, np.float32)).within(1e-6)
+        True
+    """
+    if not isinstance(pipeline, Pipeline):
+        raise OptionError(f"verify compares a tr.Pipeline. Received: {pipeline!r}.")
+    import optax
+
+    bound, pipeline = bind(pipeline, params, model_state)
+    params, model_state = bound.params, bound.model_state
+    count = pipeline.accumulation.microbatches * replicas
+    elements = batch if isinstance(batch, list) and len(batch) == count else [batch] * count
+
+    def whole(*args: Any) -> Any:
+        *first, element = args
+        state = first[1] if model_state is not None else None
+        return pipeline(first[0], state, model_state is not None, element, pipeline.inputs)
+
+    whole.takes_whole_element = True  # type: ignore[attr-defined]
+    found = []
+    for model in (whole, pipeline):
+        plain = model is whole
+        trainer = Trainer(
+            model,
+            optimizer or optax.sgd(0.01),
+            pipeline.untie(params) if plain else params,
+            accumulation=pipeline.accumulation if plain else 1,
+            model_state=model_state,
+            replicas=replicas,
+            seed=seed,
+            observe=[Tap("accumulated/*", reduce="tensor"), Tap("updated/*", reduce="tensor")],
+        )
+        trainer.fit(elements, steps=1, progress=False)
+        tensors = {name: np.asarray(trainer.records[name].values) for name, _ in trainer.records}
+        tensors["loss"] = np.asarray(trainer.history.loss)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(trainer.model_state)[0]:
+            tensors[f"buffer/{path_name(path)}"] = np.asarray(leaf)
+        found.append(tensors)
+    return Verification([_difference(name, found[0][name], found[1][name]) for name in found[0]])
+
+
+def _difference(name: str, plain: np.ndarray, piped: np.ndarray) -> Difference:
+    a, b = plain.astype(np.float64), piped.astype(np.float64)
+    absolute = float(np.abs(a - b).max(initial=0.0))
+    scale = float(np.abs(a).max(initial=0.0))
+    return Difference(name, absolute, absolute / scale if scale else absolute)

@@ -1,0 +1,15 @@
+"""Every test of the seeds' names leaves the devices as it found them."""
+
+import os
+
+import pytest
+
+from tailrace.compat import ipu
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration_outlives_its_test():
+    yield
+    ipu.config.reset_ipu_configuration()

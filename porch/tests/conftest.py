@@ -1,0 +1,101 @@
+"""One configuration for the whole process, and what every test must leave behind it: nothing.
+
+JAX starts once. So the devices are chosen here, before any test module is imported; workers of
+pytest-xdist are processes of their own and import this file too.
+"""
+
+import threading
+
+import machine
+
+machine.prepare()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+import tailrace as tr  # noqa: E402
+from absent import AbsentModule, missing  # noqa: E402
+from quick import mark_quick  # noqa: E402
+from tailrace.messages import forget_notes  # noqa: E402
+from tailrace.program.running.compiled_programs import forget_programs  # noqa: E402
+from threads import infeed_threads  # noqa: E402
+
+tr.configure(devices=machine.DEVICES if machine.PLATFORM == "cpu" else None)
+# Mixing dtypes by accident is an error in our own code; a test that mixes on purpose says so.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return AbsentModule.from_parent(parent, path=module_path) if missing(module_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    mark_quick(items)
+    if machine.PLATFORM != "cpu":
+        only = pytest.mark.skip(reason="what it tests is a CPU's: virtual devices, its compiler")
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(only)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):  # of fixtures
+    try:
+        return (yield)
+    except Exception as error:
+        machine.skip_without_devices(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except Exception as error:
+        machine.skip_without_devices(error)
+        raise
+
+
+@pytest.fixture(autouse=True)
+def _notes_are_said_anew():
+    forget_notes()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_outlives_its_test(monkeypatch):
+    """Close what a test opened, then see that each thread of an infeed has ended.
+
+    `close` is called on every queue, as `with` would; a queue whose thread survives that leaks.
+    """
+    before = infeed_threads()
+    opened: list[tr.InfeedQueue] = []
+    plain = tr.InfeedQueue.__init__
+
+    def remember(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        opened.append(self)
+
+    monkeypatch.setattr(tr.InfeedQueue, "__init__", remember)
+    yield
+    for queue in opened:
+        queue.close()
+    left = infeed_threads() - before
+    assert not left, f"threads outlive their closed queues: {left}"
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The programs compiled so far."""
+    forget_programs()
+    found = []
+    compile_ = jax.stages.Lowered.compile
+
+    def counting(self, *args, **kwargs):
+        # On an accelerator a thread compiles, beside this, loops of fixed length for short steps.
+        if threading.current_thread().name != "tailrace-compile":
+            found.append(self)
+        return compile_(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
+    return found

@@ -1,0 +1,236 @@
+"""Strangers at the port, processes that fall silent, a launcher that is killed."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import tailrace as tr
+from tailrace.devices.processes import rollcall
+from tailrace.devices.processes.heartbeat import Heartbeat
+from tailrace.devices.processes.launch import free_port
+from tailrace.devices.processes.rollcall import call_roll
+from tailrace.errors import DistributedError
+
+SCRIPT = Path(__file__).parent / "stop_together.py"
+
+# -- the roll call --------------------------------------------------------------------------------
+
+STRANGERS = [
+    b"",
+    b"\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[1, 2]\n",
+    b'"process"\n',
+    b"[" * 3000 + b"\n",
+    b'{"process": "1", "count": 2}\n',
+    b'{"process": [], "count": 2}\n',
+    b'{"process": 1, "count": 7}\n',
+    b'{"process": 1, "count": 2, "token": "guessed"}\n',
+    b'{"process": 1, "count": 2, "token": 5}\n',
+    b"\xff\xfe\n",
+    b"x" * 100_000,
+]
+
+
+def connect(port):
+    give_up = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except OSError:
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+
+
+def test_strangers_do_not_disturb_the_roll_call():
+    port, said = free_port(), {}
+
+    def one(number):
+        try:
+            call_roll(f"127.0.0.1:{port}", 2, number, 20.0, "secret")
+            said[number] = None
+        except DistributedError as error:
+            said[number] = str(error)
+
+    first = threading.Thread(target=one, args=(0,))
+    first.start()
+    with contextlib.ExitStack() as stack:
+        for message in STRANGERS:
+            connection = stack.enter_context(connect(port))  # all of them stay
+            with contextlib.suppress(OSError):
+                connection.sendall(message)
+        assert first.is_alive()
+        began = time.monotonic()
+        second = threading.Thread(target=one, args=(1,))
+        second.start()
+        first.join(10)
+        second.join(10)
+    assert said == {0: None, 1: None}
+    assert time.monotonic() - began < 4  # no silent connection was waited for
+
+
+def test_a_process_without_the_token_is_not_one_of_them():
+    port, said = free_port(), {}
+
+    def one(number, token):
+        try:
+            call_roll(f"127.0.0.1:{port}", 2, number, 1.0, token)
+        except DistributedError as error:
+            said[number] = str(error)
+
+    threads = [threading.Thread(target=one, args=pair) for pair in ((0, "secret"), (1, "other"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert "process 1 did not arrive" in said[0]
+    assert "is TAILRACE_TOKEN the same everywhere?" in said[1]
+
+
+def test_a_process_that_reported_and_left_may_come_again():
+    port = free_port()
+    first = threading.Thread(target=call_roll, args=(f"127.0.0.1:{port}", 3, 0, 20.0))
+    first.start()
+    with connect(port) as connection:
+        connection.sendall(b'{"process": 1, "count": 3}\n')
+    time.sleep(0.2)
+    others = [
+        threading.Thread(target=call_roll, args=(f"127.0.0.1:{port}", 3, number, 20.0))
+        for number in (1, 2)
+    ]
+    for thread in others:
+        thread.start()
+    for thread in (first, *others):
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_loopback_listens_on_loopback_alone():
+    with rollcall._server("127.0.0.1", free_port()) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+    with rollcall._server("localhost", free_port()) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+    with rollcall._server("a-name-that-only-others-know.invalid", free_port()) as server:
+        assert server.getsockname()[0] in ("0.0.0.0", "::")
+
+
+# -- signs of life --------------------------------------------------------------------------------
+
+
+class Board:
+    def __init__(self):
+        self.written = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        self.written[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(key, value) for key, value in self.written.items() if key.startswith(prefix)]
+
+
+def test_who_is_silent_is_named():
+    board, left = Board(), set()
+    beats = [Heartbeat(board, n, 3, 0.5, left.__contains__) for n in range(3)]
+    now = time.monotonic
+    for round_ in range(2):
+        for one in beats:
+            one.beat(round_)
+    assert all(one.silent(now()) is None for one in beats)
+    beats[1]._heard[2] = ("1", now() - 1)
+    assert "process 2 was not heard of for 0.5 seconds, of 3 that" in beats[1].silent(now())
+    left.add(2)
+    beats[1].beat(2)
+    assert beats[1].silent(now()) is None  # it has ended: nobody waits for it
+    beats[1]._answered = now() - 1
+    assert "process 0 of 3, the coordinator, has not answered for 0.5" in beats[1].silent(now())
+
+
+# -- under the launcher ---------------------------------------------------------------------------
+
+
+def launched(stopped=None, heartbeat_s=60, processes=2):
+    source = os.pathsep.join([str(Path(tr.__file__).parents[1])])
+    options = json.dumps({"stopped": stopped, "heartbeat_s": heartbeat_s})
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tailrace.cli", "launch", "-n", str(processes)),
+            *("--devices", "1", str(SCRIPT), options),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": source, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def ready(process, count=2):
+    """The process ids of all, and where they listen, once all are there."""
+    found = {}
+    for line in process.stdout:
+        if match := re.search(r"READY (\d+) (\d+) (.*)", line):
+            found[int(match[1])] = (int(match[2]), json.loads(match[3]))
+        if len(found) == count:
+            return found
+    raise AssertionError("it ended before")
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, seconds):
+    give_up = time.monotonic() + seconds
+    while any(map(is_alive, pids)) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_launcher_ends_the_others(number):
+    process = launched()
+    try:
+        found = ready(process)
+        pids = [pid for pid, _ in found.values()]
+        # 0100007F: 127.0.0.1 as the kernel writes it. Only process 0 listens at that port.
+        assert found[0][1]
+        assert all(address.endswith("0100007F") for address in found[0][1])
+        process.send_signal(number)
+        assert wait_until_gone(pids, 10)
+        assert process.wait(10) == (128 + number if number == signal.SIGTERM else -number)
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_is_stopped_ends_the_others_with_a_sentence(stopped):
+    process = launched(stopped, heartbeat_s=3)
+    try:
+        found = ready(process)
+        began = time.monotonic()
+        said = process.stdout.read()
+        assert process.wait(10) == 1
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert time.monotonic() - began < 15
+    named = (
+        "process 1 was not heard of for 3" if stopped else "process 0 of 2, the coordinator, has"
+    )
+    assert named in said
+    assert wait_until_gone([pid for pid, _ in found.values()], 5)

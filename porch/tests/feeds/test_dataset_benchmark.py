@@ -1,0 +1,238 @@
+"""The benchmark: its JSON, its thread, and what it says when a dataset does not do its part."""
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tailrace.data.batches import batches
+from tailrace.errors import DataError, DataExhausted, ElementError, ProducerError
+from tailrace.feeds.benchmark.measure import dataset_benchmark, infeed_benchmark
+from tailrace.feeds.benchmark.producer import ELEMENTS_AHEAD
+from tailrace.feeds.benchmark.table import benchmark_table
+
+KEYS = [
+    "elements_processed",
+    "total_bytes_processed",
+    "time_elapsed",
+    "elements_per_second",
+    "bandwidth",
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("tailrace-benchmark")]
+
+
+def endless(element):
+    while True:
+        yield element
+
+
+def test_the_json_of_ten_epochs():
+    text = dataset_benchmark(endless(np.ones((4, 4), np.float32)), 10, 1000)
+    assert isinstance(text, str)
+    loaded = json.loads(text)
+    assert list(loaded) == ["epochs"]
+    assert len(loaded["epochs"]) == 10
+    for epoch in loaded["epochs"]:
+        assert list(epoch) == KEYS
+        assert all(epoch[key] > 0 for key in KEYS)
+        assert epoch["elements_processed"] == 1000
+        assert epoch["total_bytes_processed"] == 1000 * 64
+        assert epoch["elements_per_second"] == pytest.approx(1000 / epoch["time_elapsed"])
+        assert epoch["bandwidth"] == pytest.approx(64_000 / (1e9 * epoch["time_elapsed"]))
+
+
+@pytest.mark.parametrize("do_memcpy", [False, True])
+def test_bytes_count_every_leaf(do_memcpy):
+    recipe = batches({"x": np.zeros((100, 7), np.uint8), "y": np.zeros(100)}, 10, repeat=True)
+    for dataset in (recipe, lambda: recipe):
+        text = dataset_benchmark(dataset, 2, 37, do_memcpy=do_memcpy)
+        assert [e["total_bytes_processed"] for e in json.loads(text)["epochs"]] == [37 * 150] * 2
+
+
+def test_a_slow_dataset_is_measured_as_slow():
+    def slow():
+        while True:
+            time.sleep(0.005)
+            yield np.zeros(1)
+
+    (epoch,) = json.loads(dataset_benchmark(slow, 1, 20))["epochs"]
+    assert epoch["elements_per_second"] < 200
+
+
+def test_exactly_enough_is_enough():
+    dataset_benchmark(batches(np.arange(12), 2), 2, 3)
+    dataset_benchmark([np.zeros(1)] * 6, 2, 3)
+
+
+def test_through_an_infeed():
+    infeed = SimpleNamespace(dataset=batches(np.zeros(64), 4, repeat=True))
+    assert len(json.loads(infeed_benchmark(infeed, 5, 256))["epochs"]) == 5
+    with pytest.raises(DataError, match=r"Received: a list, which has none\. For a dataset use"):
+        infeed_benchmark([np.zeros(1)], 1, 1)
+
+
+def test_print_stats(capsys):
+    dataset_benchmark(endless(np.zeros(8)), 2, 10, print_stats=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4
+    assert printed[0].startswith("Processed: ")
+    assert printed[0].endswith(" elements/second.")
+    assert printed[1].startswith("Bandwidth: ")
+    assert printed[1].endswith(" GB/s.")
+    dataset_benchmark(endless(np.zeros(8)), 2, 10)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"epochs": 0, "elements_per_epoch": 1}, r"epochs must be a whole number >= 1. .*epochs=0"),
+        ({"epochs": 1, "elements_per_epoch": 0}, "elements_per_epoch must be a whole number >= 1"),
+        ({"epochs": 1.5, "elements_per_epoch": 1}, r"Received: epochs=1\.5"),
+        (
+            {"epochs": 1, "elements_per_epoch": 1, "timeout_s": 0},
+            "timeout_s is a number greater than",
+        ),
+    ],
+)
+def test_bad_counts(arguments, text):
+    with pytest.raises(DataError, match=text):
+        dataset_benchmark([np.zeros(1)], **arguments)
+
+
+def test_what_is_no_dataset():
+    with pytest.raises(DataError, match=r"not a dataset\. Received: a int: 3"):
+        dataset_benchmark(3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        batches(np.arange(14), 2),
+        [np.zeros(1)] * 7,
+        iter([np.zeros(1)] * 7),
+        lambda: batches(np.arange(14), 2),
+    ],
+    ids=["batches", "list", "iterator", "function"],
+)
+def test_too_short(dataset):
+    text = (
+        r"asked for 10 elements \(epochs=2 times elements_per_epoch=5\), but the dataset \(.*\) "
+        r"has only 7\. Ask for fewer, or make the dataset repeat"
+    )
+    with pytest.raises(DataExhausted, match=text):
+        dataset_benchmark(dataset, 2, 5)
+
+
+def test_too_short_in_the_first_of_several_epochs():
+    with pytest.raises(DataExhausted, match=r"asked for 15 elements .* has only 3\."):
+        dataset_benchmark(iter([np.zeros(1)] * 3), 3, 5)
+
+
+def test_a_dimension_of_size_zero():
+    with pytest.raises(DataError, match=r"size 0, but leaf \['b'\] has the shape \(2, 0\)\. "):
+        dataset_benchmark([{"a": np.zeros(1), "b": np.zeros((2, 0))}], 1, 1)
+
+
+def test_an_element_without_arrays():
+    with pytest.raises(DataError, match="holds no array"):
+        dataset_benchmark([()], 1, 1)
+
+
+def test_elements_that_are_not_alike():
+    with pytest.raises(ElementError, match=r"leaf \[0\] has the shape \(3,\) and dtype float64 "):
+        dataset_benchmark([[np.zeros(2)], [np.zeros(3)]], 1, 2)
+    with pytest.raises(ElementError, match=r"dtype int64 where the first element has \(2,\) and f"):
+        dataset_benchmark([[np.zeros(2)], [np.zeros(2, int)]], 1, 2, do_memcpy=False)
+    with pytest.raises(ElementError, match=r"one has 2 leaves .* where the first has 1 \(\['\[0"):
+        dataset_benchmark([[np.zeros(2)], [np.zeros(2), np.zeros(2)]], 1, 2)
+    with pytest.raises(ElementError, match=r"shape \(1,\).*has \(2,\).*drop the remainder"):
+        dataset_benchmark(batches(np.arange(5), 2, drop_remainder=False), 1, 3)
+
+
+def test_the_datasets_own_exception_reaches_the_caller():
+    def broken():
+        yield np.zeros(1)
+        yield np.zeros(1)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(
+        ProducerError,
+        match=r"\(generator broken\) raised OSError after 2 elements: the disk is gone",
+    ) as caught:
+        dataset_benchmark(broken(), 1, 5)
+    cause = caught.value.__cause__
+    assert isinstance(cause, OSError)
+    assert cause.__traceback__ is not None
+    assert any(frame.name == "broken" for frame in _frames(cause))
+
+
+def _frames(error):
+    import traceback
+
+    return traceback.extract_tb(error.__traceback__)
+
+
+def test_a_refused_leaf_reaches_the_caller():
+    with pytest.raises(DataError, match=r"leaf \['t'\] holds strings"):
+        dataset_benchmark([{"t": "a"}], 1, 1)
+
+
+def test_a_dataset_that_hangs():
+    released = threading.Event()
+
+    def stuck():
+        yield np.zeros(1)
+        released.wait(10)
+        yield np.zeros(1)
+
+    # Whoever waits gives up after timeout_s; the source is let go so that its thread can end.
+    threading.Timer(0.3, released.set).start()
+    with pytest.raises(DataError, match=r"gave no element for 0\.1 seconds\. If it needs that"):
+        dataset_benchmark(stuck(), 1, 2, timeout_s=0.1)
+
+
+def test_a_thread_that_cannot_be_ended_is_named(monkeypatch, caplog):
+    released = threading.Event()
+    monkeypatch.setattr("tailrace.feeds.benchmark.producer._JOIN_LIMIT_S", 0.05)
+
+    def stuck():
+        released.wait(10)
+        yield np.zeros(1)
+
+    with pytest.raises(DataError, match="gave no element"):
+        dataset_benchmark(stuck(), 1, 2, timeout_s=0.05)
+    assert "generator stuck is still busy in its own code" in caplog.text
+    (thread,) = [t for t in threading.enumerate() if t.name == "tailrace-benchmark-producer"]
+    released.set()
+    thread.join(5)
+
+
+def test_not_more_than_the_queue_is_read_ahead():
+    read = []
+
+    def counted():
+        for i in range(10_000):
+            read.append(i)
+            yield np.zeros(1)
+
+    dataset = counted()
+    with pytest.raises(ElementError):
+        # The second element differs, so the benchmark ends there; the rest stays unread.
+        dataset_benchmark((x if i != 1 else np.zeros(2) for i, x in enumerate(dataset)), 1, 10_000)
+    assert len(read) <= 2 + ELEMENTS_AHEAD + 1  # taken, queued, in hand
+
+
+def test_the_table():
+    table = benchmark_table(dataset_benchmark([np.zeros(4)] * 6, 3, 2), title="mine")
+    assert table.title == "mine"
+    assert table.row_count == 3
+    assert [column.header for column in table.columns][-2:] == ["elements/s", "GB/s"]

@@ -1,0 +1,230 @@
+"""Findings: each is made where it should be, and nothing is found in a healthy run."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from made_runs import NAMES, MadeRun, add_report, falling, healthy_stats
+
+import tailrace as tr
+from tailrace.page.findings.findings import findings
+from tailrace.page.followed import FollowedRun
+
+STEPS = 120
+GRADS = [NAMES.index(f"grad/layer{n}/w") for n in range(4)]
+
+
+def found_in(tmp_path, change=None, *, loss=None, names=NAMES, shapes=None, seconds=None):
+    """The findings of a healthy run in which something was changed."""
+    run = MadeRun(tmp_path / "run", names, shapes=shapes)
+    stats = {k: np.array(v) for k, v in healthy_stats(STEPS, names).items()}
+    for field in ("nan", "inf"):
+        stats[field] = np.zeros((STEPS, len(names)), np.int64)
+    if change is not None:
+        change(stats)
+    values = falling(STEPS) if loss is None else loss
+    parts = 60
+    for number in range(parts):
+        here = slice(number * STEPS // parts, (number + 1) * STEPS // parts)
+        one = {field: array[here] for field, array in stats.items()}
+        took = None if seconds is None else seconds[number]
+        run.grow({"loss": values[here]}, stats=one, seconds=took)
+    return findings(FollowedRun(run.directory))
+
+
+def test_nothing_is_found_in_a_healthy_run(tmp_path):
+    assert found_in(tmp_path) == []
+
+
+def test_gradients_that_vanish_from_a_layer_on(tmp_path):
+    def change(stats):
+        for n in (0, 1):
+            for part in ("w", "b"):
+                stats["std"][:, NAMES.index(f"grad/layer{n}/{part}")] = 1e-9
+
+    (one,) = found_in(tmp_path, change)
+    assert (one.severity, one.topic) == ("bad", "vanishing gradients")
+    assert one.text.startswith(
+        "From 'layer1' on towards the input (2 of 4 layers) gradients vanish"
+    )
+    assert "rms 1e-09 against 0.01 in 'layer2'" in one.text
+    assert one.tensor == "grad/layer1/w"
+
+
+def test_gradients_that_explode_towards_the_input(tmp_path):
+    def change(stats):
+        stats["std"][:, GRADS[0]] = 100.0
+        stats["std"][:, GRADS[1]] = 20.0
+
+    texts = [one.text for one in found_in(tmp_path, change) if one.topic == "exploding gradients"]
+    assert texts == [
+        "From 'layer1' on towards the input (2 of 4 layers) gradients explode: rms 100 against 0.01 "
+        "in the last layer. Clip gradients, or scale the initial weights down."
+    ]
+
+
+def test_gradients_that_explode_in_the_course_of_the_run(tmp_path):
+    def change(stats):
+        stats["std"][90, GRADS[2]] = 1e4
+
+    (one,) = found_in(tmp_path, change)
+    assert one.topic == "exploding gradients"
+    assert "'grad/layer2/w' grows to 1e+06 times its median so far near step 90" in one.text
+    assert one.step == 90
+
+
+def test_gradients_that_were_large_at_first_do_not_explode(tmp_path):
+    def change(stats):
+        stats["std"][:5, GRADS[2]] = 1e4
+
+    assert found_in(tmp_path, change) == []
+
+
+def test_a_gradient_that_comes_back_to_life_does_not_explode(tmp_path):
+    def change(stats):
+        stats["std"][:90, GRADS[2]] = 1e-9
+
+    assert [one for one in found_in(tmp_path, change) if "explod" in one.topic] == []
+
+
+def test_parameters_without_a_gradient(tmp_path):
+    def change(stats):
+        stats["std"][:, GRADS[3]] = 0.0
+
+    (one,) = found_in(tmp_path, change)
+    assert one.topic == "no gradient"
+    assert "'grad/layer3/w' is exactly zero" in one.text
+
+
+def test_dead_units(tmp_path):
+    def change(stats):
+        stats["zero"][:, NAMES.index("activation/layer2")] = 0.99
+        stats["zero"][:, NAMES.index("grad/layer1/b")] = 0.25
+
+    shapes = {name: (4, 4) if name.endswith("w") else (4,) for name in NAMES}
+    activation, bias = found_in(tmp_path, change, shapes=shapes)
+    assert activation.topic == bias.topic == "dead units"
+    assert "'activation/layer2' (99 %)" in activation.text
+    assert "'grad/layer1/b' (25 %)" in bias.text
+
+
+def test_zeros_in_the_gradient_of_a_matrix_are_no_dead_units(tmp_path):
+    """Rows of an embedding that a batch does not use are zero, as they should be."""
+
+    def change(stats):
+        stats["zero"][:, GRADS[0]] = 0.9
+
+    shapes = {name: (4, 4) if name.endswith("w") else (4,) for name in NAMES}
+    assert found_in(tmp_path, change, shapes=shapes) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (1e-2, "1 of 1 parameters move by more than 3 % of their size in a step; most 'w': 10 %"),
+        (1e-9, "1 of 1 parameters hardly move; least 'w': 1e-08 of its size in a step"),
+        (1e-4, None),
+    ],
+)
+def test_update_to_weight_ratio(tmp_path, size, text):
+    names = ["param/w", "update/w"]
+
+    def change(stats):
+        stats["std"][:, 0], stats["std"][:, 1] = 0.1, size
+
+    found = found_in(tmp_path, change, names=names)
+    assert [one.topic for one in found] == (["update to weight ratio"] if text else [])
+    assert not text or text in found[0].text
+
+
+def test_nan_in_a_tensor_names_the_first_of_the_step(tmp_path):
+    def change(stats):
+        stats["nan"][70, GRADS[2]] = 3
+        stats["inf"][70, GRADS[1]] = 1
+        stats["nan"][90, GRADS[0]] = 1
+
+    (one,) = found_in(tmp_path, change)
+    assert one.tensor == "grad/layer1/w"
+    assert one.step == 70
+    assert "3 of 12 recorded tensors have some" in one.text
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+    loss = falling(STEPS)
+    loss[100:] = np.nan
+    (one,) = found_in(tmp_path, loss=loss)
+    assert "The loss is nan in step 100, and not finite in 20 of 120 steps" in one.text
+    assert "observe=[tr.stop_on_nonfinite()] stops a run" in one.text
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (np.linspace(1, 2, STEPS), "The loss does not fall: 1.021 in the first twentieth"),
+        (
+            np.concatenate([np.linspace(2, 1, 60), np.linspace(1, 1.8, 60)]),
+            "The loss was lowest near step 60 (1.034) and has risen to 1.766 since.",
+        ),
+    ],
+)
+def test_a_loss_that_does_not_fall(tmp_path, loss, text):
+    (one,) = found_in(tmp_path, loss=loss)
+    assert one.topic == "loss"
+    assert one.text.startswith(text)
+
+
+def test_a_run_that_becomes_slower(tmp_path):
+    seconds = [0.1] * 45 + [0.3] * 15
+    (one,) = found_in(tmp_path, seconds=seconds)
+    assert one.topic == "speed"
+    assert "became slower: 6.667 steps/s lately, 20 before" in one.text
+
+
+def test_the_report_of_a_guard_is_the_first_finding(tmp_path):
+    run = MadeRun(tmp_path / "run", NAMES)
+    run.grow({"loss": falling(60)}, stats=healthy_stats(60))
+    add_report(run.directory, text="Not finite in step 7: \x1b[31m'grad/w'.")
+    (one,) = findings(FollowedRun(run.directory))
+    assert one.text == "Not finite in step 7: \\x1b[31m'grad/w'."
+    assert one.step == 7
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "[1]", '[{"text": 5}]', "null", '"x"'])
+def test_reports_that_are_none_are_left_out(made, text):
+    (made.directory / "nonfinite.json").write_text(text)
+    assert FollowedRun(made.directory).readable().nonfinite_reports == []
+
+
+def test_a_guard_leaves_its_report_in_the_run(tmp_path):
+    def loss_fn(w, x):
+        return jnp.log(w + x).mean()
+
+    data = np.ones((40, 4), np.float32)
+    data[30] = -5.0
+    trainer = tr.Trainer(
+        loss_fn,
+        optax.sgd(1e-3),
+        np.float32(1),
+        observe=[tr.stop_on_nonfinite()],
+        run_dir=tmp_path / "run",
+        steps_per_execution=2,
+    )
+    with pytest.raises(tr.errors.NonFiniteError) as raised:
+        trainer.fit(tr.batches(data, 4), progress=False)
+    (report,) = tr.open_run(tmp_path / "run").nonfinite_reports
+    assert report["text"] == str(raised.value)
+    assert report["step"] == raised.value.step == 7
+    assert report["culprit"]["operation"] == "log"
+    followed = FollowedRun(tmp_path / "run")
+    assert findings(followed)[0].text == report["text"]
+
+
+def test_a_table_that_cannot_be_read_is_a_finding_and_others_are_judged(made):
+    for chunk in (made.directory / "records" / "1" / "values").glob("c.*"):
+        chunk.unlink()
+    found = findings(FollowedRun(made.directory))
+    assert [one.topic for one in found] == []  # statistics say all that is judged
+    for chunk in (made.directory / "records" / "0" / "mean").glob("c.*"):
+        chunk.unlink()
+    found = findings(FollowedRun(made.directory))
+    assert any("is truncated: the chunk" in one.text for one in found)

@@ -1,0 +1,336 @@
+"""`fit(checkpoint=)` of Keras models: a fit that was stopped anywhere ends as if it had never been."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import optax
+import pytest
+
+keras = pytest.importorskip("keras")
+pytest.importorskip("orbax.checkpoint")
+
+import tailrace as tr  # noqa: E402
+import tailrace.keras as tk  # noqa: E402
+from oracles import assert_bits_equal  # noqa: E402
+from tailrace.errors import CheckpointError, DataExhausted, OptionError  # noqa: E402
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(48, 3)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+HELD_OUT = (X[:8], Y[:8])
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+class Kill(keras.callbacks.Callback):
+    """Ends the fit at some execution, without a chance to save."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.left, self.files = after, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left < 0:
+            for file in self.files:
+                file.csv_file.close()
+            raise Killed
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        pass
+
+
+class Listener(keras.callbacks.Callback):
+    """A user's own callback, with what it heard."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.heard.append([batch, logs["loss"]])
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.heard.append([epoch, dict(logs)])
+
+
+def layers():
+    return [
+        keras.Input((3,)),
+        keras.layers.Dense(4, activation="tanh"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.3, seed=7),
+        keras.layers.Dense(1),
+    ]
+
+
+class OwnStep(keras.Sequential):
+    """A model whose step is its own."""
+
+    def train_step(self, *args, **kwargs):
+        return super().train_step(*args, **kwargs)
+
+
+def model_of(kind=keras.Sequential, replicas=1, accumulation=1, execution=2, **options):
+    keras.utils.set_random_seed(3)
+    with tk.Strategy(replicas).scope():
+        model = kind(layers())
+    if accumulation > 1:
+        model.set_gradient_accumulation_options(accumulation)
+    model.compile("adam", "mse", metrics=["mae"], steps_per_execution=execution, **options)
+    return model
+
+
+def arrays(**call):
+    return {"x": X, "y": Y, "batch_size": 4, **call}
+
+
+def from_tensorflow(**call):
+    tf = pytest.importorskip("tensorflow")
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(48, seed=5).batch(4)
+    return {"x": data, "shuffle": False, **call}
+
+
+def generated(**call):
+    def endless():
+        order = np.random.default_rng(4)
+        while True:
+            rows = order.integers(0, 48, 4)
+            yield X[rows], Y[rows]
+
+    return {"x": endless(), "shuffle": False, **call}
+
+
+def loaded(**call):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(2)
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    data = torch.utils.data.DataLoader(data, 4, shuffle=True)
+    return {"x": data, "shuffle": False, **call}
+
+
+CASES = {
+    "arrays": (arrays, {"epochs": 3, "validation_data": HELD_OUT}, {}),
+    "shuffled batches": (arrays, {"epochs": 2, "shuffle": "batch"}, {"execution": 1}),
+    "across epochs": (arrays, {"epochs": 5, "steps_per_epoch": 6}, {}),
+    "tensorflow": (from_tensorflow, {"epochs": 3}, {}),
+    "generator": (generated, {"epochs": 3, "steps_per_epoch": 8}, {}),
+    "loader": (loaded, {"epochs": 3}, {}),
+    "replicas": (arrays, {"epochs": 3}, {"replicas": 2, "accumulation": 2}),
+    "own step": (arrays, {"epochs": 3}, {"kind": OwnStep}),
+}
+
+
+def in_pieces(directory, script, kills):
+    """Run a script again and again, killed each time but the last."""
+    for after in (*kills, None):
+        kept = tr.Checkpoint(directory, every=3, keep=2)
+        try:
+            return script(kept, [] if after is None else [Kill(after)])
+        except Killed:
+            continue
+    raise AssertionError
+
+
+def same(found, expected):
+    """Models and histories of two scripts."""
+    for one, other in zip(found.variables, expected.variables, strict=True):
+        assert_bits_equal(np.asarray(one), np.asarray(other))
+    for one, other in zip(found.optimizer.variables, expected.optimizer.variables, strict=True):
+        assert_bits_equal(np.asarray(one), np.asarray(other))
+    assert found.history.history == expected.history.history
+    assert found.history.epoch == expected.history.epoch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_started_again(tmp_path, case):
+    make, call, options = CASES[case]
+
+    def script(checkpoint, extra):
+        model, heard = model_of(**options), Listener()
+        given = make(**call)
+        model.fit(**given, callbacks=[heard, *extra], verbose=0, checkpoint=checkpoint)
+        return model, heard
+
+    expected, told = script(None, [])
+    found, heard = in_pieces(tmp_path / "kept", script, (2, 5))
+    same(found, expected)
+    assert heard.heard == told.heard
+
+
+def test_several_fits_in_one_script(tmp_path):
+    """A finished fit is not computed again, but what follows goes on from its end."""
+
+    def script(checkpoint, extra):
+        model = model_of()
+        stream = generated()["x"]
+        kept = {"verbose": 0, "callbacks": extra, "checkpoint": checkpoint, "shuffle": False}
+        first = model.fit(stream, epochs=1, steps_per_epoch=6, **kept)
+        second = model.fit(X, Y, batch_size=4, epochs=2, **{**kept, "shuffle": True})
+        model.fit(stream, epochs=1, steps_per_epoch=6, **kept)
+        return model, first.history, second.history
+
+    expected, *histories = script(None, [])
+    found, *others = in_pieces(tmp_path / "kept", script, (1, 5))
+    same(found, expected)
+    assert others == histories
+    again, *others = script(tr.Checkpoint(tmp_path / "kept"), [Kill(0)])
+    same(again, expected)
+    assert others == histories, "nothing is computed, no callback is called"
+
+
+def test_keras_callbacks_go_on(tmp_path):
+    """Early stopping, learning rates, a file of values, and a run directory."""
+
+    def script(checkpoint, extra, where):
+        model = model_of(run_dir=where / "run")
+        callbacks = [
+            keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0, start_from_epoch=2),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0, factor=0.5),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+            keras.callbacks.CSVLogger(where / "log.csv"),
+            *extra,
+        ]
+        for one in extra:
+            one.files = [callbacks[3]]
+        model.fit(**arrays(epochs=9), callbacks=callbacks, verbose=0, checkpoint=checkpoint)
+        return model
+
+    for name in ("never", "often"):
+        (tmp_path / name).mkdir()
+    expected = script(None, [], tmp_path / "never")
+    found = in_pieces(
+        tmp_path / "kept", lambda kept, extra: script(kept, extra, tmp_path / "often"), (8, 2)
+    )
+    same(found, expected)
+    assert 3 <= len(found.history.epoch) < 9, "early stopping has ended it"
+    logs = [(tmp_path / name / "log.csv").read_text() for name in ("never", "often")]
+    assert logs[0] == logs[1]
+    runs = [tr.open_run(tmp_path / name / "run") for name in ("never", "often")]
+    assert_bits_equal(runs[1].history.loss, runs[0].history.loss)
+    assert runs[1].history.steps.tolist() == runs[0].history.steps.tolist()
+
+
+@pytest.mark.parametrize("freq", ["epoch", 3])
+def test_backup_and_restore_is_exact(tmp_path, freq):
+    """Keras' own callback: dropout goes on, and the epoch in its middle."""
+    directory = tmp_path / "backup"
+
+    def script(extra, backup=True):
+        model, heard = model_of(), Listener()
+        callbacks = [heard, *extra]
+        if backup:
+            callbacks.append(keras.callbacks.BackupAndRestore(directory, save_freq=freq))
+        model.fit(**arrays(epochs=3), callbacks=callbacks, verbose=0)
+        return model, heard
+
+    expected, told = script([], backup=False)
+    with pytest.raises(Killed):
+        script([Kill(8)])
+    assert directory.exists()
+    found, heard = script([])
+    same(found, expected)
+    assert heard.heard == told.heard
+    first = 6 if freq == "epoch" else 2  # executions of two batches in an epoch of twelve
+    assert len(heard.heard) > first
+    assert not directory.exists(), "as Keras does: nothing is left once the fit has ended"
+
+
+class Signal(Kill):
+    """Sends this process a signal at some execution."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_saves_and_leaves(tmp_path):
+    def script(checkpoint, extra):
+        model = model_of()
+        model.fit(**arrays(epochs=2), callbacks=extra, verbose=0, checkpoint=checkpoint)
+        return model
+
+    expected = script(None, [])
+    kept = tr.Checkpoint(tmp_path / "kept", every=1000)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        script(kept, [Signal(2)])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (tmp_path / "kept" / "fit-0" / "step-4").is_dir()
+    same(script(kept, []), expected)
+
+
+def test_a_signal_while_the_data_blocks(tmp_path):
+    let_go = threading.Event()
+
+    def blocking(after):
+        for number, batch in enumerate(generated()["x"]):
+            if number == after:
+                os.kill(os.getpid(), signal.SIGTERM)
+                let_go.wait(timeout=30)
+            yield batch
+
+    def script(data):
+        model = model_of()
+        kept = tr.Checkpoint(tmp_path / "kept", every=1000)
+        call = {"epochs": 2, "steps_per_epoch": 8, "shuffle": False, "verbose": 0}
+        model.fit(data, **call, checkpoint=kept)
+        return model
+
+    started = time.monotonic()
+    with pytest.raises(SystemExit, match="143"):
+        script(blocking(6))
+    assert time.monotonic() - started < 25, "nobody waits for data that does not come"
+    let_go.set()
+    found = script(generated()["x"])
+    expected = model_of()
+    expected.fit(generated()["x"], epochs=2, steps_per_epoch=8, shuffle=False, verbose=0)
+    same(found, expected)
+
+
+def test_the_best_and_the_end_stay(tmp_path):
+    model = model_of()
+    kept = tr.Checkpoint(tmp_path / "kept", every=1000, best="val_loss")
+    call = arrays(epochs=2, validation_data=HELD_OUT)
+    model.fit(**call, verbose=0, checkpoint=kept)
+    names = sorted(path.name for path in tmp_path.glob("kept/fit-0/*"))
+    assert {"step-0", "step-24-end"} <= set(names)
+    assert any(name.endswith("-best") for name in names)
+
+
+def test_what_is_refused(tmp_path):
+    directory = tmp_path / "kept"
+    model = model_of()
+    kept = tr.Checkpoint(directory, every=1)
+    with pytest.raises(Killed):
+        model.fit(**arrays(epochs=2), verbose=0, checkpoint=kept, callbacks=[Kill(2)])
+    other = model_of()
+    with pytest.raises(CheckpointError, match=r"batches of an epoch: 12 there, 6 here"):
+        other.fit(**{**arrays(epochs=2), "batch_size": 8}, verbose=0, checkpoint=directory)
+    with tk.Strategy().scope():
+        wider = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    wider.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
+    with pytest.raises(CheckpointError, match=r"kernel: float32\[3, 2\] here, float32\[3, 4\] in"):
+        wider.fit(**arrays(epochs=2), verbose=0, checkpoint=directory)
+    call = {"epochs": 2, "steps_per_epoch": 12, "shuffle": False, "verbose": 0}
+    with pytest.raises(DataExhausted, match="ends after 1"):
+        model_of().fit((pair for pair in [(X[:4], Y[:4])]), **call, checkpoint=directory)
+    both = [keras.callbacks.BackupAndRestore(tmp_path / "backup")]
+    with pytest.raises(OptionError, match="both take up a fit. Received: both"):
+        model_of().fit(**arrays(), verbose=0, checkpoint=directory, callbacks=both)
+    eager = model_of()
+    eager.compile("adam", "mse", run_eagerly=True)
+    with pytest.raises(OptionError, match="run_eagerly=True, which Keras' own loop runs"):
+        eager.fit(**arrays(), verbose=0, checkpoint=directory)
+    trainer = tr.Trainer(lambda w, x: (x @ w).mean(), optax.sgd(0.1), np.zeros((3, 1)))
+    with pytest.raises(CheckpointError, match="Keras"):
+        trainer.restore(directory)

@@ -1,0 +1,325 @@
+"""What programs for Keras do, done here: data of any length, overridden methods, models of any kind."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras_oracle import SPARSE, assert_same, classifier, digits_like, fit_both, twins
+
+import tailrace as tr
+import tailrace.keras as tk
+from oracles import assert_close
+
+L = keras.layers
+
+
+def batches(count, seed=0, size=8):
+    x, y = digits_like(count * size, seed=seed)
+    return [(x[i : i + size], y[i : i + size]) for i in range(0, count * size, size)]
+
+
+# -- lengths ------------------------------------------------------------------------------------
+
+
+def some_of(data):
+    """A dataset whose length is not known before it ends."""
+    tf = pytest.importorskip("tensorflow")
+    x, y = (np.concatenate(parts) for parts in zip(*data, strict=True))
+    return tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, _: x[0] > -1.0).batch(8)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("execution", [1, 3, 8])
+def test_data_of_unknown_length(execution):
+    data = batches(7)
+    pair = twins(classifier, execution=execution, **SPARSE)
+    assert_same(pair, fit_both(pair, lambda: some_of(data), epochs=2, shuffle=False))
+    found = [model.evaluate(some_of(data), verbose=0) for model in pair]
+    assert_close(np.float32(found[1]), np.float32(found[0]))
+    outputs = [model.predict(some_of(data), verbose=0) for model in pair]
+    assert_close(outputs[1], outputs[0])
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_a_generator_that_ends():
+    pair = twins(classifier, execution=4, **SPARSE)
+    assert_same(pair, fit_both(pair, lambda: (one for one in batches(7)), shuffle=False))
+    found = [model.evaluate((one for one in batches(5)), verbose=0) for model in pair]
+    assert_close(np.float32(found[1]), np.float32(found[0]))
+
+
+@pytest.mark.parametrize("execution", [4, 5, 32])
+def test_executions_that_do_not_divide_an_epoch(execution):
+    x, y = digits_like(13 * 8 + 3)
+    pair = twins(classifier, execution=execution, **SPARSE)
+    validation = digits_like(50, seed=1)
+    assert_same(pair, fit_both(pair, x, y, batch_size=8, epochs=2, validation_data=validation))
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_more_steps_than_there_are_data():
+    x, y = digits_like(40)
+    pair = twins(classifier, execution=1, **SPARSE)
+    call = {"batch_size": 8, "epochs": 4, "steps_per_epoch": 3}
+    assert_same(pair, fit_both(pair, x, y, **call))
+
+
+class Changing(keras.utils.PyDataset):
+    """Data that a callback changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        x, y = batches(1, seed=index % 4)[0]
+        return x * self.scale, y
+
+
+@pytest.mark.parametrize("steps", [None, 16])
+def test_what_is_changed_at_the_end_of_an_epoch_has_its_effect_at_once(steps):
+    pair = twins(classifier, execution=8, **SPARSE)
+
+    def changed():
+        return keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda *_: setattr(data, "scale", data.scale / 2)
+        )
+
+    histories = []
+    for model in pair:
+        data = Changing()
+        keras.utils.set_random_seed(3)
+        call = {"epochs": 3, "steps_per_epoch": steps, "verbose": 0, "shuffle": False}
+        histories.append(model.fit(data, callbacks=[changed()], **call).history)
+    assert_same(pair, histories)
+
+
+# -- models that Keras' own loop runs -----------------------------------------------------------
+
+
+class OwnFunction(keras.Model):
+    """Makes its training function itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.made = L.Dense(4, activation="softmax"), 0
+
+    def call(self, x):
+        return self.dense(x)
+
+    def make_train_function(self, force=False):
+        self.made += 1
+        return super().make_train_function(force)
+
+
+@pytest.mark.parametrize(
+    ("make", "compiled", "reason"),
+    [
+        (classifier, {"run_eagerly": lambda: True}, "run_eagerly=True"),
+        (classifier, {"jit_compile": lambda: False}, "jit_compile=False"),
+        (OwnFunction, {}, "a `make_train_function` of its own"),
+    ],
+)
+def test_keras_own_loop_runs_what_is_not_a_program(make, compiled, reason, caplog):
+    pair = twins(make, execution=2, **SPARSE, **compiled)
+    with caplog.at_level("INFO", "tailrace"):
+        assert_same(pair, fit_both(pair, *digits_like(40), batch_size=8, epochs=2))
+    assert f"it has {reason}" in caplog.text
+    assert not tk.of(pair[1]).programs.get("train")
+    assert make is not OwnFunction or pair[1].made
+    pair[1].set_gradient_accumulation_options(2)
+    with pytest.raises(tr.TailraceError, match="does not go with gradient accumulation"):
+        pair[1].fit(*digits_like(40), batch_size=8, verbose=0)
+
+
+def test_a_training_function_that_the_user_has_set():
+    model = tk.adopt(classifier())
+    model.compile("sgd", SPARSE["loss"]())
+    model.build((None, 6))
+    called = []
+
+    def mine(state, iterator):
+        called.append(next(iterator))
+        return {"loss": 1.0}, state
+
+    model.train_function = mine
+    model.fit(*digits_like(16), batch_size=8, verbose=0)
+    assert len(called) == 2
+
+
+# -- models that lack something -----------------------------------------------------------------
+
+
+def frozen():
+    layers = [keras.Input((6,)), L.BatchNormalization(scale=False, center=False)]
+    return keras.Sequential([*layers, L.Dense(4, activation="softmax", trainable=False)])
+
+
+def test_a_model_without_trainable_weights():
+    pair = twins(frozen, execution=4, **SPARSE)
+    assert_same(pair, fit_both(pair, *digits_like(64), batch_size=8, epochs=2))
+    pair[1].set_gradient_accumulation_options(2)
+    with pytest.raises(tr.TailraceError, match="Nothing in the model .* can be trained"):
+        pair[1].fit(*digits_like(64), batch_size=8, verbose=0)
+
+
+def test_a_model_that_was_never_compiled_predicts():
+    x, _ = digits_like(20)
+    with tk.Strategy().scope():
+        model = keras.Sequential([keras.Input((6,)), L.Dense(3)])
+    expected = np.asarray(model(x))
+    assert_close(model.predict(x, batch_size=8, verbose=0), expected)
+    assert_close(model.predict_on_batch(x), expected)
+    with pytest.raises(ValueError, match="must call `compile"):
+        model.fit(x, x, verbose=0)
+
+
+# -- overridden methods -------------------------------------------------------------------------
+
+
+class Passing(keras.Model):
+    """Overrides methods without naming their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = L.Dense(4, activation="softmax")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compile(self, *args, **kwargs):
+        return super().compile(*args, **kwargs)
+
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        return super().predict(*args, **kwargs)
+
+
+def test_methods_that_pass_on_what_they_are_given():
+    x, y = digits_like(40)
+    pair = twins(Passing, execution=2, **SPARSE)
+    call = {"batch_size": 8, "epochs": 2, "validation_data": (x, y)}
+    assert_same(pair, fit_both(pair, x, y, **call))
+    assert tk.of(pair[1]).programs["train"].engine.step == 10
+    found = [(model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)) for model in pair]
+    assert_close(np.float32(found[1][0]), np.float32(found[0][0]))
+    assert_close(found[1][1], found[0][1])
+
+
+class Adding(Passing):
+    """Adds an entry to the logs."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**found, "highest": keras.ops.max(y_pred)}
+
+
+@pytest.mark.parametrize("execution", [1, 5, 40])
+def test_metrics_that_add_an_entry(execution):
+    pair = twins(Adding, execution=execution, **SPARSE)
+    stop = keras.callbacks.EarlyStopping("highest", mode="max", patience=5)
+    histories = fit_both(pair, *digits_like(320), batch_size=8, epochs=2, callbacks=[stop])
+    assert set(histories[1]) == {"loss", "highest"}
+    assert_same(pair, histories)
+
+
+class OwnLoss(Passing):
+    """Keras' guide to custom training with JAX: a loss function with a signature of its own."""
+
+    def compute_loss_and_updates(
+        self, trainable_variables, non_trainable_variables, x, y, training=False
+    ):
+        y_pred, non_trainable_variables = self.stateless_call(
+            trainable_variables, non_trainable_variables, x, training=training
+        )
+        return self.compute_loss(x, y, y_pred), non_trainable_variables
+
+    def call(self, x, training=False):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        import jax
+
+        trainable, others, optimizer, metrics = state
+        gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (loss, others), grads = gradient(trainable, others, *data, training=True)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
+        return {"mine": loss}, (trainable, others, optimizer, metrics)
+
+
+def test_a_loss_function_with_a_signature_of_its_own():
+    pair = twins(OwnLoss, execution=4, **SPARSE)
+    histories = fit_both(pair, *digits_like(64), batch_size=8, epochs=2)
+    assert set(histories[1]) == {"mine"}
+    assert_same(pair, histories)
+
+
+class HalfLoss(Passing):
+    """Changes the loss where Keras computes it."""
+
+    def compute_loss_and_updates(self, *args, **kwargs):
+        loss, rest = super().compute_loss_and_updates(*args, **kwargs)
+        return loss / 2, rest
+
+
+def test_a_loss_that_is_changed_where_keras_computes_it():
+    pair = twins(HalfLoss, execution=4, **SPARSE)
+    assert_same(pair, fit_both(pair, *digits_like(64), batch_size=8, epochs=2))
+
+
+# -- files --------------------------------------------------------------------------------------
+
+PLAIN = """
+import keras, numpy as np, sys
+
+@keras.saving.register_keras_serializable("files")
+class Filed(keras.Model):
+    def __init__(self, width=3, **kwargs):
+        super().__init__(**kwargs)
+        self.width, self.dense = width, keras.layers.Dense(width)
+    def call(self, x):
+        return self.dense(x)
+    def get_config(self):
+        return {**super().get_config(), "width": self.width}
+"""
+
+
+def test_plain_keras_reads_the_files_of_adopted_models(tmp_path):
+    names = {}
+    exec(PLAIN, names)
+    x = np.ones((4, 2), np.float32)
+    inputs = keras.Input((2,))
+    made = [
+        names["Filed"](),
+        keras.Sequential([keras.Input((2,)), L.Dense(3)]),
+        keras.Model(inputs, L.Dense(3)(inputs)),
+    ]
+    for number, model in enumerate(made):
+        model = tk.adopt(model)
+        model.compile("adam", "mse", steps_per_execution=2)
+        model.fit(x, np.ones((4, 3), np.float32), batch_size=1, verbose=0)
+        model.save(tmp_path / f"{number}.keras")
+        np.save(tmp_path / f"{number}.npy", model.predict(x, verbose=0))
+    code = PLAIN + (
+        "for n in range(3):\n"
+        "    model = keras.saving.load_model(f'{sys.argv[1]}/{n}.keras')\n"
+        "    found = model.predict(np.ones((4, 2), 'float32'), verbose=0)\n"
+        "    np.testing.assert_allclose(found, np.load(f'{sys.argv[1]}/{n}.npy'), rtol=1e-6)\n"
+        "    assert model.optimizer.iterations == 4\n"
+        "assert 'tailrace' not in sys.modules\n"
+    )
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

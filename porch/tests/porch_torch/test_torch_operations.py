@@ -1,0 +1,443 @@
+"""Operations at the points where formulas break, and those that PyTorch composes: as PyTorch's own."""
+
+import inspect
+import re
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tailrace as tr
+import tailrace.torch as tt
+from oracles import assert_close
+from tailrace.torch.calls.arrays import array_of
+from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
+
+
+class Call(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given):
+        return self.function(*given)
+
+
+def ours(function, *given):
+    """What a function returns, and the gradient of its weighed sum."""
+    module = Call(function)
+    run = ModuleFunction(module, training_modes(module))
+    arrays = [jax.numpy.asarray(array_of(x)) for x in given]
+    floating = [i for i, x in enumerate(given) if x.is_floating_point()]
+
+    def total(some):
+        values = list(arrays)
+        for i, value in zip(floating, some, strict=True):
+            values[i] = value
+        fill = lambda wrap: (tuple(map(wrap, values)), {})  # noqa: E731
+        out = run({}, {}, fill, jax.random.key(0)).leaves[0][1]
+        with jax.numpy_dtype_promotion("standard"):
+            return (out * np.cos(np.arange(out.size)).reshape(out.shape)).sum(), out
+
+    grads, out = jax.jit(jax.grad(total, has_aux=True))([arrays[i] for i in floating])
+    return np.asarray(out), [np.asarray(grad) for grad in grads]
+
+
+def plainly(function, *given):
+    """The same of PyTorch alone."""
+    given = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
+    out = function(*(x.clone() for x in given))
+    weights = torch.as_tensor(np.cos(np.arange(out.numel())).astype(np.float32))
+    (out * weights.reshape(out.shape)).sum().backward()
+    return out.detach().numpy(), [x.grad.numpy() for x in given if x.is_floating_point()]
+
+
+def compare(function, *given):
+    found, grads = ours(function, *given)
+    expected, expected_grads = plainly(function, *given)
+    assert_close(found, expected)
+    assert_close(grads, expected_grads)
+
+
+FAR = torch.tensor([-200.0, -100, -3, -1, -0.5, 0, 0.5, 1, 3, 6, 30, 89, 100, 200])
+
+ELEMENTWISE = {
+    "softplus": F.softplus,
+    "softplus, beta": lambda x: F.softplus(x, 10.0, 15.0),
+    "elu": F.elu,
+    "elu in place": lambda x: F.elu(x, 0.3, inplace=True) + x,
+    "celu": lambda x: F.celu(x, 0.3),
+    "celu in place": lambda x: F.celu_(x) + x,
+    "selu": F.selu,
+    "selu in place": lambda x: F.selu(x, inplace=True) + x,
+    "mish": F.mish,
+    "mish in place": lambda x: F.mish(x, inplace=True) + x,
+    "logsigmoid": F.logsigmoid,
+    "leaky_relu": F.leaky_relu,
+    "relu6": F.relu6,
+    "hardtanh": F.hardtanh,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "clamp": lambda x: x.clamp(-1, 3),
+    "clamp by a tensor": lambda x: torch.clamp(x, min=torch.zeros_like(x)),
+    "clamp_min": lambda x: x.clamp_min(-1.0).clamp_max(3.0),
+    "abs": torch.abs,
+    "l1_loss": lambda x: F.l1_loss(x, torch.tensor(1.0).expand(14), reduction="none"),
+    "entropy of 0": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.zeros_like(x)),
+    "entropy of 1": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x)),
+    "entropy, weighed": lambda x: F.binary_cross_entropy(
+        x.sigmoid(), torch.full_like(x, 0.3), torch.full_like(x, 2.0), reduction="none"
+    ),
+    "sinc": torch.sinc,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_gradients_far_out_and_at_corners(name):
+    compare(ELEMENTWISE[name], FAR)
+
+
+ROWS = torch.tensor([[1.0, 2, 3], [0, 0, 0], [1, 2, 3], [4, -5, 6], [2, 2, 2]])
+BITS = torch.tensor([0.1, 0.2, 0.3])
+
+OF_ROWS = {
+    **{f"norm {p}": lambda x, p=p: x.norm(p, 1) for p in (0.5, 1, 2, 3, float("inf"))},
+    "norm of all": lambda x: (x * 0).norm() + torch.linalg.vector_norm(x) + torch.norm(x[1]),
+    "linalg.norm": lambda x: torch.linalg.norm(x, dim=1),
+    "std": lambda x: x.std(1) + x.std() + x[1].std(),
+    "std, biased": lambda x: torch.std(x, dim=1, correction=0, keepdim=True),
+    "std_mean": lambda x: torch.cat(torch.std_mean(x, 1)),
+    **{f"cdist {p}": lambda x, p=p: torch.cdist(x, x, p=p) for p in (1.0, 2.0, 3.0, float("inf"))},
+    "cdist of others": lambda x: torch.cdist(x, x[:2] + 0.5),
+    "pdist": F.pdist,
+    "dist": lambda x: torch.dist(x, x.detach()),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, torch.ones_like(x)),
+    "max": lambda x: x.max(1).values + x.min(1).values,
+    "mean, dtype": lambda x: x.mean(1, dtype=torch.float32),
+    "take_along_dim": lambda x: torch.take_along_dim(x, (x + BITS).argsort(1), 1),
+    "take_along_dim, one": lambda x: x.take_along_dim(x.argmax(1, keepdim=True), dim=1),
+    "take_along_dim, flat": lambda x: torch.take_along_dim(x, torch.tensor([3, 0])),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_gradients_of_equal_and_empty_rows(name):
+    compare(OF_ROWS[name], ROWS)
+
+
+def test_normalizing_a_row_of_zeros():
+    found, (grad,) = ours(F.normalize, ROWS)
+    expected, (expected_grad,) = plainly(F.normalize, ROWS)
+    assert_close(found, expected)
+    assert_close(
+        grad / np.abs(grad).max(1, keepdims=True),
+        expected_grad / np.abs(grad).max(1, keepdims=True),
+    )
+
+
+# -- attention and convolutions -------------------------------------------------------------------
+
+torch.manual_seed(0)
+QUERY, KEY, VALUE = torch.randn(2, 2, 4, 3), torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 6)
+OPEN = torch.rand(2, 1, 4, 5) > 0.4
+OPEN[:, :, 1] = False
+OPEN[0, :, 3] = False
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_rows_that_attend_to_nothing_are_0(kind):
+    mask = OPEN if kind == "bool" else torch.where(OPEN, 0.5, -torch.inf)
+    compare(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), QUERY, KEY, VALUE)
+    found, _ = ours(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), QUERY, KEY, VALUE
+    )
+    assert not found[:, :, 1].any()
+
+
+def test_a_sentence_that_is_all_padding():
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    padding = torch.tensor([[False] * 5, [True] * 5])
+    compare(
+        lambda x: layer(x, x, x, key_padding_mask=padding, need_weights=False)[0],
+        torch.randn(2, 5, 6),
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_transposed_convolutions_in_groups(dims, groups):
+    convolve = (F.conv_transpose1d, F.conv_transpose2d)[dims - 1]
+    x, bias = torch.randn(2, 4, *(4, 3)[:dims]), torch.randn(8)
+    weight = torch.randn(4, 8 // groups, *(3, 2)[:dims])
+    compare(lambda x, w, b: convolve(x, w, b, 2, 1, 1, groups), x, weight, bias)
+
+
+# -- random numbers -------------------------------------------------------------------------------
+
+DRAWN = {
+    "exponential_": lambda x: x.exponential_(2.0),
+    "cauchy_": lambda x: x.cauchy_(1.0, 2.0),
+    "geometric_": lambda x: x.geometric_(0.3),
+    "log_normal_": lambda x: x.log_normal_(0.5, 0.3),
+    "normal_": lambda x: x.normal_(3.0, 0.1),
+    "random_": lambda x: x.random_(3, 9),
+    "normal, tensor and number": lambda x: torch.normal(x + 5, 0.1),
+    "normal, number and tensor": lambda x: torch.normal(5.0, x + 0.1),
+    "normal, tensors": lambda x: torch.normal(x + 5, x + 0.1),
+    "normal, numbers": lambda x: torch.normal(2.0, 3.0, (4000,)) + x,
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x.view(-1, 2) + torch.tensor([0.0, 1]), dim=1)[
+        :, 0
+    ],
+    "a part of a tensor": lambda x: x[:2000].normal_(1.0, 0.5),
+    "a new tensor": lambda x: x.new_empty(4000).exponential_().log(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_distributions(name):
+    draw = DRAWN[name]
+    module = Call(draw)
+    run = ModuleFunction(module, training_modes(module))
+    fill = lambda wrap: ((wrap(jax.numpy.zeros(4000)),), {})  # noqa: E731
+    function = jax.jit(lambda key: run({}, {}, fill, key).leaves[0][1])
+    found, again, other = (np.asarray(function(jax.random.key(seed))) for seed in (0, 0, 1))
+    expected = torch.cat([draw(torch.zeros(4000)) for _ in range(4)]).numpy()
+    assert found.shape == draw(torch.zeros(4000)).shape
+    assert np.array_equal(found, again)
+    assert not np.array_equal(found, other)
+    low, middle, high = np.quantile(expected, [0.25, 0.5, 0.75])
+    for part, limit in zip((0.25, 0.5, 0.75), (low, middle, high), strict=True):
+        assert abs(np.quantile(found, part) - limit) <= 0.15 * (high - low)
+
+
+def test_draws_are_new_in_each_step():
+    class Noise(nn.Module):
+        def forward(self, x):
+            return torch.empty_like(x).exponential_()
+
+    out = tt.inference_model(Noise(), device_iterations=3)(torch.zeros(6, 2))
+    assert len(set(out.flatten().tolist())) == 12
+
+
+# -- layers with state, and options ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_instance_norm_with_running_statistics(training):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+
+        def forward(self, x):
+            return F.mse_loss(self.norm(x), torch.zeros_like(x))
+
+    torch.manual_seed(0)
+    x, model, plain = torch.randn(4, 3, 5) * 2 + 1, Model(), Model()
+    model.train(training)
+    plain.train(training)
+    if training:
+        tt.training_model(model, torch.optim.SGD(model.parameters(), 0.1))(x)
+        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+        plain(x).backward()
+        optimizer.step()
+    else:
+        assert_close(tt.inference_model(model)(x).numpy(), plain(x).detach().numpy())
+    for name, value in plain.norm.named_parameters():
+        assert_close(
+            dict(model.norm.named_parameters())[name].detach().numpy(), value.detach().numpy()
+        )
+    for name in ("running_mean", "running_var"):
+        assert_close(getattr(model.norm, name).numpy(), getattr(plain.norm, name).numpy())
+
+
+@pytest.mark.parametrize("padding", [None, 1, -1])
+def test_embeddings_scale_gradients_by_how_often_a_row_is_used(padding):
+    index = torch.tensor([[0, 1, 1], [2, 1, 0]])
+    compare(lambda w: F.embedding(index, w, padding, scale_grad_by_freq=True), torch.randn(4, 2))
+
+
+def test_embeddings_with_a_largest_norm_are_refused():
+    model = tt.inference_model(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(tr.TailraceError, match=re.escape("no max_norm here")) as caught:
+        model(torch.tensor([0, 2]))
+    assert "Received: max_norm=1.0. Normalise the rows" in str(caught.value)
+
+
+SOFT = {
+    "F.softmax": lambda x: F.softmax(x, -1, dtype=torch.float32),
+    "F.log_softmax": lambda x: F.log_softmax(x, -1, dtype=torch.float32),
+    "F.softmin": lambda x: F.softmin(x, -1, dtype=torch.float32),
+    "torch.softmax": lambda x: torch.softmax(x, 1, torch.float32),
+    "Tensor.softmax": lambda x: x.softmax(dim=1, dtype=torch.float32),
+    "Tensor.log_softmax": lambda x: x.log_softmax(1, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", SOFT)
+def test_softmax_in_another_dtype(name):
+    found, _ = ours(lambda x: SOFT[name](x.half()), ROWS)
+    assert found.dtype == np.float32
+    assert_close(found, SOFT[name](ROWS.half()).numpy())
+
+
+def test_memory_formats_mean_nothing():
+    last = torch.channels_last
+    compare(
+        lambda x: (
+            x.contiguous(memory_format=last)
+            + x[:1].to(memory_format=last)
+            + x.clone(memory_format=last)
+        ),
+        torch.randn(2, 3, 2, 2),
+    )
+
+
+# -- in place -------------------------------------------------------------------------------------
+
+ONES = torch.ones(3, 4)
+IN_PLACE = {
+    **{
+        name: ()
+        for name in (
+            *("abs_", "absolute_", "acos_", "cos_", "erf_", "erfc_", "exp_", "exp2_"),
+            *("expm1_", "floor_", "frac_", "log_", "log10_", "log1p_", "log2_"),
+            *("nan_to_num_", "neg_", "reciprocal_", "round_", "rsqrt_", "sin_", "sinh_"),
+            *("square_", "tan_", "tril_", "trunc_"),
+        )
+    },
+    "addcmul_": (ONES, ONES * 2),
+    "addmm_": (torch.ones(3, 2), torch.ones(2, 4)),
+    "clamp_": (0.4, 0.7),
+    "clamp_max_": (0.5,),
+    "cumsum_": (1,),
+    "fill_diagonal_": (3.0,),
+    "fmod_": (0.3,),
+    "hypot_": (ONES,),
+    "index_fill_": (0, torch.tensor([0, 2]), 2.0),
+    "lerp_": (ONES, 0.3),
+    "masked_fill_": (torch.eye(3, 4) > 0, 2.0),
+}
+
+
+def test_in_place_methods():
+    def run(x):
+        parts = []
+        for name, given in IN_PLACE.items():
+            part = x * 1
+            out = getattr(part, name)(*given)
+            parts.append(out + 2 * part)
+        return torch.stack(parts)
+
+    compare(run, torch.linspace(0.1, 0.9, 12).reshape(3, 4))
+
+
+def test_in_place_methods_on_parts_and_other_dtypes():
+    def run(x):
+        flags = x > 0.5
+        flags.logical_and_(x < 0.8)
+        y = torch.zeros_like(x)
+        y[1].add_(x[1]).neg_()
+        y[:, 0].copy_(x[:, 0]).sin_()
+        return y * flags + y
+
+    compare(run, torch.linspace(0.1, 0.9, 12).reshape(3, 4))
+
+
+def drawn_again(x):
+    """As `trunc_normal_` since PyTorch 2.13."""
+    while (x > 2).any():
+        x.normal_()
+    return x
+
+
+@pytest.mark.parametrize("draw", [drawn_again, nn.init.trunc_normal_])
+def test_what_needs_values_is_refused_and_not_skipped(draw):
+    if draw is nn.init.trunc_normal_ and ".any()" not in inspect.getsource(nn.init):
+        pytest.skip("this PyTorch draws once")
+    model = tt.inference_model(Call(lambda x: draw(x.clone())))
+    with pytest.raises(tr.TailraceError, match="traced once"):
+        model(torch.ones(3))
+
+
+# -- views ----------------------------------------------------------------------------------------
+
+WRITES = {
+    "view": lambda x: x.view(-1).add_(1),
+    "an element": lambda x: x.view(-1).__setitem__(2, 7.0),
+    "reshape": lambda x: x.reshape(4, 3)[1].mul_(2),
+    "t": lambda x: x.t().mul_(2),
+    "T": lambda x: x.T[0].mul_(2),
+    "transpose": lambda x: x.transpose(0, 1)[1].zero_(),
+    "permute": lambda x: x.permute(1, 0).relu_(),
+    "unsqueeze": lambda x: x.unsqueeze(0).add_(1),
+    "squeeze": lambda x: x[None].squeeze(0).add_(1),
+    "narrow": lambda x: x.narrow(1, 1, 2).fill_(3.0),
+    "diagonal": lambda x: x.diagonal().fill_(3.0),
+    "flatten": lambda x: F.relu(x.flatten(), inplace=True),
+    "select": lambda x: x.select(1, 2).fill_(9.0),
+    "movedim": lambda x: x.movedim(0, 1).add_(torch.arange(3.0)),
+    "swapaxes": lambda x: x.swapaxes(0, 1).mul_(2.0),
+    "mT": lambda x: x.mT.mul_(2.0),
+    "unfold": lambda x: x.unfold(1, 2, 2).fill_(3.0),
+    "views of views": lambda x: x.view(2, 6).t()[1:3].unsqueeze(0).add_(5.0),
+    "a view of a slice": lambda x: x[1:].view(-1)[:3].fill_(1.0),
+    "slices": lambda x: (x[1].zero_(), x[:, 0].fill_(4.0)),
+    "a copy": lambda x: x.t().reshape(-1).fill_(3.0),
+    "another copy": lambda x: x.t().contiguous().fill_(3.0),
+    "no copy": lambda x: x.contiguous().add_(1.0),
+}
+
+
+def test_what_is_written_through_a_view_is_written():
+    def run(x):
+        parts = []
+        for write in WRITES.values():
+            part = x * 1
+            write(part)
+            parts.append(part * 2)
+        return torch.stack(parts)
+
+    compare(run, torch.arange(12.0).reshape(3, 4) - 5)
+
+
+def test_views_see_what_is_written_elsewhere():
+    def run(x):
+        x = x * 1
+        row, column = x.view(-1), x.t()
+        x.add_(1)
+        row[0] = 100.0
+        x[0, 1] = 50.0
+        row[2] = 70.0
+        total = x.sum()
+        column[1, 1] = 3.0
+        del column
+        cast = x.half().type_as(x)
+        return torch.cat([row, x.t().reshape(-1), cast.flatten() * total])
+
+    compare(run, torch.arange(12.0).reshape(3, 4) - 5)
+
+
+def test_buffers_written_through_views():
+    class Counts(nn.Module):
+        seen: torch.Tensor
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2, 3))
+
+        def forward(self, x):
+            self.seen.view(-1)[1:3].add_(x.sum())
+            return x * 2
+
+    model, plain = Counts(), Counts()
+    run = ModuleFunction(model, training_modes(model))
+    fill = lambda wrap: ((wrap(jax.numpy.ones(2)),), {})  # noqa: E731
+    ran = run({}, {"seen": jax.numpy.zeros((2, 3))}, fill, jax.random.key(0))
+    plain(torch.ones(2))
+    assert_close(np.asarray(ran.buffers["seen"]), plain.seen.numpy())

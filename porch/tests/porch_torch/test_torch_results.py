@@ -1,0 +1,214 @@
+"""Results are PyTorch's: promotion of every pair of dtypes, `dtype=` and `out=` of every kind."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oracles import assert_close
+from tailrace.errors import ProgramError
+from tailrace.torch.calls.arrays import array_of, dtype_on_device
+from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32),
+)
+
+
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, given):
+        return self.function(given)
+
+
+def check(function, given):
+    """A function of a dict of tensors returns a dict of tensors with PyTorch's dtypes and values."""
+    module = Call(function)
+    run = ModuleFunction(module, training_modes(module))
+    arrays = {name: jax.numpy.asarray(array_of(t)) for name, t in given.items()}
+
+    def ours(arrays):
+        fill = lambda wrap: (({name: wrap(a) for name, a in arrays.items()},), {})  # noqa: E731
+        return run({}, {}, fill, jax.random.key(0)).outputs
+
+    found = jax.jit(ours)(arrays)
+    expected = function({name: t.clone() for name, t in given.items()})
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == dtype_on_device(value.dtype), name
+        assert found[name].shape == tuple(value.shape), name
+        try:
+            assert_close(np.asarray(found[name]), array_of(value))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+def values(dtype, shape=(3,)):
+    torch.manual_seed(1)
+    whole = torch.randint(0, 2 if dtype == torch.bool else 5, shape)
+    return whole.to(dtype)
+
+
+BINARY = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": lambda a, b: torch.div(a, b + 1),
+    "floor": lambda a, b: torch.div(a, b + 1, rounding_mode="floor"),
+    "maximum": torch.maximum,
+    "less": torch.lt,
+    "equal": torch.eq,
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "cat": lambda a, b: torch.cat([a.reshape(-1), b.reshape(-1)]),
+    "scalar": lambda a, b: (a + 1, a * 0.5, a / 2),
+    "result_type": lambda a, b: torch.zeros(2, dtype=torch.result_type(a, b)),
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_promotion_of_every_pair(name):
+    function = BINARY[name]
+    given = {
+        f"{dtype}"[6:] + kind: values(dtype, shape)
+        for dtype in DTYPES
+        for kind, shape in (("", (3,)), ("-0", ()))
+    }
+
+    def all_pairs(given):
+        out = {}
+        for (a, x), (b, y) in itertools.product(given.items(), repeat=2):
+            if name == "sub" and torch.bool in (x.dtype, y.dtype):
+                continue  # PyTorch refuses
+            made = function(x, y)
+            for number, one in enumerate(made if isinstance(made, tuple) else (made,)):
+                out[f"{a} {name} {b} {number}"] = one
+        return out
+
+    check(all_pairs, given)
+
+
+def test_booleans_stay_booleans():
+    def some(given):
+        a, b = given["a"], given["b"]
+        return {"sum": a + b, "not": ~(a + b), "product": a * b}
+
+    check(some, {"a": values(torch.bool), "b": ~values(torch.bool)})
+
+
+REDUCTIONS = {
+    "sum": torch.sum,
+    "sum of a dim": lambda x, dtype: torch.sum(x, 0, dtype=dtype),
+    "sum, method": lambda x, dtype: x.sum(0, True, dtype=dtype),
+    "nansum": torch.nansum,
+    "mean": torch.mean,
+    "mean of a dim": lambda x, dtype: x.mean((0, 1), dtype=dtype),
+    "nanmean": torch.nanmean,
+    "prod": torch.prod,
+    "prod of a dim": lambda x, dtype: torch.prod(x, 1, dtype=dtype),
+    "cumsum": lambda x, dtype: torch.cumsum(x, 1, dtype=dtype),
+    "cumprod": lambda x, dtype: torch.cumprod(x, 1, dtype=dtype),
+    "softmax": lambda x, dtype: torch.softmax(x, 1, dtype=dtype),
+    "F.softmax": lambda x, dtype: F.softmax(x, 1, dtype=dtype),
+    "log_softmax": lambda x, dtype: torch.log_softmax(x, 1, dtype=dtype),
+    "softmin": lambda x, dtype: F.softmin(x, 1, dtype=dtype),
+    "norm": lambda x, dtype: torch.norm(x, 2, 1, dtype=dtype),
+    "vector_norm": lambda x, dtype: torch.linalg.vector_norm(x, dtype=dtype),
+    "matrix_norm": lambda x, dtype: torch.linalg.matrix_norm(x, dtype=dtype),
+    "zeros_like": torch.zeros_like,
+    "full_like": lambda x, dtype: torch.full_like(x, 3, dtype=dtype),
+    "new_full": lambda x, dtype: x.new_full((2,), 3, dtype=dtype),
+    "to": lambda x, dtype: x.to(dtype),
+    "arange": lambda x, dtype: torch.arange(x.shape[1], dtype=dtype),
+    "linspace": lambda x, dtype: torch.linspace(0, 1, 5, dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_dtype_is_the_dtype_of_the_computation(name):
+    function = REDUCTIONS[name]
+    # In half the sum of these would be infinite.
+    given = {
+        "x": torch.full((2, 70000), 1.0, dtype=torch.float16),
+        "small": torch.ones(2, 3).half(),
+    }
+
+    def some(given):
+        of = given["x"] if name in ("sum", "sum of a dim", "nansum", "mean") else given["small"]
+        wide = {"wide": function(of, dtype=torch.float32)}
+        if "norm" in name:
+            return wide  # PyTorch refuses a dtype that is not wider
+        return {**wide, "bfloat16": function(given["small"], dtype=torch.bfloat16)}
+
+    check(some, given)
+
+
+OUTS = {
+    "add": lambda a, b, out: torch.add(a, b, alpha=2, out=out),
+    "bucketize": lambda a, b, out: torch.bucketize(a, b[0].sort().values, out=out),
+    "cat": lambda a, b, out: torch.cat([a, b], out=out),
+    "cumprod": lambda a, b, out: torch.cumprod(a, 0, out=out),
+    "exp": lambda a, b, out: torch.exp(a, out=out),
+    "gather": lambda a, b, out: torch.gather(a, 0, (b > 0).long(), out=out),
+    "matmul": lambda a, b, out: torch.matmul(a, b.t(), out=out),
+    "mm": lambda a, b, out: torch.mm(a, b.t(), out=out),
+    "softmax": lambda a, b, out: torch.softmax(a, 1, out=out),
+    "sum": lambda a, b, out: torch.sum(a, 1, out=out),
+    "take_along_dim": lambda a, b, out: torch.take_along_dim(a, (b > 0).long(), 0, out=out),
+    "where": lambda a, b, out: torch.where(a > b, a, b, out=out),
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_out_is_written(name):
+    function = OUTS[name]
+
+    def some(given):
+        a, b = given["a"], given["b"]
+        kind = torch.int64 if name == "bucketize" else torch.float32
+        empty = torch.empty(0, dtype=kind)
+        same = function(a, b, empty)
+        assert same is empty
+        fits = torch.zeros(empty.shape, dtype=kind)
+        function(a, b, fits)
+        return {"resized": empty, "written": fits, "used": fits + 1}
+
+    check(some, {"a": torch.randn(2, 3), "b": torch.randn(2, 3)})
+
+
+def test_several_outs_and_slices():
+    def some(given):
+        x = given["x"]
+        values, places = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        torch.max(x, 1, out=(values, places))
+        table = torch.zeros(3, 4)
+        torch.mul(x[0], 2, out=table[1])
+        return {"values": values, "places": places, "table": table}
+
+    check(some, {"x": torch.randn(3, 4)})
+
+
+def test_out_of_a_narrower_kind_is_refused():
+    def some(given):
+        torch.add(given["x"], 1, out=torch.empty(3, dtype=torch.int64))
+        return {}
+
+    with pytest.raises(ProgramError, match="result type float32 can't be cast"):
+        check(some, {"x": torch.randn(3)})
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_norms_of_half_inputs_with_float_weights_are_half(norm):
+    def some(given):
+        x, w = given["x"], given["w"]
+        out = F.layer_norm(x, (4,), w, w) if norm == "layer" else F.group_norm(x, 2, w, w)
+        return {"out": out}
+
+    check(some, {"x": torch.randn(3, 4).half(), "w": torch.randn(4)})

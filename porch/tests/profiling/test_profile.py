@@ -1,0 +1,216 @@
+"""`trainer.profile`: what costs most comes first, everything has a place, nothing is changed."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tailrace as tr
+from tailrace.cli import main
+from tailrace.profiling.profile.profile import Profile, Row
+from tailrace.profiling.programs.hlo_costs import bytes_moved, flops
+from tailrace.profiling.programs.hlo_text import parse
+from tailrace.profiling.programs.op_names import place_of
+
+ROWS, STEPS = 32, 6
+WIDE = 512  # its products take far longer than a busy machine stops any other operation for
+
+
+def loss_fn(params, x, y):
+    h = x
+    for name in ("first", "second"):
+        with jax.named_scope(name):
+            h = jnp.tanh(h @ params[name])
+    with jax.named_scope("planted"):
+        wide = h @ params["wide"]
+        for _ in range(3):
+            wide = jnp.tanh(wide @ params["planted"])
+    with jax.named_scope("head"):
+        return ((wide.mean(axis=1) - y) ** 2).mean()
+
+
+def params():
+    rng = np.random.default_rng(0)
+    sizes = {"first": (16, 16), "second": (16, 16), "wide": (16, WIDE), "planted": (WIDE, WIDE)}
+    return {n: rng.normal(size=s).astype(np.float32) * 0.05 for n, s in sizes.items()}
+
+
+def arrays():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(256, 16)).astype(np.float32)
+    return x, x[:, 0].copy()
+
+
+def data(**options):
+    return tr.batches(arrays(), ROWS, repeat=True, **options)
+
+
+def trainer(**options):
+    options = {"accumulation": 2, "observe": ["grad/*"], "steps_per_execution": STEPS, **options}
+    return tr.Trainer(loss_fn, optax.sgd(1e-3, momentum=0.9), params(), **options)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    one = trainer(run_dir=tmp_path_factory.mktemp("runs") / "run")
+    before = one.fit(data(), steps=STEPS, progress=False).loss
+    state = jax.tree.map(np.asarray, one.state)
+    profile = one.profile(data())
+    return one, profile, state, before
+
+
+def test_a_planted_slow_layer_comes_first(made):
+    _, profile, _, _ = made
+    assert profile.rows[0].scope == "planted"
+    assert [row.seconds for row in profile.rows] == sorted(
+        (row.seconds for row in profile.rows), reverse=True
+    )
+    first = str(profile).splitlines()[2]
+    assert re.match(r"(forward|backward)\s+planted", first), first
+
+
+def test_every_phase_has_its_time_and_almost_everything_a_place(made):
+    _, profile, _, _ = made
+    assert profile.named >= 0.95
+    assert profile.steps == 2 * STEPS
+    for phase in ("forward", "backward", "optimizer", "accumulation", "feeds", "taps"):
+        assert profile.phase(phase) > 0, phase
+    scopes = {row.scope for row in profile.rows if row.phase == "forward"}
+    assert {"first", "second", "planted", "head"} <= scopes
+
+
+def test_floating_point_operations_are_those_of_the_products(made):
+    _, profile, _, _ = made
+    passes = profile.steps * 2
+    products = 2 * ROWS * (16 * WIDE + 3 * WIDE * WIDE) * passes
+    (forward,) = (r for r in profile.rows if (r.phase, r.scope) == ("forward", "planted"))
+    (backward,) = (r for r in profile.rows if (r.phase, r.scope) == ("backward", "planted"))
+    # Beside the products there are a tanh and its derivative for each value.
+    assert products <= forward.flops <= 1.1 * products
+    assert 1.9 * products <= backward.flops <= 2.2 * products
+    assert forward.bytes > 0
+    assert all(row.roofline is None or 0 < row.roofline <= 1 for row in profile.rows)
+
+
+def test_the_trainer_is_as_before(made):
+    one, _, state, before = made
+    assert one.step == STEPS
+    assert one.executions == 1
+    np.testing.assert_array_equal(one.history.loss, before)
+    jax.tree.map(np.testing.assert_array_equal, state, jax.tree.map(np.asarray, one.state))
+
+
+def test_what_is_trained_after_a_profile_is_the_same():
+    def elements():
+        x, y = arrays()
+        for number in range(8 * STEPS):
+            rows = (np.arange(ROWS) * (number + 3)) % len(x)
+            yield x[rows], y[rows]
+
+    plain = trainer().fit(elements(), steps=2 * STEPS, progress=False).loss
+    one, stream = trainer(), elements()
+    one.profile(stream, executions=1)
+    loss = one.fit(stream, steps=2 * STEPS, progress=False).loss
+    np.testing.assert_array_equal(loss, plain)
+
+
+def test_memory_has_owners(made):
+    _, profile, _, _ = made
+    sizes = sum(a.nbytes for a in params().values())
+    assert profile.memory["parameters"] == sizes
+    assert profile.memory["optimizer state"] == sizes
+    assert list(profile.memory.values()) == sorted(profile.memory.values(), reverse=True)
+
+
+def test_it_is_kept_with_the_run_and_reported(made, capsys):
+    one, profile, _, _ = made
+    directory = one._journal.sink.directory
+    assert Profile.load(directory / "profile.json") == profile
+    assert main(["report", str(directory)]) == 0
+    capsys.readouterr()
+    report = (directory / "report.html").read_text()
+    assert "planted" in report
+    assert "time a step" in report
+
+
+def test_a_profile_before_the_first_fit_is_kept_too(tmp_path):
+    one = trainer(run_dir=tmp_path / "run", observe=())
+    profile = one.profile(data(), executions=1)
+    assert not (tmp_path / "run").exists()
+    one.fit(data(), steps=STEPS, progress=False)
+    assert Profile.load(tmp_path / "run" / "profile.json") == profile
+
+
+def test_text_tree_html_picture_and_json(made):
+    _, profile, _, _ = made
+    assert Profile.from_json(profile.to_json()) == profile
+    tree = profile.tree().splitlines()
+    assert tree[0].split()[-1] in ("backward", "forward")
+    assert any(line.endswith("    planted") for line in tree)
+    assert "<svg" in profile.treemap()
+    assert "planted" in profile.treemap()
+    assert "<table>" in profile._repr_html_()
+    with pytest.raises(tr.TailraceError, match="A profile is what trainer.profile"):
+        Profile.from_json('{"format": 99}')
+
+
+def test_names_are_text():
+    row = Row("forward", "<script>alert(1)</script>", 1.0, 0.0, 0.0, None, 1, {})
+    profile = Profile((row,), 1, 1, 1.0, 1.0, "cpu", 1.0, 1.0, {"<b>": 1})
+    for text in (profile._repr_html_(), str(profile.treemap())):
+        assert "<script>" not in text
+        assert "<b>" not in text
+
+
+def test_wrong_counts(made):
+    with pytest.raises(tr.TailraceError, match="executions must be a whole number >= 1"):
+        made[0].profile(data(), executions=0)
+
+
+# -- names and costs from the text of a program -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op_name", "place"),
+    [
+        ("jit(f)/while/body/closed_call/jvp(a)/b/dot_general", ("forward", "a/b", "dot_general")),
+        ("jit(f)/transpose(jvp(a))/b/dot_general", ("backward", "a/b", "dot_general")),
+        ("jit(f)/jvp()/reduce_sum", ("forward", "", "reduce_sum")),
+        ("jit(f)/while/body/optimizer/mul", ("optimizer", "", "mul")),
+        ("jit(f)/jvp(optimizer)/mul", ("forward", "optimizer", "mul")),
+        ("jit(f)/while/body/tailrace.taps/reduce_sum", ("taps", "", "reduce_sum")),
+        ("jit(f)/while/body/dynamic_slice", ("feeds", "", "dynamic_slice")),
+        ("jit(f)/while/body/add", ("loop", "", "add")),
+        ("jit(f)/jvp(blocks.0)/blocks.0.attn/exp", ("forward", "blocks.0.attn", "exp")),
+        ("jit(f)/jvp(a)/jit(relu)/max", ("forward", "a", "max")),
+        (
+            "jit(f)/transpose(jvp(a))/checkpoint/rematted_computation/b/sin",
+            ("backward", "a/b", "sin"),
+        ),
+        ("", ("loop", "", "")),
+    ],
+)
+def test_places(op_name, place):
+    assert tuple(place_of(op_name)[:3]) == place
+
+
+def test_costs_of_instructions():
+    module = parse(
+        jax.jit(lambda a, b: jnp.tanh(a @ b))
+        .lower(jnp.ones((8, 32)), jnp.ones((32, 4)))
+        .compile()
+        .as_text()
+    )
+    entry = [module.instructions[one.name] for one in module.computations[module.entry]]
+    total = sum(flops(one, module) for one in entry)
+    assert total == 2 * 8 * 32 * 4 + 8 * 4
+    assert sum(bytes_moved(one, module) for one in entry) >= 4 * (8 * 32 + 32 * 4 + 8 * 4)
+
+
+def test_replicas_have_a_phase_of_their_own():
+    profile = trainer(replicas=2, accumulation=1, observe=()).profile(data(), executions=1)
+    assert profile.phase("replicas") > 0
+    assert profile.named >= 0.95

@@ -1,0 +1,112 @@
+"""Taps never change a bit: parameters and losses are the same with and without them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plain_steps import elements, loss_fn, network
+
+import tailrace as tr
+from oracles import assert_bits_equal
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.01),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01)),
+}
+
+STACK = {
+    "stack": np.random.default_rng(0).normal(size=(3, 3, 3)).astype(np.float32),
+    "out": np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32),
+}
+
+EVERYTHING = {
+    "stats": [tr.Tap("*")],
+    "tensor": [tr.Tap("*", reduce="tensor")],
+    "histogram": [tr.Tap(["grad/*", "activation/*"], reduce="histogram")],
+    "sum": [tr.Tap("*", mode="sum", reduce="tensor")],
+    "final": [tr.Tap("*", mode="final", reduce="norm")],
+    "every": [tr.Tap("*", mode=tr.every(3))],
+    "two": [tr.Tap("*", mode=tr.every(2), reduce="norm"), tr.Tap("grad/*", reduce="tensor")],
+    "gradients": [tr.Tap("grad/*")],
+}
+
+
+def trained(loss, data, params, observe, optimizer="momentum", steps=7, **options):
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in some of its rules
+        trainer = tr.Trainer(
+            loss, OPTIMIZERS[optimizer](), params, steps_per_execution=4, observe=observe, **options
+        )
+        history = trainer.fit(data, steps=steps)
+    assert bool(observe) == bool(len(trainer.records))
+    return trainer.state, np.asarray(history.loss)
+
+
+@functools.cache
+def untapped(loss):
+    """The state and the losses without any tap."""
+    return trained(loss, elements(7), network() if loss is loss_fn else STACK, ())
+
+
+@pytest.mark.parametrize("taps", EVERYTHING)
+def test_whatever_is_tapped(taps):
+    plain = untapped(loss_fn)
+    state, losses = trained(loss_fn, elements(7), network(), EVERYTHING[taps])
+    assert_bits_equal(state, plain[0])
+    if taps == "final":
+        # XLA adds up the loss in another order when its value is carried as well.
+        np.testing.assert_array_max_ulp(losses, plain[1], maxulp=1, dtype=np.float32)
+    else:
+        assert_bits_equal(losses, plain[1])
+
+
+@pytest.mark.parametrize(("optimizer", "seed"), [("sgd", 1), ("adam", 2), ("clipped", 3)])
+def test_whatever_trains(optimizer, seed):
+    data, params = elements(7, seed), network(seed)
+    plain = trained(loss_fn, data, params, (), optimizer)
+    assert_bits_equal(trained(loss_fn, data, params, [tr.Tap("*")], optimizer), plain)
+
+
+@pytest.mark.parametrize(("microbatches", "replicas"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize("taps", ["stats", "every"])
+def test_with_microbatches_and_replicas(taps, microbatches, replicas):
+    options = {"accumulation": microbatches, "replicas": replicas, "steps": 5}
+    data = elements(5 * microbatches * replicas)
+    plain = trained(loss_fn, data, network(), (), **options)
+    assert_bits_equal(trained(loss_fn, data, network(), EVERYTHING[taps], **options), plain)
+
+
+def noisy(params, x, y):
+    """A loss with dropout, a scan of layers, recomputation, a branch and a loop."""
+
+    def layer(h, w):
+        with jax.named_scope("layer"):
+            return jnp.tanh(h @ w), None
+
+    keep = jax.random.bernoulli(tr.key(), 0.7, x.shape)
+    h, _ = jax.lax.scan(jax.checkpoint(layer), jnp.where(keep, x, 0.0), params["stack"])
+    h = jax.lax.cond(h.sum() > 0, lambda h: h * 1.5, lambda h: jnp.sin(h), h)
+    noise = jax.random.normal(tr.key(), h.shape) * 0.01
+    h = jax.nn.gelu(h @ params["out"]) + noise[:, :2]
+    return ((h - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("taps", ["stats", "tensor", "gradients"])
+def test_random_keys_branches_and_recomputation(taps):
+    assert_bits_equal(trained(noisy, elements(7), STACK, EVERYTHING[taps]), untapped(noisy))
+
+
+def test_the_result_of_an_observed_function():
+    def step(params, x, y):
+        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, x, y)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss, aux
+
+    x, y = elements(1)[0]
+    plain = jax.jit(step)(network(), x, y)
+    observed, records = tr.observe(step, [tr.Tap("*", reduce="tensor"), "*"])(network(), x, y)
+    assert_bits_equal(observed, plain)
+    assert len(records) > 20

@@ -1,0 +1,247 @@
+"""Statistics, histograms and norms against numpy; parts merged against the whole."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_steps import exponents, statistics
+
+from tailrace.taps.reductions import (
+    StatsKey,
+    _any_finite,
+    _careful,
+    _quick,
+    _rows,
+    all_finite,
+    histogram,
+    merge_statistics,
+    norm,
+    pack_statistics,
+    row_lengths,
+    row_width,
+)
+
+DTYPES = ["float32", "float16", "bfloat16", "int32", "uint8"]
+SIZES = [1, 7, 1024, 2050]
+
+
+def as_dtype(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def described(values):
+    """What a tap with `reduce="stats"` makes of one tensor, on the device and then on the host."""
+    return merge_statistics(np.asarray(packed([values])), np.size(values))
+
+
+packed = jax.jit(pack_statistics)
+
+
+def assert_statistics(found, values):
+    expected = statistics(values)
+    for field in ("nan", "inf"):
+        assert found[field] == expected[field], field
+    assert found["zero"] == pytest.approx(expected["zero"], abs=1e-12)
+    for field in ("min", "max"):
+        assert found[field] == expected[field] or np.isnan(expected[field]), field
+    if np.isnan(expected["mean"]):
+        assert np.isnan(found["mean"])
+        assert np.isnan(found["std"])
+        return
+    scale = max(abs(expected["mean"]), expected["std"])
+    assert found["mean"] == pytest.approx(expected["mean"], abs=2e-6 * scale)
+    # Each row is shifted by one of its values. Should that be an outlier, it adds to the spread as
+    # much as it takes from the accuracy: the error stays below a few times 1024 roundings (half of
+    # that in the root), whatever the mean.
+    size = max(abs(expected["min"]), abs(expected["max"]))
+    assert found["std"] == pytest.approx(expected["std"], rel=4e-4, abs=2e-7 * size)
+
+
+@st.composite
+def tensors(draw, dtypes=DTYPES, sizes=SIZES):
+    dtype = as_dtype(draw(st.sampled_from(dtypes)))
+    size = draw(st.sampled_from(sizes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        top = min(info.max, 2**20)
+        return rng.integers(max(info.min, -top), top, size, endpoint=True).astype(dtype)
+    scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
+    mean = draw(st.sampled_from([0.0, 1.0, 1000.0]))
+    values = (mean + scale * rng.normal(size=size)).astype(dtype)
+    for special in draw(st.lists(st.sampled_from([np.nan, np.inf, -np.inf, 0.0]), max_size=4)):
+        values[rng.integers(0, size, draw(st.integers(1, 5)))] = special
+    return values
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors())
+def test_statistics_equal_those_of_numpy(values):
+    assert_statistics(described(values), values)
+
+
+@pytest.mark.parametrize("mean", [1e4, -1e6, 3e7])
+@pytest.mark.parametrize("size", [1000, 5000])
+def test_a_large_mean_does_not_spoil_the_spread(mean, size):
+    values = (mean + np.random.default_rng(0).normal(size=size) * abs(mean) * 1e-4).astype("f4")
+    expected = statistics(values)
+    found = described(values)
+    assert found["std"] == pytest.approx(expected["std"], rel=1e-3)
+    assert found["mean"] == pytest.approx(expected["mean"], rel=1e-6)
+
+
+def test_values_whose_squares_are_too_large_for_float32():
+    values = np.float32([1e30, -1e30, 2e30])
+    found = described(values)
+    assert found["max"] == np.float32(2e30)
+    assert found["inf"] == 0
+    assert np.isfinite(found["mean"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [np.nan] * 5,
+        [np.inf, -np.inf],
+        [np.nan, 1.0, np.inf],
+        [0.0, -0.0],
+        [np.inf] + [1.0] * 1030,
+        [1.0] * 1030 + [np.nan],
+    ],
+)
+def test_special_values_are_counted_and_left_out(values):
+    assert_statistics(described(np.float32(values)), np.float32(values))
+
+
+def test_shapes_do_not_matter():
+    values = np.random.default_rng(0).normal(size=(3, 50, 11)).astype(np.float32)
+    flat = described(values.ravel())
+    for shape in [(3, 50, 11), (1650, 1), (1, 1, 1650)]:
+        assert described(values.reshape(shape)) == flat
+    assert_statistics(described(np.float32(2.5)), np.float32(2.5))
+
+
+def test_no_values_at_all():
+    found = merge_statistics(np.zeros((0, 8), np.float32), 0)
+    assert np.isnan(found["mean"])
+    assert found["nan"] == 0
+
+
+def test_complex_values_are_described_by_their_magnitude():
+    found = described(np.complex64([3 + 4j, 0]))
+    assert (found["max"], found["mean"], found["zero"]) == (5, 2.5, 0.5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.tuples(tensors(["float32"], [7]), tensors(["bfloat16"]), tensors(["float32"], [1, 2050])))
+def test_several_tensors_in_one_pack(values):
+    partial = np.asarray(packed(list(values)))
+    key = StatsKey((number, v.size) for number, v in enumerate(values))
+    assert partial.shape == (sum(len(row_lengths(v.size)) for v in values), 8)
+    for number, size, rows in key.parts():
+        assert_statistics(merge_statistics(partial[rows], size), values[number])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, row_width()), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+def test_rows_merged_equal_the_whole(lengths, seed):
+    """Merging is exact: rows of any content, put together, have the statistics of the whole."""
+    rng = np.random.default_rng(seed)
+    whole = [row_width()] * (len(lengths) - 1) + lengths[-1:]
+    parts = [rng.normal(rng.normal() * 5, rng.uniform(0.1, 9), n) for n in whole]
+    values = np.concatenate(parts)
+    shifts = [part[0] for part in parts]
+    rows = [
+        [
+            (part - shift).sum(),
+            ((part - shift) ** 2).sum(),
+            part.min(),
+            part.max(),
+            0,
+            0,
+            (part == 0).sum(),
+            shift,
+        ]
+        for part, shift in zip(parts, shifts, strict=True)
+    ]
+    found = merge_statistics(np.array(rows), values.size)
+    for field, expected in statistics(values).items():
+        np.testing.assert_allclose(found[field], expected, 1e-9, 1e-9, err_msg=field)
+
+
+def test_leading_dims_are_kept():
+    values = np.random.default_rng(0).normal(size=(2, 3, 1500)).astype(np.float32)
+    partial = jax.vmap(jax.vmap(lambda v: pack_statistics([v])))(values)
+    found = merge_statistics(np.asarray(partial), 1500)
+    assert found.shape == (2, 3)
+    assert_statistics(found[1, 2], values[1, 2])
+
+
+@settings(max_examples=30, deadline=None)
+@given(tensors(["float32"], [7, 2050]))
+def test_the_quick_way_and_the_careful_way_agree(values):
+    rows = _rows(jnp.asarray(values))
+    lengths = jnp.asarray(row_lengths(values.size))
+    if np.isfinite(values).all():
+        quick = merge_statistics(np.asarray(_quick(rows, lengths, rows[:, :1])), values.size)
+        assert_statistics(quick, values)
+    shift = _any_finite(rows)
+    careful = merge_statistics(np.asarray(_careful(rows, lengths, shift)), values.size)
+    assert_statistics(careful, values)
+
+
+# -- histograms and norms -----------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(tensors())
+def test_histograms_equal_those_of_frexp(values):
+    np.testing.assert_array_equal(np.asarray(histogram(jnp.asarray(values))), exponents(values))
+
+
+def test_every_exponent_has_its_own_bin():
+    powers = np.float32(2.0) ** np.arange(-126, 128, dtype=np.float32)
+    counts = np.asarray(histogram(jnp.asarray(np.concatenate([powers, -powers]))))
+    assert counts[1:255].tolist() == [2] * 254
+    below = np.nextafter(powers[1:], np.float32(0))
+    assert np.asarray(histogram(jnp.asarray(below)))[1:254].tolist() == [1] * 253
+
+
+def test_special_values_have_bins_of_their_own():
+    special = np.float32([0, -0.0, 1e-40, -1e-45, np.inf, -np.inf, np.nan])
+    counts = np.asarray(histogram(jnp.asarray(special)))
+    assert (counts[257], counts[0], counts[255], counts[256]) == (2, 2, 2, 1)
+    assert counts.sum() == 7
+
+
+@settings(max_examples=20, deadline=None)
+@given(tensors())
+def test_norms(values):
+    wide = values.astype(np.float64)
+    with np.errstate(over="ignore"):
+        expected = np.sqrt((wide**2).sum())
+    np.testing.assert_allclose(np.asarray(norm(jnp.asarray(values))), expected, rtol=1e-5)
+
+
+def test_the_norm_of_many_values_is_as_good_as_that_of_few():
+    values = np.random.default_rng(0).normal(1, 1, 2_000_000).astype(np.float32)
+    expected = np.sqrt((values.astype(np.float64) ** 2).sum())
+    np.testing.assert_allclose(np.asarray(jax.jit(norm)(values)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 5000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_value_that_is_not_finite_is_seen_wherever_it_is(size, dtype):
+    tell = jax.jit(lambda *values: all_finite(values))
+    fine = np.full(size, 3e38, as_dtype(dtype))  # their sum would not be finite
+    other = np.ones((3, 2), np.float32)
+    assert tell(fine, other)
+    for place, bad in itertools.product({0, size // 2, size - 1}, [np.nan, np.inf, -np.inf]):
+        values = fine.copy()
+        values[place] = bad
+        assert not tell(values, other), (place, bad)

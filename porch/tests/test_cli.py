@@ -1,0 +1,158 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tailrace.cli
+from tailrace._version import __version__
+from tailrace.cli.command_line import COMMANDS, main
+from tailrace.errors import TailraceError
+
+MODULE = """
+import numpy as np
+from tailrace.data.batches import batches
+
+recipe = batches({"x": np.zeros((20, 3))}, 2, repeat=True)
+short = [np.zeros(2)] * 3
+number = 5
+
+class holder:
+    inner = recipe
+
+def make():
+    return recipe
+
+def generate():
+    while True:
+        yield np.zeros(4)
+
+def broken():
+    raise OSError("no\\nfile")
+
+def breaks_later():
+    yield np.zeros(1)
+    raise OSError("gone")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder_with_a_module(tmp_path, monkeypatch):
+    (tmp_path / "my_test_data.py").write_text(MODULE)
+    (tmp_path / "my_broken_module.py").write_text("raise ValueError('bad module')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_test_data", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+SMALL = ["--epochs", "2", "--elements", "10"]
+
+
+@pytest.mark.parametrize("name", ["recipe", "make", "generate", "holder.inner"])
+def test_json(name, capsys):
+    assert main(["benchmark-data", f"my_test_data:{name}", "--json", *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert [e["elements_processed"] for e in json.loads(out)["epochs"]] == [10, 10]
+    assert err == ""
+
+
+def test_table_and_verdict(capsys):
+    assert main(["benchmark-data", "my_test_data:make", "--step-time", "1e7", *SMALL]) == 0
+    out, _ = capsys.readouterr()
+    assert "batches of 2 from 20 examples" in out
+    assert "elements/s" in out
+    assert "the device is the bottleneck, by" in out
+
+
+def test_with_json_the_verdict_goes_to_stderr(capsys):
+    arguments = ["my_test_data:make", "--step-time", "1e7", "--json", *SMALL]
+    assert main(["benchmark-data", *arguments]) == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    assert "the device is the bottleneck" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["my_test_data"], "named as MODULE:ATTRIBUTE, for example mypackage.data:training_set"),
+        (["my_test_data:nothing"], "was imported, but it has no attribute 'nothing'"),
+        (["no_such_module:x"], "importing 'no_such_module' raised ModuleNotFoundError"),
+        (["my_broken_module:x"], "importing 'my_broken_module' raised ValueError: bad module"),
+        (["my_test_data:number"], "This is not a dataset. Received: a int: 5"),
+        (["my_test_data:broken"], "my_test_data:broken was called and raised OSError: no file"),
+        (["my_test_data:breaks_later"], "raised OSError after 1 elements: gone"),
+        (["my_test_data:short"], "asked for 5000 elements"),
+        (["my_test_data:recipe", "--epochs", "0"], "epochs must be a whole number >= 1"),
+        (
+            ["my_test_data:recipe", "--step-time", "0"],
+            "--step-time must be greater than 0 micro",
+        ),
+    ],
+)
+def test_errors_are_one_line_and_code_2(arguments, text, capsys):
+    assert main(["benchmark-data", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert text in err
+    assert err.startswith("tailrace benchmark-data: ")
+    assert len(err.splitlines()) == 1
+    assert "Traceback" not in out + err
+
+
+def test_a_new_command_is_one_function(monkeypatch, capsys):
+    def add(subparsers):
+        parser = subparsers.add_parser("fail")
+        parser.set_defaults(run=run)
+
+    def run(arguments):
+        raise TailraceError("it failed")
+
+    monkeypatch.setattr("tailrace.cli.command_line.COMMANDS", [*COMMANDS, add])
+    assert main(["fail"]) == 2
+    assert capsys.readouterr().err == "tailrace fail: it failed\n"
+
+
+def test_interrupted(monkeypatch):
+    def add(subparsers):
+        subparsers.add_parser("wait").set_defaults(run=run)
+
+    def run(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tailrace.cli.command_line.COMMANDS", [add])
+    assert main(["wait"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--version"], 0, f"tailrace {__version__}"),
+        (["--help"], 0, "benchmark-data"),
+        ([], 2, "COMMAND"),
+        (["benchmark-data", "a:b", "--epochs", "many"], 2, "invalid int value: 'many'"),
+    ],
+)
+def test_argparse(arguments, code, text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == code
+    assert text in "".join(capsys.readouterr())
+
+
+def test_as_a_process():
+    source = str(Path(tailrace.cli.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "tailrace.cli", "benchmark-data", "my_test_data:short", *SMALL],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("tailrace benchmark-data: The benchmark asked for 20 elements")

@@ -1,0 +1,70 @@
+"""A training script that is killed, and started again unchanged.
+
+    python killed_script.py DIRECTORY [--slow SECONDS] [--blocks AFTER]
+
+Prints "step N" while it runs, and at its end a digest of everything that it left behind.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import tailrace as tr
+
+
+class Telling(tr.Callback):
+    """Prints how far the fit is, and makes executions take some time."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def on_execution_end(self, trainer, execution):
+        print(f"step {trainer.step}", flush=True)
+        time.sleep(self.seconds)
+
+
+def loss_fn(w, x, y):
+    x = x * jax.random.bernoulli(tr.key(), 0.8, x.shape) if tr.training() else x
+    return ((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2).mean()
+
+
+def blocking(data, after):
+    """A dataset that stops to deliver."""
+    for number, element in enumerate(data):
+        if number == after:
+            print("blocked", flush=True)
+            time.sleep(600)
+        yield element
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("--blocks", type=int)
+    given = parser.parse_args()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 4)).astype(np.float32)
+    data = tr.batches((x, np.sin(x.sum(1))), 4, shuffle=True)
+    w = {"a": rng.normal(size=(4, 8)).astype(np.float32), "b": np.zeros(8, np.float32)}
+    trainer = tr.Trainer(loss_fn, optax.adam(0.01), w, steps_per_execution=3)
+    checkpoint = None if given.directory == "-" else tr.Checkpoint(given.directory, every=5)
+    source = data if given.blocks is None else blocking(data, given.blocks)
+    call = {"epochs": 3} if given.blocks is None else {"steps": 30}
+    trainer.fit(
+        source, **call, checkpoint=checkpoint, callbacks=[Telling(given.slow)], progress=False
+    )
+    digest = hashlib.sha256()
+    for leaf in [*jax.tree.leaves(trainer.state), trainer.history.loss]:
+        digest.update(np.asarray(leaf).tobytes())
+    print("digest", digest.hexdigest(), trainer.step, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Audit and bisect: which elements were consumed, and where two runs part."""
+
+import numpy as np
+import optax
+import pytest
+
+import tailrace as tr
+from oracles import mlp, mlp_loss, regression
+from tailrace.cli.command_line import main
+from tailrace.errors import RunError
+from tailrace.feeds.reader import Reader
+from tailrace.runs.audit import audit
+from tailrace.runs.bisect import bisect
+
+X, Y = (np.concatenate(leaf) for leaf in zip(*regression(24), strict=True))
+
+
+class Stop(tr.Callback):
+    """Ends a process: nothing is saved."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_execution_end(self, trainer, execution):
+        if trainer.step >= self.at:
+            raise OSError("the machine goes away")
+
+
+def data(x=X):
+    return tr.batches((x, Y), 4, shuffle=True, seed=3)
+
+
+def train(folder, kills=(), dataset=None, steps=None, **options):
+    """A script that is killed now and then, and started again."""
+    kept = tr.Checkpoint(folder / "kept", every=4)
+    options = {"steps_per_execution": 2, "fingerprint": True, **options}
+    for at in (*kills, None):
+        trainer = tr.Trainer(
+            lambda p, x, y: mlp_loss(p, x * 1.0, y)[0],
+            optax.sgd(0.05, momentum=0.5),
+            mlp(),
+            run_dir=folder / "run",
+            **options,
+        )
+        given = data() if dataset is None else dataset()
+        callbacks = [] if at is None else [Stop(at)]
+        try:
+            epochs = 3 if steps is None else None
+            trainer.fit(given, steps, epochs, checkpoint=kept, callbacks=callbacks)
+        except OSError:
+            continue
+    return tr.open_run(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed")
+    return train(folder, kills=(5, 14, 30, 31, 66)), folder
+
+
+def test_kills_leave_it_clean(killed):
+    run, _ = killed
+    found = audit(run, data())
+    assert found.is_clean, str(found)
+    assert (found.elements, found.compared, found.resumes) == (
+        72,
+        72,
+        4,
+    )  # two went on from one checkpoint
+    assert found.passes == [(0, 0, 0, 24), (0, 1, 0, 24), (0, 2, 0, 24)]
+    assert "every element was consumed once, in order" in str(found)
+
+
+def test_the_command_says_it_with_its_exit_code(killed, capsys):
+    _, folder = killed
+    assert main(["audit", str(folder / "run")]) == 0
+    assert "72 elements in 3 passes over the data; 4 resumes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("shift", "word"), [(1, "were not consumed"), (-1, "consumed again")])
+def test_a_planted_off_by_one_is_found(tmp_path, monkeypatch, capsys, shift, word):
+    go_to = Reader.go_to
+    planted = lambda self, state: go_to(self, {**state, "elements": state["elements"] + shift})  # noqa: E731
+    monkeypatch.setattr(Reader, "go_to", planted)
+    run = train(tmp_path, kills=(7,), steps=12)
+    found = audit(run)
+    assert not found.is_clean
+    assert word in str(found)
+    assert "where a process went on" in str(found)
+    assert main(["audit", str(tmp_path / "run")]) == 1
+    assert word in capsys.readouterr().out
+
+
+class Shifted:
+    """A dataset whose own position is wrong by one after it went on: only contents show it."""
+
+    def __init__(self, shift):
+        self.elements, self.at, self.shift = regression(24), 0, shift
+
+    def __iter__(self):
+        self.at = 0
+        return self
+
+    def __next__(self):
+        if self.at >= len(self.elements):
+            raise StopIteration
+        self.at += 1
+        return self.elements[self.at - 1]
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"] + self.shift
+
+
+def test_a_dataset_that_goes_on_elsewhere_is_found_by_contents(tmp_path):
+    clean = audit(train(tmp_path / "clean", kills=(7,), steps=12, dataset=lambda: Shifted(0)))
+    assert clean.is_clean
+    assert clean.resumes == 1
+    back = audit(train(tmp_path / "back", kills=(7,), steps=12, dataset=lambda: Shifted(-1)))
+    assert "consumed the content that step 3 had consumed" in str(back)
+    run = train(tmp_path / "on", kills=(7,), steps=12, dataset=lambda: Shifted(1))
+    assert audit(run).is_clean, "a gap in contents shows only beside the dataset"
+    found = audit(run, Shifted(0))
+    assert "element 4 has another content than in the dataset; it is that of element 5" in str(
+        found
+    )
+
+
+def test_several_fits(tmp_path):
+    trainer = tr.Trainer(
+        mlp_loss, optax.sgd(0.05), mlp(), run_dir=tmp_path / "run", steps_per_execution=5
+    )
+    trainer.fit(data(), steps=7)
+    trainer.fit(iter(regression(9)), steps=6)
+    trainer.fit(data(), epochs=2)
+    found = audit(tr.open_run(tmp_path / "run"))
+    assert found.is_clean, str(found)
+    assert len(found.passes) == 4
+    with pytest.raises(RunError, match="the run needs digests of elements"):
+        audit(tr.open_run(tmp_path / "run"), data())
+
+
+def test_bisect_of_equal_runs(killed, tmp_path):
+    run, folder = killed
+    other = train(tmp_path)
+    found = bisect(run, other)
+    assert not found, str(found)
+    assert "no difference in 36 executions and 72 steps" in str(found)
+    assert main(["bisect", str(folder / "run"), str(tmp_path / "run")]) == 0
+
+
+def test_bisect_names_step_and_tensor(killed, tmp_path, capsys, monkeypatch):
+    _, folder = killed
+    changed = np.array(X)
+    row = data().rows(9, 1)[0, 2]
+    changed[row, 1] += 0.01
+    train(tmp_path, dataset=lambda: data(changed))
+    (tmp_path / "bisect_first.py").write_text(
+        "import test_audit as t\ndef make():\n    return t.remade(), t.data()\n"
+        "def other():\n    import numpy as np\n    x = np.array(t.X)\n"
+        f"    x[{row}, 1] += 0.01\n    return t.remade(), t.data(x)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    script = str(tmp_path / "bisect_first.py")
+    targets = ["--first", f"{script}:make", "--second", f"{script}:other"]
+    code = main(["bisect", str(folder / "run"), str(tmp_path / "run"), *targets])
+    said = capsys.readouterr().out
+    assert code == 1
+    assert "the first execution that differs ends with step 9: elements, loss, gradients" in said
+    assert "states are equal before step 8" in said
+    assert "the first step with other elements is 9" in said
+    assert "the first tensor that differs: 'input/0' in step 9" in said
+
+
+def remade():
+    return tr.Trainer(
+        lambda p, x, y: mlp_loss(p, x * 1.0, y)[0],
+        optax.sgd(0.05, momentum=0.5),
+        mlp(),
+        fingerprint=True,
+    )
+
+
+def test_replay_from_a_shell(killed, capsys, tmp_path):
+    _, folder = killed
+    script = tmp_path / "replayed_script.py"
+    script.write_text(
+        "import test_audit as t\ndef make():\n    return t.remade(), t.data()\n"
+        "def wrong():\n    return t.remade()\n"
+        "def other():\n    return t.remade(), t.data(t.X + 1)\n"
+    )
+    command = ["replay", str(folder / "run"), "--step", "50", "--observe", "grad/*"]
+    assert main([*command, f"{script}:make"]) == 0
+    said = capsys.readouterr().out
+    assert "proved: equal to what was recorded" in said
+    assert "grad/out: mean=" in said
+    assert main([*command, f"{script}:other"]) == 1
+    assert "NOT PROVED" in capsys.readouterr().out
+    assert main([*command, f"{script}:wrong"]) == 2
+    assert "must return (trainer, dataset)" in capsys.readouterr().err

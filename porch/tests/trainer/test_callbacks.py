@@ -1,0 +1,271 @@
+"""What callbacks see, validation, epochs, and the callbacks that are ready made."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tailrace as tr
+from oracles import (
+    assert_bits_equal,
+    assert_close,
+    mlp,
+    mlp_apply,
+    mlp_loss,
+    plain_training,
+    regression,
+)
+from tailrace.errors import OptionError, ProgramError
+
+ELEMENTS = regression(12)
+HELD_OUT = regression(5, seed=3)
+
+
+def trainer_of(**options):
+    options.setdefault("steps_per_execution", 4)
+    return tr.Trainer(mlp_loss, optax.sgd(0.1), mlp(), **options)
+
+
+class Diary(tr.Callback):
+    """Takes down every call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_fit_begin(self, trainer):
+        self.calls.append(("begin", trainer.step))
+
+    def on_execution_end(self, trainer, execution):
+        self.calls.append(("execution", trainer.step, execution.first_step + execution.steps))
+
+    def on_validation_end(self, trainer, logs):
+        self.calls.append(("validation", trainer.step, dict(logs)))
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        self.calls.append(("epoch", trainer.step, epoch, dict(logs)))
+
+    def on_fit_end(self, trainer, history):
+        self.calls.append(("end", trainer.step))
+
+
+class Looking(tr.Callback):
+    """Compares the parameters with those of a plain training, execution by execution."""
+
+    def on_execution_end(self, trainer, execution):
+        steps = execution.first_step + execution.steps
+        assert trainer.step == steps
+        params, losses = plain_training(mlp_loss, optax.sgd(0.1), mlp(), ELEMENTS[:steps])
+        assert_bits_equal(trainer.params, params)
+        assert_bits_equal(execution.values["loss"], losses[execution.first_step :])
+
+
+def test_state_and_values_belong_to_the_same_step():
+    trainer_of().fit(ELEMENTS, callbacks=[Looking()])
+
+
+def test_order_of_calls_and_means_of_epochs():
+    diary = Diary()
+    history = trainer_of().fit(ELEMENTS, epochs=2, validation_data=HELD_OUT, callbacks=[diary])
+    kinds = [call[0] for call in diary.calls]
+    epoch = ["execution"] * 3 + ["validation", "epoch"]
+    assert kinds == ["begin", *epoch, *epoch, "end"]
+    epochs = [call for call in diary.calls if call[0] == "epoch"]
+    assert [(step, number) for _, step, number, _ in epochs] == [(12, 0), (24, 1)]
+    for number, (_, _, _, logs) in enumerate(epochs):
+        assert logs.keys() == {"loss", "mae", "val_loss", "val_mae"}
+        own = history.loss[number * 12 : number * 12 + 12]
+        assert_close(np.float32(logs["loss"]), np.float32(own.mean()))
+        assert logs["val_loss"] == history["val_loss"][number]
+
+
+def test_epochs_are_numbered_over_all_fits():
+    diary, trainer = Diary(), trainer_of()
+    for _ in range(2):
+        trainer.fit(ELEMENTS, epochs=2, callbacks=[diary])
+    assert [call[2] for call in diary.calls if call[0] == "epoch"] == [0, 1, 2, 3]
+
+
+# -- validation ---------------------------------------------------------------------------------
+
+
+def test_validation_after_so_many_steps():
+    """Executions of four steps are cut where a validation is due."""
+    trainer = trainer_of()
+    history = trainer.fit(ELEMENTS, validation_data=HELD_OUT, validation_every=5)
+    assert history.validated.tolist() == [5, 10]
+    for number, steps in enumerate((5, 10)):
+        params, _ = plain_training(mlp_loss, optax.sgd(0.1), mlp(), ELEMENTS[:steps])
+        expected = np.mean([mlp_loss(params, *e)[0] for e in HELD_OUT])
+        assert_close(np.float32(history["val_loss"][number]), np.float32(expected))
+    params, losses = plain_training(mlp_loss, optax.sgd(0.1), mlp(), ELEMENTS)
+    assert_bits_equal(history.loss, losses)
+    assert_bits_equal(trainer.params, params)
+
+
+def test_a_fit_by_steps_is_one_epoch():
+    history = trainer_of().fit(ELEMENTS, steps=6, validation_data=HELD_OUT)
+    assert history.validated.tolist() == [6]
+    assert history.last()["val_loss"] == history["val_loss"][-1]
+
+
+@pytest.mark.parametrize("every", [0, "step", True, 2.5])
+def test_what_validation_every_is(every):
+    with pytest.raises(OptionError, match="validation_every is 'epoch' or a number of steps"):
+        trainer_of().fit(ELEMENTS, validation_data=HELD_OUT, validation_every=every)
+
+
+# -- epochs -------------------------------------------------------------------------------------
+
+
+def rows_of(data):
+    """The elements that fits of a trainer see, by their first value."""
+
+    def loss_fn(w, x):
+        return (w * x).mean(), {"row": x[0]}
+
+    return tr.Trainer(loss_fn, optax.sgd(0.0), jnp.float32(1), steps_per_execution=3)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_shuffled_dataset_has_another_order_in_each_fit(repeat):
+    data = tr.batches(np.arange(12, dtype=np.float32), 1, shuffle=True, repeat=repeat)
+    trainer = rows_of(data)
+    orders = [trainer.fit(data, steps=12)["row"].tolist() for _ in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    expected = [data.order(epoch).tolist() for epoch in range(3)]
+    assert orders == expected
+    at_once = rows_of(data).fit(data, steps=36)["row"] if repeat else None
+    if repeat:
+        assert at_once.tolist() == np.concatenate(expected).tolist()
+
+
+def test_epochs_of_one_fit_and_of_several_are_the_same():
+    data = tr.batches(np.arange(12, dtype=np.float32), 1, shuffle=True)
+    together = rows_of(data).fit(data, epochs=3)["row"]
+    trainer = rows_of(data)
+    apart = np.concatenate([trainer.fit(data, epochs=1)["row"] for _ in range(3)])
+    assert together.tolist() == apart.tolist()
+    assert data.rows(4, 2, epoch=1)[:, 0].tolist() == together[12 + 4 : 12 + 6].tolist()
+
+
+# -- ready made ---------------------------------------------------------------------------------
+
+
+class Course(tr.Callback):
+    """Makes the parameters something else after some epochs, so that validation gets worse."""
+
+    def __init__(self, worse_from):
+        self.worse_from = worse_from
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        if epoch + 1 >= self.worse_from:
+            state = trainer.state
+            bad = jax.tree.map(lambda value: value * 3, state.params)
+            trainer.engine.state = state._replace(params=bad)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_early_stopping(restore):
+    stopping = tr.callbacks.EarlyStopping("val_loss", patience=1, restore_best=restore)
+    trainer = trainer_of()
+    history = trainer.fit(
+        ELEMENTS, epochs=20, validation_data=HELD_OUT, callbacks=[Course(3), stopping]
+    )
+    best = int(np.argmin(history["val_loss"]))
+    assert len(history["val_loss"]) == best + 3, "two looks without a better value"
+    assert stopping.best == history["val_loss"].min()
+    assert stopping.best_step == (best + 1) * 12
+    if restore:
+        assert trainer.step == stopping.best_step
+        assert trainer.evaluate(HELD_OUT)["loss"] == stopping.best
+    else:
+        assert trainer.step == len(history.loss)
+
+
+def test_early_stopping_counts_validations_by_steps():
+    stopping = tr.callbacks.EarlyStopping("val_mae", patience=0, mode="max")
+    history = trainer_of().fit(
+        ELEMENTS, validation_data=HELD_OUT, validation_every=2, callbacks=[stopping]
+    )
+    falls = np.diff(history["val_mae"]) <= 0
+    assert len(history["val_mae"]) == np.argmax(falls) + 2
+
+
+def test_what_early_stopping_watches():
+    with pytest.raises(
+        OptionError, match=r"no value 'val_loss' to watch. Logged are: 'loss', 'mae'"
+    ):
+        trainer_of().fit(ELEMENTS, callbacks=[tr.callbacks.EarlyStopping()])
+    with pytest.raises(OptionError, match="mode is 'auto', 'min' or 'max'"):
+        tr.callbacks.EarlyStopping(mode="best")
+    with pytest.raises(OptionError, match="patience is a number of at least 0"):
+        tr.callbacks.EarlyStopping(patience=-1)
+
+
+def test_metrics_have_the_form_that_others_log():
+    """`wandb.log(data, step=...)` and `mlflow.log_metrics(metrics, step=...)`."""
+    seen = []
+
+    def log(data, step=None):
+        seen.append((step, data))
+
+    history = trainer_of().fit(
+        ELEMENTS, validation_data=HELD_OUT, callbacks=[tr.callbacks.Metrics(log)]
+    )
+    assert [step for step, _ in seen] == [*range(12), 11]
+    assert_bits_equal(np.float32([d["loss"] for _, d in seen[:-1]]), history.loss)
+    assert seen[-1][1] == {name: history[name][0] for name in ("val_loss", "val_mae")}
+    with pytest.raises(OptionError, match="Metrics hands values to a function"):
+        tr.callbacks.Metrics("loss")
+
+
+def test_rows_of_a_csv_file(tmp_path):
+    path = tmp_path / "new" / "log.csv"
+    logger = tr.callbacks.CSVLogger(path)
+    trainer = trainer_of()
+    for _ in range(2):  # the second fit writes it anew
+        history = trainer.fit(ELEMENTS, epochs=2, validation_data=HELD_OUT, callbacks=[logger])
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(24, 48))
+    assert_bits_equal(np.float32([float(row["loss"]) for row in rows]), history.loss)
+    validated = {int(row["step"]): row["val_loss"] for row in rows if row["val_loss"]}
+    assert validated == {35: str(history["val_loss"][0]), 47: str(history["val_loss"][1])}
+
+
+def test_events_for_tensorboard_while_it_runs(tmp_path):
+    pytest.importorskip("tensorboardX")
+
+    class Reading(tr.Callback):
+        def __init__(self):
+            self.sizes = []
+
+        def on_execution_end(self, trainer, execution):
+            (file,) = tmp_path.glob("events*")
+            self.sizes.append(file.stat().st_size)
+
+    board, reading = tr.callbacks.TensorBoard(tmp_path), Reading()
+    trainer_of().fit(ELEMENTS, validation_data=HELD_OUT, callbacks=[board, reading])
+    assert reading.sizes == sorted(set(reading.sizes)), "it grows with each execution"
+    (file,) = tmp_path.glob("events*")
+    assert b"val_loss" in file.read_bytes()
+
+
+# -- one at a time ------------------------------------------------------------------------------
+
+
+def test_a_trainer_entered_twice():
+    class Again(tr.Callback):
+        def on_execution_end(self, trainer, execution):
+            trainer.evaluate(HELD_OUT)  # is fine
+            trainer.fit(ELEMENTS)
+
+    trainer = trainer_of()
+    with pytest.raises(ProgramError, match="runs one fit at a time, and one is running"):
+        trainer.fit(ELEMENTS, callbacks=[Again()])
+    assert len(trainer.fit(ELEMENTS).loss) == 12
+    assert mlp_apply(trainer.params, ELEMENTS[0][0]).shape == (4,)

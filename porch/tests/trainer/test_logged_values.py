@@ -1,0 +1,165 @@
+"""Values of steps that `log=` asks for: those that the plain program computes, wherever it runs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tailrace as tr
+from oracles import assert_close
+
+ROWS = np.random.default_rng(0).normal(size=(24, 4, 3)).astype(np.float32)
+SCHEDULE = optax.exponential_decay(0.1, 3, 0.5)
+
+
+def first(w, x):
+    return jnp.tanh(x @ w)
+
+
+def last(w, h):
+    return jnp.mean((h - w) ** 2)
+
+
+def loss_fn(w, x):
+    return last(w[1], first(w[0], x))
+
+
+def params():
+    return [np.full((3, 2), 0.3, np.float32), np.ones(2, np.float32)]
+
+
+def plain(elements, steps):
+    """The norms of the mean gradients, with the plain update."""
+    optimizer, w = optax.sgd(SCHEDULE), [jnp.asarray(leaf) for leaf in params()]
+    held, norms = optimizer.init(w), []
+    for step in range(steps):
+        rows = ROWS[step * elements : (step + 1) * elements]
+        grads = jax.tree.map(
+            lambda *g: jnp.mean(jnp.stack(g), axis=0), *[jax.grad(loss_fn)(w, x) for x in rows]
+        )
+        norms.append(float(optax.tree.norm(grads)))
+        updates, held = optimizer.update(grads, held, w)
+        w = optax.apply_updates(w, updates)
+    return np.array(norms, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        yield
+
+
+@pytest.mark.parametrize("where", ["one", "replicas", "pipeline"])
+def test_norms_and_rates_are_those_of_the_plain_program(where, tmp_path):
+    options = {
+        "one": {},
+        "replicas": {"replicas": 2, "accumulation": 2},
+        "pipeline": {},
+    }[where]
+    function = loss_fn
+    if where == "pipeline":
+        function = tr.Pipeline([first, last], accumulation=4, device_mapping=[0, 1])
+    trainer = tr.Trainer(
+        function,
+        optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE),
+        params(),
+        log=["learning_rate", "grad_norm"],
+        observe=[tr.Tap("reduced/*", reduce="norm")],
+        run_dir=tmp_path / "run",
+        **options,
+    )
+    elements = 1 if where == "one" else 4
+    steps = 6
+    seen = []
+    csv = tr.callbacks.CSVLogger(tmp_path / "log.csv")
+    log = tr.callbacks.Metrics(lambda values, step: seen.append(values["grad_norm"]))
+    history = trainer.fit(iter(ROWS), steps=steps, callbacks=[csv, log])
+    assert_close(history["grad_norm"], plain(elements, steps))
+    assert_close(history["learning_rate"], np.array([SCHEDULE(s) for s in range(steps)]))
+    assert_close(np.array(seen), history["grad_norm"])
+    run = tr.open_run(tmp_path / "run")
+    np.testing.assert_array_equal(run.history["grad_norm"], history["grad_norm"])
+    head = (tmp_path / "log.csv").read_text().splitlines()[0]
+    assert set(head.split(",")) == {"step", "loss", "learning_rate", "grad_norm"}
+    # Only what the user's own tap asked for is a record.
+    assert {kind for _, kind in trainer.records} == {"norm"}
+    assert [tap["reduce"] for tap in run.info["taps"]] == ["norm"]
+
+
+def test_speeds_count_examples_tokens_and_operations():
+    ids = np.zeros((24, 4, 7), np.int32)
+    table = np.ones((5, 3), np.float32)
+
+    def loss(w, ids):
+        return jnp.mean((w[ids] @ w[:3].T) ** 2)
+
+    trainer = tr.Trainer(
+        loss,
+        optax.sgd(0.1),
+        table,
+        accumulation=2,
+        log={
+            "learning_rate": lambda step: 0.5**step,
+            "examples_per_second": True,
+            "tokens_per_second": True,
+            "mfu": 1e9,
+        },
+    )
+    history = trainer.fit(iter(ids), steps=6)
+    np.testing.assert_array_equal(history["learning_rate"], 0.5 ** np.arange(6, dtype=np.float32))
+    speed = history["examples_per_second"]
+    assert (speed > 0).all()
+    np.testing.assert_allclose(history["tokens_per_second"], 7 * speed, rtol=1e-6)
+    # A product of [28, 3] and [3, 3], forward, and backward for both factors.
+    per_example = 3 * 2 * 7 * 3 * 3
+    np.testing.assert_allclose(history["mfu"], per_example * speed / 1e9, rtol=1e-5)
+
+
+def test_what_the_user_configured_is_in_the_run(tmp_path, capsys):
+    from tailrace.cli import main
+
+    trainer = tr.Trainer(
+        loss_fn,
+        optax.sgd(SCHEDULE, momentum=0.9),
+        params(),
+        seed=3,
+        run_dir=tmp_path / "run",
+        config={"data": "digits", "layers": [3, 2], "path": tmp_path},
+    )
+    trainer.fit(iter(ROWS), steps=2)
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["config"] == {"data": "digits", "layers": [3, 2], "path": str(tmp_path)}
+    assert info["options"]["seed"] == 3
+    assert info["options"]["optimizer"] == (
+        "trace(decay=0.9, nesterov=False), scale_by_schedule(step_size_fn=exponential_decay("
+        "decay_rate=0.5, init_value=0.1, staircase=False, transition_begin=0, transition_steps=3))"
+    )
+    assert main(["show", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "config" in shown.lower()
+    assert "digits" in shown
+    assert "exponential_decay" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"log": ["lr"]}, "names among 'learning_rate'"),
+        ({"log": ["learning_rate"]}, "inject_hyperparams"),
+        ({"log": {"grad_norm": 3}}, "a schedule for 'learning_rate'"),
+        ({"log": "mfu"}, "log={'mfu': 1e12}"),
+        ({"config": ["a"]}, "a dict of your own"),
+    ],
+)
+def test_what_cannot_be_logged_is_a_sentence(options, text):
+    with pytest.raises(tr.TailraceError, match=text.replace("{", r"\{")):
+        tr.Trainer(loss_fn, optax.sgd(0.1), params(), **options)
+
+
+def test_a_batch_without_tokens_is_a_sentence():
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.1), params(), log=["tokens_per_second"])
+    with pytest.raises(tr.TailraceError, match="Log 'examples_per_second'"):
+        trainer.fit(iter(ROWS), steps=1)

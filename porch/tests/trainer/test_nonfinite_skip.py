@@ -1,0 +1,145 @@
+"""Bad numbers: steps that are skipped, up to a limit, and bundles of the step that stopped."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import tailrace as tr
+from oracles import assert_bits_equal, mlp, mlp_loss, regression
+from tailrace.errors import CheckpointError, NonFiniteError, OptionError
+
+BAD = (3, 9)
+
+
+def elements(bad=BAD):
+    found = regression(16)
+    for number in bad:
+        x, y = found[number]
+        found[number] = (np.full_like(x, np.nan), y)
+    return found
+
+
+def optimizer():
+    return optax.sgd(0.05, momentum=0.5)
+
+
+def trainer_of(**options):
+    options = {"steps_per_execution": 4, "on_nonfinite": "skip", **options}
+    return tr.Trainer(mlp_loss, optimizer(), mlp(), **options)
+
+
+@jax.jit
+def plain_step(params, state, batch):
+    (loss, _), grads = jax.value_and_grad(mlp_loss, has_aux=True)(params, *batch)
+    updates, state = optimizer().update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+@pytest.fixture(scope="module")
+def skipped():
+    trainer = trainer_of()
+    trainer.fit(elements(), steps=16)
+    return trainer
+
+
+def test_bad_steps_change_nothing_and_count_as_steps(skipped):
+    params, state = mlp(), optimizer().init(mlp())
+    for number, batch in enumerate(elements()):
+        if number not in BAD:
+            params, state, _ = plain_step(params, state, batch)
+    assert_bits_equal(skipped.params, params)
+    assert skipped.step == 16
+    assert list(np.flatnonzero(skipped.history["skipped"])) == list(BAD)
+    assert np.isnan(skipped.history.loss[list(BAD)]).all()
+
+
+def test_a_replay_skips_them_too(tmp_path):
+    trainer = trainer_of(fingerprint=True)
+    trainer.fit(elements(), steps=16, checkpoint=tmp_path)
+    for step in (9, 13):
+        found = trainer.replay(step, elements(), checkpoint=tmp_path)
+        assert found.proved is True, str(found)
+    named = trainer.explain_step(9, elements(), checkpoint=tmp_path)
+    assert np.isinf(named.rows["score"]).all()
+
+
+def test_replicas_skip_together(skipped):
+    trainer = trainer_of(replicas=2)
+    trainer.fit(elements(), steps=8)
+    assert list(np.flatnonzero(trainer.history["skipped"])) == [1, 4]
+    assert np.isfinite(np.concatenate([p.ravel() for p in jax.tree.leaves(trainer.params)])).all()
+
+
+def test_there_is_a_limit():
+    guard = tr.stop_on_nonfinite(on_nonfinite="skip", limit=1)
+    trainer = trainer_of(observe=[guard], on_nonfinite=None)
+    with pytest.raises(NonFiniteError, match="2 steps .* were skipped .* more than limit=1") as e:
+        trainer.fit(elements(), steps=16)
+    assert e.value.step == 9
+    trainer.fit(regression(4), steps=4)  # the state is fine
+
+
+def test_a_guard_that_stops_wins():
+    guards = [tr.stop_on_nonfinite("grad/*", "skip"), tr.stop_on_nonfinite("loss")]
+    trainer = trainer_of(observe=guards, on_nonfinite=None)
+    with pytest.raises(NonFiniteError, match="Not finite in step 3"):
+        trainer.fit(elements(), steps=16)
+    assert trainer.step == 3
+
+
+def test_what_cannot_be():
+    with pytest.raises(OptionError, match="on_nonfinite is 'stop' or 'skip'"):
+        trainer_of(on_nonfinite="ignore")
+    with pytest.raises(OptionError, match="limit is a number of steps"):
+        tr.stop_on_nonfinite(limit=-1)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": 2, "replicas": 2}])
+def test_a_bundle_is_the_bad_step(tmp_path, options):
+    pytest.importorskip("safetensors")
+    guard = tr.stop_on_nonfinite("loss", bundle=tmp_path / "bundle")
+    trainer = trainer_of(observe=[guard], on_nonfinite=None, **options)
+    with pytest.raises(NonFiniteError):
+        trainer.fit(elements(), steps=16 // trainer.elements_per_step)
+    assert sorted(path.name for path in (tmp_path / "bundle").iterdir()) == [
+        "arrays.safetensors",
+        "bundle.json",
+    ]
+    note = json.loads((tmp_path / "bundle" / "bundle.json").read_text())
+    assert note["step"] == trainer.step == 3 // trainer.elements_per_step
+    other = trainer_of(on_nonfinite=None, **options)  # of another machine
+    taps = [tr.Tap("loss", reduce="tensor"), tr.Tap("param/out", reduce="tensor")]
+    found = other.replay_bundle(tmp_path / "bundle", regression(1)[0], observe=taps)
+    assert np.isnan(found["loss"].values).any()
+    assert_bits_equal(found["param/out"].values[0], np.asarray(trainer.params["out"]))
+    assert (found.step, found.proved) == (trainer.step, None)
+    assert other.step == 0
+    with pytest.raises(CheckpointError, match="is no bundle, or is damaged"):
+        other.replay_bundle(tmp_path, regression(1)[0])
+    wrong = trainer_of(accumulation=7)
+    with pytest.raises(CheckpointError, match="this trainer takes 7"):
+        wrong.replay_bundle(tmp_path / "bundle", regression(1)[0])
+
+
+def test_bfloat16_survives_a_bundle(tmp_path):
+    pytest.importorskip("safetensors")
+    import jax.numpy as jnp
+
+    guard = tr.stop_on_nonfinite("loss", bundle=tmp_path / "bundle")
+    make = lambda **o: tr.Trainer(  # noqa: E731
+        lambda w, x: (x.astype(jnp.bfloat16) * w).mean(),
+        optax.sgd(0.5),
+        jnp.ones(3, jnp.bfloat16),
+        **o,
+    )
+    trainer = make(observe=[guard])
+    rows = [np.ones((2, 3), np.float32), np.full((2, 3), np.nan, np.float32)]
+    with pytest.raises(NonFiniteError):
+        trainer.fit(rows, steps=2)
+    found = make().replay_bundle(
+        tmp_path / "bundle", rows[0], observe=[tr.Tap("param/*", reduce="tensor")]
+    )
+    assert_bits_equal(found["param/params"].values[0], np.asarray(trainer.params))

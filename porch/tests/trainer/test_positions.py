@@ -1,0 +1,123 @@
+"""Datasets that know where they are go on there: what was used before is not read again."""
+
+import numpy as np
+import optax
+import pytest
+
+import tailrace as tr
+from killed_fits import Kill, Killed
+from oracles import assert_bits_equal
+from tailrace.errors import DataError
+
+X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+
+
+class Counted:
+    """Examples of which is counted how many were read."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, row):
+        self.reads += 1
+        return X[row]
+
+
+class StatefulLoader:
+    """A loader as torchdata has one: its state says where it is, and the next iterator begins there."""
+
+    def __init__(self, examples):
+        self.examples, self.epoch, self.row, self.loaded = examples, 0, 0, False
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "row": self.row}
+
+    def load_state_dict(self, state):
+        self.epoch, self.row, self.loaded = state["epoch"], state["row"], True
+
+    def __iter__(self):
+        if not self.loaded:
+            self.row = 0
+        self.loaded = False
+        return self.batches()
+
+    def batches(self):
+        order = np.random.default_rng(self.epoch).permutation(64)
+        while self.row < 64:
+            self.row += 4
+            yield np.stack([self.examples[row] for row in order[self.row - 4 : self.row]])
+        self.epoch, self.row = self.epoch + 1, 0
+
+
+def with_state(examples):
+    return StatefulLoader(examples)
+
+
+def from_grain(examples):
+    grain = pytest.importorskip("grain")
+    data = grain.MapDataset.source(examples).shuffle(seed=3).batch(4)
+    # Its threads would read all of so small a dataset ahead.
+    return data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+
+
+def trained(make, directory, kill=None, epochs=3):
+    examples = Counted()
+    trainer = tr.Trainer(
+        lambda w, x: ((x @ w - 1) ** 2).mean(),
+        optax.sgd(0.01),
+        np.zeros(3, np.float32),
+        steps_per_execution=2,
+    )
+    kept = tr.Checkpoint(directory, every=4)
+    callbacks = [] if kill is None else [Kill(kill)]
+    trainer.fit(make(examples), epochs=epochs, checkpoint=kept, callbacks=callbacks, progress=False)
+    return trainer, examples.reads
+
+
+@pytest.mark.parametrize("make", [with_state, from_grain])
+def test_what_was_used_is_not_read_again(tmp_path, make):
+    """Killed in the second epoch of sixteen steps; the rest is twenty steps."""
+    expected, whole = trained(make, tmp_path / "never")
+    with pytest.raises(Killed):
+        trained(make, tmp_path / "kept", kill=14)
+    found, reads = trained(make, tmp_path / "kept")
+    assert_bits_equal(found.params, expected.params)
+    assert_bits_equal(found.history.loss, expected.history.loss)
+    assert whole >= 3 * 64
+    # The first element is read once more to learn its form, and two steps are read ahead.
+    assert reads <= 20 * 4 + 4 * 4, "in constant time, whatever was used before"
+
+
+def test_a_state_that_cannot_be_kept_is_a_sentence(tmp_path):
+    class Odd(StatefulLoader):
+        def state_dict(self):
+            return {"generator": np.random.default_rng()}
+
+    with pytest.raises(DataError, match="kept in a checkpoint as JSON or bytes. Received: a dict"):
+        trained(lambda examples: Odd(examples), tmp_path / "kept")
+
+
+def test_which_rows_an_execution_used(tmp_path):
+    """Executions of two steps of three microbatches: six batches each."""
+    seen = []
+    data = tr.batches(np.arange(48, dtype=np.float32), 2, shuffle=True, seed=5)
+
+    class Rows(tr.Callback):
+        def on_execution_end(self, trainer, execution):
+            first = execution.first_step * 3
+            seen.append(data.rows(first, execution.steps * 3))
+
+    trainer = tr.Trainer(
+        lambda w, x: ((w * x).sum(), {"first": x[0]}),
+        optax.sgd(0.0),
+        np.float32(1),
+        accumulation=3,
+        steps_per_execution=2,
+    )
+    trainer.fit(data, steps=8, callbacks=[Rows()], progress=False)
+    rows = np.concatenate(seen)
+    assert sorted(rows.reshape(-1).tolist()) == list(range(48))
+    assert trainer.history.each("first").reshape(-1).tolist() == rows[:, 0].tolist()

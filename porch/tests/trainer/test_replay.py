@@ -1,0 +1,207 @@
+"""Replay: a past step again is the step that happened, or says where it is not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tailrace as tr
+from oracles import assert_bits_equal, mlp, mlp_apply, regression
+from tailrace.errors import CheckpointError, DataExhausted, OptionError
+from tailrace.trainer.lookback.replay import nearest, read_fit
+from tailrace.trainer.lookback.rerun import Rerun
+
+X, Y = (np.concatenate(leaf) for leaf in zip(*regression(24), strict=True))
+STATE = {"seen": np.int32(0)}
+
+
+def loss_fn(params, state, x, y):
+    x = jnp.where(jax.random.bernoulli(tr.key(), 0.8, x.shape), x, 0)
+    with jax.named_scope("net"):
+        out = mlp_apply(params, x)
+    return ((out - y) ** 2).mean(), ({"seen": state["seen"] + 1}, None)
+
+
+def data(repeat=True):
+    return tr.batches((X, Y), 4, shuffle=True, seed=5, repeat=repeat)
+
+
+def trainer_of(**options):
+    options = {"steps_per_execution": 3, "fingerprint": True, **options}
+    optimizer = optax.sgd(0.05, momentum=0.5)
+    return tr.Trainer(loss_fn, optimizer, mlp(), model_state=STATE, **options)
+
+
+TAPS = [tr.Tap("activation/net", reduce="tensor"), tr.Tap("grad/*", reduce="tensor")]
+FORMS = {"plain": {}, "accumulation": {"accumulation": 2}, "replicas": {"replicas": 2}}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def trained(request, tmp_path_factory):
+    """A training with checkpoints, and the same with taps from the start: what a replay must see."""
+    folder, options = tmp_path_factory.mktemp("replay"), FORMS[request.param]
+    trainer = trainer_of(run_dir=folder / "run", **options)
+    kept = tr.Checkpoint(folder / "kept", every=6, keep=2)
+    trainer.fit(data(), steps=20, checkpoint=kept)
+    watched = trainer_of(observe=TAPS, **options)
+    watched.fit(data(), steps=20)
+    return trainer, watched, folder
+
+
+@pytest.mark.parametrize("step", [7, 19])
+def test_taps_see_what_they_would_have_seen(trained, step):
+    trainer, watched, folder = trained
+    found = trainer.replay(step, data(), observe=TAPS, checkpoint=folder / "kept")
+    assert found.proved is True, str(found)
+    assert not found.differences
+    assert "fingerprint of parameters" in found.evidence
+    assert "fingerprint of elements" in found.evidence
+    assert found.started_at <= step
+    assert set(found) == set(watched.records)
+    for name, record in watched.records.items():
+        assert_bits_equal(found[name].values, record.values[record.steps == step])
+        assert_bits_equal(found[name].steps, record.steps[record.steps == step])
+    assert "proved: equal" in str(found)
+
+
+def test_the_trainer_is_as_before(trained):
+    trainer, _, folder = trained
+    state, step, loss = trainer.state, trainer.step, trainer.history.loss
+    executions, seed = trainer.executions, trainer.seed
+    trainer.replay(9, data(), observe=TAPS, checkpoint=folder / "kept")
+    assert (trainer.step, trainer.executions, trainer.seed) == (step, executions, seed)
+    assert_bits_equal(trainer.state, state)
+    assert_bits_equal(trainer.history.loss, loss)
+    assert not len(trainer.records)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    trainer = trainer_of()
+    trainer.fit(data(), steps=12, checkpoint=tr.Checkpoint(folder, every=3, keep=9))
+    return trainer, folder
+
+
+def test_a_trainer_of_another_process_finds_the_record_in_later_checkpoints(plain):
+    _, folder = plain
+    found = trainer_of().replay(7, data(), checkpoint=folder)
+    assert found.proved is True
+    assert found.started_at == 6
+
+
+def test_the_last_steps_of_a_checkpoint_without_later_ones_are_not_proved(plain):
+    _, folder = plain
+    found = trainer_of().replay(12, data(), checkpoint=folder)
+    assert found.proved is None
+    assert "nothing was recorded" in str(found)
+
+
+def test_other_data_is_not_taken_for_the_same(plain):
+    trainer, folder = plain
+    other = np.array(X)
+    rows = data().rows(7, 1)[0]
+    other[rows[0], 0] += 1e-3
+    changed = tr.batches((other, Y), 4, shuffle=True, seed=5, repeat=True)
+    found = trainer.replay(7, changed, checkpoint=folder)
+    assert found.proved is False
+    assert (found.differences[0].step, found.differences[0].what) == (7, "loss")
+    groups = {one.what for one in found.differences}
+    assert {"parameters", "optimizer", "elements", "loss"} <= groups
+    assert "NOT PROVED" in str(found)
+    assert "step 7: loss" in str(found)
+    before = trainer.replay(6, changed, checkpoint=folder)  # its execution goes on to step 8
+    assert before.proved is False
+    assert before.differences[0].step == 7
+
+
+def test_a_changed_program_is_not_taken_for_the_same(plain):
+    _, folder = plain
+
+    def other(params, state, x, y):
+        loss, rest = loss_fn(params, state, x, y)
+        return loss * 1.0000001, rest
+
+    changed = tr.Trainer(
+        other, optax.sgd(0.05, momentum=0.5), mlp(), model_state=STATE, fingerprint=True
+    )
+    assert changed.replay(7, data(), checkpoint=folder).proved is False
+
+
+def test_epochs_are_followed(tmp_path):
+    trainer = trainer_of(accumulation=5)  # 4 elements of an epoch are left out
+    trainer.fit(data(repeat=False), epochs=3, checkpoint=tr.Checkpoint(tmp_path, every=100))
+    for step in (3, 4, 11):
+        found = trainer.replay(step, data(repeat=False), checkpoint=tmp_path)
+        assert found.proved is True, str(found)
+        assert found.started_at == 0
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_the_program_that_ran_runs_again(tmp_path, steps):
+    """A loop with room for one pass is compiled otherwise than a longer one: one bit, now and then."""
+
+    def loss_fn(params, x, y):
+        logits = jnp.tanh(x @ params["a"]) @ params["b"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    rng = np.random.default_rng(0)
+    params = {
+        "a": (rng.normal(size=(64, 32)) * 0.2).astype(np.float32),
+        "b": (rng.normal(size=(32, 10)) * 0.3).astype(np.float32),
+    }
+    x = rng.normal(size=(448, 64)).astype(np.float32)
+    rows = tr.batches((x, rng.integers(0, 10, 448).astype(np.int32)), 32)
+    make = lambda: tr.Trainer(  # noqa: E731
+        loss_fn, optax.sgd(0.1), params, steps_per_execution=steps, fingerprint=True
+    )
+    trainer = make()
+    trainer.fit(rows, epochs=1, checkpoint=tmp_path)
+    rerun = Rerun(trainer.engine, (), rows, *read_fit(nearest(tmp_path, 0)[0]))
+    with rerun.closing():
+        losses = [rerun.look().scalars["loss"] for _ in range(14)]
+    assert_bits_equal(np.concatenate(losses), trainer.history.each("loss"))
+    assert make().replay(13, rows, checkpoint=tmp_path).proved is True
+
+
+def test_without_fingerprints_losses_are_compared(tmp_path):
+    trainer = trainer_of(fingerprint=False)
+    trainer.fit(data(), steps=6, checkpoint=tmp_path)
+    found = trainer.replay(4, data(), checkpoint=tmp_path)
+    assert (found.proved, found.evidence) == (True, "loss")
+
+
+def test_a_pipeline(tmp_path):
+    def stages(params):
+        first = lambda p, x, y: (jnp.tanh(x @ p["kernel"] + p["bias"]), y)  # noqa: E731
+        second = lambda p, h, y: ((h @ p - y) ** 2).mean()  # noqa: E731
+        return tr.Pipeline([first, second], accumulation=4), [params["hidden"], params["out"]]
+
+    taps = tr.Tap("reduced/*", reduce="tensor")
+    pipeline, params = stages(mlp())
+    make = lambda **o: tr.Trainer(  # noqa: E731
+        pipeline, optax.sgd(0.1), params, fingerprint=True, steps_per_execution=2, **o
+    )
+    trainer, watched = make(), make(observe=taps)
+    trainer.fit(data(), steps=4, checkpoint=tmp_path)
+    watched.fit(data(), steps=4)
+    found = trainer.replay(2, data(), observe=taps, checkpoint=tmp_path)
+    assert found.proved is True, str(found)
+    for name, record in watched.records.items():
+        assert_bits_equal(found[name].values, record.values[2:3])
+
+
+def test_what_cannot_be_replayed(plain, tmp_path):
+    trainer, folder = plain
+    with pytest.raises(OptionError, match="the number of a step that was trained"):
+        trainer.replay(-1, data(), checkpoint=folder)
+    with pytest.raises(CheckpointError, match="has none: it holds none"):
+        trainer.replay(3, data(), checkpoint=tmp_path / "nothing")
+    with pytest.raises(OptionError, match="the directory that fit"):
+        trainer.replay(3, data(), checkpoint=None)
+    with pytest.raises(DataExhausted, match="this dataset ends before step 6"):
+        trainer.replay(7, tr.batches((X[:24], Y[:24]), 4), checkpoint=folder)
+    other = tr.Trainer(loss_fn, optax.sgd(0.05), mlp(), model_state=STATE)
+    with pytest.raises(CheckpointError, match="does not have the form of the trainer's"):
+        other.replay(7, data(), checkpoint=folder)

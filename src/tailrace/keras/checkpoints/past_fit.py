@@ -1,0 +1,170 @@
+"""A past step of a Keras model: its fit runs again from a checkpoint, up to that step.
+
+Only Keras knows which batches a fit reads in which order, so Keras' own loop reads them again; what
+runs is a separate program, whose results are compared and not kept. Afterwards the model is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tailrace.errors import CheckpointError, DataExhausted
+from tailrace.keras.checkpoints.keeping import KIND, Keeping
+from tailrace.keras.checkpoints.kept_fit import fit_kept
+from tailrace.keras.checkpoints.random_sources import random_state, set_random_state
+from tailrace.keras.data.batch_source import Block
+from tailrace.keras.handles import attached
+from tailrace.keras.programs.pacing import Pacing
+from tailrace.keras.programs.train import Training
+from tailrace.keras.programs.variables import Layout
+from tailrace.trainer.checkpoints import orbax_files
+from tailrace.trainer.checkpoints.checkpoint import Checkpoint
+from tailrace.trainer.checkpoints.directory import CheckpointDirectory, Kept
+from tailrace.trainer.checkpoints.snapshot import history_of
+from tailrace.trainer.lookback.handed import HandedReplay
+from tailrace.trainer.lookback.recorded import Recorded, recorded_by
+from tailrace.trainer.lookback.replay import Replay, nearest
+from tailrace.trainer.lookback.rerun import looking_back
+
+
+class PastFit(Keeping):
+    """The checkpoint that a replay begins from; nothing is written.
+
+    Args:
+        kept: the checkpoint.
+        step: the one to look at.
+        recorded: what is known of the training.
+    """
+
+    def __init__(self, kept: Kept, step: int, recorded: Recorded) -> None:
+        super().__init__(Checkpoint(kept.path.parent.parent), kept.fit)
+        self._kept, self._read_note = kept, _read(kept)
+        self.replayed = HandedReplay(step, recorded, kept.step)
+
+    @property
+    def note(self) -> Mapping[str, Any]:
+        """What the checkpoint says of the fit."""
+        return self._read_note[1][KIND]
+
+    def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
+        """The checkpoint."""
+        return (self._kept, *self._read_note)
+
+    @property
+    def due(self) -> bool:
+        """Nothing is saved."""
+        return False
+
+    @property
+    def due_after_epoch(self) -> bool:
+        """Nothing is saved."""
+        return False
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is saved."""
+
+
+class PastTraining(Training):
+    """The training program of a model that runs past steps."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._past: PastFit = attached(model).past
+        self._step = self._past.note["first_step"]
+        # Keras numbers names as layers are made; fingerprints are of names as they were.
+        self.layout.rename(self._past.note["names"])
+
+    def dispatch(self, block: Block) -> tuple[Any, Any]:
+        """Run the steps of a block, and stop the fit once the step is reached."""
+        engine, replayed = self.engine, self._past.replayed
+        assert engine is not None
+        if engine.pipeline is not None and not engine.has_program:
+            engine.use(block.form.feed)  # only once it is traced, its devices are known
+        if engine.pipeline is not None:
+            self._sharding = engine.placement.shared_out
+            block.on(self._sharding, self.replicas)
+        self._dirty = True
+        replayed.take(engine, block.form.feed, block.staged)
+        if replayed.done:
+            self.model.stop_training = True
+        return None, {}
+
+
+def replay_fit(
+    adopted: Any, step: int, observe: Any, checkpoint: Any, pacing: Pacing, call: dict[str, Any]
+) -> Replay:
+    """Run a past step again; see `Adopted.replay`.
+
+    Args:
+        adopted: the model, as Tailrace sees it.
+        step: the number of the step.
+        observe: taps.
+        checkpoint: what `fit(checkpoint=...)` was given.
+        pacing: of the fit.
+        call: the arguments of Keras' `fit`.
+    """
+    kept, directory = nearest(checkpoint, step)
+    past = PastFit(kept, step, _recorded(adopted, directory, step))
+    with _apart(adopted, past, observe):
+        fit_kept(adopted, past, pacing, call)
+    found = past.replayed.found
+    if found is None:
+        raise DataExhausted(
+            f"A replay runs the fit of a model again, and this one ends before step {step}: the "
+            f"checkpoint is of step {kept.step}, epochs={call['epochs']}. Give the arguments of the "
+            f"fit that trained this step."
+        )
+    return found
+
+
+def _read(kept: Kept) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    arrays, note = orbax_files.read(kept.path)
+    if KIND not in note:
+        raise CheckpointError(
+            f"The checkpoint {str(kept.path)!r} was not saved by fit of a Keras model. Give the "
+            f"directory of fit(checkpoint=...)."
+        )
+    return arrays, note
+
+
+def _recorded(adopted: Any, directory: CheckpointDirectory, step: int) -> Recorded:
+    """What the model knows of its past, or what later checkpoints know: each has a history."""
+    program = adopted.programs.get("train")
+    recorded = recorded_by(program.journal) if isinstance(program, Training) else Recorded()
+    if step in recorded.losses:
+        return recorded
+    settings = adopted.settings
+    for kept in reversed([kept for kept in directory.found() if kept.step > step]):
+        arrays, note = _read(kept)
+        first = int(note[KIND]["first_step"])
+        if first <= step:
+            history = history_of(arrays, first, settings.microbatches, settings.replicas)
+            return recorded.add_history(history)
+    return recorded
+
+
+@contextmanager
+def _apart(adopted: Any, past: PastFit, observe: Any) -> Iterator[None]:
+    """While the past runs: afterwards model, programs and random numbers are as before."""
+    model, settings = adopted.model, adopted.settings
+    variables = Layout(model).variables
+    values = [variable.value for variable in variables]
+    random, programs, active = random_state(), adopted.programs, adopted.active
+    seen = {name: getattr(model, name, None) for name in ("history", "stop_training")}
+    function, taps, run_dir = model.train_function, settings.observe, settings.run_dir
+    own = [taps] if isinstance(taps, str) else [*taps]
+    settings.observe, settings.run_dir = looking_back(own, observe), None
+    adopted.past, adopted.programs, model.train_function = past, dict(programs), None
+    adopted.programs.pop("train", None)
+    try:
+        yield
+    finally:
+        adopted.past, adopted.programs, adopted.active = None, programs, active
+        settings.observe, settings.run_dir, model.train_function = taps, run_dir, function
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+        for name, value in seen.items():
+            setattr(model, name, value)
+        set_random_state(random)

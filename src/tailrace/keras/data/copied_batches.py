@@ -1,0 +1,72 @@
+"""Batches that their source may overwrite, copied while they are still what they were.
+
+On an accelerator Keras reads one batch ahead: it takes the next batch from a dataset before it hands
+out the one before. We keep batches in the memory of the host until a block is full, where JAX shares an
+array with NumPy instead of copying it. A dataset that fills the same array again and again, which is
+fine in Keras, would then change a batch that is still to be trained on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+
+def copied(data: Any) -> Any:
+    """Data for Keras whose batches nobody overwrites; only what makes its own arrays is wrapped.
+
+    Keras slices arrays, and tensors of other libraries are fresh for each batch.
+    """
+    if jax.default_backend() == "cpu":  # there Keras reads nothing ahead
+        return data
+    return copying(data)
+
+
+def copying(data: Any) -> Any:
+    """`copied`, on any platform."""
+    if isinstance(data, keras.utils.PyDataset):
+        return data if isinstance(data, _CopiedDataset) else _CopiedDataset(data)
+    if inspect.isgenerator(data):
+        return _batches(data)
+    return data
+
+
+def _batches(generator: Iterator[Any]) -> Iterator[Any]:
+    for batch in generator:
+        yield _copy(batch)
+
+
+def _copy(batch: Any) -> Any:
+    def own(leaf: Any) -> Any:
+        return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return keras.tree.map_structure(own, batch)
+
+
+class _CopiedDataset(keras.utils.PyDataset):
+    """A dataset that hands out copies of another one's batches."""
+
+    def __init__(self, inner: keras.utils.PyDataset) -> None:
+        super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
+        self._inner = inner
+
+    def __getitem__(self, index: int) -> Any:
+        return _copy(self._inner[index])
+
+    @property
+    def num_batches(self) -> Any:
+        """How many batches there are; None if that is unknown."""
+        return self._inner.num_batches
+
+    def on_epoch_begin(self) -> None:
+        """Keras says so before each epoch."""
+        self._inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Keras says so after each epoch."""
+        self._inner.on_epoch_end()

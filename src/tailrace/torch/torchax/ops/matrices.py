@@ -1,0 +1,135 @@
+"""Functions of matrices whose lowerings in torchax are inexact, or are not for all shapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+aten = torch.ops.aten
+
+
+def _kron(x: Any, other: Any) -> Any:
+    """All products of two tensors' entries. Each entry's gradient is a long sum: in 32 bits."""
+    wide = [part.astype(_wide(part.dtype)) for part in (x, other)]
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.kron(*wide)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+@jax.custom_vjp
+def _exponential(x: Any) -> Any:
+    return jax.scipy.linalg.expm(x)
+
+
+def _exponential_forward(x: Any) -> tuple[Any, Any]:
+    return _exponential(x), x
+
+
+def _exponential_backward(x: Any, slope: Any) -> tuple[Any]:
+    """As PyTorch's: one block of the exponential of a larger matrix, as exact as a value is.
+
+    A derivative of the approximation that computes a value is less so.
+    """
+    turned = _turned(x)
+    lower = jnp.concatenate([jnp.zeros_like(x), turned], -1)
+    both = jnp.concatenate([jnp.concatenate([turned, slope], -1), lower], -2)
+    size = x.shape[-1]
+    return (_exponential(both)[..., :size, size:],)
+
+
+_exponential.defvjp(_exponential_forward, _exponential_backward)
+
+
+def _matrix_exp(x: Any) -> Any:
+    """In 32 bits, because the powers of a matrix leave the range of 16."""
+    return _exponential(x.astype(_wide(x.dtype))) if x.size else x
+
+
+def _det(x: Any) -> Any:
+    """Determinants; that of a matrix without rows is 1."""
+    return jnp.linalg.det(x) if x.size else jnp.ones(x.shape[:-2], x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _solved(b: Any, factor: Any, upper: bool) -> Any:
+    return jax.scipy.linalg.cho_solve((factor, not upper), b)
+
+
+def _solved_forward(b: Any, factor: Any, upper: bool) -> tuple[Any, Any]:
+    found = _solved(b, factor, upper)
+    return found, (factor, found)
+
+
+def _solved_backward(upper: bool, kept: Any, slope: Any) -> tuple[Any, Any]:
+    """As PyTorch's: that of a full factor, also in the triangle that is not read."""
+    factor, found = kept
+    slope = _solved(slope, factor, upper)
+    common = slope @ _turned(found)
+    common = common + _turned(common)
+    return slope, -(factor @ common if upper else common @ factor)
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+def _turned(x: Any) -> Any:
+    return jnp.swapaxes(x, -1, -2).conj()
+
+
+def _cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
+    """The solution of a system whose matrix is given by its factor."""
+    batch = jnp.broadcast_shapes(b.shape[:-2], factor.shape[:-2])
+    if not b.size or not factor.size:
+        return jnp.zeros((*batch, *b.shape[-2:]), b.dtype)
+    b, factor = (jnp.broadcast_to(part, (*batch, *part.shape[-2:])) for part in (b, factor))
+    return _solved(b, factor, upper)
+
+
+def _lstsq(
+    a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[Any, Any, Any, Any]:
+    """The solution by the pseudo-inverse, whose gradient is exact; residuals, ranks and singular values
+    as the driver asks for them, empty otherwise."""
+    rows, columns = a.shape[-2:]
+    driver = driver or "gelsy"
+    if driver in ("gelsd", "gelss") and rows > columns:
+        raise NotImplementedError(
+            f"linalg.lstsq with driver={driver!r} cannot run on the device for more rows than columns: "
+            "whether it returns residuals would depend on values (driver='gels' always does, "
+            "driver='gelsy' never)"
+        )
+    is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and a.shape[:-1] == b.shape)
+    right = b[..., None] if is_vector else b
+    tolerance = jnp.finfo(a.dtype).eps * max(rows, columns) if rcond is None else rcond
+    found = jnp.linalg.pinv(a, rtol=None if driver == "gels" else tolerance) @ right
+    empty = jnp.zeros((0,), a.real.dtype)
+    residuals = values = empty
+    rank = jnp.zeros((0,), int)
+    if driver == "gels" and rows > columns:
+        residuals = jnp.square(jnp.abs(a @ found - right)).sum(-2)
+    if driver != "gels":
+        spectrum = jnp.linalg.svd(a, compute_uv=False)
+        rank = (spectrum > tolerance * spectrum[..., :1]).sum(-1)
+        values = spectrum if driver in ("gelsd", "gelss") else empty
+    return (found[..., 0] if is_vector else found), residuals, rank, values
+
+
+MATRICES: dict[Any, Callable[..., Any]] = {
+    aten.cholesky_solve.default: _cholesky_solve,
+    aten.linalg_lstsq.default: _lstsq,
+    aten.linalg_matrix_exp.default: _matrix_exp,
+    torch.det: _det,
+    torch.kron: _kron,
+    torch.linalg.det: _det,
+    torch.Tensor.det: _det,
+    torch.Tensor.kron: _kron,
+}
+"""By function or operation."""

@@ -1,0 +1,102 @@
+"""A replay whose elements a front end hands over, block by block, as it did in the training.
+
+    checkpoint, dataset ──▶ the front end's own loop ──▶ blocks ──▶ HandedReplay ──▶ Replay
+
+Keras and PyTorch read data in loops of their own. Such a loop runs again from a checkpoint; its blocks
+come here instead of to the program that trains.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.feeds.feed import Feed, Staged
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.executions import Results
+from tailrace.trainer.lookback.recorded import Recorded
+from tailrace.trainer.lookback.replay import Comparison, Replay, replay_of
+from tailrace.trainer.lookback.rerun import RunnerPair
+
+
+class HandedReplay:
+    """Runs the blocks of a training again, up to a step and the end of its execution.
+
+    Args:
+        step: the one to look at.
+        recorded: what is known of the training.
+        started_at: the step of the checkpoint.
+    """
+
+    def __init__(self, step: int, recorded: Recorded, started_at: int) -> None:
+        self.step, self._recorded, self._started_at = step, recorded, started_at
+        around = recorded.around(step)
+        self._end = step + 1 if around is None else sum(around)
+        self._comparison = Comparison(recorded)
+        self._seen: Results | None = None
+        self._feed: Feed | None = None
+        self._pairs: dict[Feed, RunnerPair] = {}
+        self.done = False
+        """Whether the step was seen, and its execution is over."""
+
+    def take(self, engine: Engine, feed: Feed, block: Staged) -> None:
+        """Run the steps of a block, without those behind the last one that matters.
+
+        Args:
+            engine: made for looking back, with its state at the block's start.
+            feed: says what its elements look like.
+            block: elements; its room is what the program of the training had.
+        """
+        if self.done:
+            return
+        if self._feed is not feed:
+            engine.use(feed)
+            self._feed = feed
+            self._pairs.setdefault(feed, RunnerPair(engine))
+        count, first = engine.accumulation.microbatches, engine.step
+        pair = self._pairs[feed]
+        pair.set_longest(max(1, block.room // count))
+        end = min(first + block.count // count, self._end)
+        inside = (self.step, self.step + 1, *self._recorded.ends(first, end))
+        cuts = sorted({first, end, *(cut for cut in inside if first < cut < end)})
+        for start, stop in itertools.pairwise(cuts):
+            looking = start == self.step
+            capacity = (pair.loud if looking else pair.silent).capacity
+            assert capacity is not None
+            part = portion(block, (start - first) * count, (stop - start) * count)
+            results = pair.run(stop - start, looking, with_room(part, capacity * count))
+            self._comparison.take(results)
+            if looking:
+                self._seen = results
+        self.done = engine.step >= self._end
+
+    @property
+    def found(self) -> Replay | None:
+        """The result; None if the blocks ended before the step."""
+        if self._seen is None:
+            return None
+        return replay_of(self._seen, self._comparison, self._started_at)
+
+
+def portion(block: Staged, first: int, count: int) -> Staged:
+    """Some of the elements of a block."""
+    rows = slice(first * block.replicas, (first + count) * block.replicas)
+    device = tuple(leaf[first : first + count] for leaf in block.device)
+    return Staged([leaf[rows] for leaf in block.host], device, count, block.replicas)
+
+
+def with_room(block: Staged, room: int) -> Staged:
+    """A block with room for more elements on the device; what is there does not matter."""
+    device = tuple(_padded(leaf, room) for leaf in block.device)
+    return Staged(block.host, device, block.count, block.replicas)
+
+
+def _padded(leaf: Any, room: int) -> Any:
+    widths = ((0, room - len(leaf)), *[(0, 0)] * (leaf.ndim - 1))
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(jnp.pad(leaf, widths), leaf.sharding)
+    return np.pad(leaf, widths)

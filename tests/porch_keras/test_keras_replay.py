@@ -1,0 +1,177 @@
+"""`tk.of(model).replay`: a past step of a Keras fit is the step that happened, or it says where not."""
+
+import re
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+pytest.importorskip("orbax.checkpoint")
+
+import tailrace as tr  # noqa: E402
+import tailrace.keras as tk  # noqa: E402
+from oracles import assert_bits_equal  # noqa: E402
+from tailrace.errors import CheckpointError, DataExhausted, OptionError  # noqa: E402
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(48, 3)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+FIT = {"batch_size": 4, "epochs": 2, "verbose": 0}  # 12 batches an epoch
+TAPS = [tr.Tap("reduced/*", reduce="tensor"), tr.Tap("activation/hidden", reduce="tensor")]
+
+
+def made(*, replicas=1, accumulation=1, stages=False, execution=4, **options):
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.layers.Dense(5, activation="tanh", name="hidden"),
+        keras.layers.Dropout(0.3),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.Dense(1),
+    ]
+    with tk.Strategy(replicas=replicas).scope():
+        inputs = out = keras.Input((3,))
+        for number, layer in enumerate(layers):
+            if stages:
+                with tk.PipelineStage(number // 2):
+                    out = layer(out)
+            else:
+                out = layer(out)
+        model = keras.Model(inputs, out)
+    if accumulation > 1:
+        model.set_gradient_accumulation_options(accumulation)
+    if stages:
+        model.set_pipelining_options(gradient_accumulation_steps_per_replica=4)
+    options = {"fingerprint": True, **options}
+    model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=execution, **options)
+    return model
+
+
+FORMS = {
+    "plain": {},
+    "replicas": {"replicas": 2, "accumulation": 2, "execution": 2},
+    "pipeline": {"stages": True},
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def trained(request, tmp_path_factory):
+    """A fit with checkpoints, and the same with taps from the start: what a replay must see."""
+    folder, form = tmp_path_factory.mktemp("replay"), FORMS[request.param]
+    model = made(**form)
+    model.fit(X, Y, checkpoint=tr.Checkpoint(folder, every=3, keep=9), **FIT)
+    watched = made(**form, observe=TAPS)
+    watched.fit(X, Y, **FIT)
+    return model, watched, folder, form
+
+
+def of_step(record, step):
+    return record.values[record.steps == step]
+
+
+def unnumbered(name):
+    return re.sub(r"_\d+", "", name)
+
+
+def test_taps_see_what_they_would_have_seen(trained):
+    model, watched, folder, _ = trained
+    steps = tk.of(model).programs["train"].steps
+    for step in (steps // 2 + 1, steps - 1):
+        found = tk.of(model).replay(step, X, Y, observe=TAPS, checkpoint=folder, **FIT)
+        assert found.proved is True, str(found)
+        for what in ("loss", "parameters", "optimizer", "gradients", "elements", "model_state"):
+            assert what in found.evidence
+        assert found.step == step
+        pairs = list(zip(found, watched.records, strict=True))
+        assert len(pairs) == 7
+        for mine, theirs in pairs:
+            assert unnumbered(mine[0]) == unnumbered(theirs[0])  # two models in one process
+            assert_bits_equal(found[mine].values, of_step(watched.records[theirs], step))
+        losses = tk.of(watched).programs["train"].journal.history.each("loss")
+        assert_bits_equal(np.float32(found.loss), np.float32(np.mean(losses[step])))
+
+
+def test_the_model_is_as_before(tmp_path):
+    model, again = made(), made()
+    keras.utils.set_random_seed(4)
+    model.fit(X, Y, checkpoint=tmp_path, **FIT)
+    keras.utils.set_random_seed(4)
+    again.fit(X, Y, **FIT)  # without checkpoints and replays
+    assert_bits_equal(model.get_weights(), again.get_weights())
+    drawn = np.random.get_state()[1].copy()
+    model.replay(2, X, Y, checkpoint=tmp_path, **FIT)
+    assert model.stop_training is False
+    assert_bits_equal(np.random.get_state()[1], drawn)
+    for one in (model, again):
+        keras.utils.set_random_seed(9)
+        one.fit(X, Y, **{**FIT, "epochs": 1})
+    assert_bits_equal(model.get_weights(), again.get_weights())
+    values = [[v.value for v in one.optimizer.variables] for one in (model, again)]
+    assert_bits_equal(*values)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    model = made()
+    fit = {**FIT, "validation_split": 0.25}  # 9 batches an epoch: an execution of one batch each
+    model.fit(X, Y, checkpoint=tr.Checkpoint(folder, every=3, keep=9), **fit)
+    return folder, fit
+
+
+def test_a_model_of_another_process_finds_the_record_in_later_checkpoints(plain):
+    folder, fit = plain
+    found = made().replay(10, X, Y, checkpoint=folder, **fit)
+    assert found.proved is True, str(found)
+    last = made().replay(17, X, Y, checkpoint=folder, **fit)
+    assert last.proved is True
+
+
+def test_other_data_and_other_programs_are_not_taken_for_the_same(plain):
+    folder, fit = plain
+    found = made().replay(8, X * 1.001, Y, checkpoint=folder, **fit)
+    assert found.proved is False
+    assert "NOT PROVED" in str(found)
+    assert found.differences[0].step <= 8
+    changed = made()
+    changed.compile(keras.optimizers.Adam(0.011), "mse", steps_per_execution=4, fingerprint=True)
+    # The learning rate is part of the state that a checkpoint keeps; another loss is not.
+    assert changed.replay(8, X, Y, checkpoint=folder, **fit).proved is True
+    changed.compile(keras.optimizers.Adam(0.01), "mae", steps_per_execution=4, fingerprint=True)
+    assert changed.replay(8, X, Y, checkpoint=folder, **fit).proved is False
+
+
+def test_schedules_are_given_again(tmp_path):
+    def rate(epoch, rate):
+        return 0.01 / (1 + epoch)
+
+    schedule = lambda: [keras.callbacks.LearningRateScheduler(rate)]  # noqa: E731
+    model = made()
+    model.fit(X, Y, checkpoint=tr.Checkpoint(tmp_path, every=99), callbacks=schedule(), **FIT)
+    found = model.replay(20, X, Y, checkpoint=tmp_path, callbacks=schedule(), **FIT)
+    assert found.proved is True, str(found)
+    without = model.replay(20, X, Y, checkpoint=tmp_path, **FIT)
+    assert without.proved is False
+
+
+def test_without_fingerprints_nothing_is_recorded(tmp_path):
+    model = made(fingerprint=False)
+    model.fit(X, Y, checkpoint=tmp_path, **FIT)
+    found = model.replay(4, X, Y, checkpoint=tmp_path, **FIT)
+    assert found.proved is None
+    assert "nothing was recorded" in str(found)
+
+
+def test_what_cannot_be_replayed(plain, tmp_path):
+    folder, fit = plain
+    with pytest.raises(DataExhausted, match="this one ends before step 99"):
+        made().replay(99, X, Y, checkpoint=folder, **fit)
+    with pytest.raises(CheckpointError, match="has none: it holds none"):
+        made().replay(3, X, Y, checkpoint=tmp_path, **fit)
+    with pytest.raises(OptionError, match="the training program of a model again"):
+        tk.adopt(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])).replay(
+            3, X, Y, checkpoint=folder
+        )
+    with pytest.raises(CheckpointError, match="belongs to another training: batches of an epoch"):
+        made().replay(3, X[:40], Y[:40], checkpoint=folder, **fit)
+    with pytest.raises(OptionError, match="fingerprint is True or False"):
+        made(fingerprint=1)
