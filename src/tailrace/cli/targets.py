@@ -21,7 +21,7 @@ def load(target: str, what: str = "a dataset", example: str = "mypackage.data:tr
             f"{what.capitalize()} is named as MODULE:ATTRIBUTE, for example {example}. "
             f"Received: {target!r}."
         )
-    # `python script.py` finds modules that lie beside it; an installed command does not.
+    # `python script.py` finds modules in the script's directory; an installed command does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if module_name.endswith(".py"):  # a file, as it was started

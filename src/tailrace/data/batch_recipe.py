@@ -35,11 +35,11 @@ class BatchRecipe(ABC):
     repeat: bool = False
     drop_remainder: bool | None = None
     left_out: tuple[int, ...] = ()
-    """Rows that are in no batch; see `without`."""
+    """Rows that no batch contains; see `without`."""
     num_examples: int = field(init=False)
-    """How many examples there are: the common leading size of the arrays, less what is left out."""
+    """The number of examples: the common leading size of the arrays, without the rows left out."""
     leaves: tuple[np.ndarray, ...] = field(init=False, repr=False)
-    """The arrays without their tree, in tree order."""
+    """The arrays as a flat list, in tree order."""
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size, at_least=1)
@@ -61,9 +61,9 @@ class BatchRecipe(ABC):
                 "or drop_remainder=False."
             )
         if self.shuffle or self.left_out:
-            # np.take copies the whole of an array that is not contiguous, at every call.
+            # np.take copies an array that is not contiguous as a whole, at every call.
             arrays = map_leaves(np.ascontiguousarray, arrays)
-        # A frozen dataclass is written to once, here. The counts may have come as numpy's integers.
+        # object.__setattr__, because the dataclass is frozen. Counts may be NumPy integers.
         set_field = object.__setattr__
         set_field(self, "arrays", arrays)
         set_field(self, "batch_size", int(self.batch_size))

@@ -1,10 +1,10 @@
 """Arrays in memory as a deterministic stream of batches.
 
-`Batches` is the recipe: the arrays and how to cut them (batch_recipe.py). `BatchIterator`
-(batch_iterator.py) has a position, which can be saved and restored. Batch p of the stream depends only
-on the recipe and p, because epoch e is shuffled by a generator seeded with (seed, e). So it does not
-matter whether the stream is read one batch at a time, many at once, or as indices into arrays on a
-device; nor where reading stopped and resumed.
+`Batches` is the recipe: the arrays and how to cut them (batch_recipe.py). `BatchIterator` has a
+position, which can be saved and restored. Batch p of the stream depends only on the recipe and p,
+because epoch e is shuffled by a generator seeded with (seed, e). So it does not matter whether the
+stream is read one batch at a time, many at once, or as indices into arrays on a device; nor where
+reading stopped and resumed.
 """
 
 from dataclasses import dataclass, replace

@@ -19,17 +19,20 @@ from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
 from tailrace.keras.checkpoints.past_fit import PastFit, PastTraining, replay_fit
 from tailrace.keras.data.batch_counts import (
-    batches_in,
-    check_accumulation,
-    counted,
     remainders,
 )
 from tailrace.keras.data.copied_batches import copied
-from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.pipelines.assignment import Assigning
 from tailrace.keras.pipelines.stage_scope import in_scope
+from tailrace.keras.programs.call_pacing import (
+    listen,
+    listen_to_steps,
+    pacing_of_fit,
+    pacing_of_test,
+    resident_rows,
+)
 from tailrace.keras.programs.logs import Number
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
@@ -50,18 +53,6 @@ _SINGLE = (
     "train_on_batch, test_on_batch and predict_on_batch take one batch, and a step of this model takes "
     "{} (replicas x microbatches). Give that many batches to fit, evaluate or predict instead."
 )
-
-
-class Watch(keras.callbacks.Callback):
-    """Tells the program when an epoch begins."""
-
-    def __init__(self, program: Any) -> None:
-        super().__init__()
-        self._pacing = program
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count the batches of this epoch."""
-        self._pacing.begin_epoch()
 
 
 class Adopted(Setters, Assigning):
@@ -169,12 +160,12 @@ class Adopted(Setters, Assigning):
         bound.apply_defaults()
         call = bound.arguments
         keeping = self._keeping_of(checkpoint, call)
-        pacing = self._pacing_of_fit(call)
-        pacing.resident = self._resident_rows(call)
+        pacing = pacing_of_fit(self.model, self.settings, call)
+        pacing.resident = resident_rows(self.settings, call)
         call["x"] = copied(call["x"])
         call["validation_data"] = copied(call["validation_data"])
         if keeping is None:
-            self.listen(pacing, call)
+            listen(self.model, self.settings, pacing, call)
             with self.while_running("train", pacing), remainders(pacing.drops):
                 return plain(**call)
         with keeping.open():
@@ -213,8 +204,8 @@ class Adopted(Setters, Assigning):
             )
         # Validation is left out; its split of the data is not.
         call["verbose"], call["validation_freq"] = 0, call["epochs"] + 1
-        pacing = self._pacing_of_fit(call)
-        pacing.resident = self._resident_rows(call)
+        pacing = pacing_of_fit(self.model, self.settings, call)
+        pacing.resident = resident_rows(self.settings, call)
         return replay_fit(self, step, observe, checkpoint, pacing, call)
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
@@ -230,38 +221,6 @@ class Adopted(Setters, Assigning):
             )
         return kept
 
-    def listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
-        """Find out who wants to hear of batches, and hear of epochs ourselves."""
-        callbacks = call["callbacks"]
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks.callbacks.append(Watch(pacing))
-            return
-        listed = keras.tree.flatten(callbacks) if callbacks else []
-        call["callbacks"] = [Watch(pacing), *listed]
-        if call["verbose"] != 0 and not any(
-            isinstance(one, keras.callbacks.ProgbarLogger) for one in listed
-        ):
-            pacing.bar = keras.callbacks.ProgbarLogger()
-            pacing.bar.async_safe = True  # or Keras would wait for the logs of each execution
-            call["callbacks"].append(pacing.bar)
-        if self.settings.options.asynchronous_callbacks:
-            pacing.every_step = listed
-        stepwise = overrides(self.model, "train_step", keras.Model)  # its logs are all there is
-        listening = [one for one in call["callbacks"] if _listens(one)]
-        pacing.listeners = stepwise or bool(listening) or logs_of_its_own(self.model)
-        pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
-
-    def _listen_to_steps(self, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:
-        """Find out who wants to hear of every step of an evaluation or prediction."""
-        callbacks = call.get("callbacks")
-        if not callbacks or not self.settings.options.asynchronous_callbacks:
-            return
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = callbacks.callbacks
-        own = (Watch, keras.callbacks.ProgbarLogger, keras.callbacks.History)
-        pacing.phase = phase
-        pacing.every_step = [c for c in keras.tree.flatten(callbacks) if not isinstance(c, own)]
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `evaluate`: many batches to an execution, on the device."""
         model, plain = self.model, PLAIN["evaluate"]
@@ -269,8 +228,10 @@ class Adopted(Setters, Assigning):
             return plain(model, *args, **kwargs)
         validating = kwargs.get("_use_cached_eval_dataset", False)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
-        pacing = self._pacing_of_test(bound.arguments, validating)
-        self._listen_to_steps("test", pacing, bound.arguments)
+        pacing = pacing_of_test(
+            model, self.settings, bound.arguments, validating, self._running.get("train")
+        )
+        listen_to_steps(self.settings, "test", pacing, bound.arguments)
         several = self.settings.replicas > 1
         if "x" in bound.arguments:
             bound.arguments["x"] = copied(bound.arguments["x"])
@@ -283,8 +244,8 @@ class Adopted(Setters, Assigning):
         if self._keras_runs("predict"):
             return plain(model, *args, **kwargs)
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
-        pacing = self._pacing_of_test(bound.arguments, False)
-        self._listen_to_steps("predict", pacing, bound.arguments)
+        pacing = pacing_of_test(model, self.settings, bound.arguments)
+        listen_to_steps(self.settings, "predict", pacing, bound.arguments)
         if "x" in bound.arguments:
             bound.arguments["x"] = copied(bound.arguments["x"])
         with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
@@ -435,63 +396,6 @@ class Adopted(Setters, Assigning):
             if program is not None:
                 program.end()
 
-    def _pacing_of_fit(self, call: dict[str, Any]) -> Pacing:
-        settings = self.settings
-        settings.check_pipeline()
-        replicas, count = settings.replicas, settings.microbatches
-        steps, split = call["steps_per_epoch"], call["validation_split"]
-        share = 1.0 - split if split and call["validation_data"] is None else 1.0
-        size = batches_in(call["x"], call["batch_size"], steps, share)
-        epochs = max(0, call["epochs"] - call["initial_epoch"])
-        counts = settings.counts(steps, size, self.model.steps_per_execution, epochs)
-        check_accumulation(counts, count, replicas, settings.is_pipelined)
-        return Pacing(
-            execution=counts.execution,
-            unit=count * replicas,
-            replicas=replicas,
-            batches=counts.batches,
-            ahead=settings.options.prefetch > 0,
-            drops=(steps or size or 0) % replicas != 0,
-        )
-
-    def _resident_rows(self, call: dict[str, Any]) -> Rows | None:
-        """The arrays that `fit` is given, where they are kept on the device whole."""
-        settings = self.settings
-        asked, one_device = (
-            settings.options.resident,
-            settings.replicas == 1 and not settings.is_pipelined,
-        )
-        found = rows_of(call) if one_device and asked is not False else None
-        if asked and found is None:
-            raise OptionError(
-                f"resident=True keeps the arrays given to fit on the one device that trains: numpy "
-                f"arrays, whose floats are of the type that Keras computes in "
-                f"({keras.config.floatx()}), not split by validation_split. Received: "
-                f"{'other data' if one_device else 'a model with replicas or stages'}. Leave it out."
-            )
-        if found is None or asked or keeps(found.arrays, call["epochs"] - call["initial_epoch"]):
-            return found
-        return None
-
-    def _pacing_of_test(self, call: dict[str, Any], validating: bool) -> Pacing:
-        settings = self.settings
-        replicas, steps = settings.replicas, call.get("steps")
-        outer = self._running.get("train")
-        if validating and outer is not None:  # as many batches to an execution as in training
-            counts = counted(steps, None, outer.execution // replicas, replicas)
-        elif validating:  # in an epoch of Keras' own loop
-            counts = counted(steps, None, self.model.steps_per_execution, replicas)
-        else:
-            size = batches_in(call.get("x"), call.get("batch_size"), steps)
-            counts = settings.counts(steps, size, self.model.steps_per_execution)
-        return Pacing(
-            execution=counts.execution,
-            unit=replicas,
-            replicas=replicas,
-            batches=counts.batches,
-            ahead=settings.options.prefetch > 0,
-        )
-
 
 class _Function:
     """What Keras' trainer calls for one execution."""
@@ -511,18 +415,6 @@ def trains_by_engine(model: Any) -> bool:
     """
     own = any(overrides(model, one, keras.Model) for one in ("train_step", _LOSS))
     return not own and bool(model.trainable_variables)
-
-
-def logs_of_its_own(model: Any) -> bool:
-    """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
-    names = ("compute_metrics", "get_metrics_result")
-    return any(overrides(model, name, keras.Model) for name in names)
-
-
-def _listens(callback: Any) -> bool:
-    """Whether a callback does something before or after a batch."""
-    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-    return any(overrides(callback, name, keras.callbacks.Callback) for name in names)
 
 
 def _count(value: Any) -> int:

@@ -13,6 +13,7 @@ from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks
 from tailrace.keras.data.batch_counts import remainders
 from tailrace.keras.keras_internals import PLAIN
+from tailrace.keras.programs.call_pacing import listen
 from tailrace.keras.programs.pacing import Pacing
 
 
@@ -30,7 +31,7 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
     call["x"] = keeping.replay(call["x"])
     if keeping.finished:  # nothing is computed, and no callback is called
         call["callbacks"], call["verbose"], listeners = None, 0, []
-    adopted.listen(pacing, call)
+    listen(adopted.model, adopted.settings, pacing, call)
     params = {name: call[name] for name in ("verbose", "epochs")}
     params["steps"] = call["steps_per_epoch"] or pacing.batches
     if isinstance(call["callbacks"], keras.callbacks.CallbackList):

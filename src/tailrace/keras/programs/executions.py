@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -56,7 +57,7 @@ class Resumed:
     after: Callable[[], None] | None
 
 
-class Executions:
+class Executions(ABC):
     """Takes batches from Keras' iterator and runs them, an execution at a call.
 
     Args:
@@ -96,9 +97,9 @@ class Executions:
 
     # -- for those who know what a dispatch does ------------------------------------------------
 
+    @abstractmethod
     def dispatch(self, block: Block) -> tuple[Any, Any]:
         """Run a block; returns an array that is ready afterwards, and what came out of it."""
-        raise NotImplementedError
 
     def element(self, batch: Any) -> Any:
         """What a program sees of a batch."""
@@ -163,9 +164,9 @@ class Executions:
                 if not getattr(value, "is_deleted", bool)():
                     variable.assign(value)
 
+    @abstractmethod
     def handed_over(self) -> list[Any]:
         """The variables whose values Keras hands over, in order; none once they have changed."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """A call of fit, evaluate or predict is over: threads end."""

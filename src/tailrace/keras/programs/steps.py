@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ from tailrace.program.running.result_packing import on_device
 from tailrace.records.history import History
 
 
-class Looping(Executions):
+class Looping(Executions, ABC):
     """One of Keras' step functions, `(state, data) -> (results, state)`, in a loop on the device.
 
     Args:
@@ -69,9 +70,9 @@ class Looping(Executions):
 
     # -- what differs ---------------------------------------------------------------------------
 
+    @abstractmethod
     def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
         """The step; returns what is sent out, and the next state."""
-        raise NotImplementedError
 
     # -- what Keras calls -----------------------------------------------------------------------
 
@@ -228,21 +229,12 @@ class Looping(Executions):
         return on_one_device(value)
 
 
-class Evaluating(Looping):
-    """`test_step` in a loop: metrics are what it is about."""
-
-    called, step_called = "evaluate", "test_step"
-    kinds = ("trainable", "others", "metrics")
+class Measuring(Looping, ABC):
+    """A step in a loop whose metrics are what it is about."""
 
     def run(self, state: Any, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
         """One execution."""
         return self.logs(self.run_blocks(state, iterator)[-1]), self._token
-
-    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
-        """One batch."""
-        with silent():
-            logs, state = self.model.test_step(state, data)
-        return self._sent(logs), state
 
     def _sent(self, logs: Any) -> dict[str, Any]:
         logs = {name: jnp.asarray(value) for name, value in logs.items()}
@@ -250,7 +242,20 @@ class Evaluating(Looping):
         return logs
 
 
-class Stepping(Evaluating):
+class Evaluating(Measuring):
+    """`test_step` in a loop."""
+
+    called, step_called = "evaluate", "test_step"
+    kinds = ("trainable", "others", "metrics")
+
+    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One batch."""
+        with silent():
+            logs, state = self.model.test_step(state, data)
+        return self._sent(logs), state
+
+
+class Stepping(Measuring):
     """An overridden `train_step` in a loop."""
 
     drops_remainder = False

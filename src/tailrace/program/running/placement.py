@@ -20,7 +20,13 @@ from tailrace.errors import ReplicaError
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a program runs: one device, or the replicas of a mesh."""
+    """Where a program runs: one device, or the replicas of a mesh.
+
+    Attributes:
+        replicas: their number.
+        mesh: of the replicas; None for one device.
+        chosen: the one device, if it is not the first.
+    """
 
     replicas: int = 1
     mesh: Mesh | None = dataclasses.field(init=False)

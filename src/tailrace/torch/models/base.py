@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tailrace.torch.tracing.forward import Forward, weights_of, written_name
 from tailrace.torch.tracing.module_function import ModuleFunction, training_modes
 
 
-class Model:
+class Model(ABC):
     """What training and inference models have in common.
 
     A call runs one execution: `device_iterations` steps, on tensors whose dim 0 holds the rows of all
@@ -212,19 +213,21 @@ class Model:
     def _make_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
         return self._new_program(forward, params, buffers, taps)
 
+    @abstractmethod
     def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
-        raise NotImplementedError
+        """The program of a call, for training or for inference."""
 
-    def _before_call(self) -> None:
+    # Places to hook in, which most models leave empty.
+    def _before_call(self) -> None:  # noqa: B027
         """What must happen before a call, which builds the program if there is none."""
 
-    def _before_making(self, forward: Forward) -> None:
+    def _before_making(self, forward: Forward) -> None:  # noqa: B027
         """What must happen once the forward pass is known, before the program is made."""
 
-    def _before_run(self) -> None:
+    def _before_run(self) -> None:  # noqa: B027
         """What must happen before an execution."""
 
-    def _after_run(self) -> None:
+    def _after_run(self) -> None:  # noqa: B027
         """What must happen after one."""
 
     def _drop_program(self) -> None:

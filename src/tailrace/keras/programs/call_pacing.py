@@ -1,0 +1,136 @@
+"""How one call of `fit`, `evaluate` or `predict` takes its batches, and which callbacks listen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tailrace.errors import OptionError
+from tailrace.keras.data.batch_counts import batches_in, check_accumulation, counted
+from tailrace.keras.data.resident_arrays import Rows, keeps, rows_of
+from tailrace.keras.optimizers.application import overrides
+from tailrace.keras.programs.pacing import Pacing
+from tailrace.keras.settings.options import Settings
+
+
+class Watch(keras.callbacks.Callback):
+    """Tells the program when an epoch begins."""
+
+    def __init__(self, program: Any) -> None:
+        super().__init__()
+        self._pacing = program
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count the batches of this epoch."""
+        self._pacing.begin_epoch()
+
+
+def listen(model: Any, settings: Settings, pacing: Pacing, call: dict[str, Any]) -> None:
+    """Find out who wants to hear of batches, and hear of epochs ourselves."""
+    callbacks = call["callbacks"]
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.callbacks.append(Watch(pacing))
+        return
+    listed = keras.tree.flatten(callbacks) if callbacks else []
+    call["callbacks"] = [Watch(pacing), *listed]
+    if call["verbose"] != 0 and not any(
+        isinstance(one, keras.callbacks.ProgbarLogger) for one in listed
+    ):
+        pacing.bar = keras.callbacks.ProgbarLogger()
+        pacing.bar.async_safe = True  # or Keras would wait for the logs of each execution
+        call["callbacks"].append(pacing.bar)
+    if settings.options.asynchronous_callbacks:
+        pacing.every_step = listed
+    stepwise = overrides(model, "train_step", keras.Model)  # its logs are all there is
+    listening = [one for one in call["callbacks"] if _listens(one)]
+    pacing.listeners = stepwise or bool(listening) or logs_of_its_own(model)
+    pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
+
+
+def listen_to_steps(settings: Settings, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:
+    """Find out who wants to hear of every step of an evaluation or prediction."""
+    callbacks = call.get("callbacks")
+    if not callbacks or not settings.options.asynchronous_callbacks:
+        return
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    own = (Watch, keras.callbacks.ProgbarLogger, keras.callbacks.History)
+    pacing.phase = phase
+    pacing.every_step = [c for c in keras.tree.flatten(callbacks) if not isinstance(c, own)]
+
+
+def pacing_of_fit(model: Any, settings: Settings, call: dict[str, Any]) -> Pacing:
+    """How a call of `fit` takes batches."""
+    settings.check_pipeline()
+    replicas, count = settings.replicas, settings.microbatches
+    steps, split = call["steps_per_epoch"], call["validation_split"]
+    share = 1.0 - split if split and call["validation_data"] is None else 1.0
+    size = batches_in(call["x"], call["batch_size"], steps, share)
+    epochs = max(0, call["epochs"] - call["initial_epoch"])
+    counts = settings.counts(steps, size, model.steps_per_execution, epochs)
+    check_accumulation(counts, count, replicas, settings.is_pipelined)
+    return Pacing(
+        execution=counts.execution,
+        unit=count * replicas,
+        replicas=replicas,
+        batches=counts.batches,
+        ahead=settings.options.prefetch > 0,
+        drops=(steps or size or 0) % replicas != 0,
+    )
+
+
+def resident_rows(settings: Settings, call: dict[str, Any]) -> Rows | None:
+    """The arrays that `fit` is given, where they are kept on the device whole."""
+    asked, one_device = (
+        settings.options.resident,
+        settings.replicas == 1 and not settings.is_pipelined,
+    )
+    found = rows_of(call) if one_device and asked is not False else None
+    if asked and found is None:
+        raise OptionError(
+            f"resident=True keeps the arrays given to fit on the one device that trains: numpy "
+            f"arrays, whose floats are of the type that Keras computes in "
+            f"({keras.config.floatx()}), not split by validation_split. Received: "
+            f"{'other data' if one_device else 'a model with replicas or stages'}. Leave it out."
+        )
+    if found is None or asked or keeps(found.arrays, call["epochs"] - call["initial_epoch"]):
+        return found
+    return None
+
+
+def pacing_of_test(
+    model: Any,
+    settings: Settings,
+    call: dict[str, Any],
+    validating: bool = False,
+    outer: Pacing | None = None,
+) -> Pacing:
+    """How a call of `evaluate` or `predict` takes batches; `outer` is that of the fit around it."""
+    replicas, steps = settings.replicas, call.get("steps")
+    if validating and outer is not None:  # as many batches to an execution as in training
+        counts = counted(steps, None, outer.execution // replicas, replicas)
+    elif validating:  # in an epoch of Keras' own loop
+        counts = counted(steps, None, model.steps_per_execution, replicas)
+    else:
+        size = batches_in(call.get("x"), call.get("batch_size"), steps)
+        counts = settings.counts(steps, size, model.steps_per_execution)
+    return Pacing(
+        execution=counts.execution,
+        unit=replicas,
+        replicas=replicas,
+        batches=counts.batches,
+        ahead=settings.options.prefetch > 0,
+    )
+
+
+def logs_of_its_own(model: Any) -> bool:
+    """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
+    names = ("compute_metrics", "get_metrics_result")
+    return any(overrides(model, name, keras.Model) for name in names)
+
+
+def _listens(callback: Any) -> bool:
+    """Whether a callback does something before or after a batch."""
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return any(overrides(callback, name, keras.callbacks.Callback) for name in names)
