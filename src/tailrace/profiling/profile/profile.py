@@ -1,4 +1,4 @@
-"""A profile: what each scope and phase of a step costs, as plain data."""
+"""A profile: the cost of each scope and phase of a step, as plain data."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one scope costs in one phase, over all steps that were watched.
+    """The cost of one scope in one phase, over all profiled steps.
 
     Attributes:
         phase: forward, backward, optimizer, accumulation, replicas, stages, feeds, taps, loop.
-        scope: the path of the model's scope, as in the catalogue; "" outside of all.
-        seconds: of its operations themselves, over all threads and devices.
+        scope: the path of the model's scope, as in the catalogue; "" outside of all scopes.
+        seconds: the self time of its operations, over all threads and devices.
         flops: floating-point operations.
-        bytes: read and written.
-        roofline: the share of the device's best that it reaches; None where it is not known.
-        runs: how many operations ran.
+        bytes: bytes read and written.
+        roofline: the achieved fraction of the device's roofline; None if unknown.
+        runs: the number of operations that ran.
         operations: seconds by operation, most expensive first.
     """
 
@@ -53,15 +53,15 @@ class Profile:
 
     Attributes:
         rows: each scope in each phase, most expensive first.
-        steps: how many steps were watched.
-        executions: in how many executions.
-        wall_s: how long those took.
-        named: the share of the operations' own time that has a place.
-        device: what it ran on.
-        peak_flops: floating-point operations a second that the device reaches.
-        peak_bytes: bytes a second that it moves.
-        memory: bytes at the peak of memory, by owner, largest first.
-        pipeline: what the cells of a pipeline's grid took, if it is one and they could be seen.
+        steps: the number of profiled steps.
+        executions: the number of executions.
+        wall_s: their duration.
+        named: the fraction of the operations' self time that has a scope or phase.
+        device: the kind of device.
+        peak_flops: FLOPs per second that the device reaches.
+        peak_bytes: bytes per second that it reads and writes.
+        memory: bytes at peak memory use, by owner, largest first.
+        pipeline: the times of a pipeline's cells, if it is one and they could be measured.
     """
 
     rows: tuple[Row, ...]
@@ -77,7 +77,7 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """The operations' own time, over all rows."""
+        """The self time of all rows."""
         return sum(row.seconds for row in self.rows)
 
     def phase(self, name: str) -> float:
@@ -95,13 +95,13 @@ class Profile:
         return as_tree(self)
 
     def treemap(self) -> Treemap:
-        """A picture: areas are times, phases and scopes in each other."""
+        """A picture: nested phases and scopes, with areas proportional to time."""
         return Treemap(treemap_svg(self))
 
     # -- on disk --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The profile as text that `Profile.from_json` reads."""
+        """The profile as JSON, for `Profile.from_json`."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -110,7 +110,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """A profile from its text; RunError for anything else."""
+        """A profile from JSON; raises a RunError for anything else."""
         try:
             found: dict[str, Any] = json.loads(text)
             if found.pop("format") != FORMAT:
@@ -127,7 +127,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Read what `save` wrote."""
+        """Read a profile that `save` wrote."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 _HEAD = ("phase", "scope", "time a step", "share", "FLOP a step", "bytes a step", "of roofline")
 _SHOWN = 30
-"""Rows of a table; the rest is one line."""
+"""The most rows of a table; the rest is summarized in one line."""
 
 
 def as_text(profile: Profile) -> str:
-    """The table, most expensive first, and what is alive at the peak of memory."""
+    """The table, most expensive first, and the owners of peak memory."""
     rows = [_HEAD, *(_cells(row, profile) for row in profile.rows[:_SHOWN])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = [_first_line(profile)]
@@ -55,7 +55,7 @@ def as_html(profile: Profile) -> str:
 
 
 def as_tree(profile: Profile) -> str:
-    """Phases, and the scopes in them, each with the time of all that is inside."""
+    """Phases and the scopes in them, each with its total time."""
     totals: dict[tuple[str, ...], float] = {}
     for row in profile.rows:
         path = (row.phase, *filter(None, row.scope.split("/")))
@@ -73,7 +73,7 @@ def as_tree(profile: Profile) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds in a unit that fits.
+    """Seconds in a fitting unit.
 
     >>> time_text(0.00213), time_text(2.5e-6)
     ('2.13 ms', '2.5 us')
