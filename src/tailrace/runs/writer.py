@@ -8,7 +8,7 @@ queue is
 bounded: a loop that is faster than the disk waits for it, and if the disk is full, training continues
 while the thread retries.
 
-The file is long because it is one mechanism: queue, thread and files share one lock and one order.
+The file is long because it is one thing: queue, thread and files share one lock and one order.
 """
 
 from __future__ import annotations

@@ -4,5 +4,17 @@
       ▲                                   │
     fitting (epochs, validation, signals) ─┴─▶ callbacks, checkpoints
 
-`engine` is what Keras, PyTorch and IPU programs drive too; everything else here is for `tr.Trainer`.
+In: a loss function, an optimizer, parameters, and a dataset. Out: trained parameters, a `History`,
+records, and, on request, checkpoints and a run directory.
+
+    engine, executions    state on the devices and the programs that advance it
+    fitting               one fit: epochs, validation, signals, the length of executions (`pace`)
+    evaluation            evaluate and predict
+    checkpoints, bundles  state on disk
+    callbacks, journal    who gets the results
+    modules               Flax and Equinox modules as parameters
+    lookback              replaying and explaining past steps
+
+Rules. `engine` knows nothing of epochs, callbacks or files; Keras, PyTorch and IPU programs drive it
+too. Everything else here is for `tr.Trainer`.
 """
