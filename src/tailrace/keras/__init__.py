@@ -12,8 +12,8 @@ In: Keras models, compiled and fitted as usual. Out: the same results, computed 
     keras_internals          the only module that uses undocumented parts of Keras; keras_seams probes
     them
 
-Rules. Core packages never import this one. Keras is hooked once, at import, and the hook does nothing
-for models that were not adopted.
+Rules. Core packages never import this one. Keras is hooked once, at import; a hook acts only on
+adopted models and inside a strategy's scope.
 
 >>> import tailrace.keras as tk
 """

@@ -1,4 +1,4 @@
-"""What an adopted Keras model does: `compile`, `fit`, `evaluate` and `predict` on the engine."""
+"""Adopted Keras models: `compile`, `fit`, `evaluate` and `predict` on the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tailrace.messages import note_once
 from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
 
 ASSET = "tailrace.json"
-"""The file, among the assets of a saved model, that says what the model is set to."""
+"""The file with the model's settings, among the assets of a saved model."""
 
 _LOSS = "compute_loss_and_updates"
 _CALLED = {"train": "fit", "test": "evaluate", "predict": "predict"}
@@ -49,7 +49,7 @@ _SINGLE = (
 
 
 class Watch(keras.callbacks.Callback):
-    """Tells the program when an epoch begins."""
+    """Notifies the program when an epoch begins."""
 
     def __init__(self, program: Any) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class Watch(keras.callbacks.Callback):
 class Adopted(Setters, Assigning):
     """What Tailrace adds to one Keras model; `tk.of(model)`.
 
-    Keras calls the methods here that have the names of its own, for models that are adopted: what a
-    model's class overrides comes before them, and reaches them by `super()`.
+    For adopted models, Keras' methods are redirected to the methods here of the same names: overrides
+    in a model's class come first, and reach them through `super()`.
 
     Attributes:
         model: the model.
-        settings: what it is set to.
+        settings: its settings.
     """
 
     def __init__(self, model: Any, settings: Settings) -> None:
@@ -77,18 +77,18 @@ class Adopted(Setters, Assigning):
         self._running: dict[str, Pacing] = {}
         self._active: Any = None
         self.kept_fits = 0
-        """How many fits kept checkpoints so far."""
+        """The number of fits with checkpoints so far."""
 
     # -- compile --------------------------------------------------------------------------------
 
     def compile(self, *args: Any, observe: Any = (), run_dir: Any = None, **kwargs: Any) -> None:
-        """Keras' `compile`, and what Tailrace adds to it.
+        """Keras' `compile` with additional arguments.
 
         Args:
             *args: as in Keras.
-            observe: taps (`tr.Tap`), or selections whose statistics are wanted; what they saw is in
+            observe: taps (`tr.Tap`), or selections to compute statistics of; their records are in
                 `model.records` after a fit.
-            run_dir: a new directory that keeps history and records while training goes on.
+            run_dir: a new directory for history and records, written during training.
             **kwargs: as in Keras.
         """
         model, settings = self.model, self.settings
@@ -103,16 +103,16 @@ class Adopted(Setters, Assigning):
         self.forget_programs()
 
     def forget_programs(self) -> None:
-        """Build the device programs anew when they are needed next."""
+        """Drop the device programs; they are built again when needed."""
         model = self.model
         model.train_function = model.test_function = model.predict_function = None
         self.programs = {}
 
-    # -- what is seen ---------------------------------------------------------------------------
+    # -- observation ----------------------------------------------------------------------------
 
     @property
     def records(self) -> Any:
-        """What the taps of `compile(observe=...)` saw in the latest fit."""
+        """The records of the taps of `compile(observe=...)` in the latest fit."""
         return self._trained("records").journal.records
 
     def tensors(self) -> Any:
@@ -131,16 +131,16 @@ class Adopted(Setters, Assigning):
     # -- fit, evaluate, predict -----------------------------------------------------------------
 
     def fit(self, *args: Any, checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Keras' `fit`: many batches to an execution, on the device.
+        """Keras' `fit` on the device, with many batches per execution.
 
         Args:
             *args: as in Keras.
-            checkpoint: a directory, or a `tr.Checkpoint`, that keeps the state of the fit. If it holds
-                this fit already, the fit goes on from there, bit for bit as if it had never stopped.
+            checkpoint: a directory, or a `tr.Checkpoint`, for the state of the fit. If it contains this
+                fit already, the fit resumes from there, bit for bit as if it had never stopped.
             **kwargs: as in Keras.
         """
         model, plain = self.model, PLAIN["fit"]
-        if not model.compiled or self._keras_runs("train"):  # Keras says what is missing
+        if not model.compiled or self._keras_runs("train"):  # Keras reports what is missing
             if checkpoint is not None and model.compiled:
                 raise OptionError(
                     f"checkpoint= keeps the state of a program on the device. Received: a model with "
@@ -163,7 +163,7 @@ class Adopted(Setters, Assigning):
             return fit_kept(self, keeping, pacing, call)
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
-        """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""
+        """The checkpoints of a fit: as given, or as its BackupAndRestore requests."""
         if checkpoint is None:
             per_step = self.settings.microbatches * self.settings.replicas
             return backups_of(call, self.kept_fits, per_step)
@@ -176,7 +176,7 @@ class Adopted(Setters, Assigning):
         return kept
 
     def listen(self, pacing: Pacing, call: dict[str, Any]) -> None:
-        """Find out who wants to hear of batches, and hear of epochs ourselves."""
+        """Find the callbacks that listen to batches, and add ours for epochs."""
         callbacks = call["callbacks"]
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.callbacks.append(Watch(pacing))
@@ -197,7 +197,7 @@ class Adopted(Setters, Assigning):
         pacing.alone = stepwise or not all(getattr(one, "async_safe", False) for one in listening)
 
     def _listen_to_steps(self, phase: str, pacing: Pacing, call: dict[str, Any]) -> None:
-        """Find out who wants to hear of every step of an evaluation or prediction."""
+        """Find the callbacks that listen to every step of an evaluation or prediction."""
         callbacks = call.get("callbacks")
         if not callbacks or not self.settings.options.asynchronous_callbacks:
             return
@@ -208,7 +208,7 @@ class Adopted(Setters, Assigning):
         pacing.every_step = [c for c in keras.tree.flatten(callbacks) if not isinstance(c, own)]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Keras' `evaluate`: many batches to an execution, on the device."""
+        """Keras' `evaluate` on the device, with many batches per execution."""
         model, plain = self.model, PLAIN["evaluate"]
         if not model.compiled or self._keras_runs("test"):
             return plain(model, *args, **kwargs)
@@ -221,7 +221,7 @@ class Adopted(Setters, Assigning):
             return plain(model, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Keras' `predict`: many batches to an execution, on the device."""
+        """Keras' `predict` on the device, with many batches per execution."""
         model, plain = self.model, PLAIN["predict"]
         if self._keras_runs("predict"):
             return plain(model, *args, **kwargs)
@@ -231,7 +231,7 @@ class Adopted(Setters, Assigning):
         with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
             return plain(model, *args, **kwargs)
 
-    # -- what Keras' trainer asks for -----------------------------------------------------------
+    # -- called by Keras' trainer ---------------------------------------------------------------
 
     def make_train_function(self, force: bool = False) -> Any:
         """The function that trains for one execution."""
@@ -246,7 +246,7 @@ class Adopted(Setters, Assigning):
         return self._make("predict", Predicting, force)
 
     def jax_state_sync(self) -> None:
-        """Give the variables their values back."""
+        """Write the values back to the variables."""
         if self._active is not None:
             self._active.fill()
         PLAIN["jax_state_sync"](self.model)
@@ -262,13 +262,13 @@ class Adopted(Setters, Assigning):
         training: bool = False,
         optimizer_variables: Any = None,
     ) -> Any:
-        """Keras' forward pass; inside a training program, its loss is also kept with its gradient."""
+        """Keras' forward pass; inside a training program, its loss is kept with its gradient."""
         settings, plain = self.settings, PLAIN["compute_loss_and_updates"]
         state = (trainable_variables, non_trainable_variables, metrics_variables)
         if settings.seen is None:
             return plain(self.model, *state, x, y, sample_weight, training, optimizer_variables)
         layout = settings.layout
-        # Keras scales the loss too, by values that do not matter: that result is not used.
+        # Keras also scales the loss, by values that do not matter: that result is unused.
         unused = [] if layout.scale is None else layout.optimizer.all[: layout.scale + 1]
         zeros = [jnp.zeros(tuple(v.shape), v.dtype) for v in unused]
         _, (loss, y_pred, others, metrics) = plain(
@@ -279,7 +279,7 @@ class Adopted(Setters, Assigning):
         return loss, (loss, y_pred, others, metrics)
 
     def get_metrics_result(self) -> dict[str, Any]:
-        """The metrics now; with replicas, as `set_replication_options` says."""
+        """The current metrics; with replicas, combined as set by `set_replication_options`."""
         found = PLAIN["get_metrics_result"](self.model)
         settings = self.settings
         latest = getattr(self._active, "latest", None)
@@ -293,13 +293,13 @@ class Adopted(Setters, Assigning):
     # -- saved with the model -------------------------------------------------------------------
 
     def save_assets(self, directory: str) -> None:
-        """Put what the model is set to into its file, where plain Keras does not look."""
+        """Save the settings in the model's file, where plain Keras ignores them."""
         pathlib.Path(directory, ASSET).write_text(json.dumps(self.settings.saved()))
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _keras_runs(self, mode: str) -> bool:
-        """Whether Keras' own loop runs a model: what it asks for is not a program on the device."""
+        """Whether Keras' loop runs a model, because it needs something no device program can do."""
         reason = self._reason(mode)
         if reason is None:
             return False
@@ -335,7 +335,7 @@ class Adopted(Setters, Assigning):
         return getattr(model, name)
 
     def run(self, mode: str, program: Any, state: Any, iterator: Iterator[Any]) -> Any:
-        """One execution of a program; called by Keras' trainer."""
+        """Run one execution of a program; called by Keras' trainer."""
         self._active = program
         running = self._running.get(mode)
         program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
@@ -356,7 +356,7 @@ class Adopted(Setters, Assigning):
     def while_running(
         self, mode: str, pacing: Pacing, same_execution: bool = False
     ) -> Iterator[None]:
-        """While Keras' trainer runs: it counts executions in batches over all replicas."""
+        """A context around Keras' trainer, which counts batches over all replicas."""
         model, running = self.model, self._running
         before, running[mode] = running.get(mode), pacing
         configured = model.steps_per_execution
@@ -395,7 +395,7 @@ class Adopted(Setters, Assigning):
         )
 
     def _resident_rows(self, call: dict[str, Any]) -> Rows | None:
-        """The arrays that `fit` is given, where they are kept on the device whole."""
+        """The arrays given to `fit`, if they are kept on the device."""
         settings = self.settings
         asked, one_device = (
             settings.options.resident,
@@ -417,7 +417,9 @@ class Adopted(Setters, Assigning):
         settings = self.settings
         replicas, steps = settings.replicas, call.get("steps")
         outer = self._running.get("train")
-        if validating and outer is not None:  # as many batches to an execution as in training
+        if (
+            validating and outer is not None
+        ):  # the same number of batches per execution as in training
             counts = counted(steps, None, outer.execution // replicas, replicas)
         elif validating:  # in an epoch of Keras' own loop
             counts = counted(steps, None, self.model.steps_per_execution, replicas)
@@ -434,7 +436,7 @@ class Adopted(Setters, Assigning):
 
 
 class _Function:
-    """What Keras' trainer calls for one execution."""
+    """The function that Keras' trainer calls for one execution."""
 
     def __init__(self, adopted: Adopted, mode: str, program: Any) -> None:
         self._adopted, self._mode, self._program = adopted, mode, program
@@ -445,22 +447,22 @@ class _Function:
 
 
 def trains_by_engine(model: Any) -> bool:
-    """Whether a step is the engine's: loss and gradient, then the optimizer.
+    """Whether the engine computes the step: loss and gradient, then the optimizer.
 
-    Otherwise Keras' `train_step`, or the user's, is the step, in a loop on the device.
+    Otherwise the step is Keras' `train_step`, or the user's, in a loop on the device.
     """
     own = any(overrides(model, one, keras.Model) for one in ("train_step", _LOSS))
     return not own and bool(model.trainable_variables)
 
 
 def logs_of_its_own(model: Any) -> bool:
-    """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
+    """Whether the logs of a batch may have other names than the metrics; Keras then uses the logs."""
     names = ("compute_metrics", "get_metrics_result")
     return any(overrides(model, name, keras.Model) for name in names)
 
 
 def _listens(callback: Any) -> bool:
-    """Whether a callback does something before or after a batch."""
+    """Whether a callback overrides a method for batches."""
     names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
     return any(overrides(callback, name, keras.callbacks.Callback) for name in names)
 
