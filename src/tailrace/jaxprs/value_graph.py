@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tailrace.jaxprs.control import Call, Cond, Scan, While, control
-from tailrace.jaxprs.internals import JaxprEqn, Literal
+from tailrace.jaxprs.internals import Atom, JaxprEqn, Literal, Var
 from tailrace.jaxprs.own_equations import is_mark
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position, concerns_us
@@ -121,7 +121,7 @@ class ValueGraph(Visitor[Value, Around]):
         self.literals: list[Value] = []
         self.run_equations(equations, _Arguments(), ())
 
-    def constant(self, value: Any, var: Any) -> Value:
+    def constant(self, value: Any, var: Atom) -> Value:
         """A literal, or a constant of an inner program."""
         literal = var if isinstance(var, Literal) else None
         return Value(_shape(var), literal=literal, constant=True)
@@ -167,7 +167,7 @@ class ValueGraph(Visitor[Value, Around]):
             self._made(UNKNOWN, self.run_inner(inner, entering, (*around, 0), here), ())
         return self._made(UNKNOWN, inputs, found.eqn.outvars)
 
-    def _made(self, name: str, inputs: list[Value], outvars: Sequence[Any]) -> list[Value]:
+    def _made(self, name: str, inputs: list[Value], outvars: Sequence[Atom]) -> list[Value]:
         operation = Operation(name, inputs)
         known = operation.kept is not None and operation.kept.constant
         operation.results = [Value(_shape(var), operation, constant=known) for var in outvars]
@@ -182,10 +182,10 @@ class ValueGraph(Visitor[Value, Around]):
                 self.literals.append(value)
 
 
-class _Arguments(dict[Any, Value]):
+class _Arguments(dict[Var, Value]):
     """The values of variables; a variable that no equation defined is an argument."""
 
-    def __missing__(self, var: Any) -> Value:
+    def __missing__(self, var: Var) -> Value:
         value = self[var] = Value(_shape(var))
         return value
 
@@ -201,5 +201,5 @@ def _float(literal: Literal) -> float:
     return float(literal.val) if _shape(literal) == () else 0.0
 
 
-def _shape(var: Any) -> tuple[int, ...]:
+def _shape(var: Atom) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())

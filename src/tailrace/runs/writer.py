@@ -331,7 +331,7 @@ class RunWriter:
                 self._check_thread()
 
     def _check_thread(self) -> None:
-        """Raise an error if the thread ended silently: nobody may wait for it then."""
+        """Raise an error if the thread ended silently, instead of waiting for it forever."""
         thread = self._thread
         dead = thread is not None and not thread.is_alive() and not self._closing
         if dead and self._failure is None:

@@ -106,7 +106,7 @@ class DeviceProfiler:
             return
         self._left -= 1
         if self._left == 0:
-            with contextlib.suppress(Exception):  # whoever collects it has the exception
+            with contextlib.suppress(Exception):  # the caller that collects it gets the exception
                 ticket.block_until_ready()
             self.stop()
 

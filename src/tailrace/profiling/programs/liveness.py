@@ -53,15 +53,15 @@ def _peak(
         if one.name in {b for each in buffers[one.name] for b in each}:
             whose = owner(one) if owner and one.opcode == "parameter" else _owner(program, one)
             alive[one.name] = (whose, one.nbytes)
-        inner, beside = 0, {}
+        inner, live = 0, {}
         if one.opcode in _RUNS_OTHERS:
             for called in one.calls:
                 size, theirs = _peak(program, called, None)
                 if size > inner:
-                    inner, beside = size, theirs
+                    inner, live = size, theirs
         now = sum(size for _, size in alive.values()) + inner
         if now > most:
-            most, found = now, dict(beside)
+            most, found = now, dict(live)
             for whose, size in alive.values():
                 found[whose] = found.get(whose, 0) + size
         for operand in {*one.operands, one.name}:

@@ -99,7 +99,7 @@ class FollowingModel(Model):
 
     def _before_making(self, forward: Forward) -> None:
         self._unused = forward.unused
-        self._take_optimizer(self.optimizer, anew=True)
+        self._take_optimizer(self.optimizer, again=True)
 
     def _before_run(self) -> None:
         if self._follows:
@@ -119,11 +119,11 @@ class FollowingModel(Model):
         bound = self._device_optimizer
         self._choices, self._forms = bound.choices(), bound.forms()
 
-    def _take_optimizer(self, optimizer: torch.optim.Optimizer, anew: bool = False) -> None:
+    def _take_optimizer(self, optimizer: torch.optim.Optimizer, again: bool = False) -> None:
         """Continue with the current flags, parameters and state of an optimizer."""
         same, before = optimizer is self.optimizer, self._device_optimizer
         changed = before.forms() != self._forms or before.choices() != self._choices
-        if same and not (anew or changed or self._reloaded):
+        if same and not (again or changed or self._reloaded):
             return
         exists = self._program is not None or self._held is not None
         if exists and not self._reloaded:
@@ -175,7 +175,7 @@ class FollowingModel(Model):
         modes = training_modes(self.module)
         self._training = {name: self._training.get(name, mode) for name, mode in modes.items()}
         self.version += 1
-        self._take_optimizer(optimizer, anew=True)
+        self._take_optimizer(optimizer, again=True)
 
     # -- inside ---------------------------------------------------------------------------------
 
