@@ -41,6 +41,7 @@ def stretch(equations: Sequence[JaxprEqn], later: Iterable[Var]) -> Stretch:
 
 def stretches(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Atom]) -> list[Stretch]:
     """Consecutive groups of equations as stretches; `results` are the program's outputs."""
+    # Backwards: what a group makes is live if a later group, or the program's results, use it.
     later = set(variables(results))
     found: list[Stretch] = []
     for group in reversed(groups):

@@ -67,6 +67,7 @@ class Visitor(abc.ABC, Generic[Value, Around]):
         `position` is that of the program that contains them, `first` the index of the first one in it.
         """
         for index, eqn in enumerate(equations, start=first):
+            # A position, not `id(eqn)`: JAX shares one inner program between equal calls.
             here = (*position, index)
             inputs = [self._read(known, var) for var in eqn.invars]
             with self.context(eqn):
@@ -80,6 +81,7 @@ class Visitor(abc.ABC, Generic[Value, Around]):
     def _equation(
         self, eqn: JaxprEqn, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
+        # Asked first, because most equations need not be entered, and reading them costs time.
         if not self.enters(eqn, here):
             return self.plain(eqn, inputs, around, here)
         found = control(eqn)

@@ -72,6 +72,8 @@ class Pace:
         """
         if self.steps is None:
             return self.most
+        # A short fit does not need room for a given number of steps that it will never run; but no
+        # less than the automatic limit, so that a longer fit later finds the same capacity.
         needed = self.steps if total is None else min(self.steps, max(total, self.most))
         return max(before or 0, needed)
 
@@ -83,6 +85,7 @@ class Pace:
         """Continue with the lengths from a checkpoint, unless they are given."""
         if self.steps is None:
             chosen = state["chosen"]
+            # The length of the earlier process, for equal records, but within this device's memory.
             self.chosen = None if chosen is None else min(int(chosen), self.most)
             self.reason, self.trials = state["reason"], list(state["trials"])
 
@@ -94,6 +97,7 @@ class Pace:
     @property
     def seconds_per_step(self) -> float:
         """The seconds per step; infinite while unknown."""
+        # The minimum: whatever else the host does can only make a trial slower.
         return min(self.trials, default=float("inf"))
 
     def next(self, remaining: int | None) -> int:
@@ -139,6 +143,7 @@ def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | 
     if steps is not None:
         check_bytes(sight.chosen, steps, count, replicas, most_bytes)
     most = int(most_bytes / recorded) if recorded else None
+    # Periodic taps need executions of at least one period: refuse those that cannot fit.
     if most is not None and most < sight.period:
         check_bytes(sight.chosen, sight.period, count, replicas, most_bytes)
     size = runner.bytes_per_pass
