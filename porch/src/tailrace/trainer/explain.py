@@ -1,4 +1,4 @@
-"""What a program will need before it runs: memory by part, FLOPs, compile time."""
+"""The cost of a program before it runs: memory by part, FLOPs, compile time."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What XLA says about a compiled program. All sizes are bytes on one device.
+    """XLA's analysis of a compiled program. All sizes are bytes on one device.
 
     Attributes:
-        steps_per_execution: how many steps one dispatch runs.
-        effective_batch_size: examples in a step, over all microbatches and replicas.
-        parts: bytes by what they hold.
-        peak_bytes: what XLA expects to hold at once.
-        flops_per_step: floating-point operations of a step on one device, as XLA counts them, for
-            all its microbatches. Of a loop of the model's own, XLA counts one pass.
-        compile_s: how long compiling took.
-        decisions: sentences that say what was decided about the optimizer's state, and why.
-        pipeline: what each stage costs, if there are stages.
-        cause: why it was compiled: the first program of its form, another shape or length.
+        steps_per_execution: the number of steps per dispatch.
+        effective_batch_size: examples per step, over all microbatches and replicas.
+        parts: bytes by purpose.
+        peak_bytes: XLA's estimate of peak memory use.
+        flops_per_step: FLOPs of a step on one device by XLA's count, for all its microbatches. Of a
+            loop in the model, XLA counts one iteration.
+        compile_s: the time of compilation.
+        decisions: messages about decisions on optimizer state, with reasons.
+        pipeline: the cost of each stage, if there are stages.
+        cause: why it was compiled: the first program, another shape or length.
     """
 
     steps_per_execution: int
@@ -77,11 +77,11 @@ def explain(
     keeping: StateKeeping | None = None,
     decisions: tuple[str, ...] = (),
 ) -> Explanation:
-    """Compile the loop of `runner` for `length` passes and read XLA's analysis of it."""
+    """Compile the loop of `runner` for `length` iterations and read XLA's analysis of it."""
     executable = runner.compiled(state, length)
     compiled = executable.compiled
     memory = compiled.memory_analysis()
-    # XLA counts the body of a loop once: that of the steps, and that of the microbatches.
+    # XLA counts the body of a loop once, so multiply by steps and microbatches.
     flops = flops_of(compiled)
     flops += (microbatches - 1) * max(0.0, flops - flops_of_update)
     sizes = {name: _bytes(tree) for name, tree in parts.items() if jax.tree.leaves(tree)}
@@ -110,7 +110,7 @@ def explain(
 
 
 def explained(engine: Engine, example: Any, length: int) -> Explanation:
-    """What training on elements like `example` will need, `length` steps to an execution."""
+    """The cost of training on elements like `example`, with `length` steps per execution."""
     feed = engine.use([example])
     state, count = engine.state, engine.accumulation.microbatches
     batch = effective_batch_size(feed.spec(), count * engine.placement.replicas)
@@ -139,18 +139,18 @@ def explained(engine: Engine, example: Any, length: int) -> Explanation:
 
 
 def flops_of_update(engine: Engine) -> float:
-    """The floating-point operations of the optimizer alone, once a step."""
+    """The FLOPs of the optimizer per step."""
     optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
     update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
     held = keeping.forms if keeping is not None else state.optimizer_state
     try:
         return flops_of(update.lower(state.params, held, state.params))
-    except TailraceError:  # it means something inside a program only: small beside the rest
+    except TailraceError:  # usable only inside a program; its FLOPs are small anyway
         return 0.0
 
 
 def flops_of(compiled: Any) -> float:
-    """The floating-point operations of something lowered or compiled, as XLA counts them."""
+    """The FLOPs of a lowered or compiled program, by XLA's count."""
     cost = compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list | tuple) else cost
     return float(cost.get("flops", 0.0))

@@ -76,7 +76,7 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
         runner.executions, runner.compile_s = executed, compiled_s
         for blocks in reversed(taken):
             for feed, staged in blocks.items():
-                feed.put_back(staged, 0)  # as if nobody had read them
+                feed.put_back(staged, 0)  # as if they had not been read
     return profile_of(
         profiler,
         steps=steps * executions,

@@ -96,7 +96,7 @@ def refusal(entry: Name) -> str:
 
 
 class _RefusedModules:
-    """The last of Python's finders: modules of the originals that nobody else has found."""
+    """The last of Python's finders: modules of the originals that no other finder knows."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> None:

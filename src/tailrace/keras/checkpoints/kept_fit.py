@@ -1,4 +1,4 @@
-"""One call of `fit` that keeps checkpoints."""
+"""One call of `fit` with checkpoints."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tailrace.keras.programs.pacing import Pacing
 
 
 def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any]) -> Any:
-    """A fit from the beginning, or from where a checkpoint was taken.
+    """A fit from the beginning, or from a checkpoint.
 
     Args:
-        adopted: the model, as Tailrace sees it.
+        adopted: the adopted model.
         keeping: its checkpoints.
-        pacing: of this fit.
+        pacing: the pacing of this fit.
         call: the arguments of Keras' `fit`.
     """
     listeners = callbacks_in(call)
@@ -54,7 +54,7 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
         with interrupts:
             try:
                 history = PLAIN["fit"](**call)
-            except WaitStopped:  # a signal, while the data was awaited
+            except WaitStopped:  # a signal during a wait for data
                 kept.save_between()
                 interrupts.reraise()
                 raise

@@ -10,7 +10,7 @@ from tailrace.profiling.profile.quantities import count_text, time_text
 
 _HEAD = ("phase", "scope", "time a step", "share", "FLOP a step", "bytes a step", "of roofline")
 _SHOWN = 30
-"""Rows of a table; the rest is one line."""
+"""The most rows of a table; the rest is summarized in one line."""
 
 
 def as_text(profile: Measurement) -> str:

@@ -1,7 +1,7 @@
 """A model's state in a file of plain arrays: weights, buffers, optimizer state, the step count.
 
-The file is a numpy archive with one array a tensor and a JSON note; nothing in it is code, so that
-reading one from elsewhere is safe.
+The file is a NumPy archive with one array per tensor and a JSON note. It contains no code, so untrusted
+files are safe to read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BITS = {"bfloat16": (np.uint16, jnp.bfloat16)}
 
 
 def write_state(path: Any, trees: Mapping[str, Any], note: Mapping[str, Any]) -> pathlib.Path:
-    """Write trees of arrays by name; the file appears whole or not at all."""
+    """Write trees of arrays by name, atomically."""
     target = pathlib.Path(path)
     if target.is_dir():
         raise RunError(f"A model is saved in a file. Received a directory: {str(target)!r}.")
@@ -55,7 +55,7 @@ def read_state(
 
     Args:
         path: the file.
-        note_kinds: what the note must hold, by name: of which type.
+        note_kinds: the required entries of the note, with their types.
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"A model is loaded from the path of a file. Received: {path!r}.")
@@ -67,7 +67,7 @@ def read_state(
         return _as_trees(arrays, note["dtypes"]), note
     except TailraceError:
         raise
-    except Exception as error:  # an archive can be wrong in many ways, and says each in its own
+    except Exception as error:  # a damaged archive can raise many kinds of errors
         reason = " ".join(shown(str(error)).split())[:200]
         raise RunError(
             f"{str(path)!r} is not a model saved by model.save(path), or it is damaged "
@@ -76,7 +76,7 @@ def read_state(
 
 
 def _read_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
-    """The arrays of an archive; what each declares fits the file before memory is taken."""
+    """The arrays of an archive; declared sizes are checked before memory is allocated."""
     limit, total = read_limit(), 0
     size = os.fstat(file.fileno()).st_size
     found: dict[str, np.ndarray] = {}
@@ -101,7 +101,7 @@ def _read_array(content: Any, member: zipfile.ZipInfo) -> np.ndarray:
     if read_header is None:
         raise ValueError(f"{member.filename!r} has an array format of version {version}")
     shape, fortran, dtype = read_header(content)
-    rest = content.read()  # all of it: only then is the checksum compared
+    rest = content.read()  # all of it, because only then the checksum is verified
     expected = math.prod(shape) * dtype.itemsize
     if dtype.hasobject or min(shape, default=0) < 0 or expected != len(rest):
         raise ValueError(f"{member.filename!r} declares {dtype} {shape} and has {len(rest)} bytes")
@@ -154,7 +154,7 @@ def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def check_same_form(saved: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
-    """Refuse arrays that are not those of the model."""
+    """Refuse arrays that do not fit the model."""
     saved, own = flat(saved), flat(own)
     if saved.keys() != own.keys():
         missing, more = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())

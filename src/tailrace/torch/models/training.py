@@ -54,10 +54,10 @@ class TrainingModel(FollowingModel):
         """Copy weights, buffers and optimizer state from the device into the PyTorch objects."""
         self._check_alive()
         if self._restructured:
-            return  # the host was up to date then, and has weights since that no program knows
+            return  # the host was updated then, and has newer weights since
         self._take_shared()
         state = self._state()
-        self._dirty = False  # before anything is read, which would ask for this again
+        self._dirty = False  # first, because reading weights would call this again
         with torch.no_grad():
             for name, tensor in self.module.named_parameters():
                 source = state.params if name in state.params else state.model_state
@@ -68,20 +68,20 @@ class TrainingModel(FollowingModel):
             self._device_optimizer.take_over(state.optimizer_state)
 
     def copy_weights_to_host_if_needed(self) -> bool:
-        """The same, if training has changed them since; returns whether it had."""
+        """The same, if training has changed them; returns whether it had."""
         if not self._dirty:
             return False
         self.copy_weights_to_host()
         return True
 
     def copy_weights_to_device(self) -> None:
-        """Copy the module's weights and buffers to the device, over what was trained there."""
+        """Copy the module's weights and buffers to the device, replacing the trained ones."""
         self._check_alive()
         self._dirty = False
         params, buffers = weights_of(self.module)
         state = self._state()._replace(params=params, model_state=buffers)
         if self._program is None:
-            # Copies: arrays of the host may share the memory of the module's own tensors.
+            # Copies: host arrays may share the memory of the module's tensors.
             self._held = jax.tree.map(jnp.array, state)
         else:
             self._program.put(state)
@@ -112,7 +112,7 @@ class TrainingModel(FollowingModel):
         write_state(path, trees, note)
 
     def load(self, path: Any) -> None:
-        """Go on from a file that `save` wrote: training continues as if it had never stopped."""
+        """Resume from a file of `save`: training continues as if it had never stopped."""
         kinds = {"step": int, "seed": int, "optimizer": str, "unused": list, "late": dict}
         trees, note = read_state(path, kinds)
         self._take_shared()
@@ -137,11 +137,11 @@ class TrainingModel(FollowingModel):
         self.version += 1
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use another optimizer, or other numbers of the same one, from the next call on.
+        """Use another optimizer, or other hyperparameters, from the next call on.
 
-        Numbers (learning rates, betas, decays) change without compiling anything. An optimizer that
-        needs other state tensors gets another program. A new one starts from the state that was loaded
-        into it; without any, one of the same class goes on from what there is.
+        Numbers (learning rates, betas, decays) change without compiling. An optimizer with other state
+        tensors needs another program. A new one starts from its loaded state; without any, one of the
+        same class continues from the current state.
         """
         if self._outdated():
             self._start_over(optimizer)
@@ -158,7 +158,7 @@ class TrainingModel(FollowingModel):
     def destroy(self) -> None:
         """Copy everything back, free the device and unwrap the module.
 
-        The next call compiles again, for arguments of whatever form it has.
+        The next call compiles again, for arguments of any form.
         """
         self.copy_weights_to_host_if_needed()
         for other, _ in self._sharing.others:
@@ -192,7 +192,7 @@ class TrainingModel(FollowingModel):
         )
 
     def _options_of_run(self) -> ModelOptions:
-        """The options; a program that takes over from another writes to a directory of its own."""
+        """The options; a program that replaces another one writes to a new run directory."""
         self._programs += 1
         if self._options.run_dir is None or self._programs == 1:
             return self._options
@@ -205,5 +205,5 @@ class TrainingModel(FollowingModel):
     def _after_run(self) -> None:
         self._dirty = True
         self.version += 1
-        # Schedulers ask whether the optimizer has made a step, and it has, elsewhere.
+        # Schedulers check whether the optimizer has made a step; it has, on the device.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

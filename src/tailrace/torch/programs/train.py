@@ -1,6 +1,6 @@
-"""The program behind a training model: an engine whose executions are calls.
+"""The program of a training model: an engine whose executions are calls.
 
-What a call emits is handed back by tap, still as it left the program.
+The emissions of a call are returned by tap, unprocessed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HYPER = "optimizer_state/hyper"
 
 @jax.custom_jvp
 def _scale_gradient(value: Any, factor: Any) -> Any:
-    """The value itself, whose gradient is multiplied by a factor."""
+    """The value unchanged, with its gradient multiplied by a factor."""
     return value
 
 
@@ -123,7 +123,7 @@ class TrainingProgram:
         self.portions.compile(self.engine.loop_state)
 
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
-        """One execution; returns what its taps emitted."""
+        """Run one execution; returns the emissions of its taps."""
         engine, options = self.engine, self.options
         self.journal.begin(engine.step, options.microbatches, options.replicas)
         numbers = Numbers(engine.seed, engine.step)
@@ -157,14 +157,14 @@ class TrainingProgram:
         return state._replace(params=own)
 
     def put(self, state: TrainState) -> None:
-        """Go on from another state, which is copied."""
+        """Continue from another state, which is copied."""
         if self._automatic:
             factor = state.optimizer_state[FACTOR]
             state = state._replace(params={**state.params, FACTOR: factor})
         self.engine.state = state
 
     def put_weights(self, values: Mapping[str, Any]) -> None:
-        """Go on from other values of some parameters and buffers."""
+        """Replace the values of some parameters and buffers."""
         state = self.state
         leaves = {}
         for name, value in values.items():
@@ -174,11 +174,11 @@ class TrainingProgram:
         self.engine.replace(leaves)
 
     def set_hypers(self, values: Any) -> None:
-        """Other learning rates and the like, from the next step on."""
+        """Change learning rates and other numbers, from the next step on."""
         self.engine.replace({self._leaves[_HYPER]: jnp.asarray(values)})
 
     def close(self) -> None:
-        """End; history and records on disk are complete after this."""
+        """Close; history and records on disk are complete afterwards."""
         self._open.close()
 
 

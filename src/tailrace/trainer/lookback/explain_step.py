@@ -13,23 +13,14 @@ from tailrace.records.records import Record, Records
 from tailrace.records.scores import robust_scores
 from tailrace.taps.tap import Tap
 from tailrace.trainer.engine import Engine
-from tailrace.trainer.lookback.examples import example_gradients
+from tailrace.trainer.lookback.examples import EXAMPLE, example_gradients
 from tailrace.trainer.lookback.recorded import Recorded
 from tailrace.trainer.lookback.replay import Comparison, nearest, read_fit, recorded_in
 from tailrace.trainer.lookback.rerun import Rerun
 
-ROW = np.dtype(
-    [
-        ("element", np.int64),
-        ("position", np.int64),
-        ("row", np.int64),
-        ("loss", np.float32),
-        ("gradient_norm", np.float32),
-        ("alignment", np.float32),
-        ("score", np.float64),
-    ]
-)
-"""What is known of one example of a step; `row` is -1 where the dataset does not number its rows."""
+_PLACE, _MEASURED = EXAMPLE.descr[:2], EXAMPLE.descr[2:]
+ROW = np.dtype([*_PLACE, ("row", np.int64), *_MEASURED, ("score", np.float64)])
+"""The fields of one example of a step; `row` is -1 if the dataset does not number its rows."""
 
 GROWN = 2.0
 """A tensor has grown if its norm is this many times that of the steps before."""

@@ -1,7 +1,7 @@
 """An `nnx.Module` in the place of parameters.
 
 The module is split once. Its `nnx.Param`s of floats are trained; the state of its random streams is
-made anew from `tr.key()` for each call; everything else (`nnx.BatchStat` and its like) is the model
+derived from `tr.key()` for each call; everything else (`nnx.BatchStat` and the like) is the model
 state. The module that was given is never changed.
 """
 

@@ -204,7 +204,7 @@ def trainable_variables() -> list[Variable]:
 
 
 def forget_variables() -> None:
-    """Let `get_variable` make all variables anew, as in a new graph of the original."""
+    """Let `get_variable` create all variables again, as in a new graph of the original."""
     _store.clear()
 
 

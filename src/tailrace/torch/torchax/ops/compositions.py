@@ -1,4 +1,4 @@
-"""Functions that PyTorch composes with looks at values, written without them."""
+"""Functions that PyTorch composes with checks of values, rewritten without them."""
 
 from __future__ import annotations
 

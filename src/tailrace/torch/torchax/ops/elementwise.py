@@ -1,7 +1,7 @@
-"""Elementwise operations whose gradient is PyTorch's also where a plain formula gives none.
+"""Elementwise operations with PyTorch's gradient, also where a plain formula gives NaN.
 
-Differentiation is JAX's, and it follows both sides of a `where`: an exponential that overflows on
-the side that is not taken makes the gradient NaN. So each side computes only with what it is for.
+JAX differentiates both sides of a `where`: an exponential that overflows on the side that is not
+selected makes the gradient NaN. So each side computes only with its own inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mish(x: Any) -> Any:
 
 
 def log_sigmoid(x: Any) -> tuple[Any, Any]:
-    """The value, and what PyTorch keeps for its backward pass, which is not run here."""
+    """The value, and PyTorch's residual for its backward pass, which is not used here."""
     return jax.nn.log_sigmoid(x), jnp.zeros(x.shape, x.dtype)
 
 
