@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tailrace.cli.parsers import Subparsers, add_run, add_two_runs
 from tailrace.cli.targets import call, load
 from tailrace.errors import OptionError
 

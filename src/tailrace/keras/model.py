@@ -267,7 +267,7 @@ class Adopted(Setters, Assigning):
         return self._make("predict", Predicting, force)
 
     def jax_state_sync(self) -> None:
-        """Give the variables their values back."""
+        """Write the values back to the variables."""
         if self.active is not None:
             self.active.fill()
         PLAIN["jax_state_sync"](self.model)
@@ -356,7 +356,7 @@ class Adopted(Setters, Assigning):
         return getattr(model, name)
 
     def run(self, mode: str, program: Any, state: Any, iterator: Iterator[Any]) -> Any:
-        """One execution of a program; called by Keras' trainer."""
+        """Run one execution of a program; called by Keras' trainer."""
         self.active = program
         running = self._running.get(mode)
         program.pacing = running or Pacing(program.per_step, replicas=program.replicas)

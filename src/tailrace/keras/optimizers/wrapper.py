@@ -99,7 +99,7 @@ class Wrapper(keras.optimizers.Optimizer):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[Any], list[Any]]:
-        """One update, by the optimizer inside."""
+        """One update, by the wrapped optimizer."""
         variables = self._wrapped_variables
         grads, group = self._ask(list(grads), lambda: trainable_variables, variables)
         with asked(group):

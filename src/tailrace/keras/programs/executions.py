@@ -58,7 +58,7 @@ class Resumed:
 
 
 class Executions(ABC):
-    """Takes batches from Keras' iterator and runs them, an execution at a call.
+    """Takes batches from Keras' iterator and runs them, one execution per call.
 
     Args:
         model: the model.
@@ -99,7 +99,7 @@ class Executions(ABC):
 
     @abstractmethod
     def dispatch(self, block: Block) -> tuple[Any, Any]:
-        """Run a block; returns an array that is ready afterwards, and what came out of it."""
+        """Run a block; returns an array that is ready afterwards, and its results."""
 
     def element(self, batch: Any) -> Any:
         """The element of a batch."""
@@ -166,7 +166,7 @@ class Executions(ABC):
 
     @abstractmethod
     def handed_over(self) -> list[Any]:
-        """The variables whose values Keras hands over, in order; none once they have changed."""
+        """The variables whose values Keras passes in, in order; empty once they have changed."""
 
     def end(self) -> None:
         """End a call of fit, evaluate or predict: stops threads."""
@@ -184,14 +184,14 @@ class Executions(ABC):
         return {name: float(Number(values, step)) for name, values in result.items()}
 
     def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Values]:
-        """The metrics that are numbers, as one dispatch or several sent them out."""
+        """The scalar metrics that one or several dispatches sent out."""
         reduce = settings_of(self.model).metric_reduction
         return {
             name: Series([part[name] for part in sent], self.replicas, reduce) for name in sent[0]
         }
 
     def logs(self, series: Mapping[str, Values]) -> dict[str, Any]:
-        """The metrics after a dispatch, still on their way."""
+        """The metrics after a dispatch, still on the device."""
         if self._resumed is not None:  # nothing has run yet
             return _logs_of(self._resumed)
         self.latest = dict(series)

@@ -52,7 +52,7 @@ class Series(Values):
 
 
 class Final(Values):
-    """A value that is known after the last step of a dispatch only."""
+    """A value that is known only after the last step of a dispatch."""
 
     def __init__(self, leaf: Any) -> None:
         self._leaf = leaf

@@ -72,7 +72,7 @@ class Looping(Executions, ABC):
 
     @abstractmethod
     def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The step; returns what is sent out, and the next state."""
+        """The step; returns the values to send out, and the next state."""
 
     # -- called by Keras ------------------------------------------------------------------------
 

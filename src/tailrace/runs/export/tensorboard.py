@@ -28,7 +28,7 @@ MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np
 def write_events(
     records: Records, history: History, logdir: Any, select: Any = "*", every: int = 1
 ) -> int:
-    """Write the history and the chosen records of a run; see `Run.to_tensorboard`."""
+    """Write the history and the selected records of a run; see `Run.to_tensorboard`."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:

@@ -219,16 +219,16 @@ class Model(ABC):
 
     # Places to hook in, which most models leave empty.
     def _before_call(self) -> None:  # noqa: B027
-        """What must happen before a call, which builds the program if there is none."""
+        """Called before a call, which builds the program if there is none."""
 
     def _before_making(self, forward: Forward) -> None:  # noqa: B027
-        """What must happen once the forward pass is known, before the program is made."""
+        """Called once the forward pass is known, before the program is built."""
 
     def _before_run(self) -> None:  # noqa: B027
-        """What must happen before an execution."""
+        """Called before an execution."""
 
     def _after_run(self) -> None:  # noqa: B027
-        """What must happen after one."""
+        """Called after an execution."""
 
     def _drop_program(self) -> None:
         """Drop the program; the next call compiles it again."""

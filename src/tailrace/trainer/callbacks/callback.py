@@ -81,7 +81,7 @@ def listens(callback: Callback) -> bool:
 
 
 def tell(callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution) -> None:
-    """Tell all callbacks about an execution, step by step where they ask for that."""
+    """Call all callbacks for an execution, and for each step if they override that method."""
     for callback in callbacks:
         with calling(callback):
             if _overrides(callback, "on_step_end"):

@@ -197,7 +197,7 @@ class Saving:
                 )
 
     def go_on(self, fit: FitParts, taken: TakenUp, dataset: Any) -> None:
-        """Bring a fit to where the one in the directory was: dataset and callbacks."""
+        """Restore the position in the dataset and the states of callbacks."""
         bring_to(fit.feed, dataset, taken.progress, taken.position)
         for callback, state in zip(fit.callbacks, taken.callbacks, strict=False):
             if state:
@@ -206,7 +206,7 @@ class Saving:
     # -- saving ---------------------------------------------------------------------------------
 
     def begin(self, fit: FitParts, fresh: bool) -> None:
-        """The fit begins; the state before its first step is kept too."""
+        """Start; the state before the first step is saved too."""
         self._fit = fit
         self._writer.started_at(self._engine.step)
         if fresh:

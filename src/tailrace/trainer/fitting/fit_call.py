@@ -84,7 +84,7 @@ class FitCall:
         return taken
 
     def prepare(self, trainer: AnyTrainer, engine: Engine, journal: Journal, pace: Pace) -> Fit:
-        """The fit, ready to run on the program in use."""
+        """The fit, ready to run on the current program."""
         feed = engine.runner.infeeds[0]
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
         batch = effective_batch_size(feed.spec(), count * replicas)

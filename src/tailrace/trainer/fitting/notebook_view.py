@@ -75,7 +75,7 @@ class NotebookView(ProgressView):
 def progress_view(
     total: int | None, batch: int | None, shown: bool | None, done: int = 0
 ) -> ProgressView:
-    """What shows the progress of a fit: in a notebook an output of its own, else a line."""
+    """The progress view of a fit: an output in a notebook, otherwise a line."""
     display = _notebook_display() if shown is not False else None
     if display is not None:
         return NotebookView(display, total, batch, done)

@@ -82,7 +82,7 @@ class Pace:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the next execution is timed: a given number needs that on accelerators only."""
+        """Whether to time the next execution: with a given number, only accelerators need that."""
         return len(self.trials) < dispatch_table.TRIALS if self.times_given else self.chosen is None
 
     @property

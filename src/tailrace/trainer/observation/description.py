@@ -1,4 +1,4 @@
-"""An engine in words that go into a file: devices, options, taps, catalogue, plan."""
+"""The description of an engine for a run directory: devices, options, taps, catalogue, plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tailrace.trainer.showing.optimizer_text import optimizer_text
 def describe(
     engine: Engine, steps_per_execution: int | None, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a run directory says of the fit that writes it, ready for JSON."""
+    """The description of the fit that writes a run directory, ready for JSON."""
     plan, mesh, step = engine.plan, engine.placement.mesh, engine.step_function
     return {
         "devices": [
@@ -50,7 +50,7 @@ def describe(
 
 
 def describe_select(select: Any) -> Any:
-    """A selection as JSON: globs as they are, the rest in words.
+    """A selection as JSON: globs unchanged, anything else as a description.
 
     >>> describe_select(["grad/*", re.compile("^loss$")])
     ['grad/*', 're.compile(^loss$)']
