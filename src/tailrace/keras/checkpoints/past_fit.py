@@ -1,7 +1,7 @@
 """A past step of a Keras model: its fit runs again from a checkpoint, up to that step.
 
 Only Keras knows which batches a fit reads in which order, so Keras' own loop reads them again; what
-runs is a program of its own, whose results are compared and not kept. The model is afterwards as before.
+runs is a program of its own, whose results are compared and not kept. The model stays as it was.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PastFit(Keeping):
     def __init__(self, kept: Kept, step: int, recorded: Recorded) -> None:
         super().__init__(Checkpoint(kept.path.parent.parent), kept.fit)
         self._kept, self._read_note = kept, _read(kept)
-        self.replayed = HandedReplay(step, recorded, kept.step)
+        self.replayed = HandedReplay(step, recorded, self._read_note[1])
 
     @property
     def note(self) -> Mapping[str, Any]:
@@ -51,6 +51,10 @@ class PastFit(Keeping):
     def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
         """The checkpoint."""
         return (self._kept, *self._read_note)
+
+    def choices(self, fingerprint: bool) -> tuple[Any, bool]:
+        """The choices of then, which are read only."""
+        return self._writer.directory.directory, False
 
     @property
     def due(self) -> bool:
@@ -86,7 +90,8 @@ class PastTraining(Training):
             self._sharding = engine.placement.shared_out
             block.on(self._sharding, self.replicas)
         self._dirty = True
-        replayed.take(engine, block.form.feed, block.staged)
+        alone = block.staged.room == self.per_step // self.replicas
+        replayed.take(engine, block.form.feed, block.staged, exact=alone)
         if replayed.done:
             self.model.stop_training = True
         return None, {}
