@@ -83,7 +83,7 @@ def test_taps_see_what_they_would_have_seen(trained):
             assert what in found.evidence
         assert found.started_at == (2 if step < 4 * each else 4) * each
         assert_bits_equal(np.float32(found.loss), np.float32(np.mean(losses[step])))
-        seen = records[step // each]
+        seen = {key: v for key, v in records[step // each].items() if key[1] == "tensor"}
         assert set(found) == set(seen)
         for key, values in seen.items():
             share = len(values) // each  # a loss has a value for each microbatch
@@ -111,7 +111,7 @@ def test_another_process_finds_the_record_in_later_files(plain):
 
 
 def test_what_differs_is_not_taken_for_the_same(plain):
-    other = [(x * 1.001, y) for x, y in calls(12)]
+    other = [(x, y * 1.001) for x, y in calls(12)]
     found = made().replay(7, other, checkpoint=plain)
     assert found.proved is False
     assert (found.differences[0].step, found.differences[0].what) == (6, "loss")
@@ -120,8 +120,9 @@ def test_what_differs_is_not_taken_for_the_same(plain):
 
 def test_what_cannot_be_replayed(plain, tmp_path):
     model = made()
-    with pytest.raises(DataExhausted, match="end before step 17: with step 9"):
-        model.replay(17, calls(12, count=3), checkpoint=plain)
+    for count, last in ((3, 12), (5, 15)):
+        with pytest.raises(DataExhausted, match=f"end before step 17: with step {last}"):
+            model.replay(17, calls(12, count=count), checkpoint=plain)
     with pytest.raises(CheckpointError, match="has none: the earliest there is of step 6"):
         model.replay(5, calls(12), checkpoint=plain)
     with pytest.raises(CheckpointError, match="has none: it holds none"):

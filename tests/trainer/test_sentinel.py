@@ -88,8 +88,9 @@ def faulty():
 
 def test_the_tensor_that_a_fault_hit_is_named(faulty):
     trainer, faults, start = faulty
-    clean = trainer_of(sentinel=None)
-    clean.fit(ELEMENTS[:16], steps=16)
+    trainer.engine.state, trainer.engine.step = start, 4
+    assert corruption(trainer) is None
+    clean = trainer.state
     rng = np.random.default_rng(0)
     kinds, changed = set(), 0
     for _ in range(40):
@@ -103,20 +104,13 @@ def test_the_tensor_that_a_fault_hit_is_named(faulty):
         error = corruption(trainer)
         assert faults.happened
         if error is None:
-            assert_bits_equal(trainer.state, clean.state)  # it changed nothing that is kept
+            assert_bits_equal(trainer.state, clean)  # it changed nothing that is kept
             continue
         changed += 1
         kinds.add(entry.kind)
         assert (error.step, error.names[0]) == (fault.step, fault.name), str(error)
     assert changed > 20
     assert {"param", "activation", "grad", "optimizer"} <= kinds
-
-
-def test_ports_without_a_fault_change_nothing(faulty):
-    trainer, faults, start = faulty
-    trainer.engine.state, trainer.engine.step = start, 4
-    faults.arm(None)
-    assert corruption(trainer) is None
 
 
 def test_in_a_pipeline_leaves_are_named():

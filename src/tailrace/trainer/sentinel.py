@@ -28,7 +28,6 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.program.tracing.tap_selection import Sight
 from tailrace.records.records import Records, take_records
-from tailrace.runs.diff.difference import rank_of
 from tailrace.taps.bit_digests import digest, host_digest, joined
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.tap import Tap
@@ -185,8 +184,7 @@ class Sentinel:
         """The first step in which two runs differ, and the tensors in the order of the program."""
         if ticket.watch.sight is not None and (found := _differing(ticket, second)):
             step = min(found.values())
-            names = [name for name, first in found.items() if first == step]
-            return step, sorted(names, key=rank_of)
+            return step, [name for name, first in found.items() if first == step]
         pairs = zip(losses, others, strict=True)
         differ = [n for n, (one, other) in enumerate(pairs) if one.tobytes() != other.tobytes()]
         step = ticket.first_step + (differ[0] if differ else ticket.steps - 1)
@@ -197,13 +195,17 @@ class Sentinel:
 
 
 def _differing(ticket: Ticket, second: Ticket) -> dict[str, int]:
-    """The tensors whose digests differ in two runs of an execution: the first step of each."""
+    """The tensors whose digests differ in two runs of an execution: the first step of each.
+
+    In the order of the program: a value is made behind those that it is made of.
+    """
     sides = []
+    chosen = sorted(ticket.watch.sight.chosen, key=lambda one: one.entry.position)
     for emitted in (ticket.emitted, second.emitted):
         records = Records()
         for part in take_records(
             emitted,
-            ticket.watch.sight.chosen,
+            chosen,
             first_step=ticket.first_step,
             steps=ticket.steps,
             replicas=ticket.watch.replicas,

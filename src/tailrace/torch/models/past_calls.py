@@ -135,12 +135,16 @@ class PastCalls:
             if replayed.done:
                 break
         if replayed.found is None:
-            raise DataExhausted(
-                f"A replay makes the calls of the training again, and these end before step "
-                f"{self._step}: with step {engine.step}. Give the arguments of all calls, from the "
-                f"first one that the model made."
-            )
+            raise self.ended(engine.step)
         return replayed.found
+
+    def ended(self, step: int) -> DataExhausted:
+        """What to say of calls that end with a step before the one that is wanted."""
+        return DataExhausted(
+            f"A replay makes the calls of the training again, and these end before step "
+            f"{self._step}: with step {step}. Give the arguments of all calls, from the first one "
+            f"that the model made."
+        )
 
     def _state(self) -> TrainState:
         trees = self._trees

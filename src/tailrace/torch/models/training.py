@@ -164,11 +164,12 @@ class TrainingModel(FollowingModel):
         past = PastCalls(self._options, checkpoint, step, self._log)
         rest = past.skipped(calls)
         first = next(rest, None)
-        if self._program is None and first is not None:
+        if first is None:
+            raise past.ended(past.started_at)
+        if self._program is None:
             self._before_call()
             self._build(first, {})
-        again = rest if first is None else itertools.chain([first], rest)
-        return past.replay(self._program, self._form, again, observe)
+        return past.replay(self._program, self._form, itertools.chain([first], rest), observe)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Use another optimizer, or other numbers of the same one, from the next call on.
