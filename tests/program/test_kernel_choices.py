@@ -1,5 +1,7 @@
 """What XLA chose by timing is kept with checkpoints on a GPU, and only there."""
 
+import pytest
+
 from tailrace.messages import forget_notes
 from tailrace.program.running.kernel_choices import FILE, choices_in, compiled
 
@@ -51,3 +53,12 @@ def test_an_xla_that_cannot_goes_on_without(tmp_path, caplog):
     with choices_in(tmp_path, write=True):
         assert compiled(lowered, None, "gpu") == "program"
     assert "choices of kernels are not kept" in caplog.text
+
+
+def test_other_errors_are_raised(tmp_path):
+    class Full:
+        def compile(self, options):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with choices_in(tmp_path, write=True), pytest.raises(RuntimeError, match="RESOURCE"):
+        compiled(Full(), None, "gpu")

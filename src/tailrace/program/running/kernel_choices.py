@@ -11,6 +11,7 @@ Other platforms have nothing to choose: nothing is read or written there.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,9 @@ FILE = "autotune.textproto"
 """The file in a directory of checkpoints; XLA writes text for this ending."""
 
 _READ, _WRITE = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
+
+_REFUSED = re.compile("autotun|compile option", re.IGNORECASE)
+"""What an error says that is about the options here."""
 
 _kept: ContextVar[tuple[Path, bool] | None] = ContextVar("tailrace_kernel_choices", default=None)
 
@@ -48,11 +52,13 @@ def compiled(lowered: Any, options: dict[str, str] | None, platform: str) -> Any
     if kept is None or platform not in ("gpu", "cuda"):
         return lowered.compile(options)
     file, write = kept
-    partial = file.with_name(f"{os.getpid()}-{FILE}")
+    partial = file.with_name(f"new-{FILE}")
     more = choice_options(file, partial if write else None)
     try:
         program = lowered.compile({**(options or {}), **more})
-    except Exception as error:  # another XLA, another file: training goes on without
+    except Exception as error:  # an XLA without these options, a file it cannot read: go on without
+        if not _REFUSED.search(str(error)):
+            raise
         note_once(
             f"XLA's choices of kernels are not kept: it was compiled without {str(file)!r} "
             f"({type(error).__name__}: {str(error)[:200]}). A replay in another process may differ by "
