@@ -132,10 +132,11 @@ class Executable:
             with compiling(*self.reason) as done, span("compilation", steps=self.length):
                 # The numbers do not matter: they are arguments, and only their shapes are used.
                 lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
-                options = compiler_options(self.segment.equations, devices.platform())
+                platform = devices.platform()
+                options = compiler_options(self.segment.equations, platform)
                 if self.separate:
-                    options = {**(options or {}), **separate_kernels(devices.platform())}
-                found = compiled_program(lowered, self.placement.device_ids, options)
+                    options = {**(options or {}), **separate_kernels(platform)}
+                found = compiled_program(lowered, self.placement.device_ids, options, platform)
                 self._compiled, shared = found
                 self.compilation = done(shared)
             self.compile_s = self.compilation.seconds

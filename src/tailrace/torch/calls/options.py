@@ -14,6 +14,7 @@ from tailrace.program.step.accumulation import Accumulation, Reduction
 from tailrace.taps.tap import MOST_BYTES
 from tailrace.torch.calls.output_modes import OutputMode, Returned
 from tailrace.torch.tracing.blocks import Staging
+from tailrace.trainer.checks import check_fingerprint
 
 
 class Execution(enum.StrEnum):
@@ -51,6 +52,8 @@ class ModelOptions:
         observe: taps; their records are in `model.records` after each call.
         observe_bytes: the most bytes that the records of one call may take on the device.
         run_dir: a directory for the history and records of all calls.
+        fingerprint: whether to keep 8 bytes per group of tensors after each call, by which
+            `model.replay` proves a past step.
 
     >>> ModelOptions(device_iterations=4, accumulation=2).microbatches
     2
@@ -74,6 +77,7 @@ class ModelOptions:
     observe: Any = ()
     observe_bytes: int = MOST_BYTES
     run_dir: Any = None
+    fingerprint: bool = False
     returned: Returned = dataclasses.field(init=False)
     staging: Staging = dataclasses.field(init=False)
 
@@ -97,6 +101,7 @@ class ModelOptions:
                 f"Received: output_return_period={period!r}."
             )
         self._check_pipeline()
+        check_fingerprint(self.fingerprint)
         if not isinstance(self.run_dir, str | os.PathLike | None):
             raise OptionError(
                 f"run_dir is the path of a directory, or None. Received: run_dir={self.run_dir!r}."

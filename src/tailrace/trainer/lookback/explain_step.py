@@ -91,7 +91,10 @@ def explain_step(
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
     taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
-    rerun, comparison = Rerun(engine, taps, dataset, arrays, note), Comparison(recorded)
+    rerun, comparison = (
+        Rerun(engine, taps, dataset, arrays, note, directory.directory),
+        Comparison(recorded),
+    )
     before = []
     with rerun.closing():
         comparison.take_all(rerun.advance(max(rerun.step, step - BEFORE)))
