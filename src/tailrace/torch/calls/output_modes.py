@@ -133,7 +133,7 @@ class Returned:
             value = np.expand_dims(value, len(lead) - 1)
         value = np.broadcast_to(value, (*lead, *shape))
         if not collected:
-            value = value.reshape(-1, replicas, *shape)
+            value = value.reshape(lead[0] * lead[1], replicas, *shape)
             stride = self.period * len(value) // (iterations * microbatches)
             value = value[stride - 1 :: stride]
         copies = int(np.prod(value.shape[: value.ndim - len(shape)], dtype=np.int64))

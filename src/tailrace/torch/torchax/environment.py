@@ -17,6 +17,7 @@ import torch.nn.functional as functional
 
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
+from tailrace.torch.torchax.broadcasts import SPREAD, spread, spread_out
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
 from tailrace.torch.torchax.ops.compositions import (
     COMPOSITIONS,
@@ -111,13 +112,14 @@ _WIDENED = (
     "_adaptive_avg_pool2d _adaptive_avg_pool3d cumprod cumsum digamma erfinv lgamma logcumsumexp "
     "logsumexp mvlgamma native_group_norm native_layer_norm polygamma prod sinc std std_mean var "
     "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean fmod remainder i0 "
-    "logaddexp logaddexp2"
+    "logaddexp logaddexp2 hypot _trilinear grid_sampler_2d grid_sampler_3d"
 )
 
 WIDENED = frozenset(
     {
         *(getattr(aten, name) for name in _WIDENED.split()),
         *(getattr(aten, name) for name in dir(aten) if name.startswith("special_")),
+        functional.interpolate,
     }
 )
 """Operations that PyTorch computes in 32 bits for 16-bit tensors."""
@@ -178,7 +180,7 @@ def make_environment() -> Any:
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
             )
-            for func, change in WRAPPED.items():
+            for func, change in {**WRAPPED, **SPREAD}.items():
                 for one in [f for f in _with_overloads(func) if f in theirs]:
                     self._ops[one] = lowered(one, change(theirs[one].func))
             reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
@@ -208,6 +210,7 @@ def make_environment() -> Any:
             first, rest = results.as_floats(func, first, rest, self._as_dtype)
             if getattr(func, "overloadpacket", func) in WIDENED:
                 first, rest = results.widened(first, rest, self._as_dtype)
+            first, rest = spread_out(func, first, rest, self.j2t_iso)
             try:
                 found = super().dispatch(func, types, first, rest)
             except TypeError as error:
@@ -347,7 +350,10 @@ def _with_overloads(func: Any) -> list[Any]:
 
 
 def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
-    """A convolution whose transposed form is also correct for groups of several channels."""
+    """A convolution whose transposed form is also correct for groups of several channels.
+
+    Its bias is added here, by the rule of `broadcasts`.
+    """
 
     def run(x: Any, weight: Any, bias: Any, *given: Any) -> Any:
         transposed, groups = given[3], given[5]
@@ -355,6 +361,9 @@ def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
             # torchax reads the first two dimensions as [channels of a group, all outputs].
             parts = weight.reshape(groups, -1, *weight.shape[1:])
             weight = jnp.swapaxes(parts, 0, 1).reshape(weight.shape)
-        return convolve(x, weight, bias, *given)
+        out = convolve(x, weight, None, *given)
+        if bias is None:
+            return out
+        return out + spread(bias.reshape(-1, *(1,) * (weight.ndim - 2)), out.shape)
 
     return run

@@ -31,6 +31,8 @@ def _batch_norm(
 ) -> Any:
     """Batch normalisation that also updates the running statistics, as PyTorch's does."""
     x = input.jax()
+    if not x.size:  # of nothing there are no statistics
+        return watch.tensor(x)
     axes = (0, *range(2, x.ndim))
     shape = (1, -1, *(1,) * (x.ndim - 2))
     wide = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
