@@ -39,12 +39,13 @@ def environment() -> Any:
     """
     check_installed()
     with _placeholders(), _side_effects_undone():
-        import torchax.tensor
-        import torchax.view
+        import torchax
 
         from tailrace.torch import torch_internals
 
-        torch_internals.check(together())
+        torch_internals.check(together())  # before anything else of it is relied on
+        import torchax.view
+
         device = property(lambda _: unnamed_device())
         kinds: tuple[Any, ...] = (torchax.tensor.Tensor, torchax.view.View)
         for kind in kinds:
