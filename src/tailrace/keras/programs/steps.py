@@ -55,7 +55,7 @@ class Looping(Executions):
         """The stages of the step; None if it runs on one device."""
         self._runners: dict[Any, LoopRunner] = {}
         self._active: tuple[LoopRunner, LoopState] | None = None
-        self._token = tuple([None] * len(self.kinds))  # an object of its own
+        self._token = tuple([None] * len(self.kinds))  # a new object, recognised by identity
         self._start: tuple[list[Any], list[Any]] | None = None
         self._read: list[Any] = []
         self._step = 0

@@ -156,7 +156,7 @@ def _side_effects_undone() -> Iterator[None]:
     before = getattr(jax.config, option, None)
     fast = torch.backends.mha.get_fastpath_enabled()
     variables = dict(os.environ)
-    # torchax logs through the root logger, which would give that logger a handler for good.
+    # torchax logs through the root logger, which would permanently give that logger a handler.
     quiet = logging.NullHandler()
     logging.getLogger().addHandler(quiet)
     # A device of its own kind, which nothing here uses, would become PyTorch's accelerator: backward
