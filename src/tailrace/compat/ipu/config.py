@@ -1,4 +1,4 @@
-"""`IPUConfig`: which devices a program has, in the words of the original.
+"""`IPUConfig`: the devices of a program, with the original's interface.
 
     cfg = IPUConfig()
     cfg.auto_select_ipus = 2

@@ -57,7 +57,7 @@ class Looping(Executions, ABC):
         """The stages that the step goes through; None: it runs whole on one device."""
         self.runners: dict[Any, LoopRunner] = {}
         self._active: tuple[LoopRunner, LoopState] | None = None
-        self._token = tuple([None] * len(self.kinds))  # an object of its own
+        self._token = tuple([None] * len(self.kinds))  # a new object, recognised by identity
         self._start: tuple[list[Any], list[Any]] | None = None
         self._read: list[Any] = []
         self._step = 0

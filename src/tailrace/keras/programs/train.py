@@ -59,7 +59,7 @@ class Training(Executions):
         self._timed = 0
         self._contexts = contextlib.ExitStack()
         self._began = False
-        self._token = tuple([None] * len(self.layout.kinds))  # an object of its own
+        self._token = tuple([None] * len(self.layout.kinds))  # a new object, recognised by identity
         self._handed: list[Any] = []
         self._dirty = False
         self._observing: list[OutfeedOptimizer] = []

@@ -184,7 +184,7 @@ class HeldUpdate:
         for number, name in enumerate(self.names[: self.count]):
             update = made.get(number)
             if update is None:  # unobserved: it has a name, but is never computed
-                # Dead code unless a catalogue lists it: XLA removes the difference.
+                # The catalogue must list it; XLA removes the difference, since nothing uses it.
                 old = jax.tree.leaves(self.params)[number]
                 update = made[self.count + number] - old
             mark(update, Tag("value", name))

@@ -131,7 +131,7 @@ def make_environment() -> Any:
     from torchax.tensor import Environment, OperatorNotFound, Tensor
     from torchax.view import View
 
-    # Methods of its own that no mode sees: one casts its tensor in place, one forgets what it is of.
+    # Methods that no mode intercepts: one casts its tensor in place, one loses the base of a view.
     for name in {"flatten", "type_as"} & set(vars(Tensor)):
         delattr(Tensor, name)
     for kind in (Tensor, View):

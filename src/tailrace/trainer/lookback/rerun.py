@@ -1,4 +1,4 @@
-"""Steps of a training, run again from a checkpoint by an engine of their own."""
+"""Steps of a training, run again from a checkpoint by a separate engine."""
 
 from __future__ import annotations
 

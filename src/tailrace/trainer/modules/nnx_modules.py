@@ -50,7 +50,7 @@ class NnxBinding(Binding):
         self.model_state = nnx.to_pure_dict(state) or None
 
     def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
-        """The module, with random streams of its own for this call."""
+        """The module, with separate random streams for this call."""
         model = self._merged(params, state, self._fresh_streams())
         if not training():
             for module in jax.tree.leaves(model, is_leaf=_is_module):

@@ -243,5 +243,5 @@ def _dtype(value: Any) -> Any:
 
 
 def as_array(value: Any) -> jax.Array:
-    """A variable, array or number as an array with a dtype of its own."""
+    """A variable, array or number as an array with a strong dtype."""
     return _array(value, None)
