@@ -185,7 +185,7 @@ def print_kills(count: int) -> None:
     params, loss_fn, data = two_layers()
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        kept = tr.Checkpoint(f"{folder}/kept", every=3)
+        kept = tr.Checkpoint(f"{folder}/kept", every=8)
         killed, steps = 0, 30 * count
 
         def batches() -> Any:
