@@ -181,10 +181,12 @@ class Executions:
         self.pacing = Pacing()  # arrays on the device are let go of
         buffers.trim()
 
-    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
-        """What callbacks hear of one of the steps of a dispatch: its metrics."""
+    def step_logs(
+        self, result: Any, steps: int, step: int, replica: int | None = None
+    ) -> dict[str, Any]:
+        """What callbacks hear of one of the steps of a dispatch: its metrics, those of a replica."""
         del steps
-        return {name: float(Number(values, step)) for name, values in result.items()}
+        return {name: float(values.at(step, replica)) for name, values in result.items()}
 
     def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Series]:
         """The metrics that are numbers, as one dispatch or several sent them out."""

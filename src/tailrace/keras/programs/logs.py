@@ -32,10 +32,12 @@ class Series:
             self._leaves = ()
         return self._host
 
-    def at(self, step: int) -> Any:
-        """The value of one step, one for all replicas."""
+    def at(self, step: int, replica: int | None = None) -> Any:
+        """The value of one step: that of a replica, or one for all of them."""
         values = self.host()[..., step]
-        return self._reduce(values) if self._replicas > 1 else values
+        if self._replicas == 1:
+            return values
+        return self._reduce(values) if replica is None else values[replica]
 
 
 class Final(Series):
@@ -44,9 +46,9 @@ class Final(Series):
     def __init__(self, leaf: Any) -> None:
         super().__init__([leaf], 1, np.asarray)
 
-    def at(self, step: int) -> Any:
+    def at(self, step: int, replica: int | None = None) -> Any:
         """The value, whichever step is asked for: nobody asks for one before the last."""
-        del step
+        del step, replica
         return self.host()[-1]
 
 

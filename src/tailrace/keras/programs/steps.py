@@ -365,11 +365,14 @@ class Predicting(Looping):
         outputs, others = self.model.predict_step(state, data)
         return outputs, (state[0], others)
 
-    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
-        """What callbacks hear of a step: its outputs."""
+    def step_logs(
+        self, result: Any, steps: int, step: int, replica: int | None = None
+    ) -> dict[str, Any]:
+        """What callbacks hear of a step: its outputs, those of a replica."""
 
         def rows(leaf: Any) -> np.ndarray:
-            return np.split(np.asarray(leaf), steps)[step]
+            found = np.split(np.asarray(leaf), steps)[step]
+            return found if replica is None else np.split(found, self.replicas)[replica]
 
         return {"outputs": jax.tree.map(rows, result)}
 

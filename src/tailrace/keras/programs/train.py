@@ -68,6 +68,8 @@ class Training(Executions):
         self._delivered = 0
         self._step = 0
         """The step before there is an engine."""
+        self._takes_nothing, self._period = False, 1
+        """Whether the metrics are all that comes out of the program, and how often taps look."""
         self._own: dict[int, Any] = {}
         """Values that each replica has its own of, by the number of the variable, to go on with."""
 
@@ -278,7 +280,7 @@ class Training(Executions):
                 sent.append(
                     {name.removeprefix("metrics/"): v for name, v in ticket.scalars.items()}
                 )
-                if not self._nothing_to_take(engine):
+                if not self._takes_nothing:
                     self._pending.append(ticket)
                     self._collect(in_flight=1)
         if quiet:
@@ -294,7 +296,7 @@ class Training(Executions):
         """
         runner = engine.runner
         # One step alone is fastest as it is, unless taps look at some of the steps only.
-        runner.capacity = room if room > 1 or engine.sight.period > 1 else None
+        runner.capacity = room if room > 1 or self._period > 1 else None
         timing = self._timed < TRIALS and runner.placement.device.platform != "cpu" and room > 1
         before, started = runner.compile_s, time.perf_counter()
         ticket = engine.dispatch(length, block=staged, following=0)
@@ -324,7 +326,7 @@ class Training(Executions):
         Keras makes the logs of an epoch from the metrics' variables. So are those of an execution,
         where the steps in it are not reported and there are enough of them to pay for it.
         """
-        if self.pacing.hears_steps or not self._nothing_to_take(engine):
+        if self.pacing.hears_steps or not self._takes_nothing:
             return False
         if self.replicas > 1 or engine.pipeline is not None:
             merged = self.replicas == 1 or settings_of(self.model).merges_metrics
@@ -364,6 +366,9 @@ class Training(Executions):
             self._most_steps = pace_for(self.engine, None, MOST_BYTES, None).most_steps
             self._contexts.enter_context(self.journal.open(describe(self.engine, 1)))
             self._contexts.enter_context(self.engine.delivering())
+            # Asked for in each execution, and the same in all of them.
+            self._takes_nothing = self._nothing_to_take(self.engine)
+            self._period = self.engine.sight.period
             self._form, self._began = form, True
         return self.engine
 

@@ -230,7 +230,10 @@ class Setters:
         )
 
     def set_asynchronous_callbacks(self, asynchronous: bool = False) -> None:
-        """Whether callbacks hear of every step, while an execution runs, not only of the last."""
+        """Whether callbacks hear of every batch of every replica, while an execution runs.
+
+        Logs are those of the replica; the last ones of an execution are those of all replicas.
+        """
         self._options.asynchronous_callbacks = bool(asynchronous)
 
 
