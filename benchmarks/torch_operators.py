@@ -219,7 +219,8 @@ def exactly(function: Any, sample: Any, grads: bool) -> Any:
 
 
 def first_only(found: Any) -> Any:
-    return (found[0][:1], *found[1:])
+    """Without the indices, and the gradient, which is that of the entry an index names."""
+    return (found[0][:1], [], *found[2:])
 
 
 class Called(torch.nn.Module):

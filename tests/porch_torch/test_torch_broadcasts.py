@@ -60,13 +60,18 @@ SEARCHES = {
     "side": lambda r, v: torch.searchsorted(r, v, side="right", out_int32=True),
     "a number": lambda r, v: torch.searchsorted(r[0], 0.5),
     "unsorted": lambda r, v: torch.searchsorted(
-        r.flip(-1), v, sorter=torch.arange(4, -1, -1).expand(2, 5)
+        r.flip(-1), v, sorter=torch.arange(4, -1, -1).repeat(2, 1)
     ),
     "repeated": lambda r, v: r.repeat_interleave(torch.tensor([1, 0, 2, 1, 1]), 1, output_size=5),
     "repeated, all": lambda r, v: torch.repeat_interleave(v, 2),
     "counts": lambda r, v: torch.repeat_interleave(torch.tensor([1, 2]), output_size=3),
     "nothing to normalise": lambda r, v: F.batch_norm(r[:0, 0], None, None, training=True),
     "covariance of a row": lambda r, v: torch.cov(r[:1]) + torch.corrcoef(r[:1]),
+    "powers of whole numbers": lambda r, v: (
+        torch.tensor([7, -9, 2, -1, 0, 1]) ** torch.tensor([9, 9, -1, -3, 2, -2])
+    ),
+    "a power of whole numbers": lambda r, v: torch.arange(-5, 8) ** 9,
+    "power of a number": lambda r, v: 7 ** torch.arange(10),
     "zeta": lambda r, v: torch.special.zeta(
         torch.tensor([1.0, 0.5, 2, 3, 2.5, 2]), torch.tensor([2.0, 2, -1, -0.5, -0.5, 0.25])
     ),
@@ -92,3 +97,15 @@ def test_whole_numbers_that_do_not_fit_are_refused():
     module.forward = lambda x: x + torch.unravel_index(torch.tensor(3), (2**63 - 1,))[0]
     with pytest.raises(tr.TailraceError, match="Whole numbers have 32 bits on the device"):
         tt.inference_model(module)(torch.ones(2))
+
+
+@pytest.mark.parametrize("padding", ["border", "zeros", "reflection"])
+def test_samples_of_volumes(padding):
+    torch.manual_seed(0)
+    x, grid = torch.randn(1, 2, 3, 3, 3), torch.randn(1, 2, 2, 2, 3)
+    sample = lambda x, g: F.grid_sample(x, g, padding_mode=padding, align_corners=False)  # noqa: E731
+    if padding == "reflection":
+        with pytest.raises(tr.TailraceError, match="no lowering for padding_mode='reflection'"):
+            ours(sample, x, grid)
+    else:
+        assert_close(ours(sample, x, grid)[0], sample(x, grid).numpy())

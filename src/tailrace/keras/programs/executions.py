@@ -178,10 +178,12 @@ class Executions(ABC):
         self.pacing = Pacing()  # releases arrays on the device
         buffers.trim()
 
-    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
-        """The logs of one step of a dispatch: its metrics."""
+    def step_logs(
+        self, result: Any, steps: int, step: int, replica: int | None = None
+    ) -> dict[str, Any]:
+        """The logs of one step of a dispatch: its metrics, or those of one replica."""
         del steps
-        return {name: float(Number(values, step)) for name, values in result.items()}
+        return {name: float(values.at(step, replica)) for name, values in result.items()}
 
     def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Values]:
         """The scalar metrics that one or several dispatches sent out."""

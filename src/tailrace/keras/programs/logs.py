@@ -45,10 +45,12 @@ class Series(Values):
             self._leaves = ()
         return self._host
 
-    def at(self, step: int) -> Any:
-        """The value of one step, one for all replicas."""
+    def at(self, step: int, replica: int | None = None) -> Any:
+        """The value of one step: that of a replica, or one for all of them."""
         values = self.host()[..., step]
-        return self._reduce(values) if self._replicas > 1 else values
+        if self._replicas == 1:
+            return values
+        return self._reduce(values) if replica is None else values[replica]
 
 
 class Final(Values):
@@ -61,9 +63,9 @@ class Final(Values):
         """The value, in an array of one."""
         return np.asarray(self._leaf).reshape(-1)
 
-    def at(self, step: int) -> Any:
+    def at(self, step: int, replica: int | None = None) -> Any:
         """The value, for any step: only the last one is ever requested."""
-        del step
+        del step, replica
         return self.host()[-1]
 
 

@@ -157,17 +157,18 @@ class Pacing:
         )
 
     def tell(
-        self, done: int, count: int, last: bool, logs_of: Callable[[int], Mapping[str, Any]]
+        self, done: int, count: int, last: bool, logs_of: Callable[..., Mapping[str, Any]]
     ) -> None:
-        """Call callbacks for the `count` steps after the first `done` of this execution.
+        """Call callbacks for the `count` batches after the first `done`, on each replica.
 
-        Keras calls them for the last step of an execution, and for the beginning of the first.
+        Keras calls them for the last batch of an execution, and for the beginning of the first.
         """
-        for step in range(count // self.replicas - last):
-            number = self._number + done + (step + 1) * self.replicas - 1
-            logs = logs_of(step) if self.every_step else {}
+        first = self._number + done
+        for number in range(count - last):
+            step, replica = divmod(number, self.replicas)
+            logs = logs_of(step, replica) if self.every_step else {}
             for callback in self.every_step:
-                getattr(callback, f"on_{self.phase}_batch_end")(number, logs)
-                getattr(callback, f"on_{self.phase}_batch_begin")(number + 1, {})
+                getattr(callback, f"on_{self.phase}_batch_end")(first + number, logs)
+                getattr(callback, f"on_{self.phase}_batch_begin")(first + number + 1, {})
         if self.bar is not None and not last:
-            self.bar.on_train_batch_end(self._number + done + count - 1, logs_of(-1))
+            self.bar.on_train_batch_end(first + count - 1, logs_of(-1))

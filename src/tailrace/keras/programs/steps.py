@@ -370,11 +370,14 @@ class Predicting(Looping):
         outputs, others = self.model.predict_step(state, data)
         return outputs, (state[0], others)
 
-    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
-        """The logs of a step: its outputs."""
+    def step_logs(
+        self, result: Any, steps: int, step: int, replica: int | None = None
+    ) -> dict[str, Any]:
+        """The logs of a step: its outputs, or those of one replica."""
 
         def rows(leaf: Any) -> np.ndarray:
-            return np.split(np.asarray(leaf), steps)[step]
+            found = np.split(np.asarray(leaf), steps)[step]
+            return found if replica is None else np.split(found, self.replicas)[replica]
 
         return {"outputs": jax.tree.map(rows, result)}
 

@@ -67,6 +67,8 @@ class Training(Executions):
         self._delivered = 0
         self._step = 0
         """The step before there is an engine."""
+        self._takes_nothing, self._period = False, 1
+        """Whether the metrics are all that comes out of the program, and how often taps look."""
         self._own: dict[int, Any] = {}
         """Values per replica to resume with, by the index of the variable."""
 
@@ -278,7 +280,7 @@ class Training(Executions):
                 sent.append(
                     {name.removeprefix("metrics/"): v for name, v in ticket.scalars.items()}
                 )
-                if not self._nothing_to_take(engine):
+                if not self._takes_nothing:
                     self._pending.append(ticket)
                     self._collect(in_flight=1)
         if quiet:
@@ -294,7 +296,7 @@ class Training(Executions):
         """
         runner = engine.runner
         # A single step needs no loop, unless taps are periodic.
-        runner.capacity = room if room > 1 or engine.sight.period > 1 else None
+        runner.capacity = room if room > 1 or self._period > 1 else None
         accelerated = runner.placement.device.platform != "cpu"
         timing = self._timed < dispatch_table.TRIALS and accelerated and room > 1
         before, started = runner.compile_s, time.perf_counter()
@@ -325,7 +327,7 @@ class Training(Executions):
         Keras makes the logs of an epoch from the metrics' variables. So do we for an execution, if its
         steps are not reported and there are enough of them to pay for it.
         """
-        if self.pacing.hears_steps or not self._nothing_to_take(engine):
+        if self.pacing.hears_steps or not self._takes_nothing:
             return False
         if self.replicas > 1 or engine.pipeline is not None:
             merged = self.replicas == 1 or settings_of(self.model).merges_metrics
@@ -367,6 +369,9 @@ class Training(Executions):
             self._most_steps = pace_for(engine, None, MOST_BYTES, None).most_steps
             self._contexts.enter_context(self.journal.open(lambda: describe(engine, 1)))
             self._contexts.enter_context(engine.delivering())
+            # Every execution needs these, and they do not change.
+            self._takes_nothing = self._nothing_to_take(engine)
+            self._period = engine.sight.period
             self._form, self._began = form, True
         return engine
 

@@ -230,7 +230,10 @@ class Setters:
         )
 
     def set_asynchronous_callbacks(self, asynchronous: bool = False) -> None:
-        """Set whether callbacks are called for every step of an execution, or only the last one."""
+        """Set whether callbacks are called for every batch of every replica, while an execution runs.
+
+        Logs are those of the replica; the last ones of an execution are those of all replicas.
+        """
         self._options.asynchronous_callbacks = bool(asynchronous)
 
 

@@ -22,6 +22,7 @@ from tailrace.torch.torchax.ops import attention, elementwise, norms, random_num
 from tailrace.torch.torchax.ops.compositions import (
     COMPOSITIONS,
     WRAPPED,
+    grid_sampler_3d,
     index_reduce,
     scatter_reduce_of,
 )
@@ -174,13 +175,15 @@ def make_environment() -> Any:
                 self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
             for one in (aten.index_reduce.default, aten.index_reduce):
                 self._ops[one] = lowered(one, index_reduce, is_jax_function=False)
+            for one in _with_overloads(aten.grid_sampler_3d):
+                self._ops[one] = lowered(one, grid_sampler_3d, is_jax_function=False)
             for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
                 self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
             functional_normal = aten.normal_functional.default
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
             )
-            for func, change in {**WRAPPED, **SPREAD}.items():
+            for func, change in {**WRAPPED, **SPREAD, aten.pow: elementwise.power_of}.items():
                 for one in [f for f in _with_overloads(func) if f in theirs]:
                     self._ops[one] = lowered(one, change(theirs[one].func))
             reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)

@@ -115,6 +115,16 @@ def _polygamma(n: int, x: Any) -> Any:
     return (-1) ** (n + 1) * math.factorial(n) * series
 
 
+def grid_sampler_3d(
+    x: Any, grid: Any, mode: int = 0, padding: int = 0, align_corners: bool = False
+) -> Any:
+    """A composition of PyTorch's kind; that of reflected coordinates is not PyTorch's own."""
+    if padding == 2:
+        raise NotImplementedError("grid_sample in 3D has no lowering for padding_mode='reflection'")
+    table: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
+    return table[aten.grid_sampler_3d.default](x, grid, mode, padding, align_corners)
+
+
 def _shifted_zeta(x: Any, q: Any, exponent: Any) -> Any:
     """JAX's zeta is for positive numbers, so others are shifted."""
     shifts = 24
@@ -243,9 +253,11 @@ def _searchsorted(
         ordered = jnp.take_along_axis(ordered, sorter, -1)
     values = jnp.asarray(values, ordered.dtype)
     before = functools.partial(jnp.searchsorted, side="right" if right else side or "left")
+    if not ordered.size or not values.size:
+        return jnp.zeros(values.shape, int)
     if ordered.ndim < 2:
         return before(ordered, values)
-    rows = [part.reshape(math.prod(part.shape[:-1]), -1) for part in (ordered, values)]
+    rows = [part.reshape(-1, part.shape[-1]) for part in (ordered, values)]
     return jax.vmap(before)(*rows).reshape(values.shape)
 
 
