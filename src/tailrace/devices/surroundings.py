@@ -30,8 +30,8 @@ def surroundings() -> dict[str, str]:
         "device": device.device_kind,
         "driver": str(getattr(device.client, "platform_version", "")),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "jax_enable_x64": str(jax.config.jax_enable_x64),
-        "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
+        "jax_enable_x64": str(jax.config.read("jax_enable_x64")),
+        "jax_default_matmul_precision": str(jax.config.read("jax_default_matmul_precision")),
     }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -32,7 +32,7 @@ _kept: ContextVar[tuple[Path, bool] | None] = ContextVar("tailrace_kernel_choice
 
 
 @contextmanager
-def choices_in(directory: Any, write: bool = False) -> Iterator[None]:
+def choices_in(directory: Any, write: bool = False) -> Generator[None]:
     """While programs are compiled with the choices in a directory, if there are any.
 
     Args:

@@ -123,7 +123,7 @@ class Returned:
         if collected:
             if self.mode is OutputMode.SUM and part.one.loops == 1 and microbatches > 1:
                 value = value * value.dtype.type(microbatches)  # one value represents them all
-            lead = (replicas,)
+            lead: tuple[int, ...] = (replicas,)
         else:
             rows = value.shape[0]
             if loops == 1:

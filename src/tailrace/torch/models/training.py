@@ -174,6 +174,7 @@ class TrainingModel(FollowingModel):
         if self._program is None:
             self._before_call()
             self._build(first, {})
+        assert self._program is not None
         return past.replay(self._program, self._form, itertools.chain([first], rest), observe)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

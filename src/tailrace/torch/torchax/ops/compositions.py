@@ -219,7 +219,8 @@ def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(x, dim, index, src, reduce, include_self=include_self)
         if not x.ndim:
             row = [jnp.reshape(part, (1,)) for part in (x, index, src)]
-            return run(row[0], 0, *row[1:], reduce, include_self=include_self).reshape(())
+            alone = run(row[0], 0, row[1], row[2], reduce, include_self=include_self)
+            return alone.reshape(())
         wide = x.astype(jnp.int32)
         places = list(jnp.indices(index.shape, sparse=True))
         places[dim] = index
