@@ -8,17 +8,20 @@ JOBS ?= 2
 export PYTHON
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
 
-.PHONY: demo test test-quick test-exhaustive test-versions lint format bench docs clean
+.PHONY: demo test test-quick test-long test-exhaustive test-versions lint format bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/mnist_demo.py --run-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
 	@echo "(the command tailrace is in $(BIN))"
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not exhaustive"
+	$(PYTEST) -m "not exhaustive and not long"
 
 test-quick: $(VENV)/.dev
 	$(PYTEST) -m quick
+
+test-long: $(VENV)/.dev
+	$(PYTEST) -m "long and not exhaustive"
 
 test-exhaustive: $(VENV)/.dev
 	$(PYTEST) -m exhaustive

@@ -57,6 +57,8 @@ autodoc_mock_imports = [
 # -- HTML -------------------------------------------------------------------------------------------
 html_theme = "sphinx_book_theme"
 html_title = "Tailrace"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {
     "show_toc_level": 2,
     "home_page_in_toc": True,

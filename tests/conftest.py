@@ -15,7 +15,7 @@ import pytest  # noqa: E402
 
 import tailrace as tr  # noqa: E402
 from absent import AbsentModule, missing  # noqa: E402
-from quick import mark_quick  # noqa: E402
+from quick import mark_tiers  # noqa: E402
 from tailrace.devices import devices  # noqa: E402
 from tailrace.messages import forget_notes  # noqa: E402
 from tailrace.program.running.compiled_programs import forget_programs  # noqa: E402
@@ -32,7 +32,7 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    mark_quick(items)
+    mark_tiers(items)
     if machine.PLATFORM != "cpu":
         only = pytest.mark.skip(reason="what it tests is a CPU's: virtual devices, its compiler")
         for item in items:

@@ -56,6 +56,8 @@ def _compile_quickly() -> None:
     Both sides of each comparison are compiled alike. The quick tier of CI runs with XLA's defaults.
     """
     _add_flags("--xla_backend_optimization_level=1")
+    if version("jax").startswith("0.10."):  # later ones have no other emitters
+        _add_flags("--xla_cpu_use_fusion_emitters=false")  # half of the time that is left
 
 
 def _compute_alike() -> None:

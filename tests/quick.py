@@ -1,7 +1,8 @@
-"""The quick tier: the first case of every test function, except those of `slow.txt`.
+"""The tiers: quick (`make test-quick`), usual (`make test`), long (`make test-long`).
 
-A rule and its exceptions: a new test is in the tier by itself, a renamed room changes nothing, and
-`test_quick.py` sees that every file has a case in it.
+The quick tier is the first case of every test function, except those of `slow.txt` and `long.txt`; the
+long tier is the functions of `long.txt`. Rules and exceptions: a new test is in the quick tier by
+itself, a renamed room changes nothing, and `test_quick.py` checks that every file has a quick case.
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ from pathlib import Path
 
 import pytest
 
-SLOW = Path(__file__).with_name("slow.txt")
+HERE = Path(__file__).parent
+
+
+def long_functions() -> set[str]:
+    """`test_fit.py::test_epochs`: those that `make test` leaves to `make test-long`."""
+    return _listed("long.txt")
 
 
 def slow_functions() -> set[str]:
-    """`test_fit.py::test_epochs`: those that are too slow for the tier."""
-    lines = SLOW.read_text().splitlines()
+    """Those that are too slow for the quick tier."""
+    return _listed("slow.txt") | long_functions()
+
+
+def _listed(name: str) -> set[str]:
+    lines = (HERE / name).read_text().splitlines()
     return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 
 
@@ -26,11 +36,13 @@ def function_of(item: pytest.Item) -> str:
     return f"{Path(name).name}::{rest.split('[')[0]}"
 
 
-def mark_quick(items: Iterable[pytest.Item]) -> None:
-    """Mark the first case of each function that is neither slow nor of the full cross product."""
-    seen = slow_functions()
+def mark_tiers(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of long functions, and the first case of each function of the quick tier."""
+    seen, long = slow_functions(), long_functions()
     for item in items:
         name = function_of(item)
+        if name in long:
+            item.add_marker(pytest.mark.long)
         if name not in seen and item.get_closest_marker("exhaustive") is None:
             seen.add(name)
             item.add_marker(pytest.mark.quick)

@@ -88,7 +88,7 @@ def test_it_is_the_infeed_of_a_fit(kind, monkeypatch):
     def loss_fn(params, x):
         return jnp.mean(x * params)
 
-    monkeypatch.setitem(dispatch_table.MOST_BYTES, "cpu", 32 * 10)  # ten elements a dispatch
+    monkeypatch.setattr(dispatch_table, "most_bytes", lambda: 32 * 10)  # ten elements a dispatch
     trainer = tr.Trainer(loss_fn, optax.sgd(0.1), np.float32(1), steps_per_execution=10)
     with recorded() as fit:
         trainer.fit(dataset(), steps=40, progress=False)

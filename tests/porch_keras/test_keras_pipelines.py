@@ -38,8 +38,10 @@ def branched():
     return keras.Model(inputs, {"early": early, "late": late})
 
 
-def trained(make, pipelined, *, count=6, execution=6, replicas=1, targets=None, **compiled):
-    """A model after 12 batches of 8, cut into stages or not."""
+def trained(
+    make, pipelined, *, count=6, execution=6, replicas=1, targets=None, batches=12, **compiled
+):
+    """A model after some batches of 8, cut into stages or not."""
     keras.utils.set_random_seed(1)
     with tk.Strategy(replicas).scope():
         model = make()
@@ -51,7 +53,7 @@ def trained(make, pipelined, *, count=6, execution=6, replicas=1, targets=None, 
     compiled = {"optimizer": keras.optimizers.SGD(0.05), **compiled}
     compiled.setdefault("loss", "sparse_categorical_crossentropy")
     model.compile(**compiled, steps_per_execution=execution)
-    x, y = digits_like(96)
+    x, y = digits_like(8 * batches)
     history = model.fit(
         x, y if targets is None else targets(y), batch_size=8, epochs=1, verbose=0, shuffle=False
     )
@@ -111,6 +113,19 @@ def test_models_inside_a_model():
 
 
 class Subclassed(keras.Model):
+    class Inner(keras.Model):
+        """Cut in its own call."""
+
+        def __init__(self):
+            super().__init__()
+            self.middle, self.last = dense(5, "middle"), L.Dense(4, activation="softmax")
+
+        def call(self, x):
+            with tk.PipelineStage(1):
+                x = self.middle(x)
+            with tk.PipelineStage(2):
+                return self.last(x)
+
     def __init__(self):
         super().__init__()
         with tk.PipelineStage(0):
@@ -127,6 +142,57 @@ def subclassed():
     model = Subclassed()
     model(digits_like(8)[0])
     return model
+
+
+class Holder(keras.Model):
+    """A subclassed model of models: a functional one, a Sequential, and a subclassed one."""
+
+    def __init__(self):
+        super().__init__()
+        inputs = keras.Input((6,))
+        self.functional = keras.Model(inputs, dense(5, "f")(inputs) + 1.0, name="functional")
+        self.chain = keras.Sequential([keras.Input((5,)), dense(5, "c"), L.BatchNormalization()])
+        self.inner = Subclassed.Inner()
+
+    def call(self, x, training=None):
+        with tk.PipelineStage(0):
+            x = self.functional(x)
+        with tk.PipelineStage(1):
+            x = self.chain(x, training=training)
+        return self.inner(x)
+
+
+def holder():
+    model = Holder()
+    model(digits_like(8)[0])
+    return model
+
+
+def test_models_inside_a_subclassed_model():
+    staged = assert_equal_to_plain(holder)
+    stages = [one.pipeline_stage for one in staged.get_pipeline_stage_assignment()]
+    assert stages[0] == 0
+    assert stages[-1] == 2
+
+
+def four():
+    """Four stages, for a number of microbatches that they do not divide."""
+    layers = [dense(5, name) for name in "abc"]
+    model = keras.Sequential([keras.Input((6,)), *layers, L.Dense(4, "softmax")])
+    model.set_pipeline_stage_assignment([0, 1, 2, 3])
+    return model
+
+
+def test_ten_microbatches_through_four_stages():
+    with pytest.raises(tr.TailraceError, match="multiple of 8, but it is 10.*sequential schedule"):
+        trained(four, True, count=10, execution=10, batches=20)
+
+    def sequential():
+        model = four()
+        model.set_pipelining_options(schedule="sequential")
+        return model
+
+    assert_equal_to_plain(sequential, count=10, execution=10, batches=20)
 
 
 def test_a_subclassed_model():

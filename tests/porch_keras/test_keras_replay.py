@@ -1,4 +1,4 @@
-"""`tk.of(model).replay`: a past step of a Keras fit is the step that happened, or it says where not."""
+"""`tk.of(model).replay`: a past step of a fit is the step that happened, or says where it is not."""
 
 import re
 

@@ -156,14 +156,20 @@ def test_callbacks_hear_of_executions_or_of_every_step():
     assert_close(np.float32(heard.losses), np.float32(every.losses))
 
 
-def test_callbacks_hear_of_every_step_of_replicas():
+def test_callbacks_hear_of_every_batch_of_replicas():
     x, y = points(96)
     model = line(replicas=2, execution=3)
     model.set_asynchronous_callbacks(True)
-    heard = Heard()
+    start, heard = model.get_weights(), Heard()
     model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=[heard])
-    assert heard.ended == list(range(1, 12, 2))
-    assert len(set(heard.losses)) == 6
+    assert heard.begun == heard.ended == list(range(12))
+    assert len(set(heard.losses)) == 12
+    # Of the first step, each replica's loss is that of its batch.
+    model.set_weights(start)
+    for number in (0, 1):
+        rows = slice(8 * number, 8 * number + 8)
+        expected = np.square(model(x[rows]) - y[rows]).mean()
+        assert_close(np.float32(heard.losses[number]), np.float32(expected))
 
 
 class Reading(Heard):

@@ -95,6 +95,39 @@ def test_promotion_of_every_pair(name):
     check(all_pairs, given)
 
 
+ALL_DTYPES = (*DTYPES, torch.int16, torch.float64, torch.complex64)
+
+
+@pytest.mark.parametrize("name", ["add", "div", "where"])
+def test_dtypes_of_every_pair(name):
+    """Of all dtypes, those of 64 bits with others included; nothing is computed."""
+    given = {
+        f"{dtype}"[6:] + kind: torch.ones(shape, dtype=dtype)
+        for dtype in ALL_DTYPES
+        for kind, shape in (("", (3,)), ("-0", ()))
+    }
+    function = BINARY[name] if name != "where" else lambda a, b: torch.where(a == b, a, b)
+
+    def all_pairs(given):
+        pairs = itertools.product(given.items(), repeat=2)
+        return {f"{a} {name} {b}": function(x, y) for (a, x), (b, y) in pairs}
+
+    module = Call(all_pairs)
+    run = ModuleFunction(module, training_modes(module))
+
+    def ours(arrays):
+        fill = lambda wrap: (({name: wrap(a) for name, a in arrays.items()},), {})  # noqa: E731
+        return run({}, {}, fill, jax.random.key(0)).outputs
+
+    found = jax.eval_shape(ours, {name: array_of(t) for name, t in given.items()})
+    wrong = {
+        pair: (found[pair].dtype, value.dtype)
+        for pair, value in all_pairs(given).items()
+        if found[pair].dtype != dtype_on_device(value.dtype)
+    }
+    assert not wrong
+
+
 def test_booleans_stay_booleans():
     def some(given):
         a, b = given["a"], given["b"]

@@ -63,7 +63,7 @@ def test_blocks_of_the_caller_with_room_for_more(compilations):
 def test_a_handed_feed_has_nothing_of_its_own():
     engine = engine_of()
     engine.use(HandedFeed(InfeedQueue(ELEMENTS).spec()))
-    with pytest.raises(FeedError, match="Hand 4 over to the dispatch"):
+    with pytest.raises(FeedError, match="Pass 4 to the dispatch"):
         engine.dispatch(4)
 
 

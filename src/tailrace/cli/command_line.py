@@ -14,12 +14,11 @@ from typing import Any
 from tailrace._version import __version__
 from tailrace.cli.look_commands import COMMANDS as LOOK_COMMANDS
 from tailrace.cli.lookback_commands import COMMANDS as LOOKBACK_COMMANDS
+from tailrace.cli.parsers import Subparsers
 from tailrace.cli.run_commands import COMMANDS as RUN_COMMANDS
 from tailrace.cli.run_commands import add_select, selected
 from tailrace.cli.targets import call, load
 from tailrace.errors import OptionError, TailraceError
-
-Subparsers = Any  # argparse's own class for this is private
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import Any
 
-Subparsers = Any  # argparse's own class for this is private
+from tailrace.cli.parsers import Subparsers, add_run
 
 
 def show(subparsers: Subparsers) -> None:
@@ -17,7 +16,7 @@ def show(subparsers: Subparsers) -> None:
         description="Show what ran and with which numbers, the curve of the loss, and findings: "
         "dead units, vanishing or exploding gradients, updates against weights, NaN.",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.set_defaults(run=_run_show)
 
 
@@ -35,7 +34,7 @@ def watch(subparsers: Subparsers) -> None:
         help="show a run while it grows",
         description="Show a run again and again while it grows. Ends with the run, or by Ctrl-C.",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.set_defaults(run=_run_watch)
 
 
@@ -54,7 +53,7 @@ def report(subparsers: Subparsers) -> None:
         description="Print what ran, and write report.html into the run: one file that needs no "
         "network.",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="another place for the HTML file")
     parser.set_defaults(run=_run_report)
 
@@ -114,10 +113,6 @@ def _run_view(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt):  # the way to end it
         serve(arguments.directories, arguments.port)
     return 0
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="RUN", help="a run directory (Trainer(run_dir=...))")
 
 
 COMMANDS = [show, watch, report, compare, view]

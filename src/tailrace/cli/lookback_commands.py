@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tailrace.cli.parsers import Subparsers, add_run, add_two_runs
 from tailrace.cli.targets import call, load
 from tailrace.errors import OptionError
-
-Subparsers = Any  # argparse's own class for this is private
 
 
 def replay(subparsers: Subparsers) -> None:
@@ -20,7 +19,7 @@ def replay(subparsers: Subparsers) -> None:
         "compare loss and fingerprints with the run. The exit code is 0 if they are equal bit for "
         "bit, 1 if not, or if nothing was recorded.",
     )
-    parser.add_argument("directory", metavar="RUN", help="a run directory (Trainer(run_dir=...))")
+    add_run(parser)
     _add_target(parser)
     parser.add_argument("--step", type=int, required=True, help="the number of the step, from 0")
     parser.add_argument(
@@ -62,7 +61,7 @@ def audit(subparsers: Subparsers) -> None:
         description="Read which elements each execution of a run consumed, over kills and resumes. "
         "The exit code is 0 if every element was consumed once, in order, else 1.",
     )
-    parser.add_argument("directory", metavar="RUN", help="a run directory (Trainer(run_dir=...))")
+    add_run(parser)
     _add_target(parser, optional=True)
     parser.set_defaults(run=_run_audit)
 
@@ -86,8 +85,7 @@ def bisect(subparsers: Subparsers) -> None:
         "trainer and dataset, the step is replayed in both and the first tensor that differs is "
         "named, in the order of the program. The exit code is 1 if they differ.",
     )
-    parser.add_argument("first", metavar="RUN", help="a run directory")
-    parser.add_argument("second", metavar="RUN", help="another one")
+    add_two_runs(parser)
     for name in ("--first", "--second"):
         parser.add_argument(
             name, dest=f"{name[2:]}_target", metavar="MODULE:FUNCTION", help=f"made {name[2:]} run"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tailrace.cli.parsers import Subparsers, add_run, add_two_runs
 from tailrace.errors import OptionError
-
-Subparsers = Any  # argparse's own class for this is private
 
 
 def histogram(subparsers: Subparsers) -> None:
@@ -103,8 +102,7 @@ def diff(subparsers: Subparsers) -> None:
         help="say where two runs part for the first time",
         description="Compare two runs where both have records. The exit code is 1 if they part.",
     )
-    parser.add_argument("first", metavar="RUN", help="a run directory")
-    parser.add_argument("second", metavar="RUN", help="another one")
+    add_two_runs(parser)
     for name, what in (("--rtol", "of the largest value of a tensor"), ("--atol", "in itself")):
         parser.add_argument(
             name, type=float, default=0.0, help=f"a difference that does not count, {what} (0)"
@@ -124,7 +122,7 @@ def _run_diff(arguments: argparse.Namespace) -> int:
 
 
 def _add_run(parser: argparse.ArgumentParser, select: str = "grad/*") -> None:
-    parser.add_argument("directory", metavar="RUN", help="a run directory (Trainer(run_dir=...))")
+    add_run(parser)
     add_select(parser, select)
 
 

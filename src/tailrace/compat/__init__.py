@@ -1,8 +1,13 @@
-"""The names of the systems that programs are moved from: `compat.ipu` and `compat.poptorch`.
+"""Compatibility with the systems that programs are ported from: `compat.ipu` and `compat.poptorch`.
 
-Those programs choose their devices when they run, again and again, so that there must be some to
-choose from: importing this asks for 8 virtual CPU devices, if JAX has not started yet. They count
-only where there is no accelerator; on a GPU or TPU its devices are the ones chosen from.
+In: programs written for those systems, with only their imports changed. Out: the same results,
+computed by Tailrace. `tensorflow`, `popdist` and `ipu_tensorflow_addons` have the other packages that
+such programs import; `originals` lists every name and what became of it.
+
+Such programs choose their devices at run time, repeatedly: importing this package requests 8 virtual
+CPU devices, if JAX has not started yet. They are used only if there is no accelerator.
+
+Rule: no other package imports this one.
 """
 
 from tailrace.devices import devices as _devices

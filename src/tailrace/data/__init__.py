@@ -16,7 +16,7 @@ Out: a `Dataset`: a stream of elements, each a tree of NumPy arrays, with a posi
     leaves, dtypes, counts   conversion of leaves, allowed dtypes, checks of numbers
 
 Rule: nothing here imports JAX, so that data can be inspected and benchmarked without starting it. That
-is why `trees` exists beside `jax.tree`.
+is why `trees` exists in addition to `jax.tree`.
 """
 
 from tailrace.data.adapters import as_dataset

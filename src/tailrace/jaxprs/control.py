@@ -115,6 +115,7 @@ class Scan:
         Its last operand is the counter, which continues from piece to piece.
         """
         consts, _, rows = self.split(self.eqn.invars)
+        # The parameters of the body stay valid: it takes one row of the counter, however many follow.
         params = {**self.eqn.params, "length": length}
         return self.eqn.replace(invars=[*consts, *carried, rows[-1]], params=params)
 

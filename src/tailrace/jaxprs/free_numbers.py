@@ -132,10 +132,11 @@ class _Judge:
         if operation.name not in _PRODUCTS:
             return False
         (other, *_) = operation.others(index) or [value]
+        # XLA also rewrites squares, powers and quotients, and products with a scalar or a broadcast.
         scalar = other.shape == () and operation.results[0].shape != ()
-        beside = operation.name != "mul" or other is value
+        rewritten = operation.name != "mul" or other is value
         return (
-            beside
+            rewritten
             or scalar
             or other.is_spread
             or other.constant

@@ -16,9 +16,9 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -53,8 +53,12 @@ try:
 except (ImportError, AttributeError) as _error:
     raise PACKAGE.unknown(f"what jax.extend and jax.interpreters offer ({_error})") from _error
 
+Atom: TypeAlias = Var | Literal
+"""An operand of an equation, or a result of a program."""
+
 __all__ = [
     "PACKAGE",
+    "Atom",
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",
@@ -219,12 +223,12 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]
     return found
 
 
-def value_of(known: dict[Any, Any], var: Any) -> Any:
+def value_of(known: Mapping[Any, Any], var: Atom) -> Any:
     """The value of a variable (looked up in `known`) or of a literal."""
     return var.val if isinstance(var, Literal) else known[var]
 
 
-def variables(operands: Iterable[Any]) -> list[Any]:
+def variables(operands: Iterable[Atom]) -> list[Var]:
     """Operands of an equation, or results of a program, without the literals."""
     return [var for var in operands if isinstance(var, Var)]
 
@@ -247,7 +251,7 @@ def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
     return None
 
 
-def _same_forms(inside: Iterable[Any], outside: Iterable[Any]) -> bool:
+def _same_forms(inside: Iterable[Atom], outside: Iterable[Atom]) -> bool:
     return [_form(var.aval) for var in inside] == [_form(var.aval) for var in outside]
 
 

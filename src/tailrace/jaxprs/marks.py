@@ -190,7 +190,9 @@ unit_p.multiple_results = True
 unit_p.def_abstract_eval(lambda *_, program, **__: [var.aval for var in program.jaxpr.outvars])
 
 
-def unit(program: Any, operands: Sequence[Any], kind: str, stage: int, member: int) -> list[Any]:
+def unit(
+    program: internals.ClosedJaxpr, operands: Sequence[Any], kind: str, stage: int, member: int
+) -> list[Any]:
     """Call `program`, the forward ("F") or backward ("B") of a member of a stage."""
     return unit_p.bind(*operands, program=program, kind=kind, stage=stage, member=member)
 

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import JaxprEqn, primitives
+from tailrace.jaxprs.internals import Atom, JaxprEqn, Primitive, primitives
 
 # fmt: off
 _ELEMENTWISE = frozenset((
@@ -68,7 +68,7 @@ def is_rearrangement(eqn: JaxprEqn) -> bool:
     return internals.operation(eqn) in _REARRANGEMENTS
 
 
-def keeps_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
+def keeps_expensive(primitive: Primitive, *_: Any, **__: Any) -> bool:
     """A policy for `jax.checkpoint`: save expensive results, and masks, which are small."""
     return primitive.name in _COMPARISONS or primitive.name not in _CHEAP
 
@@ -131,5 +131,5 @@ def _size(eqn: JaxprEqn) -> int:
     return sum(math.prod(_shape(var)) for var in eqn.outvars)
 
 
-def _shape(var: Any) -> tuple[int, ...]:
+def _shape(var: Atom) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())

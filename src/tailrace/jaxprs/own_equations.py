@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tailrace.jaxprs.internals import JaxprEqn, Primitive
+from tailrace.jaxprs.internals import ClosedJaxpr, JaxprEqn, Primitive
 from tailrace.jaxprs.marks import (
     Tag,
     ambient_p,
@@ -43,7 +43,7 @@ class Unit:
         member: the index of the member within the stage.
     """
 
-    program: Any
+    program: ClosedJaxpr
     kind: str
     stage: int
     member: int

@@ -74,6 +74,7 @@ class Recording(Trace):
         def again(*arrays: Any) -> Any:
             return primitive.bind(*arrays, **params)
 
+        # Under the trace around it: the operation must run, not be recorded again.
         with set_current_trace(self._around):
             out = again(*tracers)
         made = out if primitive.multiple_results else [out]

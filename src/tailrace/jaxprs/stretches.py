@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import jit_of
-from tailrace.jaxprs.internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, variables
+from tailrace.jaxprs.internals import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, variables
 
 Emit = Callable[[JaxprEqn, list[Any]], list[Any]]
 
@@ -34,15 +34,16 @@ class Stretch:
     makes: tuple[Var, ...]
 
 
-def stretch(equations: Sequence[JaxprEqn], later: Iterable[Any]) -> Stretch:
+def stretch(equations: Sequence[JaxprEqn], later: Iterable[Var]) -> Stretch:
     """Equations as a stretch; `later` are the variables used after it."""
     return Stretch(tuple(equations), live_ins(equations), live_outs(equations, later))
 
 
-def stretches(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Any]) -> list[Stretch]:
+def stretches(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Atom]) -> list[Stretch]:
     """Consecutive groups of equations as stretches; `results` are the program's outputs."""
+    # Backwards: what a group makes is live if a later group, or the program's results, use it.
     later = set(variables(results))
-    found = []
+    found: list[Stretch] = []
     for group in reversed(groups):
         found.append(stretch(group, later))
         later.update(found[-1].reads)
@@ -56,7 +57,7 @@ def live_ins(equations: Iterable[JaxprEqn]) -> tuple[Var, ...]:
     return tuple(var for var in used_by(equations) if var not in made)
 
 
-def live_outs(equations: Iterable[JaxprEqn], later: Iterable[Any]) -> tuple[Var, ...]:
+def live_outs(equations: Iterable[JaxprEqn], later: Iterable[Var]) -> tuple[Var, ...]:
     """The variables that equations define and that are in `later`, in order."""
     later = later if isinstance(later, set | frozenset | dict) else set(later)
     return tuple(var for var in made_by(equations) if var in later)
@@ -80,7 +81,7 @@ def makers(equations: Iterable[JaxprEqn]) -> dict[Var, int]:
 # -- dependences --------------------------------------------------------------------------------
 
 
-def computed_from(equations: Iterable[JaxprEqn], start: Iterable[Any]) -> set[Any]:
+def computed_from(equations: Iterable[JaxprEqn], start: Iterable[Var]) -> set[Var]:
     """`start` and the floats computed from it: the variables that gradients flow through."""
     active = set(start)
     for eqn in equations:
@@ -89,7 +90,7 @@ def computed_from(equations: Iterable[JaxprEqn], start: Iterable[Any]) -> set[An
     return active
 
 
-def needed_for(equations: Sequence[JaxprEqn], results: Iterable[Any]) -> list[JaxprEqn]:
+def needed_for(equations: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
     """The equations needed to compute `results`, in order."""
     needed, found = set(variables(results)), []
     for eqn in reversed(equations):
@@ -99,27 +100,27 @@ def needed_for(equations: Sequence[JaxprEqn], results: Iterable[Any]) -> list[Ja
     return found[::-1]
 
 
-def useful_for(equations: Sequence[JaxprEqn], results: Iterable[Any]) -> set[Any]:
+def useful_for(equations: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
     """`results` and the variables they are computed from."""
-    results = variables(results)
-    return {*results, *used_by(needed_for(equations, results))}
+    wanted = variables(results)
+    return {*wanted, *used_by(needed_for(equations, wanted))}
 
 
-def is_float(var: Any) -> bool:
+def is_float(var: Atom) -> bool:
     """Whether a variable can have a gradient."""
     return jnp.issubdtype(getattr(var.aval, "dtype", jnp.int32), jnp.inexact)
 
 
 def crossing_bytes(
     equations: Sequence[JaxprEqn],
-    results: Iterable[Any],
+    results: Iterable[Atom],
     nbytes: Callable[[Any], int] = internals.nbytes,
 ) -> list[int]:
     """For each equation, the bytes of the variables that are live just before it.
 
     A last entry counts the bytes of the results.
     """
-    last: dict[Any, int] = {}
+    last: dict[Var, int] = {}
     for index, eqn in enumerate(equations):
         last.update((var, index) for var in variables(eqn.invars))
     last.update((var, len(equations)) for var in variables(results))
@@ -140,7 +141,7 @@ def crossing_bytes(
 # -- running them -------------------------------------------------------------------------------
 
 
-def bound(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> dict[Any, Any]:
+def bound(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> dict[Var, Any]:
     """A program's constants and inputs, by variable."""
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, inputs, strict=True))
@@ -148,7 +149,7 @@ def bound(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> dict[An
 
 
 def run(
-    equations: Iterable[JaxprEqn], known: dict[Any, Any], emit: Emit = internals.bind_again
+    equations: Iterable[JaxprEqn], known: dict[Var, Any], emit: Emit = internals.bind_again
 ) -> None:
     """Emit equations whose operands are in `known`, and add their results to it."""
     for eqn in equations:
@@ -157,7 +158,7 @@ def run(
         known.update(zip(eqn.outvars, made, strict=True))
 
 
-def results_of(known: dict[Any, Any], outvars: Iterable[Any]) -> list[Any]:
+def results_of(known: Mapping[Var, Any], outvars: Iterable[Atom]) -> list[Any]:
     """Look up the values of a program's results."""
     return [internals.value_of(known, var) for var in outvars]
 

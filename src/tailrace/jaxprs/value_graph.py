@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tailrace.jaxprs.control import Call, Cond, Scan, While, control
-from tailrace.jaxprs.internals import JaxprEqn, Literal
+from tailrace.jaxprs.internals import Atom, JaxprEqn, Literal, Var
 from tailrace.jaxprs.own_equations import is_mark
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position, concerns_us
@@ -61,7 +61,7 @@ class Value:
         value = self
         while value.made_by is not None and (kept := value.made_by.kept) is not None:
             value = kept
-        return value
+        return value  # ends: every step goes to an earlier equation
 
     def uses(self) -> Iterator[tuple[Operation, int, Value]]:
         """Its uses, through reshapes and the like: operation, operand index, and the value used."""
@@ -101,6 +101,7 @@ class Operation:
         """The input that the result equals up to sign, exponent, shape and dtype; or None."""
         if self.name in _SAME:
             return self.inputs[0]
+        # A power of two only changes the exponent, so XLA may move it past other products exactly.
         if self.name in ("mul", "div") and self.inputs[1].is_power_of_two:
             return self.inputs[0]
         return self.inputs[1] if self.name == "mul" and self.inputs[0].is_power_of_two else None
@@ -121,7 +122,7 @@ class ValueGraph(Visitor[Value, Around]):
         self.literals: list[Value] = []
         self.run_equations(equations, _Arguments(), ())
 
-    def constant(self, value: Any, var: Any) -> Value:
+    def constant(self, value: Any, var: Atom) -> Value:
         """A literal, or a constant of an inner program."""
         literal = var if isinstance(var, Literal) else None
         return Value(_shape(var), literal=literal, constant=True)
@@ -141,6 +142,8 @@ class ValueGraph(Visitor[Value, Around]):
     def scan(self, scan: Scan, inputs: list[Value], around: Around, here: Position) -> list[Value]:
         """The body between two borders; XLA may inline a loop of one iteration."""
         self._note(scan.eqn, inputs, around)
+        # XLA may inline a loop of one iteration. One with our equations is emitted with another, often
+        # dynamic, length, and stays a loop.
         kind = BORDER if scan.length > 1 or concerns_us(scan.eqn) else UNKNOWN
         consts, *_ = scan.split(inputs)
         entering = self._made(kind, inputs, scan.body.jaxpr.invars)[len(consts) :]
@@ -162,12 +165,15 @@ class ValueGraph(Visitor[Value, Around]):
         self, found: While | Cond, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
         self._note(found.eqn, inputs, around)
+        # Every value that enters or leaves gets the pseudo-operation UNKNOWN, which `free_numbers`
+        # treats as the worst case.
         for inner in found.inside:
             entering = self._made(UNKNOWN, inputs, inner.jaxpr.invars)
             self._made(UNKNOWN, self.run_inner(inner, entering, (*around, 0), here), ())
         return self._made(UNKNOWN, inputs, found.eqn.outvars)
 
-    def _made(self, name: str, inputs: list[Value], outvars: Sequence[Any]) -> list[Value]:
+    def _made(self, name: str, inputs: list[Value], outvars: Sequence[Atom]) -> list[Value]:
+        # A result counts as constant only if it is a copy of one; `free_numbers` handles folding.
         operation = Operation(name, inputs)
         known = operation.kept is not None and operation.kept.constant
         operation.results = [Value(_shape(var), operation, constant=known) for var in outvars]
@@ -177,15 +183,16 @@ class ValueGraph(Visitor[Value, Around]):
 
     def _note(self, eqn: JaxprEqn, inputs: list[Value], around: Around) -> None:
         for value in inputs:
+            # The first use decides; each use of a literal is a separate `Value` anyway.
             if value.literal is not None and value.around is None:
                 value.around, value.equation = around, eqn
                 self.literals.append(value)
 
 
-class _Arguments(dict[Any, Value]):
+class _Arguments(dict[Var, Value]):
     """The values of variables; a variable that no equation defined is an argument."""
 
-    def __missing__(self, var: Any) -> Value:
+    def __missing__(self, var: Var) -> Value:
         value = self[var] = Value(_shape(var))
         return value
 
@@ -201,5 +208,5 @@ def _float(literal: Literal) -> float:
     return float(literal.val) if _shape(literal) == () else 0.0
 
 
-def _shape(var: Any) -> tuple[int, ...]:
+def _shape(var: Atom) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While, control
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal
+from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Literal, Var
 from tailrace.jaxprs.walk import Position
 
 Value = TypeVar("Value")
@@ -41,7 +41,7 @@ class Visitor(abc.ABC, Generic[Value, Around]):
         position: Position = (),
     ) -> list[Value]:
         """Interpret a program; returns its results."""
-        known: dict[Any, Any] = {}
+        known: dict[Var, Value] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             known[var] = self.constant(const, var)
         known.update(zip(jaxpr.invars, inputs, strict=True))
@@ -57,7 +57,7 @@ class Visitor(abc.ABC, Generic[Value, Around]):
     def run_equations(
         self,
         equations: Sequence[JaxprEqn],
-        known: dict[Any, Any],
+        known: dict[Var, Value],
         around: Around,
         position: Position = (),
         first: int = 0,
@@ -67,6 +67,7 @@ class Visitor(abc.ABC, Generic[Value, Around]):
         `position` is that of the program that contains them, `first` the index of the first one in it.
         """
         for index, eqn in enumerate(equations, start=first):
+            # A position, not `id(eqn)`: JAX shares one inner program between equal calls.
             here = (*position, index)
             inputs = [self._read(known, var) for var in eqn.invars]
             with self.context(eqn):
@@ -74,12 +75,13 @@ class Visitor(abc.ABC, Generic[Value, Around]):
                 outputs = self.made(eqn, inputs, outputs, around, here)
             known.update(zip(eqn.outvars, outputs, strict=True))
 
-    def _read(self, known: dict[Any, Any], var: Any) -> Any:
+    def _read(self, known: dict[Var, Value], var: Atom) -> Value:
         return self.constant(var.val, var) if isinstance(var, Literal) else known[var]
 
     def _equation(
         self, eqn: JaxprEqn, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:
+        # Asked first, because most equations need not be entered, and reading them costs time.
         if not self.enters(eqn, here):
             return self.plain(eqn, inputs, around, here)
         found = control(eqn)
@@ -95,7 +97,7 @@ class Visitor(abc.ABC, Generic[Value, Around]):
 
     # -- hooks ----------------------------------------------------------------------------------
 
-    def constant(self, value: Any, var: Any) -> Any:
+    def constant(self, value: Any, var: Atom) -> Value:
         """The value of a constant or a literal; `var.aval` has its shape and dtype."""
         return value
 

@@ -86,6 +86,8 @@ def walk(
 def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
     """An equation as the surrounding of a program inside it."""
     scopes = internals.name_stack_of(eqn)
+    # Our loops are ordinary scans and while loops; a mark in the body identifies them, because a mark
+    # survives every transformation that the loop survives.
     tag = loop_tag(inner)
     if eqn.primitive is primitives.scan_p:
         return Surrounding(LOOP if tag else SCAN, eqn.params["length"], tag, scopes)

@@ -1,6 +1,6 @@
-"""Models get Tailrace's trainer: an object beside each of them, which Keras' methods ask for.
+"""Gives models Tailrace's trainer: an object attached to each, which hooked Keras methods look up.
 
-Classes of models stay as they are, so files, pickles and clones are those of plain Keras.
+The classes of models do not change, so files, pickles and clones are those of plain Keras.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tailrace.keras.scopes import Scopes
 from tailrace.keras.settings.options import Options, Settings
 
 scopes = Scopes("tailrace_strategies")
-"""The scopes of strategies, each with a function that adopts the models made in it."""
+"""The open scopes of strategies, each with a function that adopts models created in it."""
 
 _HOOKED = (
     "compile",
@@ -56,12 +56,12 @@ _ADDED = (
 def adopt(model: Any, replicas: int = 1) -> Any:
     """Give a Keras model Tailrace's trainer; returns the same model.
 
-    Everything about it stays: class, layers, weights, name, what it was compiled with. `fit`,
-    `evaluate` and `predict` then run `steps_per_execution` batches in one program on the device.
+    Its class, layers, weights, name and compile arguments do not change. `fit`, `evaluate` and
+    `predict` then run `steps_per_execution` batches in one program on the device.
 
     Args:
         model: a Sequential, Functional or subclassed model, built or not.
-        replicas: how many copies of it train side by side, each on batches of its own.
+        replicas: the number of copies that train in parallel, each on different batches.
 
     Example:
         >>> import keras, numpy as np, tailrace.keras as tk
@@ -87,10 +87,9 @@ def adopt(model: Any, replicas: int = 1) -> Any:
 
 
 def of(model: Any) -> Adopted:
-    """What Tailrace adds to an adopted model, also where the model has names of its own for it.
+    """What Tailrace adds to an adopted model, even if the model's class uses the same names.
 
-    `model.records` is what the class of the model says, if it says anything: `tk.of(model).records`
-    is ours.
+    `model.records` is that of the model's class, if it has one: `tk.of(model).records` is ours.
 
     Example:
         >>> import keras, tailrace.keras as tk
@@ -111,7 +110,7 @@ def of(model: Any) -> Adopted:
 
 
 def take_over(model: Any, replicas: int, kind: type[Settings] = Settings) -> Settings:
-    """Let a model train on the engine; returns what it is set to."""
+    """Let a model train on the engine; returns its settings."""
     settings = kind(model, replicas)
     adopted = Adopted(model, settings)
     attach(model, adopted)
@@ -119,11 +118,11 @@ def take_over(model: Any, replicas: int, kind: type[Settings] = Settings) -> Set
     return settings
 
 
-# -- hooks in Keras, made once ------------------------------------------------------------------
+# -- hooks in Keras, installed once -------------------------------------------------------------
 
 
 class _Added:
-    """An attribute of adopted models. It hides nothing: what a class or a model has comes first."""
+    """An attribute of adopted models. Attributes of the class or the model take precedence."""
 
     def __init__(self, name: str, inside: str) -> None:
         self._name, self._inside = name, inside
@@ -139,7 +138,7 @@ class _Added:
 
 
 def _made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Make a model, which the scope around adopts."""
+    """Create a model, and let an open scope adopt it."""
     make(model, *args, **kwargs)
     adopting = scopes.innermost()
     if adopting is not None and attached(model) is None:
@@ -147,7 +146,7 @@ def _made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _functional_made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Make a Functional model: all of its layers have a stage, or none."""
+    """Create a Functional model: either all of its layers have a stage, or none."""
     make(model, *args, **kwargs)
     if attached(model) is not None and scopes.innermost() is not None:
         stages_of(model)
@@ -164,7 +163,7 @@ def _asked(name: str) -> Any:
 
 
 def _load_assets(model: Any, directory: str | None) -> None:
-    """Adopt a model that was saved as an adopted one; called by Keras while it is loaded."""
+    """Adopt a model that was saved as adopted; called by Keras while it loads one."""
     path = pathlib.Path(directory, ASSET) if directory else None
     if path is None or not path.exists():
         return
@@ -175,7 +174,7 @@ def _load_assets(model: Any, directory: str | None) -> None:
 
 @functools.cache
 def install() -> None:
-    """Hook Keras; once."""
+    """Install the hooks, once."""
     functional: Any = functional_class()
     hook(keras.Model, "__init__", _made)
     hook(functional, "__init__", _functional_made)

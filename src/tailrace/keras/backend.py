@@ -1,4 +1,4 @@
-"""Keras on its JAX backend: chosen if nothing is decided yet, and required."""
+"""Keras on its JAX backend: selected if no backend is set yet, and required."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from tailrace.errors import MissingDependency, ProgramError
 
 OLDEST = (3, 12)
-"""The first version of Keras that this front end is made for."""
+"""The oldest supported version of Keras."""
 
 
 def load() -> None:
-    """Import Keras on JAX, or say why that cannot be."""
+    """Import Keras with its JAX backend, or raise an error that says why not."""
     if "keras" not in sys.modules:
         os.environ.setdefault("KERAS_BACKEND", "jax")
     try:

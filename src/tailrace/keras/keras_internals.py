@@ -1,8 +1,8 @@
-"""Where this front end reaches beyond Keras' documented interface: each place, with its reason.
+"""All uses of Keras beyond its documented interface, each with its reason.
 
-Methods of Keras are hooked once, when `tailrace.keras` is imported, and never unhooked. A hook asks
-whether it concerns the model (or the scope) at hand and otherwise calls what was there before, so
-nothing leaks from one thread, scope or model to another.
+Methods of Keras are hooked once, when `tailrace.keras` is imported, and never unhooked. A hook checks
+whether it concerns the current model (or scope) and otherwise calls the original method, so nothing
+leaks from one thread, scope or model to another.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import keras
 
 PLAIN: dict[str, Callable[..., Any]] = {}
-"""Methods of `keras.Model` as Keras wrote them, by name."""
+"""The original methods of `keras.Model`, by name."""
 
 
 def hook(kind: type, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `around(plain, self, ...)` answer for a method; returns `plain`, the method as it was.
+    """Replace a method by `around(plain, self, ...)`; returns `plain`, the original method.
 
-    The method is replaced in the class that defines it: Keras compares methods with those of its own
-    classes to see what a user has overridden. Signature and marks of the method stay, because Keras
-    reads them.
+    The method is replaced in the class that defines it: Keras compares methods with those of its
+    classes to detect overrides. Signature and attributes of the method are copied, because Keras reads
+    them.
     """
     owner = next(one for one in kind.__mro__ if name in vars(one))
     plain = vars(owner)[name]
@@ -39,6 +39,6 @@ def hook(kind: type, name: str, around: Callable[..., Any]) -> Callable[..., Any
 
 @functools.cache
 def functional_class() -> Any:
-    """The class of Functional models, which Keras does not name in public."""
+    """The class of Functional models, which has no public name in Keras."""
     inputs = keras.Input((1,), name="of_a_functional_model")
     return type(keras.Model(inputs, inputs, name="a_functional_model"))

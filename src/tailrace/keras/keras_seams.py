@@ -1,8 +1,8 @@
-"""Everything that this front end relies on of Keras beyond its public interface, with a probe each.
+"""Everything this front end relies on in Keras beyond its public interface, with a probe for each.
 
-The probes run when `tailrace.keras` is imported, except those that build a model, which run where
-they are used. A probe cannot tell all: that Keras slices arrays in order, and that a trainer's state is
-handed from batch to batch as a tuple, is known of the versions that were tried. So there is an upper
+The probes run when `tailrace.keras` is imported, except those that build a model, which run before
+their first use. Not everything can be probed: that Keras slices arrays in order, and that a trainer's
+state is passed from batch to batch as a tuple, is known only for tested versions. So there is an upper
 bound.
 """
 
@@ -18,11 +18,11 @@ from tailrace.seams import Package, Seam
 
 PACKAGE = Package("Keras", "keras", keras.__version__, newest="3.15.1")
 BELOW = 4
-"""The first major version that is refused untried."""
+"""The first major version that is refused without a test."""
 
 
 def check() -> None:
-    """Raise a `VersionError` with one sentence if Keras is not as we know it."""
+    """Raise a `VersionError` if Keras does not behave as expected."""
     if int(PACKAGE.version.split(".")[0]) >= BELOW:
         raise PACKAGE.unknown("its major version")
     PACKAGE.check(seam for seam in SEAMS if not seam.late)
@@ -30,7 +30,7 @@ def check() -> None:
 
 @functools.cache
 def check_graphs() -> None:
-    """The same for how the graph of a functional model is described, before one is read."""
+    """The same for the graph of functional models, before one is read."""
     PACKAGE.check([_GRAPHS])
 
 

@@ -1,4 +1,4 @@
-"""What an adopted Keras model does: `compile`, `fit`, `evaluate` and `predict` on the engine."""
+"""Adopted Keras models: `compile`, `fit`, `evaluate` and `predict` on the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
-from tailrace.keras.checkpoints.past_fit import PastFit, PastTraining, replay_fit
+from tailrace.keras.checkpoints.past_fit import LookingBack, PastFit, PastTraining
 from tailrace.keras.data.batch_counts import (
     remainders,
 )
@@ -42,10 +42,9 @@ from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
 from tailrace.trainer.checks import check_fingerprint
-from tailrace.trainer.lookback.replay import Replay
 
 ASSET = "tailrace.json"
-"""The file, among the assets of a saved model, that says what the model is set to."""
+"""The file with the model's settings, among the assets of a saved model."""
 
 _LOSS = "compute_loss_and_updates"
 _CALLED = {"train": "fit", "test": "evaluate", "predict": "predict"}
@@ -55,15 +54,15 @@ _SINGLE = (
 )
 
 
-class Adopted(Setters, Assigning):
+class Adopted(Setters, Assigning, LookingBack):
     """What Tailrace adds to one Keras model; `tk.of(model)`.
 
-    Keras calls the methods here that have the names of its own, for models that are adopted: what a
-    model's class overrides comes before them, and reaches them by `super()`.
+    For adopted models, Keras' methods are redirected to the methods here of the same names: overrides
+    in a model's class come first, and reach them through `super()`.
 
     Attributes:
         model: the model.
-        settings: what it is set to.
+        settings: its settings.
     """
 
     def __init__(self, model: Any, settings: Settings) -> None:
@@ -75,7 +74,7 @@ class Adopted(Setters, Assigning):
         self.past: PastFit | None = None
         """The past that runs again, while it does."""
         self.kept_fits = 0
-        """How many fits kept checkpoints so far."""
+        """The number of fits with checkpoints so far."""
 
     # -- compile --------------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ class Adopted(Setters, Assigning):
 
         Args:
             *args: as in Keras.
-            observe: taps (`tr.Tap`), or selections whose statistics are wanted; what they saw is in
+            observe: taps (`tr.Tap`), or selections to compute statistics of; their records are in
                 `model.records` after a fit.
             run_dir: a new directory that keeps history and records while training goes on.
             fingerprint: keep 8 bytes for each group of tensors after each execution, in checkpoints and
@@ -111,16 +110,16 @@ class Adopted(Setters, Assigning):
         self.forget_programs()
 
     def forget_programs(self) -> None:
-        """Build the device programs anew when they are needed next."""
+        """Drop the device programs; they are built again when needed."""
         model = self.model
         model.train_function = model.test_function = model.predict_function = None
         self.programs = {}
 
-    # -- what is seen ---------------------------------------------------------------------------
+    # -- observation ----------------------------------------------------------------------------
 
     @property
     def records(self) -> Any:
-        """What the taps of `compile(observe=...)` saw in the latest fit."""
+        """The records of the taps of `compile(observe=...)` in the latest fit."""
         return self._trained("records").journal.records
 
     def tensors(self) -> Any:
@@ -139,16 +138,16 @@ class Adopted(Setters, Assigning):
     # -- fit, evaluate, predict -----------------------------------------------------------------
 
     def fit(self, *args: Any, checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Keras' `fit`: many batches to an execution, on the device.
+        """Keras' `fit` on the device, with many batches per execution.
 
         Args:
             *args: as in Keras.
-            checkpoint: a directory, or a `tr.Checkpoint`, that keeps the state of the fit. If it holds
-                this fit already, the fit goes on from there, bit for bit as if it had never stopped.
+            checkpoint: a directory, or a `tr.Checkpoint`, for the state of the fit. If it contains this
+                fit already, the fit resumes from there, bit for bit as if it had never stopped.
             **kwargs: as in Keras.
         """
         model, plain = self.model, PLAIN["fit"]
-        if not model.compiled or self._keras_runs("train"):  # Keras says what is missing
+        if not model.compiled or self._keras_runs("train"):  # Keras reports what is missing
             if checkpoint is not None and model.compiled:
                 raise OptionError(
                     f"checkpoint= keeps the state of a program on the device. Received: a model with "
@@ -172,44 +171,23 @@ class Adopted(Setters, Assigning):
             self.kept_fits += 1
             return fit_kept(self, keeping, pacing, call)
 
-    def replay(
-        self, step: int, *args: Any, observe: Any = (), checkpoint: Any, **kwargs: Any
-    ) -> Replay:
-        """Run a past step again, look at it with any taps, and say whether it is what happened.
-
-        The fit runs again from the nearest checkpoint before the step, on the same batches, without
-        validation. Losses and, with `compile(fingerprint=True)`, the state after each execution are
-        compared with what was recorded. The model is afterwards as before.
-
-        Args:
-            step: the number of the step: optimizer steps of this model, counted from 0 over all fits.
-            *args: as in the fit that trained it: `x`, `y`, ...
-            observe: taps.
-            checkpoint: the directory that `fit(checkpoint=...)` was given.
-            **kwargs: as in that fit. Of its callbacks, give those that change the training, such as
-                keras.callbacks.LearningRateScheduler: they hear of the steps again.
-
-        Returns:
-            The records of the step by name, with `proved` (None where nothing was recorded) and
-            `differences`; see `tr.Trainer.replay`.
-        """
+    def _fit_again(self, args: Any, kwargs: Any) -> tuple[Pacing, dict[str, Any]]:
         bound = inspect.signature(PLAIN["fit"]).bind(self.model, *args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
         if not self.model.compiled or self._keras_runs("train") or not trains_by_engine(self.model):
             raise OptionError(
                 "A replay runs the training program of a model again. Received: a model that is not "
-                "compiled, or that a loop of Keras or a `train_step` of its own trains. Compile it as "
-                "it was for the fit, without run_eagerly and train_step."
+                "compiled, or is trained by Keras' loop or a `train_step` of its own. Compile it."
             )
         # Validation is left out; its split of the data is not.
         call["verbose"], call["validation_freq"] = 0, call["epochs"] + 1
         pacing = pacing_of_fit(self.model, self.settings, call)
         pacing.resident = resident_rows(self.settings, call)
-        return replay_fit(self, step, observe, checkpoint, pacing, call)
+        return pacing, call
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
-        """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""
+        """The checkpoints of a fit: as given, or as its BackupAndRestore requests."""
         if checkpoint is None:
             per_step = self.settings.microbatches * self.settings.replicas
             return backups_of(call, self.kept_fits, per_step)
@@ -222,7 +200,7 @@ class Adopted(Setters, Assigning):
         return kept
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Keras' `evaluate`: many batches to an execution, on the device."""
+        """Keras' `evaluate` on the device, with many batches per execution."""
         model, plain = self.model, PLAIN["evaluate"]
         if not model.compiled or self._keras_runs("test"):
             return plain(model, *args, **kwargs)
@@ -239,7 +217,7 @@ class Adopted(Setters, Assigning):
             return plain(*bound.args, **bound.kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Keras' `predict`: many batches to an execution, on the device."""
+        """Keras' `predict` on the device, with many batches per execution."""
         model, plain = self.model, PLAIN["predict"]
         if self._keras_runs("predict"):
             return plain(model, *args, **kwargs)
@@ -251,7 +229,7 @@ class Adopted(Setters, Assigning):
         with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
             return plain(*bound.args, **bound.kwargs)
 
-    # -- what Keras' trainer asks for -----------------------------------------------------------
+    # -- called by Keras' trainer ---------------------------------------------------------------
 
     def make_train_function(self, force: bool = False) -> Any:
         """The function that trains for one execution."""
@@ -267,7 +245,7 @@ class Adopted(Setters, Assigning):
         return self._make("predict", Predicting, force)
 
     def jax_state_sync(self) -> None:
-        """Give the variables their values back."""
+        """Write the values back to the variables."""
         if self.active is not None:
             self.active.fill()
         PLAIN["jax_state_sync"](self.model)
@@ -283,13 +261,13 @@ class Adopted(Setters, Assigning):
         training: bool = False,
         optimizer_variables: Any = None,
     ) -> Any:
-        """Keras' forward pass; inside a training program, its loss is also kept with its gradient."""
+        """Keras' forward pass; inside a training program, its loss is kept with its gradient."""
         settings, plain = self.settings, PLAIN["compute_loss_and_updates"]
         state = (trainable_variables, non_trainable_variables, metrics_variables)
         if settings.seen is None:
             return plain(self.model, *state, x, y, sample_weight, training, optimizer_variables)
         layout = settings.layout
-        # Keras scales the loss too, by values that do not matter: that result is not used.
+        # Keras also scales the loss, by values that do not matter: that result is unused.
         unused = [] if layout.scale is None else layout.optimizer.all[: layout.scale + 1]
         zeros = [jnp.zeros(tuple(v.shape), v.dtype) for v in unused]
         _, (loss, y_pred, others, metrics) = plain(
@@ -300,7 +278,7 @@ class Adopted(Setters, Assigning):
         return loss, (loss, y_pred, others, metrics)
 
     def get_metrics_result(self) -> dict[str, Any]:
-        """The metrics now; with replicas, as `set_replication_options` says."""
+        """The current metrics; with replicas, combined as set by `set_replication_options`."""
         found = PLAIN["get_metrics_result"](self.model)
         settings = self.settings
         latest = getattr(self.active, "latest", None)
@@ -314,13 +292,13 @@ class Adopted(Setters, Assigning):
     # -- saved with the model -------------------------------------------------------------------
 
     def save_assets(self, directory: str) -> None:
-        """Put what the model is set to into its file, where plain Keras does not look."""
+        """Save the settings in the model's file, where plain Keras ignores them."""
         pathlib.Path(directory, ASSET).write_text(json.dumps(self.settings.saved()))
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _keras_runs(self, mode: str) -> bool:
-        """Whether Keras' own loop runs a model: what it asks for is not a program on the device."""
+        """Whether Keras' loop runs a model, because it needs something no device program can do."""
         reason = self._reason(mode)
         if reason is None:
             return False
@@ -356,7 +334,7 @@ class Adopted(Setters, Assigning):
         return getattr(model, name)
 
     def run(self, mode: str, program: Any, state: Any, iterator: Iterator[Any]) -> Any:
-        """One execution of a program; called by Keras' trainer."""
+        """Run one execution of a program; called by Keras' trainer."""
         self.active = program
         running = self._running.get(mode)
         program.pacing = running or Pacing(program.per_step, replicas=program.replicas)
@@ -377,7 +355,7 @@ class Adopted(Setters, Assigning):
     def while_running(
         self, mode: str, pacing: Pacing, same_execution: bool = False
     ) -> Iterator[None]:
-        """While Keras' trainer runs: it counts executions in batches over all replicas."""
+        """A context around Keras' trainer, which counts batches over all replicas."""
         model, running = self.model, self._running
         before, running[mode] = running.get(mode), pacing
         configured = model.steps_per_execution
@@ -398,7 +376,7 @@ class Adopted(Setters, Assigning):
 
 
 class _Function:
-    """What Keras' trainer calls for one execution."""
+    """The function that Keras' trainer calls for one execution."""
 
     def __init__(self, adopted: Adopted, mode: str, program: Any) -> None:
         self._adopted, self._mode, self._program = adopted, mode, program
@@ -409,9 +387,9 @@ class _Function:
 
 
 def trains_by_engine(model: Any) -> bool:
-    """Whether a step is the engine's: loss and gradient, then the optimizer.
+    """Whether the engine computes the step: loss and gradient, then the optimizer.
 
-    Otherwise Keras' `train_step`, or the user's, is the step, in a loop on the device.
+    Otherwise the step is Keras' `train_step`, or the user's, in a loop on the device.
     """
     own = any(overrides(model, one, keras.Model) for one in ("train_step", _LOSS))
     return not own and bool(model.trainable_variables)

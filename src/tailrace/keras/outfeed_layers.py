@@ -1,4 +1,4 @@
-"""Layers, an optimizer and a callback that show what is inside a model while it trains.
+"""Layers, an optimizer and a callback that show values inside a model during training.
 
 model ── Outfeed, MaybeOutfeed ──▶ queue ──▶ OutfeedCallback, once an epoch
 optimizer ── OutfeedOptimizer ──▶ queue ──▶ OutfeedCallback
@@ -35,7 +35,7 @@ _silent: contextvars.ContextVar[bool] = contextvars.ContextVar("tailrace_silent"
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Inside, layers send nothing: evaluation must not mix with what training sends."""
+    """A context in which layers send nothing: evaluation must not mix with training's values."""
     token = _silent.set(True)
     try:
         yield
@@ -44,7 +44,7 @@ def silent() -> Iterator[None]:
 
 
 def _sends() -> bool:
-    """Whether a program is being traced, so that something can be sent."""
+    """Whether a program is being traced, so that values can be sent."""
     if _silent.get():
         return False
     try:
@@ -55,12 +55,12 @@ def _sends() -> bool:
 
 
 class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
-    """An outfeed that takes named tensors and sends those whose name passes a filter.
+    """An outfeed that collects named tensors and sends those whose name passes a filter.
 
     Args:
         outfeed_mode: "all" (the default) or "last"; see `tr.OutfeedQueue`.
-        filters: a name is chosen if any of these strings is part of it. None chooses all, and so
-            does the one string "none"; an empty list, nothing.
+        filters: a name is selected if it contains any of these strings. None selects all, and so does
+            the single string "none"; an empty list selects nothing.
 
     >>> MaybeOutfeedQueue(filters=["Dense_1"]).selects("Dense_1/out")
     True
@@ -71,7 +71,7 @@ class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
         super().__init__(str(getattr(mode, "value", mode)).lower(), filters)
 
     def deliver(self, found: OrderedDict[str, Any], replicas: int) -> None:
-        """Take over values that a program did not send but let be observed, `[k, (R,) *T]` each."""
+        """Queue values that were observed instead of sent, `[k, (R,) *T]` each."""
         leaves, structure = jax.tree.flatten(found)
         if replicas > 1:
             leaves = [np.moveaxis(leaf, 1, 0) for leaf in leaves]
@@ -81,7 +81,7 @@ class MaybeOutfeedQueue(native.MaybeOutfeedQueue):
 
 @keras.saving.register_keras_serializable("tailrace")
 class Outfeed(keras.layers.Layer):
-    """Sends its inputs to an outfeed, under its own name, and passes them on.
+    """Sends its inputs to an outfeed, under the layer's name, and returns them.
 
     Args:
         outfeed_queue: a `tr.OutfeedQueue` for this layer only.
@@ -104,17 +104,17 @@ class Outfeed(keras.layers.Layer):
         return self.outfeed_queue.enqueue({self.name: inputs})[self.name]
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """That of the inputs."""
+        """The shape of the inputs."""
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
-        """Without the queue, which is not saved: a loaded layer passes its inputs on."""
+        """The configuration without the queue, which is not saved: a loaded layer sends nothing."""
         return super().get_config()
 
 
 @keras.saving.register_keras_serializable("tailrace")
 class MaybeOutfeed(keras.layers.Layer):
-    """Puts its inputs into a `MaybeOutfeedQueue`, under its own name, and passes them on.
+    """Adds its inputs to a `MaybeOutfeedQueue`, under the layer's name, and returns them.
 
     Args:
         maybe_outfeed_queue: the queue, for all such layers of a model.
@@ -149,11 +149,11 @@ class MaybeOutfeed(keras.layers.Layer):
         return inputs
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """That of the inputs."""
+        """The shape of the inputs."""
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
-        """Without the queue, which is not saved: a loaded layer passes its inputs on."""
+        """The configuration without the queue, which is not saved: a loaded layer sends nothing."""
         return {**super().get_config(), "final_outfeed": self.final_outfeed}
 
 
@@ -176,13 +176,13 @@ class OutfeedOptimizerMode(enum.StrEnum):
 
 @keras.saving.register_keras_serializable("tailrace")
 class OutfeedOptimizer(Wrapper):
-    """Sends gradients to an outfeed, and lets another optimizer do its work.
+    """Sends gradients to an outfeed, and delegates the update to another optimizer.
 
     The queue is not saved: a loaded one sends nothing.
 
     Args:
         wrapped_optimizer: any Keras optimizer.
-        outfeed_queue: a `MaybeOutfeedQueue`; its filter chooses among names such as
+        outfeed_queue: a `MaybeOutfeedQueue`; its filter selects among names such as
             `Dense_128/kernel:0_grad`.
         outfeed_optimizer_mode: see `OutfeedOptimizerMode`.
         name: the name of the wrapper.
@@ -218,7 +218,7 @@ class OutfeedOptimizer(Wrapper):
             ) from None
         self.sees_each = self.mode is OutfeedOptimizerMode.AFTER_COMPUTE
         self._queue = outfeed_queue
-        # Not an attribute of its own: Keras would take the model for a part of the optimizer.
+        # Not a plain attribute: Keras would treat the model as a part of the optimizer.
         object.__setattr__(self, "_names", lambda: _names_in(model))
 
     def each(self, grads: list[Any], values: list[Any], variables: list[Any]) -> list[Any]:
@@ -235,7 +235,7 @@ class OutfeedOptimizer(Wrapper):
             return grads
         names = self._names()
         keys = [f"{names.get(id(v), v.path)}:0_grad" for v in variables]
-        # As they are computed: the last layer first.
+        # In the order of computation: the last layer first.
         for key, grad in reversed(list(zip(keys, grads, strict=True))):
             if grad is not None:
                 self._queue.maybe_outfeed(key, grad)
@@ -243,26 +243,26 @@ class OutfeedOptimizer(Wrapper):
         return [sent.get(key, grad) for key, grad in zip(keys, grads, strict=True)]
 
     def get_config(self) -> dict[str, Any]:
-        """Without the queue and the model, which are not saved."""
+        """The configuration without the queue and the model, which are not saved."""
         return {**super().get_config(), "outfeed_optimizer_mode": str(self.mode)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Make it again, without a queue."""
+        """Create it from its configuration, without a queue."""
         without: Any = {"outfeed_queue": None, "model": _NO_MODEL}
         return super().from_config({**config, **without}, custom_objects)
 
-    # -- in a pipeline, where gradients of a batch are made by several devices ---------------------
+    # -- in a pipeline, where several devices compute the gradients of a batch ---------------------
 
     def wanted(self) -> dict[str, str]:
-        """What is observed instead of sent: the names of gradients, and the keys they go by."""
+        """The gradients to observe instead of send: their names, and their keys."""
         if self._queue is None:
             return {}
         keys = {f"grad/{name}": f"{name}:0_grad" for name in reversed(self._names().values())}
         return {name: key for name, key in keys.items() if self._queue.selects(key)}
 
     def deliver(self, found: dict[str, Any], replicas: int) -> None:
-        """Put what was observed into the queue, as if it had been sent."""
+        """Queue observed values as if they had been sent."""
         if found and self._queue is not None:
             self._queue.deliver(OrderedDict(found), replicas)
 
@@ -274,7 +274,7 @@ def _names_in(model: Any) -> dict[int, str]:
 
 
 def scale_is_elsewhere(wrapper: Wrapper) -> str:
-    """Why a wrapper inside a scaler of the loss cannot see gradients of each batch in a pipeline."""
+    """The message for a wrapper inside a loss scaler, which in a pipeline cannot see each batch."""
     return (
         f"In a pipeline the scale of the loss is known where the loss is computed, not in the stages "
         f"that make the gradients of one batch. Received: {type(wrapper).__name__} inside a "
@@ -285,16 +285,16 @@ def scale_is_elsewhere(wrapper: Wrapper) -> str:
 
 
 def check_wrappers(optimizer: Any) -> None:
-    """Refuse wrappers that a pipeline cannot ask about the gradients of each batch.
+    """Refuse wrappers that a pipeline cannot call for the gradients of each batch.
 
-    They are made by several devices: one gradient at a time is changed where it is made, and what is
-    sent is observed there before.
+    Several devices compute them: a gradient is changed on its device, and observed there before, if it
+    is to be sent.
     """
     for wrapper in wrappers_by_scale(optimizer)[1]:
         if wrapper.sees_each:
             raise OptionError(scale_is_elsewhere(wrapper))
     sending = None
-    for wrapper in wrappers_of(optimizer):  # from the outside in: the innermost sees them first
+    for wrapper in wrappers_of(optimizer):  # outermost first; the innermost sees them first
         if not wrapper.sees_each:
             continue
         if isinstance(wrapper, OutfeedOptimizer):
@@ -314,7 +314,7 @@ def check_wrappers(optimizer: Any) -> None:
 
 
 class OutfeedCallback(keras.callbacks.Callback):
-    """Prints, at the end of each epoch, statistics of what waits in a queue.
+    """Prints statistics of a queue's values at the end of each epoch.
 
     Args:
         outfeed_queue: a `MaybeOutfeedQueue`, or a `tr.OutfeedQueue` of an `Outfeed` layer.

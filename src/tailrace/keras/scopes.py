@@ -1,8 +1,8 @@
-"""Scopes that are open here: in this thread, or in this task of asynchronous code.
+"""Open scopes of the current thread, or of the current asynchronous task.
 
-A hook in a library asks `innermost`, so nothing has to be put back when a scope is closed. Scopes may
-be nested, may overlap, may be left by an exception or be closed in another context than they were
-opened in; a task that outlives the scope it was started in is not in it any more.
+A hook in a library calls `innermost`, so nothing has to be restored when a scope is closed. Scopes may
+be nested, may overlap, may be left by an exception, or be closed in another context than they were
+opened in; a task that outlives the scope it was started in is no longer inside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Scopes:
     """Scopes of one kind, each with a value.
 
     Args:
-        name: what they are called, for debugging.
+        name: their name, for debugging.
 
     Example:
         >>> scopes = Scopes("an_example")
@@ -48,9 +48,9 @@ class Scopes:
         try:
             yield
         finally:
-            scope.closed = True  # also for contexts that were copied from this one
+            scope.closed = True  # also visible in contexts copied from this one
             self._stack.set(tuple(one for one in self._stack.get() if not one.closed))
 
     def innermost(self) -> Any:
-        """The value of the scope opened last among those that are open; None if none is."""
+        """The value of the innermost open scope; None if none is open."""
         return next((one.value for one in reversed(self._stack.get()) if not one.closed), None)

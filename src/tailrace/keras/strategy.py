@@ -1,4 +1,4 @@
-"""`tk.Strategy`: models made in its scope train on the engine, device functions run in one program."""
+"""`tk.Strategy`: models created in its scope train on the engine; it runs device functions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tailrace.keras.pipelines.stage_scope import in_scope
 
 
 class Strategy:
-    """Models that are made in `scope()` get Tailrace's trainer.
+    """Models created in `scope()` get Tailrace's trainer.
 
     Args:
-        replicas: how many copies of a model train side by side. None: as many as there are devices.
+        replicas: the number of copies of a model that train in parallel. None: one per device.
 
     Example:
         >>> import keras, tailrace.keras as tk
@@ -33,27 +33,27 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """1, whatever the replicas: they are averaged inside the program, not by the caller."""
+        """Always 1: replicas are averaged inside the program, not by the caller."""
         return 1
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """While it is open, models that are made here get Tailrace's trainer.
+        """A context in which created models get Tailrace's trainer.
 
-        Here is: in this thread, or in this task of asynchronous code and what it starts.
+        It applies to this thread, or to this asynchronous task and the tasks it starts.
         """
         with scopes.opened(self.adopt), in_scope():
             yield self
 
     def adopt(self, model: Any) -> None:
-        """Give a model that was made in the scope Tailrace's trainer."""
+        """Give a model created in the scope Tailrace's trainer."""
         take_over(model, self.replicas)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run a device function in one program.
 
-        The function is traced once for its arguments; models, optimizers and metrics among them
-        are changed by it as they would be outside.
+        The function is traced once for its arguments; it changes models, optimizers and metrics among
+        them as it would outside.
 
         Args:
             fn: the function; see `tk.repeat`, `tk.value_and_grad`, and `next(iterator)`.
@@ -61,7 +61,7 @@ class Strategy:
             kwargs: the same by name.
 
         Returns:
-            What the function returns: a tree of arrays, or None.
+            The function's result: a tree of arrays, or None.
         """
         if not callable(fn):
             raise OptionError(f"strategy.run takes a function. Received: {type(fn).__name__}.")

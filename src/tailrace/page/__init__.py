@@ -1,11 +1,12 @@
-"""A run to look at: findings, in the terminal, as a report, as a page in the browser.
+"""Views of a run: findings, in the terminal, as a report, as a live web page.
 
-In: run directories, also while they grow (`followed`).
+In: run directories, also while they are written (`followed`).
 Out: the same facts in the terminal, as one HTML file, and as a live page.
 
-    curves, layers, tensors, cells, summary   what can be shown, cut to what a screen holds
-    findings                                  what is worth saying
-    terminal, report, server, static          where it is shown
+    curves, layers, tensors, cells, summary   data to show, reduced to the size of a screen
+    comparison                                two runs, or two profiles, side by side
+    findings                                  conclusions, as sentences
+    terminal, report, server, static          the views
 
-Rule: reads runs through `runs` and never writes them. It does not see the trainer.
+Rule: it reads runs through `runs` and never writes them. It does not import the trainer.
 """

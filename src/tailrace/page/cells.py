@@ -1,4 +1,4 @@
-"""The grid of a pipeline, and the records behind one of its cells."""
+"""The grid of a pipeline, and the records of one of its cells."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tailrace.taps.reductions import STATS
 
 FORWARD = ("input", "buffer", "param", "activation", "loss", "output", "aux")
 BACKWARD = ("cotangent", "grad")
-"""Kinds of tensors that the two passes of a stage make or read."""
+"""Kinds of tensors that the forward and the backward of a stage compute or read."""
 
 MOST_TICKS = 400
-"""Columns of a grid beyond that are not shown."""
+"""The most columns of a grid."""
 TAIL_ROWS = 4096
-"""How far back a microbatch of the last recorded step is looked for."""
+"""How far back to search for a microbatch of the last recorded step."""
 
 
 def grid(followed: FollowedRun) -> dict[str, Any] | None:
-    """The plan of a run as a grid: a row a device, a column a tick; None without a pipeline."""
+    """The plan of a run as a grid, with a row per device and a column per tick; None without one."""
     plan = followed.readable().plan
     if plan is None:
         return None
@@ -45,7 +45,7 @@ def grid(followed: FollowedRun) -> dict[str, Any] | None:
 def cell_records(
     followed: FollowedRun, kind: str, stage: int, microbatch: int
 ) -> list[dict[str, Any]]:
-    """What was recorded in a stage's forward ("F") or backward ("B") of a microbatch, lately."""
+    """The latest records of a stage's forward ("F") or backward ("B") of a microbatch."""
     kinds = FORWARD if kind == "F" else BACKWARD
     found: list[dict[str, Any]] = []
     for table in followed.readable().tables:

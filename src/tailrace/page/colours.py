@@ -16,14 +16,14 @@ SCALE = (
     "#a0dfb9",
     "#def5e5",
 )
-"""From low to high, in equal steps of lightness: it reads the same in grey and to the colour-blind."""
+"""From low to high, in equal steps of lightness: readable in grey and by the colour-blind."""
 
 NONFINITE = "#e5484d"
-"""NaN and Inf, which no scale has a place for."""
+"""The colours of NaN and Inf, which are outside of the scale."""
 
 
 BAD, NOTHING = 254, 255
-"""Their places in the palette."""
+"""Their indices in the palette."""
 
 
 def palette() -> np.ndarray:
@@ -36,7 +36,7 @@ def palette() -> np.ndarray:
 
 
 def span(values: np.ndarray, log: bool) -> tuple[float, float]:
-    """The ends of a scale for some values: whole decades if it is logarithmic.
+    """The limits of a scale for some values: whole decades if it is logarithmic.
 
     >>> span(np.array([0.002, 5.0]), log=True)
     (0.001, 10.0)
@@ -52,7 +52,7 @@ def span(values: np.ndarray, log: bool) -> tuple[float, float]:
 
 
 def shades(values: np.ndarray, low: float, high: float, log: bool) -> np.ndarray:
-    """The place of each value in the palette; zeros of a logarithmic scale are its darkest."""
+    """The palette index of each value; zeros of a logarithmic scale get the darkest."""
     with np.errstate(invalid="ignore", divide="ignore"):
         if log:
             values = np.where(values > 0, values, np.where(values == 0, low, np.nan))

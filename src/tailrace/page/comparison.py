@@ -18,14 +18,14 @@ from tailrace.runs.profiles import read_profile
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One thing in both.
+    """One row of a comparison.
 
     Attributes:
         what: its name.
-        first: in the first, as text.
-        second: in the second.
-        difference: between them, as text.
-        size: how large that is; lines come in this order.
+        first: the value of the first, as text.
+        second: the value of the second.
+        difference: their difference, as text.
+        size: the size of the difference, by which rows are sorted.
     """
 
     what: str
@@ -37,11 +37,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two runs beside each other; prints as tables.
+    """Two runs side by side; prints as tables.
 
     Attributes:
-        names: of the two.
-        tables: lines by heading, largest difference first.
+        names: the names of the two.
+        tables: rows by heading, largest difference first.
     """
 
     names: tuple[str, str]
@@ -117,7 +117,7 @@ def _numbers(one: FollowedRun, two: FollowedRun) -> Iterator[Line]:
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         a, b = sides[0].get(name), sides[1].get(name)
         line = _line(shown(name), a, b, number)
-        # Of unlike things, the ratio says which differs most.
+        # Values have different units, so their ratio decides the order.
         scale = max(abs(a or 0.0), abs(b or 0.0)) or 1.0
         yield dataclasses.replace(line, size=line.size / scale)
 
@@ -133,7 +133,7 @@ def _measured(followed: FollowedRun) -> dict[str, float]:
 
 
 def _settings(one: FollowedRun, two: FollowedRun) -> Iterator[Line]:
-    """What was set otherwise; what is equal is left out."""
+    """The settings that differ."""
     sides = []
     for followed in (one, two):
         with followed.reading():

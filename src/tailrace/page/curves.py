@@ -1,4 +1,4 @@
-"""Curves of a run: loss, metrics and speed, with no more points than a screen has."""
+"""Curves of a run: loss, metrics and speed, reduced to the resolution of a screen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from tailrace.page.followed import FollowedRun
 
 MOST_POINTS = 800
-"""Steps beyond that share a point: their mean, with the lowest and the highest around it."""
+"""The most points; further steps share a point: their mean, with minimum and maximum."""
 
 SPEED = "steps/s"
 
@@ -19,11 +19,11 @@ class Curve:
     """Values by step.
 
     Attributes:
-        steps: where each point is: the first of the steps that share it.
-        mean: the mean of the finite values; NaN where there are none.
-        low: the lowest of them.
-        high: the highest of them.
-        nonfinite: how many values were NaN or Inf.
+        steps: the first step of each point.
+        mean: the mean of the finite values; NaN if there are none.
+        low: their minimum.
+        high: their maximum.
+        nonfinite: the number of NaN and Inf values.
         first_nonfinite: the first step with one; -1 for none.
         last: the last value, finite or not; None for no values.
     """
@@ -38,7 +38,7 @@ class Curve:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each point is one value."""
+        """Whether each point is a single value."""
         return np.array_equal(self.low, self.high, equal_nan=True)
 
 
@@ -49,14 +49,14 @@ def curve(
     first: int | None = None,
     last: int | None = None,
 ) -> Curve:
-    """Values in the order of their steps, as at most `most` points.
+    """Values sorted by step, reduced to at most `most` points.
 
     Args:
         steps: the step of each value.
-        values: what is drawn.
-        most: how many points at most.
-        first: leave out what is before this step.
-        last: leave out what is after this step.
+        values: the values.
+        most: the most points.
+        first: leave out earlier steps.
+        last: leave out later steps.
 
     >>> made = curve(np.arange(4), np.array([1.0, 3.0, np.nan, 5.0]), most=2)
     >>> made.steps, made.mean, made.low, made.high, made.first_nonfinite
@@ -104,11 +104,11 @@ def history_curves(
 
 
 def speeds(followed: FollowedRun) -> tuple[np.ndarray, np.ndarray]:
-    """Steps a second, for each execution but the first, whose beginning is not known."""
+    """Steps per second of each execution except the first, whose start is unknown."""
     rows = followed.readable().executions
     seconds = np.diff(rows["ended"])
     steps = rows["steps"][1:]
-    # Executions that were taken in together have no time of their own; a clock may be set back.
+    # Executions collected together have equal times, and a clock may be set back.
     good = seconds > 1e-6
     return rows["first_step"][1:][good], steps[good] / seconds[good]
 

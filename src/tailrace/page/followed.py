@@ -1,4 +1,4 @@
-"""A run directory that is looked at again and again, while it grows and afterwards."""
+"""A run directory that is read repeatedly, while it grows and afterwards."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tailrace.runs.tables.stored import describing
 from tailrace.taps.catalogue import Catalogue
 
 WATCHED = (RUN_FILE, "zarr.json", REPORTS)
-"""The files that say what a run is, how many rows count, and why it was stopped."""
+"""The files with a run's description, its number of committed rows, and why it was stopped."""
 
 MOST_KEPT = 256
-"""Digests of arrays that are kept in memory; the one that was used longest ago goes first."""
+"""The most cached digests of arrays; the least recently used is dropped first."""
 
 Kept = TypeVar("Kept")
 
@@ -29,10 +29,10 @@ class FollowedRun:
     """A run directory, readable or not yet.
 
     Attributes:
-        directory: where it is.
-        run: the run as it was last seen; None as long as there is none.
-        problem: why it cannot be read, in a sentence; empty if it can.
-        version: grows whenever something new was seen.
+        directory: its path.
+        run: the run when it was last read; None as long as there is none.
+        problem: why it cannot be read, as a sentence; empty if it can.
+        version: incremented whenever something new was read.
     """
 
     def __init__(self, directory: Any) -> None:
@@ -51,7 +51,7 @@ class FollowedRun:
         return self.directory.resolve().name
 
     def look(self) -> bool:
-        """Look whether something was written since; returns whether there was."""
+        """Check for changes; returns whether there were any."""
         found = [_signature(self.directory / name) for name in WATCHED]
         if found == self._seen:
             return False
@@ -74,21 +74,21 @@ class FollowedRun:
         else:
             before = len(self.run.history)
             self.run.refresh()
-            if len(self.run.history) < before:  # it was cut back: what was summed up is wrong
+            if len(self.run.history) < before:  # it was truncated: cached sums are wrong
                 self._kept.clear()
 
     def readable(self) -> Run:
-        """The run, or its problem as an error."""
+        """The run; raises its problem as an error."""
         if self.run is None:
             raise RunError(self.problem or f"There is no run at '{self.directory}' yet.")
         return self.run
 
     def reading(self) -> AbstractContextManager[None]:
-        """Whatever goes wrong inside is said as a sentence: files of a run may say anything."""
+        """Turn any error in this context into a sentence: files of a run are untrusted."""
         return describing(self.directory, "what its files describe")
 
     def kept(self, key: Any, make: Callable[[], Kept]) -> Kept:
-        """What was made for a key before, or what `make` makes now."""
+        """The cached value of a key, or a new one from `make`."""
         with self._lock:
             found = self._kept.pop(key) if key in self._kept else make()
             self._kept[key] = found
@@ -98,17 +98,17 @@ class FollowedRun:
 
     @property
     def catalogue(self) -> Catalogue:
-        """The tensors of the step that ran."""
+        """The tensors of the training step."""
         return self.kept("catalogue", lambda: self.readable().catalogue)
 
     @property
     def first_step(self) -> int:
-        """The number of the first step."""
+        """The index of the first step."""
         return self.readable().history.first_step
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
-    """What changes whenever a file is replaced."""
+    """A value that changes whenever a file is replaced."""
     try:
         found = os.stat(path)
     except OSError:

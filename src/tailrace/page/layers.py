@@ -1,4 +1,4 @@
-"""Layers over steps: one row a tensor, one column for some steps, one number in each cell."""
+"""Layers over steps: a row per tensor, a column for some steps, one number in each cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tailrace.runs.tables.stored import StoredTable
 from tailrace.taps.catalogue import Entry, matches
 
 Row = tuple[int, np.ndarray]
-"""How many steps share a column, and the values."""
+"""The number of steps per column, and the values."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,11 +22,11 @@ class LayerMap:
 
     Attributes:
         measure: "rms", "zero" or "nonfinite".
-        names: the tensors, in the order in which a step makes them.
+        names: the tensors, in the order in which a step computes them.
         steps: the first step of each column.
-        width: how many steps share a column.
+        width: the number of steps per column.
         values: [tensors, columns]; NaN where there is no record.
-        problems: what could not be read, a sentence each.
+        problems: the parts that could not be read, a sentence each.
     """
 
     measure: str
@@ -38,7 +38,7 @@ class LayerMap:
 
     @property
     def title(self) -> str:
-        """What is shown, in words."""
+        """The title of the measure."""
         return TITLES[self.measure]
 
     def only(self, rows: np.ndarray) -> LayerMap:
@@ -47,7 +47,7 @@ class LayerMap:
         return dataclasses.replace(self, names=names, values=self.values[rows])
 
     def late(self, share: float = 0.25) -> np.ndarray:
-        """The median of each tensor over the last part of the run; NaN where nothing was recorded."""
+        """The median of each tensor over the last part of the run; NaN if nothing was recorded."""
         part = self.values[:, -max(1, int(share * len(self.steps))) :]
         out = np.full(len(part), np.nan)
         there = np.isfinite(part).any(axis=1)
@@ -56,7 +56,7 @@ class LayerMap:
 
 
 def layer_map(followed: FollowedRun, measure: str = "rms", select: str = "*") -> LayerMap:
-    """A measure of all tensors that a selection matches, over the steps of a run."""
+    """A measure of all selected tensors over the steps of a run."""
     problems: list[str] = []
     catalogue = followed.catalogue
     rows: dict[str, list[Row]] = {}
@@ -82,7 +82,7 @@ def layer_map(followed: FollowedRun, measure: str = "rms", select: str = "*") ->
 
 
 def plain_name(name: str) -> str:
-    """The tensor that a row belongs to; layers of a scan have their number behind it.
+    """The tensor of a row, without the number of a scan's layer.
 
     >>> plain_name("grad/stack/w [3]")
     'grad/stack/w'
@@ -93,7 +93,7 @@ def plain_name(name: str) -> str:
 def _joined(
     measure: str, rows: list[tuple[str, list[Row]]], first: int, problems: list[str]
 ) -> LayerMap:
-    """Rows of tables that began and ended at different steps, on one axis."""
+    """Rows of tables with different first and last steps, on one axis."""
     parts = [part for _, row in rows for part in row]
     width = max((each for each, _ in parts), default=1)
     count = -(-max((each * len(found) for each, found in parts), default=0) // width)

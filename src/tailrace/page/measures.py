@@ -1,7 +1,7 @@
-"""What is measured of a tensor in a step, whatever was kept of it: rms, share of zeros, NaN and Inf.
+"""Measures of a tensor in a step, whatever was kept of it: rms, fraction of zeros, NaN and Inf.
 
-A measure is one number for each record of a tensor. Statistics, norms, histograms and whole tensors
-all have some of them; the first kind in `SOURCES` that a tensor has is the one that is read.
+A measure is one number per record of a tensor. Statistics, norms, histograms and whole tensors each
+provide some of them; the first kind in `SOURCES` that a tensor has is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOURCES = {
     "zero": ("stats", "tensor", "histogram"),
     "nonfinite": ("stats", "tensor", "histogram"),
 }
-"""The measures, and which kinds of records have each, most exact first."""
+"""The measures, and the kinds of records that provide each, most exact first."""
 
 TITLES = {
     "rms": "root mean square",
@@ -33,10 +33,10 @@ TITLES = {
 }
 
 SLAB_BYTES = 1 << 26
-"""About how much of a table is read at a time."""
+"""The approximate bytes of a table to read at a time."""
 
 MOST_BYTES = 1 << 32
-"""A table with more than that is not summed up: reading it would take minutes."""
+"""The most bytes of a table to summarize: reading more would take minutes."""
 
 _SQUARES = 7 / 3 * 4.0 ** (np.arange(INF_BIN) - 127.0)
 """The mean square of values that fill a bin of a histogram evenly."""
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
     Attributes:
         names: a name for each row; layers of a scan are numbered.
-        width: how many steps share a column.
+        width: the number of steps per column.
         values: [tensors and their layers, columns].
     """
 
@@ -61,10 +61,10 @@ class TableDigest:
     """One measure of all tensors of a table, by step.
 
     Attributes:
-        measure: which one.
-        rows: how many rows of the table are in it.
+        measure: the measure.
+        rows: the number of rows of the table that it includes.
         columns: the values; None before the first row.
-        parts: for each tensor, the shape of what it has a value of each for: layers of a scan.
+        parts: for each tensor, the shape of the layers of scans around it.
     """
 
     measure: str
@@ -74,7 +74,7 @@ class TableDigest:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def follow(self, table: StoredTable, sizes: Mapping[str, int], first: int) -> Rows:
-        """Add the rows that were written since; returns what there is then."""
+        """Add the rows written since; returns all values."""
         with self.lock, describing(table.directory, table.path):
             for slab in slabs(table, self.rows):
                 values = measured(self.measure, slab, sizes)
@@ -104,9 +104,9 @@ def slabs(table: StoredTable, start: int, tensors: int | None = None) -> Iterato
     """The rows of a table from `start` on, in pieces that fit into memory.
 
     Args:
-        table: what is read.
+        table: the table.
         start: the first row.
-        tensors: how many tensors are read at a time; None for all.
+        tensors: the number of tensors to read at a time; None for all.
     """
     array = table.group["mean" if table.kind == "stats" else "values"]
     count = array.shape[1] if tensors is None else tensors
@@ -175,5 +175,5 @@ def is_histogram(table: StoredTable) -> bool:
 
 
 def sizes_of(catalogue: Any) -> dict[str, int]:
-    """How many values each tensor has."""
+    """The number of values of each tensor."""
     return {entry.name: math.prod(entry.shape) for entry in catalogue}

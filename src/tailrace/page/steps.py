@@ -1,15 +1,15 @@
-"""Values summed up by step: a fixed number of columns, however long a run is."""
+"""Sums of values by step, in a bounded number of columns, however long a run is."""
 
 from __future__ import annotations
 
 import numpy as np
 
 MOST_COLUMNS = 512
-"""The most columns; from half of that on, steps share a column."""
+"""The most columns; beyond half of it, steps share a column."""
 
 
 def column_width(steps: int, most: int = MOST_COLUMNS) -> int:
-    """How many steps share a column: a power of two, so that columns can be joined later.
+    """The number of steps per column: a power of two, so that columns can be joined later.
 
     >>> column_width(100), column_width(513), column_width(100_000)
     (1, 2, 256)
@@ -21,14 +21,14 @@ def column_width(steps: int, most: int = MOST_COLUMNS) -> int:
 
 
 class StepColumns:
-    """Sums and counts of values, by step; rows are added as they come.
+    """Sums and counts of values by step; rows are added as they arrive.
 
     Args:
-        first: the number of the first step.
-        shape: of a value.
+        first: the index of the first step.
+        shape: the shape of a value.
 
     Attributes:
-        width: how many steps share a column.
+        width: the number of steps per column.
 
     >>> columns = StepColumns(0, ())
     >>> columns.add(np.arange(1000), np.ones(1000))
@@ -45,7 +45,7 @@ class StepColumns:
         return len(self.total)
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """Add a value for each step; what is not finite is left out."""
+        """Add a value for each step; values that are not finite are ignored."""
         inside = steps >= self.first
         if not inside.all():
             steps, values = steps[inside], values[inside]
@@ -76,15 +76,15 @@ class StepColumns:
             self.width *= 2
 
     def mean(self) -> np.ndarray:
-        """The mean in each column; NaN where there is no value."""
+        """The mean of each column; NaN if there is no value."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.total / np.where(self.count, self.count, np.nan)
 
     def sums(self) -> np.ndarray:
-        """The sum in each column; NaN where there is no value."""
+        """The sum of each column; NaN if there is no value."""
         return np.where(self.count, self.total, np.nan)
 
 
 def _pairs(array: np.ndarray) -> np.ndarray:
-    """Neighbours along the first dim, added; an odd one at the end stays as it is."""
+    """Add neighbours along the first dim; an odd one at the end is unchanged."""
     return np.add.reduceat(array, np.arange(0, len(array), 2), axis=0) if len(array) else array

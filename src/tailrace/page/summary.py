@@ -1,4 +1,4 @@
-"""What ran, in rows of label and text: for the terminal, the report and the page."""
+"""The description of a run in rows of label and text, for the terminal, the report and the page."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tailrace.page.curves import elapsed, speeds
 from tailrace.page.followed import FollowedRun
 
 MOST_CHARACTERS = 300
-"""Of a text that a file gives."""
+"""The most letters of a text from a file."""
 
 OWN = ("devices", "options", "taps", "versions", "catalogue", "plan", "format", "run", "created")
-"""Entries of run.json that have a place of their own here; others are shown as they are."""
+"""Entries of run.json with a special row; others are shown unchanged."""
 
 Rows = list[tuple[str, str]]
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for people.
+    """A number as readable text.
 
     >>> number(0.000123456), number(1234567.0), number(float("nan")), number(None)
     ('0.0001235', '1.235e+06', 'nan', '')
@@ -29,7 +29,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people.
+    """A duration as readable text.
 
     >>> duration(0.25), duration(75), duration(3700)
     ('0.2 s', '1 min 15 s', '1 h 1 min')
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def state(followed: FollowedRun) -> str:
-    """Whether a run has ended: a word."""
+    """The state of a run, in a few words."""
     if followed.run is None:
         return "unreadable"
     if followed.run.nonfinite_reports:
@@ -52,7 +52,7 @@ def state(followed: FollowedRun) -> str:
 
 
 def numbers(followed: FollowedRun) -> Rows:
-    """How far a run came and how fast, and the last of each metric."""
+    """The progress and speed of a run, and the last value of each metric."""
     run = followed.readable()
     history = run.history
     rows = [("state", state(followed)), ("steps", f"{len(history):,}")]
@@ -120,6 +120,6 @@ def _mapping(value: Any) -> Rows:
 
 
 def _text(value: Any) -> str:
-    """What a file says, safe to print and not endless."""
+    """A text from a file, safe to print and of limited length."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return shown(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…")

@@ -1,4 +1,4 @@
-"""One tensor: its statistics over the steps, and its values by exponent over the steps."""
+"""One tensor over the steps: its statistics, and its values by exponent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NAMES = STATS.names or ()
 
 @dataclasses.dataclass
 class GrowingColumn:
-    """One column of one tensor in memory; only new rows are read."""
+    """A cached column of one tensor; only new rows are read."""
 
     values: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def follow(self, table: StoredTable, name: str, tensor: int | None) -> np.ndarray:
-        """All rows up to now; a value that is an array is its mean."""
+        """All rows so far; arrays are averaged."""
         with self.lock:
             rows = len(self.values)
             if rows < table.stop:
@@ -54,14 +54,14 @@ class Exponents(NamedTuple):
 
 @dataclasses.dataclass
 class HistogramDigest:
-    """The histograms of one tensor, summed up by step."""
+    """The histograms of one tensor, summed by step."""
 
     rows: int = 0
     columns: StepColumns | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def follow(self, table: StoredTable, tensor: int, first: int) -> Exponents:
-        """Add the rows that were written since."""
+        """Add the rows written since."""
         with self.lock:
             if self.columns is None:
                 self.columns = StepColumns(first, (NUM_BINS,))
@@ -78,7 +78,7 @@ class HistogramDigest:
 
 
 def places(followed: FollowedRun, name: str) -> list[tuple[StoredTable, int]]:
-    """The tables that have records of a tensor, and its number there."""
+    """The tables with records of a tensor, and its index there."""
     tables = followed.readable().tables
     return [(table, table.names.index(name)) for table in tables if name in table.names]
 
@@ -86,7 +86,7 @@ def places(followed: FollowedRun, name: str) -> list[tuple[StoredTable, int]]:
 def statistics(
     followed: FollowedRun, name: str, first: int | None = None, last: int | None = None
 ) -> dict[str, Curve]:
-    """The course of what was kept of a tensor: statistics, norm, or a function's scalar."""
+    """The kept values of a tensor over the steps: statistics, norm, or a function's scalar."""
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for table, number in places(followed, name):
         with describing(table.directory, table.path):
@@ -98,7 +98,7 @@ def statistics(
 
 
 def _in_order(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of several tables, by step."""
+    """Steps and values of several tables, sorted by step."""
     if len(parts) == 1:
         return parts[0]
     steps, values = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -107,7 +107,7 @@ def _in_order(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, n
 
 
 def _columns(table: StoredTable) -> dict[str, str]:
-    """Which columns of a table are curves, by what they are called."""
+    """The columns of a table to draw as curves, by title."""
     if table.kind == "stats":
         return {name: name for name in NAMES}
     if table.kind in ("histogram", "tensor") or "values" not in table.group:
@@ -129,7 +129,7 @@ def exponents(followed: FollowedRun, name: str) -> Exponents | None:
             if is_histogram(table) or table.kind == "tensor":
                 digest = followed.kept((table.path, "exponents", number), HistogramDigest)
                 found.append((table.kind, digest.follow(table, number, followed.first_step)))
-    # Histograms and whole tensors of the same steps would be counted twice.
+    # Not both histograms and whole tensors: the same steps would count twice.
     of_one_kind = [one for kind, one in found if kind == found[0][0]]
     return _together(of_one_kind) if of_one_kind else None
 
@@ -145,7 +145,7 @@ def _together(parts: list[Exponents]) -> Exponents:
 
 
 def format_limits() -> list[dict[str, Any]]:
-    """For each narrow float format, the exponents between which it has all its digits."""
+    """For each narrow float format, its range of normal exponents."""
     return [
         {
             "name": form.name,

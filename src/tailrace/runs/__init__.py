@@ -1,11 +1,14 @@
-"""Runs on disk: written while training goes on, read back, compared, exported and drawn.
+"""Runs on disk: written during training, read back, compared, exported and drawn.
 
 In: finished executions, through the sink interface of `records` (`writer`).
 Out: a directory of Zarr arrays and JSON; read back lazily by `reader` (`tr.open_run`).
 
-    writer, reader, info     a run written, read, described
-    storage, tables          files that survive a crash; rows and columns in them
-    diff, export             two runs compared; TensorBoard and pictures
+    writer, reader, info     write, read and describe a run
+    storage, tables          crash-safe files; rows and columns in them
+    audit, bisect            whether every element was consumed once; where two runs first differ
+    diff, export             the comparison of two runs; TensorBoard and pictures
+    interventions, nonfinite_reports, compilations, profiles   small JSON files in a run
 
-Rule: one process writes to a directory. What is read is not trusted: sizes are checked first.
+Rules. One process writes to a directory. Files are untrusted input: sizes are checked before memory is
+allocated, and nothing in a file is executed.
 """

@@ -1,9 +1,9 @@
 """`tailrace audit`: whether every element of the data was consumed once, in order.
 
-Each execution says which elements it consumed, as the source of its data counts them. An audit reads
-these rows: within a pass over the dataset an execution begins where the one before ended. With
-fingerprints it also compares contents: what was consumed after a process went on must not have been
-consumed before, and, if the dataset is given, every element is compared with it.
+Each execution records which elements it consumed, by the count of its data source. An audit checks that
+within a pass over the dataset each execution begins where the previous one ended. With fingerprints it
+also compares contents: elements consumed after a resume must not have been consumed before, and, if the
+dataset is given, every element is compared with it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tailrace.runs.tables.tables import READING
 from tailrace.taps.bit_digests import host_row_digest
 
 AT_ONCE = 64
-"""How many elements of a dataset are read at a time to be compared."""
+"""The number of elements of a dataset to read at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One execution: its steps, and what it consumed."""
+    """One execution: its steps and the elements it consumed."""
 
     first_step: int
     steps: int
@@ -38,11 +38,11 @@ class Row:
 
     @property
     def end(self) -> int:
-        """The number of the element after its last."""
+        """The index of the element after its last."""
         return self.first + self.count
 
     def cut(self, step: int) -> Row:
-        """What counts of it after a training went back to a step inside it."""
+        """The part of it that counts after training went back to a step inside it."""
         steps = min(self.steps, step - self.first_step)
         return dataclasses.replace(self, steps=steps, count=self.count // self.steps * steps)
 
@@ -52,16 +52,16 @@ class Row:
 
 @dataclasses.dataclass
 class Audit:
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
-        executions: how many were looked at.
-        resumes: how often a process went on with the work of another.
-        elements: how many were consumed.
+        executions: the number of executions checked.
+        resumes: the number of times a process resumed the work of another.
+        elements: the number of consumed elements.
         passes: for each pass over the data, in order: its fit, epoch, first element, end.
-        findings: sentences about gaps, repeats and disorder; empty if all is well.
-        compared: how many elements were compared with the dataset.
-        rewinds: where the training went back, and why.
+        findings: sentences about gaps, repeats and disorder; empty if there are none.
+        compared: the number of elements compared with the dataset.
+        rewinds: where training went back, and why.
     """
 
     executions: int = 0
@@ -103,7 +103,7 @@ def audit(run: Run, dataset: Any = None) -> Audit:
 
     Args:
         run: the run.
-        dataset: what was trained on, to compare contents with; needs `fingerprint=True`.
+        dataset: the training data, to compare contents with; needs `fingerprint=True`.
     """
     rows = list(_rows(run))
     rewinds = [one for one in run.interventions if one["kind"] == "rewind"]
@@ -175,7 +175,7 @@ def _check_elements(before: Row | None, row: Row, found: Audit) -> None:
 
 
 def _check_start(before: Row | None, row: Row, found: Audit) -> None:
-    """The first execution of a pass begins at element 0; a one-shot iterator may go on in a new fit."""
+    """A pass begins at element 0, except that a one-shot iterator may continue in a new fit."""
     if before is not None and row.epoch != before.epoch + 1:
         found.findings.append(f"epoch {row.epoch} follows epoch {before.epoch}")
     if before is not None and row.first:
@@ -186,7 +186,7 @@ def _check_start(before: Row | None, row: Row, found: Audit) -> None:
 
 
 def _check_epochs(found: Audit) -> None:
-    """All passes of a fit but its last are of one length."""
+    """All passes of a fit except its last have the same length."""
     fits: dict[int, list[tuple[int, int]]] = {}
     for fit, epoch, _, end in found.passes:
         fits.setdefault(fit, []).append((epoch, end))
@@ -201,7 +201,7 @@ def _check_epochs(found: Audit) -> None:
 
 
 def _check_contents(rows: list[Row], by_step: dict[int, np.ndarray], found: Audit) -> None:
-    """Behind a resume, no element may have the content of one that was consumed before."""
+    """After a resume, no element may have the content of one that was consumed before."""
     seen: dict[int, int] = {}
     distinct, key = True, None
     for row in rows:
@@ -215,12 +215,12 @@ def _check_contents(rows: list[Row], by_step: dict[int, np.ndarray], found: Audi
                         f"content that step {seen[digest]} had consumed: the dataset went on elsewhere"
                     )
                     return
-                distinct &= digest not in seen  # data with equal elements says nothing
+                distinct &= digest not in seen  # data with equal elements proves nothing
                 seen[digest] = step
 
 
 def _compare(rows: list[Row], by_step: dict[int, np.ndarray], dataset: Any, found: Audit) -> None:
-    """Every element against the dataset itself."""
+    """Compare every element with the dataset."""
     passes: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         passes.setdefault((row.fit, row.epoch), []).append(row)

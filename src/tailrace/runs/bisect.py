@@ -1,4 +1,4 @@
-"""`tailrace bisect`: the first execution and step in which two runs differ, by what both recorded."""
+"""`tailrace bisect`: the first execution and step in which two runs differ, from their recordings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tailrace.records.fingerprints import GROUPS
 from tailrace.runs.reader import Run
 
 PROGRAM_ORDER = ("elements", "loss", "gradients", "parameters", "optimizer", "model_state")
-"""The groups in the order in which a step makes them."""
+"""The groups in the order in which a step computes them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bisection:
-    """Where two runs part; false where they do not.
+    """Where two runs first differ; false if they do not.
 
     Attributes:
         equal_until: up to this step, states are known to be equal (their fingerprints are); 0 if
@@ -25,7 +25,7 @@ class Bisection:
         groups: the groups of tensors that differ there, in the order of the program.
         step: the first step whose loss, or element, differs; None if none does.
         what: "loss" or "elements", for that step.
-        compared: how many executions and steps both have.
+        compared: the number of executions and steps that both have.
     """
 
     equal_until: int
@@ -54,7 +54,7 @@ class Bisection:
 
 
 def bisect(first: Run, second: Run) -> Bisection:
-    """Compare what two runs recorded: fingerprints where executions end together, then steps."""
+    """Compare two runs: fingerprints of executions that end at the same step, then steps."""
     ours, theirs = _by_end(first), _by_end(second)
     common = sorted(set(ours) & set(theirs))
     step, what, steps = _first_step(first, second)
@@ -63,7 +63,7 @@ def bisect(first: Run, second: Run) -> Bisection:
     equal, ended, groups = 0, None, ()
     for end in common:
         (length, mine), (other_length, other) = ours[end], theirs[end]
-        # What belongs to all steps of an execution is comparable where those are the same.
+        # Values over all steps of an execution are comparable only if both have the same steps.
         names = PROGRAM_ORDER if length == other_length else PROGRAM_ORDER[2:]
         groups = tuple(g for g in names if mine[g] and other[g] and mine[g] != other[g])
         if groups:
@@ -85,7 +85,7 @@ def _by_end(run: Run) -> dict[int, tuple[int, dict[str, int]]]:
 
 
 def _first_step(first: Run, second: Run) -> tuple[int | None, str, int]:
-    """The first step that differs by what each step has: its elements, then its losses."""
+    """The first step whose elements, or else whose losses, differ."""
     step, what, count = None, "", 0
     for name in ("elements", "loss"):
         one, other = _by_step(first, name), _by_step(second, name)

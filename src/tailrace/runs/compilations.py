@@ -1,4 +1,4 @@
-"""`compilations.json`: what a run compiled, how long it took, and why."""
+"""`compilations.json`: the compilations of a run, their times and causes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tailrace.runs.storage.held import HeldDirectory
 
 FILE = "compilations.json"
 MOST_BYTES, MOST_ROWS = 1 << 20, 1000
-"""What is read of the file: a reader does not trust it."""
+"""The limit of what is read of the file, which is untrusted."""
 
 
 def add_compilations(directory: HeldDirectory, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append to what a run compiled."""
+    """Append compilations to those of a run."""
     whole = [*read_compilations(directory.path), *rows]
     put_files(directory, {FILE: json.dumps(whole, indent=1).encode()})
 
 
 def read_compilations(directory: Path) -> list[dict[str, Any]]:
-    """What a run compiled, oldest first; each has `purpose`, `cause`, `seconds`, `shared` and `ended`.
+    """The compilations of a run, oldest first: `purpose`, `cause`, `seconds`, `shared` and `ended`.
 
     >>> read_compilations(Path("/nowhere"))
     []

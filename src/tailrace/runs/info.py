@@ -1,4 +1,4 @@
-"""`run.json`: what ran, for people and programs that come later."""
+"""`run.json`: the description of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "optax", "zarr", "keras", "torch")
 
 
 def versions() -> dict[str, str]:
-    """Tailrace, Python and the packages a run depends on, where they are installed.
+    """The versions of Tailrace, Python and the installed packages that a run depends on.
 
     >>> {"tailrace", "python", "jax", "numpy"} <= set(versions())
     True
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def write_info(directory: HeldDirectory, info: Mapping[str, Any]) -> None:
-    """Write `run.json` in one go: it is there whole, or not."""
+    """Write `run.json` atomically."""
     whole = {
         "format": FORMAT,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -50,9 +50,9 @@ def write_info(directory: HeldDirectory, info: Mapping[str, Any]) -> None:
 
 
 def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
-    """What `run.json` says, or why that cannot be read; `limit` as in `tr.open_run`."""
+    """The content of `run.json`, or an error that says why it cannot be read; see `tr.open_run`."""
     where = shown(str(directory))
-    if not os.path.exists(directory):  # False also where the path may not be looked up
+    if not os.path.exists(directory):  # also False without permission to look the path up
         raise RunError(f"There is no run directory at '{where}'. Look at the path.")
     if not directory.is_dir():
         raise RunError(f"A run is a directory. '{where}' is a file.")

@@ -12,11 +12,11 @@ from tailrace.runs.storage.held import HeldDirectory
 
 FILE = "interventions.json"
 MOST_BYTES, MOST = 1 << 20, 1000
-"""What is read of the file: a reader does not trust it."""
+"""The limit of what is read of the file, which is untrusted."""
 
 
 def add_intervention(directory: HeldDirectory, said: dict[str, Any]) -> None:
-    """Append one; the directory is held."""
+    """Append an intervention; the directory must be held."""
     listed = [*read_interventions(directory.path), said]
     put_files(directory, {FILE: json.dumps(listed, indent=1).encode()})
 

@@ -1,4 +1,4 @@
-"""`nonfinite.json`: what `tr.stop_on_nonfinite` said when it stopped the run."""
+"""`nonfinite.json`: the reports of `tr.stop_on_nonfinite` that stopped the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tailrace.runs.storage.held import HeldDirectory
 
 REPORTS = "nonfinite.json"
 MOST_BYTES, MOST_REPORTS = 1 << 20, 100
-"""What is read of the file: a reader does not trust it."""
+"""The limit of what is read of the file, which is untrusted."""
 
 
 def add_report(directory: HeldDirectory, error: NonFiniteError) -> None:
-    """Append what an error says to the reports of a run."""
+    """Append an error to the reports of a run."""
     culprit: Any = error.culprit
     report = {
         "step": error.step,
@@ -31,7 +31,7 @@ def add_report(directory: HeldDirectory, error: NonFiniteError) -> None:
 
 
 def read_reports(directory: Path) -> list[dict[str, Any]]:
-    """The reports of a run, oldest first; what is no report is left out.
+    """The reports of a run, oldest first; invalid entries are left out.
 
     Each has `step`, `text` and `culprit`: the operation with its scope, source and row, or None.
 

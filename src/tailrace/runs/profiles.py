@@ -1,4 +1,4 @@
-"""`profile.json`: what `trainer.profile` measured, beside the run it belongs to."""
+"""`profile.json`: the result of `trainer.profile`, in the directory of its run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tailrace.profiling.profile.profile import Profile
 
 PROFILE = "profile.json"
 MOST_BYTES = 1 << 24
-"""What is read of the file: a reader does not trust it."""
+"""The limit of what is read of the file, which is untrusted."""
 
 
 def read_profile(directory: Path) -> Profile | None:
-    """The profile of a run; None if it has none, or none that can be read.
+    """The profile of a run; None if it has no readable one.
 
     >>> read_profile(Path("/nowhere"))
     """

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 def open_run(directory: Any, *, limit: int | str | None = None) -> Run:
     """Open a run directory that `tr.Trainer(..., run_dir=...)` wrote, or is writing.
 
-    Nothing but descriptions is read; arrays are read when they are asked for. A run from elsewhere
-    is safe to open: nothing in it is executed, and no more memory is taken than the limit allows.
+    Only descriptions are read; arrays are read on demand. Untrusted runs are safe to open: nothing in
+    them is executed, and memory is limited.
 
     Args:
         directory: the run directory.
-        limit: the most that one array may take in memory, in bytes or as "8GiB". None: what the
-            environment variable `TAILRACE_READ_LIMIT` says, or 4 GiB.
+        limit: the most memory of one array, in bytes or as "8GiB". None: the environment variable
+            `TAILRACE_READ_LIMIT`, or 4 GiB.
 
     Raises:
         RunError: there is no run, it is damaged, or it has a newer format.
@@ -71,11 +71,11 @@ def open_run(directory: Any, *, limit: int | str | None = None) -> Run:
 class Run:
     """A run directory; made by `tr.open_run`.
 
-    What is read is what counted when the run was opened; `refresh` looks again.
+    It shows the rows that counted when it was opened; `refresh` updates it.
 
     Attributes:
-        directory: where it is.
-        info: what ran: versions, devices, options, taps.
+        directory: its path.
+        info: its description: versions, devices, options, taps.
     """
 
     def __init__(self, directory: Path, limit: int | None = None) -> None:
@@ -87,7 +87,7 @@ class Run:
         self.refresh()
 
     def refresh(self) -> Run:
-        """See what has been written since; returns the run itself."""
+        """Update to what has been written since; returns the run itself."""
         self._root = open_root(self.directory, self._limit)
         self._counts = committed(self.directory, self._root)
         self._history = None
@@ -95,18 +95,18 @@ class Run:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the fit that wrote it came to an end; not so while it runs or after a crash."""
+        """Whether the fit that wrote it has ended; false while it runs and after a crash."""
         return not self._root.attrs.get("writing", True)
 
     @property
     def catalogue(self) -> Catalogue:
-        """The tensors of the step that ran."""
+        """The tensors of the training step."""
         with describing(self.directory, "the catalogue in run.json"):
             return read_catalogue(self.info["catalogue"])
 
     @property
     def plan(self) -> Any:
-        """The plan of the pipeline that ran; None without a pipeline."""
+        """The plan of the pipeline; None without a pipeline."""
         from tailrace.pipeline import Plan
 
         text = self.info.get("plan")
@@ -115,12 +115,12 @@ class Run:
 
     @property
     def records(self) -> Records:
-        """What was observed, as in `trainer.records`, of all fits that were written."""
+        """The records of all fits, as in `trainer.records`."""
         return Records(stored=lambda: stored_records(self.directory, self._root))
 
     @property
     def history(self) -> History:
-        """Loss and metrics, as `fit` returns them, of all fits that were written."""
+        """Loss and metrics of all fits, as `fit` returns them."""
         if self._history is None:
             with describing(self.directory, "history"):
                 self._history = self._read_history()
@@ -150,14 +150,14 @@ class Run:
 
     @property
     def tables(self) -> list[StoredTable]:
-        """The tables of records as they lie on disk, for readers that take many tensors at once."""
+        """The tables of records on disk, for readers of many tensors at once."""
         return stored_tables(self.directory, self._root)
 
     @property
     def executions(self) -> dict[str, np.ndarray]:
         """`first_step`, `steps` and `ended` (seconds since 1970) of each execution.
 
-        Where they are known also `fit` (its first step), `epoch`, `first_element`,
+        If known, also `fit` (its first step), `epoch`, `first_element`,
         `element_count` and `resumed`; with
         `tr.Trainer(fingerprint=True)` a fingerprint for each group of tensors, and their `chain`. Empty
         arrays for a run that was written before executions were kept.
@@ -190,16 +190,16 @@ class Run:
 
     @property
     def nonfinite_reports(self) -> list[dict[str, Any]]:
-        """What `tr.stop_on_nonfinite` said when it stopped the run: `step`, `text`, `culprit`."""
+        """The reports of `tr.stop_on_nonfinite` that stopped the run: `step`, `text`, `culprit`."""
         return read_reports(self.directory)
 
     @property
     def compilations(self) -> list[dict[str, Any]]:
-        """What was compiled: `purpose`, `cause`, `seconds`, `shared` and `ended` of each."""
+        """The compilations: `purpose`, `cause`, `seconds`, `shared` and `ended` of each."""
         return read_compilations(self.directory)
 
     def histogram(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
-        """All values of the chosen tensors, counted by binary exponent; shows itself in a notebook.
+        """All values of the selected tensors, counted by binary exponent; shows itself in a notebook.
 
         Args:
             select: which records: those with `reduce="histogram"`, or whole tensors.
@@ -210,7 +210,7 @@ class Run:
         return histogram(self, select, steps)
 
     def histograms(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
-        """The same for each of the chosen tensors, one row each.
+        """The same for each of the selected tensors, one row each.
 
         Args:
             select: which records: those with `reduce="histogram"`, or whole tensors.
@@ -227,14 +227,14 @@ class Run:
         steps: slice = slice(None),
         scale: tuple[float, float] | None = None,
     ) -> Heatmap:
-        """The chosen tensors over the steps, one number each; shows itself in a notebook.
+        """The selected tensors over steps, one number each; shows itself in a notebook.
 
         Args:
-            select: which records: norms, statistics or histograms.
-            field: which statistic, where statistics were recorded.
+            select: the records: norms, statistics or histograms.
+            field: the statistic, if statistics were recorded.
             steps: from which steps: `slice(100, 200)`, or `slice(-1, None)` for the last recorded.
-            scale: the values at the ends of the colours. None: whole powers of ten around the
-                values. `scale=other.scale` gives two pictures the same colours.
+            scale: the limits of the colour scale. None for powers of ten around the values.
+                `scale=other.scale` gives two pictures the same colours.
         """
         from tailrace.runs.export.pictures import heatmap
 
@@ -244,12 +244,12 @@ class Run:
         """Write TensorBoard event files: scalars, statistics, and histograms bin for bin.
 
         Args:
-            logdir: the directory that TensorBoard is given.
-            select: which records to write.
+            logdir: the log directory of TensorBoard.
+            select: the records to write.
             every: write only every n-th step.
 
         Returns:
-            How many values were written.
+            The number of values written.
         """
         from tailrace.runs.export.tensorboard import write_events
 

@@ -1,13 +1,14 @@
-"""The writer of a run directory: a thread that follows the training loop and stays behind it.
+"""The writer of a run directory: a thread that follows the training loop.
 
-The loop hands over what an execution left behind and goes on. Executions wait as they came; every few
-seconds the thread makes rows of all of them and writes: first the arrays, last, in one file, how many
-rows of each count. All of it is forced to the disk in that order, so that a reader that goes by those
-counts sees whole executions only, whenever it looks and however the writer, or the machine, ended.
-What waits is bounded: a loop that is faster than the disk waits for it, and one whose disk is full
-goes on while the thread tries again.
+The loop queues the results of an execution and continues. Every few seconds the thread makes rows of
+all queued executions and writes them: first the arrays, then, in one file, the number of committed
+rows of each. Everything is synced to disk in that order, so that a reader that respects those counts
+sees only complete executions, whenever it reads and however the writer, or the machine, stopped. The
+queue is
+bounded: a loop that is faster than the disk waits for it, and if the disk is full, training continues
+while the thread retries.
 
-It is long because it is one thing: queue, thread and files share one lock and one order.
+The file is long because it is one thing: queue, thread and files share one lock and one order.
 """
 
 from __future__ import annotations
@@ -50,39 +51,38 @@ if TYPE_CHECKING:
 
 THREAD = "tailrace-run-writer"
 WRITE_EVERY_S = 2.0
-"""How long executions wait at least before they are written."""
+"""The shortest time between writes, in seconds."""
 PAUSE_S = 10.0
-"""The longest pause between writes: what a process that is killed loses."""
+"""The longest time between writes: a killed process loses at most this much."""
 SHARE, DISK_SHARE = 0.005, 0.1
-"""The part of the time that writing may take from the processor, and that it may wait for the disk,
-which costs the training nothing. It is done less often where either takes longer, down to once in
-`PAUSE_S`."""
+"""The fraction of time that writing may use the processor, and that it may wait for the disk, which
+costs training nothing. If either takes longer, writes become rarer, down to one per `PAUSE_S`."""
 MOST_WAITING = 1 << 26
-"""Bytes of executions that wait in memory; more are written at once."""
+"""The bytes of queued executions from which they are written at once."""
 MOST_QUEUED = 1 << 28
-"""Bytes of executions that may be queued; the training loop waits beyond that."""
+"""The most bytes of queued executions; beyond that the training loop waits."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a disk says that has no room now, and may have some later."""
+"""The errors of a full disk, which may have room later."""
 FULL_S, RETRY_S = 60.0, 1.0
-"""How long room is waited for before the fit is ended, and how often it is looked for."""
+"""How long to wait for room on a full disk before the fit ends, and how often to retry."""
 LOOK_S = 1.0
-"""A thread that waits for the other one looks every so often whether that one is still there."""
+"""How often a waiting thread checks that the other one is still alive, in seconds."""
 COUNTS = "zarr.json"
-"""The file that says how many rows count: the description of the root."""
+"""The file with the number of committed rows: the description of the root."""
 
 
 class RunWriter:
     """Writes a run directory; a `Sink` for a trainer.
 
     Args:
-        directory: where to; it must not hold a run yet. It belongs to the run until the fit ends:
-            once it is removed or replaced, nothing more is written.
+        directory: the directory, which must not contain a run yet. It belongs to the run until the fit
+            ends: if it is removed or replaced, writing stops.
 
     Attributes:
-        writes: how often it has written; many executions are written at a time.
+        writes: the number of writes so far; each writes many executions.
 
     Raises:
-        RunError: there is a run, or something that is no directory.
+        RunError: the directory contains a run, or is not a directory.
     """
 
     def __init__(self, directory: Any) -> None:
@@ -118,13 +118,15 @@ class RunWriter:
 
     @contextlib.contextmanager
     def fitting(self, info: Mapping[str, Any]) -> Iterator[None]:
-        """Write what `execution` is given until the context ends; then all of it is on disk."""
+        """Write executions until the context ends; then all of them are on disk."""
         self._begin(info)
         try:
             yield
         except BaseException as error:
             if isinstance(error, NonFiniteError):
-                with contextlib.suppress(OSError):  # the error itself matters more than its copy
+                with contextlib.suppress(
+                    OSError
+                ):  # the error itself is more important than its copy
                     add_report(self._place, error)
             self._end()
             raise
@@ -132,7 +134,7 @@ class RunWriter:
         self._tell()
 
     def execution(self, done: Finished) -> None:
-        """Hand over one execution; waits only if too much is queued."""
+        """Queue one execution; waits only if too much is queued."""
         self._tell()
         size = done.nbytes
         with self._changed:
@@ -146,19 +148,20 @@ class RunWriter:
                 self._queue.append((done, size))
                 self._queued_bytes += size
                 if self._queued_bytes > MOST_WAITING:
-                    self._changed.notify_all()  # otherwise the thread sleeps on until it is time
+                    self._changed.notify_all()  # otherwise the thread sleeps until its next write
         self._tell()
 
     def compilation(self, row: Mapping[str, Any]) -> None:
-        """Keep what was compiled and why; a directory that cannot be written says so elsewhere."""
+        """Store a compilation; if the directory cannot be written, `execution` reports it."""
         with contextlib.suppress(OSError, RunError):
             add_compilations(self._place, [row])
 
     def mark(self) -> Callable[[], dict[str, Any] | None]:
-        """Mark what was handed over so far.
+        """Mark the current end of the queue.
 
         Returns:
-            Waits until all of it is on disk; how many rows each table has then, for `take_up`.
+            A function that waits until everything before it is on disk, and returns the number of rows
+            of each table, for `take_up`.
         """
         mark = _Mark()
         with self._changed:
@@ -174,7 +177,7 @@ class RunWriter:
         return rows
 
     def take_up(self, end: Mapping[str, Any] | None) -> None:
-        """Continue the run that is in the directory, if there is one.
+        """Continue the run in the directory, if there is one.
 
         Args:
             end: the position of a mark; rows after it are cut off, because they come again. None: the
@@ -184,11 +187,11 @@ class RunWriter:
             self._taken_up = end
 
     def rewind(self, step: int, said: Mapping[str, Any]) -> None:
-        """The training went back to a step: the next fit cuts off what came after; between fits.
+        """Record that training went back to a step; the next fit cuts off later rows. Between fits.
 
         Args:
             step: rows of this step and later ones are cut off.
-            said: what is kept of it in `interventions.json`.
+            said: the entry for `interventions.json`.
         """
         if not self._holds_a_run():
             return
@@ -202,12 +205,12 @@ class RunWriter:
         self._root, self._taken_up = None, {"step": step}
 
     def flush(self) -> None:
-        """Wait until everything that was handed over so far is on disk."""
+        """Wait until everything queued so far is on disk."""
         self._flush()
         self._tell()
 
     def keep(self, name: str, text: str) -> None:
-        """Keep a file beside the run; before the first fit, from its beginning on."""
+        """Store a file in the run directory; before the first fit, it is stored when that begins."""
         self._beside[name] = text.encode()
         if self._root is not None:
             with self._sentence("cannot be written"):
@@ -221,7 +224,7 @@ class RunWriter:
                         self._place.release()
 
     def stored(self) -> dict[tuple[str, str], list[Source]]:
-        """The records of this fit, or of the last one, as they lie on disk."""
+        """The records of this fit, or of the last one, on disk."""
         from tailrace.runs.tables.stored import open_root, stored_records
 
         if self._root is None:
@@ -234,7 +237,7 @@ class RunWriter:
 
     def _begin(self, info: Mapping[str, Any]) -> None:
         with self._sentence("cannot be written"):
-            if self._root is None:  # afterwards it is never made again: it would be another one
+            if self._root is None:  # created only once: a second one would be another directory
                 self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 self._place.hold()
@@ -257,7 +260,7 @@ class RunWriter:
         self._thread.start()
 
     def _check_same_run(self) -> None:
-        """Between fits the directory is not held, and another one may be called like it."""
+        """Between fits the directory is not held, and another one may have taken its name."""
         there = (self.directory / RUN_FILE).exists() and read_info(self.directory).get("run")
         if there != self._identity:
             raise self._place.not_the_same("was replaced by another one")
@@ -272,7 +275,7 @@ class RunWriter:
         executions = ExecutionTable(root.create_group("executions"))
         root.attrs.put(_state({"history": 0, "records": [], "executions": 0}, writing=True))
         store.flush(last=COUNTS)
-        # Last: a directory without this file holds no run.
+        # Last: a directory without this file is not a run.
         write_info(self._place, {**info, "run": self._identity})
         if self._beside:
             put_files(self._place, self._beside)
@@ -283,7 +286,7 @@ class RunWriter:
         return (self.directory / RUN_FILE).exists()
 
     def _reopen(self, end: Mapping[str, Any]) -> None:
-        """Open the run that is there, and cut it back before anything is appended."""
+        """Open the existing run, and truncate it before anything is appended."""
         from tailrace.runs.storage.stores import BufferedStore
 
         self._identity = str(read_info(self.directory).get("run"))
@@ -304,7 +307,7 @@ class RunWriter:
             self._closing = True
             self._changed.notify_all()
         assert self._thread is not None
-        # It ends: whatever it waits for has a limit of its own.
+        # The thread does end: each of its waits has a limit.
         while self._thread.is_alive():
             self._thread.join(timeout=LOOK_S)
         self._thread = None
@@ -315,7 +318,7 @@ class RunWriter:
         self._place.release()
 
     def _flush(self) -> None:
-        """Wait until everything that was handed over so far is on disk."""
+        """Wait until everything queued so far is on disk."""
         with self._changed:
             self._asked += 1
             mine = self._asked
@@ -328,7 +331,7 @@ class RunWriter:
                 self._check_thread()
 
     def _check_thread(self) -> None:
-        """A thread that ended without a word is waited for by nobody."""
+        """Raise an error if the thread ended silently, instead of waiting for it forever."""
         thread = self._thread
         dead = thread is not None and not thread.is_alive() and not self._closing
         if dead and self._failure is None:
@@ -341,7 +344,7 @@ class RunWriter:
         return self._history.columns.committed if self._history is not None else 0
 
     def _tell(self) -> None:
-        """Raise what went wrong in the thread, once."""
+        """Raise the thread's error, once."""
         if self._failure is not None and not self._told:
             self._told = True
             raise self._failure
@@ -377,7 +380,7 @@ class RunWriter:
             with self._changed:
                 for _ in taken:
                     self._queued_bytes -= self._queue.popleft()[1]
-                taken.clear()  # they are not kept while the thread sleeps
+                taken.clear()  # or the sleeping thread would keep them alive
                 self._answered = asked
                 self._changed.notify_all()
 
@@ -386,7 +389,7 @@ class RunWriter:
         return self._closing or self._asked > self._answered or waiting
 
     def _write(self, taken: list[Finished | _Mark], *, writing: bool) -> float:
-        """Write executions, then, in one file, that they count; returns when to do so again, in s.
+        """Write executions, then commit them in one file; returns the seconds until the next write.
 
         Args:
             taken: the executions, and marks between them.
@@ -405,7 +408,7 @@ class RunWriter:
         return self._persist(lambda: self._commit(writing=writing))
 
     def _rows(self, between_fits: bool = False) -> dict[str, Any]:
-        """How many rows the tables have, and how many of records belong to fits before."""
+        """The number of rows of the tables, and of records of earlier fits."""
         history, executions = self._history, self._executions
         records = [table.columns.rows for table in self._tables.values()]
         return {
@@ -416,7 +419,7 @@ class RunWriter:
         }
 
     def _persist(self, commit: Callable[[], float]) -> float:
-        """Commit, and while the disk is full try again; the training goes on meanwhile."""
+        """Commit, and retry while the disk is full; training continues meanwhile."""
         give_up = None
         while True:
             try:
@@ -508,18 +511,18 @@ class RunWriter:
 
 @dataclasses.dataclass
 class _Mark:
-    """A place between executions that are handed over, and what the tables had there."""
+    """A position in the queue, and the rows of the tables there."""
 
     rows: dict[str, Any] | None = None
 
 
 def _state(counts: dict[str, Any], *, writing: bool) -> dict[str, Any]:
-    """The attributes of the root: what readers go by."""
+    """The attributes of the root, which readers rely on."""
     return {"format": FORMAT, "writing": writing, "committed": counts}
 
 
 def _as_directory(given: Any) -> Path:
-    """A path that stays where it is, also if the process goes elsewhere."""
+    """An absolute path, independent of later changes of the working directory."""
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise OptionError(
             f"run_dir is the path of a directory, made if it is not there. Received: {given!r}. For "

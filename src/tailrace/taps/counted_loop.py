@@ -45,6 +45,7 @@ def run_counted(
 
     start = jnp.int32(0)
     init = jax.tree.map(jnp.asarray, init)
+    # With period 1 every iteration is observed, so that the silent body is the observing one.
     looks_always = observing and period == 1
     quiet, form = traced_once(lambda c, i: one_pass(c, at(i), looks_always), init, start)
     _, (ys, each) = form
@@ -61,6 +62,7 @@ def run_counted(
         )
         return carry, ys, each, Emissions()
 
+    # What only the observing body emits gets a buffer with one row per look, not per iteration.
     loud, form = traced_once(lambda c, i: one_pass(c, at(i), True), init, start)
     _, (_, all_made) = form
     looks = Emissions(
@@ -79,12 +81,15 @@ def run_counted(
 
     def group(state: Any) -> Any:
         index, number, carry, kept, looks = state
+        # Looks are at fixed steps of the training, not of this execution: an execution may start in the
+        # middle of a period.
         ahead = period - 1 - (trip.first + index) % period
         stop = jnp.minimum(trip.count, index + ahead)
         index, carry, kept = lax.while_loop(
             lambda state: state[0] < stop, silent, (index, carry, kept)
         )
         state = (index, number, carry, kept, looks)
+        # The count may end before the next look. One branch per period costs nothing noticeable.
         return lax.cond(index < trip.count, look, lambda state: state, state)
 
     _, _, carry, (ys, each), looks = lax.while_loop(

@@ -126,6 +126,7 @@ class Rewriter(Visitor[Any, Frame]):
     def __post_init__(self) -> None:
         self.arguments: Sequence[Any] = ()
         """The arguments that replace the free literals in the emitted program."""
+        # Whether an equation contains a wanted one must be one look-up: it is asked for every equation.
         self._inside = by_surrounding(self.wanted)
         self._resolver = Resolver(self.on_mark, self.replica_axis)
 
@@ -148,6 +149,7 @@ class Rewriter(Visitor[Any, Frame]):
 
     def constant(self, value: Any, var: Any) -> Any:
         """A constant; for a free literal, the argument that replaces it."""
+        # By identity: two literals of equal value may differ in whether they can be arguments.
         place = self.free.places.get(id(var))
         return value if place is None else self.arguments[place]
 
@@ -163,9 +165,14 @@ class Rewriter(Visitor[Any, Frame]):
         around: Frame,
         here: Position,
     ) -> list[Any]:
-        """Emit the wanted results of the equation."""
-        for want in self.wanted.get(here, ()):
-            if around.observing or not want.periodic:
+        """Send out what is wanted of the equation's results, as they are once changed."""
+        wants = self.wanted.get(here, ())
+        for want in wants:
+            if want.change is not None:
+                outputs = list(outputs)
+                outputs[want.output] = want.change(outputs[want.output], around.step())
+        for want in wants:
+            if want.change is None and (around.observing or not want.periodic):
                 around.emit(RawKey((want,)), outputs[want.output])
         return outputs
 
@@ -188,6 +195,7 @@ class Rewriter(Visitor[Any, Frame]):
 
     def call(self, call: Call, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """Inline `jit`, `remat` and custom derivatives: differentiation is over."""
+        # In a recomputation, enqueues and prints must not happen a second time.
         replaying = around.replaying
         if call.is_replay:
             around.replaying = True
@@ -203,6 +211,8 @@ class Rewriter(Visitor[Any, Frame]):
         """Emit a loop with its emissions stacked; the outermost also observes and counts steps."""
         frame, body, length = around, scan.body.jaxpr, scan.length
         consts, init, xs = scan.split(inputs)
+        # All elements of the loop are taken at once, and each iteration slices its rows: the position
+        # in the block is then a Python number, also after the loop.
         counts = elements_read(body.eqns)
         elements = {queue: frame.blocks[queue].take_many(length * n) for queue, n in counts.items()}
         numbers = jnp.arange(length, dtype=jnp.int32) if elements else None
@@ -217,12 +227,16 @@ class Rewriter(Visitor[Any, Frame]):
             }
             inside = frame.inner(blocks, observing=observing)
             outputs = self.run_inner(scan.body, [*consts, *carry, *values], inside, here)
+            # Reduced inside the loop, so that whole tensors are never stacked over its iterations.
             condense(inside)
             after, ys = scan.split_results(outputs)
             return after, (ys, inside.emitted)
 
+        # A sum or a last value is kept in the carry of our loops. In a user's scan it is stacked like
+        # any other value, and reduced over the layers afterwards.
         wants = self._inside.get(here, ())
         collected = {RawKey((want,)): want.collect for want in wants if want.collect != "stack"}
+        # A guard that stops wins: then the host goes back, and nothing is skipped on the device.
         guards = [want for want in wants if want.guard] if outermost else []
         if guards and all(want.skips for want in guards):
             one_pass = skipping(one_pass, self._is_good)
@@ -241,6 +255,7 @@ class Rewriter(Visitor[Any, Frame]):
         """Whether all flags that an iteration emitted are true, on every replica."""
         flags = [fine(e).all() for key, e in emitted.items() if isinstance(key, FiniteKey)]
         good = jnp.stack(flags).all()
+        # All replicas must agree: one that skips alone would drift from the others.
         if self.replica_axis is not None:
             good = lax.pmin(good.astype(jnp.int32), self.replica_axis) > 0
         return good
@@ -328,6 +343,8 @@ class Rewriter(Visitor[Any, Frame]):
                 for key, e in inside.emitted.items()
             )
 
+        # All branches of a `switch` must return the same tree: a branch fills in zeros, flagged as not
+        # computed, for what only the others emit.
         shapes: Emissions[Hashable, Any] = Emissions()
         branches = []
         for branch in cond.branches:

@@ -35,6 +35,7 @@ class Wanted:
         digest: whether only the digest of its bits is of interest.
         layers: the number of leading dims that are iterations of the user's scans, when it is
             collected.
+        change: nothing leaves; the program continues with `change(value, step)` in place of the value.
     """
 
     key: Hashable
@@ -46,6 +47,7 @@ class Wanted:
     layers: int = 0
     digest: bool = False
     skips: bool = False
+    change: Callable[[Any, Any], Any] | None = None
 
 
 class FiniteKey(tuple[Hashable, ...]):

@@ -1,7 +1,19 @@
-"""Train and look into PyTorch modules on the device: `import tailrace.torch as tt`.
+"""Train and observe PyTorch modules on the device: `import tailrace.torch as tt`.
 
 A module's forward and backward pass, accumulation and update become one device program, through
 torchax; a call runs many steps of it. Importing this does not start JAX.
+
+In: a `torch.nn.Module`, an optimizer, and tensors. Out: tensors, and weights copied back on demand.
+
+    models      `tt.training_model` and `tt.inference_model`, and synchronisation with the host
+    calls       inputs, options, loaders and outputs of a call
+    programs    device programs of a call
+    tracing     from a module to a JAX function
+    torchax     operators and behaviour of PyTorch that torchax lacks
+    optim       optimizers
+
+Rules. Core packages never import this one. Undocumented parts of torch and torchax are used only in
+`torchax` and `torch_internals`.
 """
 
 from tailrace.torch.torchax.versions import check_installed as _check_installed

@@ -6,9 +6,9 @@ from tailrace.errors import ProgramError
 
 
 class UsageError(ProgramError, AssertionError):
-    """A model is called or asked in a way that it does not allow.
+    """A model is used in a way that it does not allow.
 
-    Also an AssertionError, because programs moved from elsewhere expect one.
+    Also an AssertionError, because ported programs expect one.
     """
 
 

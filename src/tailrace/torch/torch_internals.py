@@ -1,7 +1,7 @@
-"""Everything that this front end relies on of PyTorch and torchax beyond their public interfaces.
+"""Everything this front end relies on in PyTorch and torchax beyond their public interfaces.
 
-Both are pinned (see `torchax.versions`); the probes find what a patched or rebuilt release has changed
-all the same. They run once, when torchax is loaded.
+Both are pinned (see `torchax.versions`); the probes detect changes in a patched or rebuilt release.
+They run once, when torchax is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tailrace.seams import Package, Seam
 
 
 def check(tested: str) -> None:
-    """Raise a `VersionError` if a seam has changed; `tested` says which versions go together."""
+    """Raise a `VersionError` if a seam has changed; `tested` names the supported versions."""
     for package, seams in (
         (Package("PyTorch", "torch", torch.__version__, "2.13.0"), TORCH),
         (Package("torchax", "torchax", importlib.metadata.version("torchax"), "0.0.13"), TORCHAX),

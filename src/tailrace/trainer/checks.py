@@ -1,4 +1,4 @@
-"""What a trainer is given, checked before anything is traced."""
+"""Checks of a trainer's arguments, before anything is traced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_model(
     pipeline: Pipeline | None,
     accumulation: Any,
 ) -> tuple[Any, Any]:
-    """What is trained; returns the accumulation and the parameters, of a pipeline those of stages."""
+    """Check the model; returns the accumulation and the parameters (a pipeline's by stage)."""
     if not callable(loss_fn):
         raise OptionError(f"loss_fn is a function of parameters and batch. Received: {loss_fn!r}.")
     check_optimizer(optimizer)
@@ -51,7 +51,7 @@ def check_replica_state(rule: Any) -> bool | Callable[[str], bool]:
 
 
 def check_fingerprint(fingerprint: Any) -> bool:
-    """A switch."""
+    """Refuse values other than True and False."""
     if not isinstance(fingerprint, bool):
         raise OptionError(f"fingerprint is True or False. Received: fingerprint={fingerprint!r}.")
     return fingerprint
@@ -60,7 +60,7 @@ def check_fingerprint(fingerprint: Any) -> bool:
 def check_numbers(
     loss_scale: Any, precision: Any, taps: Sequence[Any], params: Any
 ) -> tuple[LossScale | None, Precision | None]:
-    """How the loss is scaled, and in which dtype the loss function computes."""
+    """Parse the loss scale and the precision."""
     scale, precision = LossScale.of(loss_scale), Precision.of(precision)
     if scale is None and precision is not None and precision.dtype == jnp.float16:
         note_once(
@@ -92,7 +92,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_accumulates_once(optimizer: Any, params: Any) -> None:
-    """Accumulation belongs to the trainer; an optimizer that accumulates too would do it twice."""
+    """Refuse an optimizer that accumulates: the trainer does, and it would happen twice."""
     import optax
 
     def accumulates(state: Any) -> bool:
@@ -109,7 +109,7 @@ def check_accumulates_once(optimizer: Any, params: Any) -> None:
 
 
 def check_pipeline(accumulation: Any) -> None:
-    """What a pipeline decides itself."""
+    """Refuse options that a pipeline decides itself."""
     if accumulation != 1:
         raise OptionError(
             f"The microbatches of a pipeline are given to it: tr.Pipeline(..., accumulation=...). "
@@ -118,7 +118,7 @@ def check_pipeline(accumulation: Any) -> None:
 
 
 def check_params(params: Any) -> None:
-    """Parameters are floats, and there are some."""
+    """Check that there are parameters, and that they are floats."""
     leaves = _flattened("params", params)
     if not leaves:
         raise ProgramError(f"There are no parameters to train. Received: params={params!r}.")
@@ -141,7 +141,7 @@ def _flattened(what: str, tree: Any) -> Any:
 
 
 def check_arrays(what: str, tree: Any) -> None:
-    """A tree holds arrays and numbers only."""
+    """Check that a tree has only arrays and numbers."""
     for path, leaf in _flattened(what, tree):
         try:
             jax.typeof(leaf)
@@ -177,7 +177,7 @@ def check_callbacks(callbacks: Any) -> list[Callback]:
 
 
 def check_config(config: Any) -> dict[str, Any]:
-    """What `config=` was given; it is kept as JSON, whose names are text."""
+    """Parse the value of `config=`, which is stored as JSON."""
     if config is None:
         return {}
     if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):

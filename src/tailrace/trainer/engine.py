@@ -1,13 +1,13 @@
 """The engine: a model's training state on the devices, and the compiled programs that advance it.
 
-    engine.use(dataset)                 which program runs: one for each form of elements
-    ticket = engine.dispatch(length)    steps go out; nothing waits for them
-    results = engine.collect(ticket)    what they left behind, on the host
+    engine.use(dataset)                 selects the program: one per shape of elements
+    ticket = engine.dispatch(length)    dispatches steps; does not wait for them
+    results = engine.collect(ticket)    their results, on the host
     engine.state                        parameters, optimizer state, model state
 
-`tr.Trainer`, the Keras front end, the PyTorch front end and the IPU programs each drive one by a loop
-of their own. An engine knows nothing of epochs, callbacks, histories or files. The file is long because
-it is one thing: every method works on the state in use.
+`tr.Trainer`, the Keras front end, the PyTorch front end and the IPU programs each drive one with a
+different loop. An engine knows nothing of epochs, callbacks, histories or files. The file is long
+because it is one thing: every method works on the same state.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tailrace.trainer.costs.memory_plan import on_host, placement_of, plan_memor
 from tailrace.trainer.costs.memory_shortage import within_memory
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.observation.nonfinite_guard import bad_steps, diagnose, first_bad_step
-from tailrace.trainer.sentinel import Sentinel, check_share
+from tailrace.trainer.sentinel import WATCHED, Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 
 
@@ -60,22 +60,22 @@ class Engine:
     """Trains one model: holds its state, and runs its steps in dispatches of any length.
 
     Args:
-        loss_fn: as for `tr.Trainer`, as are all others.
+        loss_fn: as for `tr.Trainer`, like all other arguments.
         optimizer: an optax transformation, or an object with `init` and `apply`.
         params: the parameters to start from.
-        accumulation: how many microbatches make a step.
-        replicas: how many copies train side by side.
+        accumulation: the number of microbatches per step.
+        replicas: the number of replicas.
         model_state: state that the model updates itself.
-        replica_state: what becomes of it over replicas.
-        offload_optimizer_state: keep the optimizer's state in host memory between updates.
-        shard_optimizer_state: let each replica keep one share of it.
-        offload_activations: keep activations in host memory until the backward pass.
-        seed: where the keys of `tr.key()` come from.
+        replica_state: how it is combined over replicas.
+        offload_optimizer_state: whether to keep optimizer state in host memory between updates.
+        shard_optimizer_state: whether to shard it over replicas.
+        offload_activations: whether to keep activations in host memory until the backward pass.
+        seed: the seed of the keys of `tr.key()`.
         observe: taps.
-        loss_scale: how the loss is scaled.
-        precision: in which dtype the loss function computes.
-        fingerprint: whether executions have fingerprints.
-        sentinel: the share of executions that are run twice and compared; None checks nothing.
+        loss_scale: the rule of loss scaling.
+        precision: the dtype of the loss function's computation.
+        fingerprint: whether to compute fingerprints of executions.
+        sentinel: the fraction of executions that run twice and are compared; None for none.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Engine:
         given = locals()
         other = ("self", "params", "model_state", "observe", "sentinel")
         self.again = partial(Engine, **{k: v for k, v in given.items() if k not in other})
-        """Makes another engine for the same model, of parameters, model state and taps."""
+        """Makes another engine for the same model, from parameters, model state and taps."""
         self.pipeline = loss_fn if isinstance(loss_fn, Pipeline) else None
         accumulation, params = check_model(
             loss_fn, optimizer, params, model_state, self.pipeline, accumulation
@@ -127,6 +127,7 @@ class Engine:
         )
         if fingerprint:
             self.memory = self.memory.with_fingerprints(params)
+        watched = [WATCHED] if check_share(sentinel) and self.pipeline is None else []
         self.step_function = (Step if self.pipeline is None else PipelineStep)(
             loss_fn,
             optimizer,
@@ -134,7 +135,7 @@ class Engine:
             model_state is not None,
             self.scalars,
             check_replica_state(replica_state),
-            tuple(self.taps),
+            (*self.taps, *watched),
             self.memory.keeping,
             self.memory.held_activations,
             *check_numbers(loss_scale, precision, self.taps, params),
@@ -158,7 +159,7 @@ class Engine:
 
     @property
     def state(self) -> TrainState:
-        """The state as it is on the devices, not copied: the next execution overwrites it."""
+        """The state on the devices, not copied: the next execution overwrites it."""
         state = self._held()
         keeping = self.memory.keeping
         if keeping is None:
@@ -171,16 +172,16 @@ class Engine:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss of the next step is multiplied by; None if it is not scaled."""
+        """The loss scale of the next step; None without loss scaling."""
         scale = self._held().loss_scale
         return None if scale is None else float(self.placement.readable(scale.scale))
 
     def copied(self, tree: Any) -> Any:
-        """Copies of parts of the state that this process can read on its own."""
+        """Copies of parts of the state that this process can read alone."""
         return jax.tree.map(lambda x: jnp.copy(self.placement.readable(x)), tree)
 
     def replace(self, leaves: Mapping[int, Any]) -> None:
-        """Replace leaves of the state, by their number in its tree; values are copied."""
+        """Replace leaves of the state, by their index in its tree; values are copied."""
         if self.sentinel is not None:
             self.sentinel.expects(None)
         keeping = self.memory.keeping
@@ -197,7 +198,7 @@ class Engine:
         )
 
     def own_of_replicas(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The shapes that leaves may have of which every replica has its own: one for all, or each."""
+        """The possible shapes of leaves that differ per replica: one for all, or one for each."""
         replicas = self.placement.replicas
         paths = jax.tree_util.tree_flatten_with_path(self.form)[0]
         return {
@@ -207,7 +208,7 @@ class Engine:
         }
 
     def read(self) -> tuple[Any, Any]:
-        """Parameters and model state as a forward pass reads them: one for all replicas."""
+        """Parameters and model state for a forward pass: one value for all replicas."""
         state = self._held()
         model_state = state.model_state
         shares = self.step_function.share_state is True
@@ -218,9 +219,9 @@ class Engine:
     # -- the program ----------------------------------------------------------------------------
 
     def use(self, dataset: Any) -> Feed:
-        """Run on elements of this dataset (or feed) from now on; returns the feed of the program.
+        """Use elements of this dataset (or feed) from now on; returns the feed of the program.
 
-        There is one program for each form of elements. The state moves into the one in use.
+        There is one program per shape of elements. The state moves to the current one.
         """
         runner, feed = self.program_for(dataset)
         inputs = () if self.pipeline is None else self.pipeline.inputs
@@ -233,11 +234,11 @@ class Engine:
         return feed
 
     def swap(self, runner: LoopRunner) -> None:
-        """Run the loop in use otherwise: `runner` is made of it by `LoopRunner.observing`."""
+        """Replace the current program by `runner`, made by `LoopRunner.observing`."""
         self._active = (runner, self.loop_state)
 
     def let_go(self, dataset: Any, feed: Feed) -> None:
-        """A dataset is not used any more. Of a one-shot iterator, what was read ahead is kept."""
+        """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
         feed.rest()
         self._left = None
         if isinstance(feed, InfeedQueue) and feed is not dataset and not feed.restartable:
@@ -245,43 +246,43 @@ class Engine:
 
     @property
     def has_program(self) -> bool:
-        """Whether the form of elements is known."""
+        """Whether there is a program yet."""
         return self._active is not None
 
     @property
     def runner(self) -> LoopRunner:
-        """The program in use."""
+        """The current program."""
         return self._in_use()[0]
 
     @property
     def sight(self) -> Sight:
-        """What the taps select in the program in use."""
+        """The tensors that taps select in the current program."""
         return self._sights[self.runner.infeeds[0].spec()]
 
     @property
     def loop_state(self) -> LoopState:
-        """What the program in use works on."""
+        """The state of the current program."""
         return self._in_use()[1]
 
     @property
     def guard(self) -> StopOnNonfinite | None:
-        """What watches for numbers that are not finite; of several, one that stops."""
+        """The guard against values that are not finite; of several, one that stops."""
         found = [tap for tap in self.taps if isinstance(tap, StopOnNonfinite)]
         return min(found, key=lambda tap: tap.skips, default=None)
 
     @property
     def guarded(self) -> bool:
-        """Whether a guard watches for numbers that are not finite."""
+        """Whether there is a guard against values that are not finite."""
         return self.guard is not None
 
     @property
     def live(self) -> bool:
-        """Whether results are wanted while executions run."""
+        """Whether results are needed while executions run."""
         return any(getattr(tap, "live", False) for tap in self.taps)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the pipeline, once the form of its elements is known; None without one."""
+        """The plan of the pipeline, once the shape of its elements is known; None without one."""
         for runner in reversed(self._runners.values()):
             if isinstance(runner, PipelineRunner):
                 return runner.plan
@@ -289,16 +290,16 @@ class Engine:
 
     @property
     def executions(self) -> int:
-        """How many dispatches were made so far."""
+        """The number of dispatches so far."""
         return sum(runner.executions for runner in self._runners.values())
 
     @property
     def elements_per_step(self) -> int:
-        """How many elements one step takes: microbatches x replicas of this process."""
+        """The number of elements per step: microbatches x replicas of this process."""
         return self.accumulation.microbatches * self.placement.local_replicas
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:
-        """Other values for the `inputs` of a pipeline; nothing is compiled again."""
+        """Change the `inputs` of a pipeline, without compiling again."""
         if self.pipeline is None:
             raise OptionError(
                 "inputs belong to a pipeline: tr.Pipeline(..., inputs=...). Received: inputs for a "
@@ -307,11 +308,11 @@ class Engine:
         self.pipeline.set_inputs(inputs)
 
     def program_for(self, dataset: Any) -> tuple[LoopRunner, Feed]:
-        """The program for elements of the dataset's form, and its feed set to that dataset."""
+        """The program for elements of the dataset's shape, and its feed set to that dataset."""
         fresh = dataset if isinstance(dataset, Feed) else InfeedQueue(dataset)
         fresh.bind_replicas(self.placement.replicas)
         if self._left is not None and self._left[0] is dataset and isinstance(fresh, InfeedQueue):
-            fresh.adopt(self._left[1])  # a one-shot iterator: what was read ahead comes first
+            fresh.adopt(self._left[1])  # a one-shot iterator: prefetched elements come first
         spec = fresh.spec()
         if spec in self._runners:
             runner = self._runners[spec]
@@ -325,21 +326,23 @@ class Engine:
                 self.form, fresh, self.placement, self._own_of_replicas(), first
             )
         runner.purpose = "training, another form of elements" if self._runners else "training"
-        self.placement = runner.placement  # of a pipeline, known once its stages are
+        self.placement = runner.placement  # a pipeline's is known once its stages are
         taps = self.taps if self.digests is None else [*self.taps, GradientDigest()]
         self._sights[spec] = look(runner.traced, taps, found, runner.stage_of)
         runner.wanted = self._sights[spec].wanted
+        if WATCHED in self.step_function.taps and self.sentinel is not None:
+            self.sentinel.watch(runner, look(runner.traced, [WATCHED], found, runner.stage_of))
         self._runners[spec] = runner
         return runner, fresh
 
     def tensors(self, example: Any = None) -> Catalogue:
-        """Every tensor of the step by name, for elements like `example` or those seen last."""
+        """Every tensor of the step by name, for elements like `example` or the latest ones."""
         if example is None and not self._sights:
             raise ProgramError(
                 "The step has tensors once the form of its batches is known. Give an element of "
                 "the dataset: trainer.tensors(example), or call it after a fit."
             )
-        # All of them marked, so that only those are listed that a tap would find.
+        # With marks on all of them, so that exactly those are listed that a tap would find.
         everything = (Tap("*"),)
         step = self.step_function.tapped(everything)
         spec = next(reversed(self._sights)) if example is None else None
@@ -359,7 +362,7 @@ class Engine:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """While the user's own outfeeds in the program in use are fed."""
+        """A context in which the user's outfeeds receive values of the current program."""
         outfeeds = self.runner.traced.outfeeds
         for queue, out in outfeeds.items():
             queue.check_fits(out.structure, out.shapes)
@@ -379,32 +382,37 @@ class Engine:
         following: int | None = None,
         period: int | None = None,
     ) -> Ticket:
-        """Start an execution of `length` steps; nothing is waited for.
+        """Dispatch an execution of `length` steps; does not wait for it.
 
         Args:
-            length: how many steps.
-            block: their elements, if the caller has them; else they come from the dataset.
-            following: how many steps the next execution will have (0: none; None: as many again),
-                so that its elements can be staged meanwhile.
-            period: periodic taps look every `period` steps; None: as the taps say.
+            length: the number of steps.
+            block: their elements, if the caller has them; otherwise they come from the dataset.
+            following: the number of steps of the next execution (0 for none, None for the same), to
+                prefetch its elements.
+            period: the period of periodic taps; None for that of the taps.
         """
         period = self.sight.period if period is None else period
         runner, state = self._in_use()
         numbers = Numbers(self.seed, self.step)
 
-        def run(state: LoopState, block: Any = block, following: int | None = following) -> Any:
+        def run(
+            runner: LoopRunner,
+            state: LoopState,
+            block: Any = block,
+            following: int | None = following,
+        ) -> Any:
             return runner.dispatch(state, length, numbers, following, period, block)
 
         with within_memory(self, length):
             if self.sentinel is None:
-                return self.dispatched(length, *run(state))
+                return self.dispatched(length, *run(runner, state))
             emitted, ready, watch = self.sentinel.dispatch(runner, state, self.step, run)
         ticket = self.dispatched(length, emitted, ready)
         self.sentinel.expects(ticket.digests[0])
         return dataclasses.replace(ticket, watch=watch)
 
     def dispatched(self, length: int, emitted: dict[Any, Any], ready: Any) -> Ticket:
-        """The ticket of an execution that was dispatched in portions, from this step on."""
+        """The ticket of an execution that was dispatched in portions, starting at this step."""
         scalars: dict[str, Any] = {}
         if self.scalars in emitted:
             sent = self._sent(emitted)
@@ -420,10 +428,10 @@ class Engine:
         return ticket
 
     def collect(self, ticket: Ticket) -> Results:
-        """What an execution left behind; waits for its end. Tickets are collected in order.
+        """The results of an execution; waits for its end. Tickets are collected in order.
 
-        If a guard stopped it, the state is that before the bad step, later tickets are void, and the
-        results have the reason as `failure`.
+        If a guard stopped it, the state is that before the bad step, later tickets are void, and
+        `failure` of the results has the reason.
         """
         with waiting_for(ticket.ready, "outfeed copy"):
             results = self._collected(ticket)
@@ -467,11 +475,12 @@ class Engine:
             losses = again and split_emission(self._sent(again)["loss"], count, replicas)
             self.sentinel.check(ticket, marks, arrays["loss"], losses)
         if bad is not None:
-            kept, marks = bad[0], {}  # gradients are those of a step that does not count
+            kept, marks = bad[0], {}  # the gradients belong to a step that does not count
             arrays = {name: values[:kept] for name, values in arrays.items()}
             weights = weights[:kept] if weights is not None else None
             elements = elements[:kept] if elements is not None else None
-            # A guard that kept the old state at every step would read and write all of it once more.
+            # The state is recomputed here, after the fact: keeping the old one in every step would cost
+            # a read and a write of all of it.
             assert ticket.origin is not None
             runner.rewind(state, ticket.origin, kept)
             self.step = ticket.first_step + kept
@@ -496,7 +505,7 @@ class Engine:
     # -- inside ---------------------------------------------------------------------------------
 
     def _sent(self, emitted: Mapping[Any, Any]) -> Any:
-        """Losses, metrics and weights in what a program emitted."""
+        """The losses, metrics and weights among a program's emissions."""
         structure = self.runner.traced.outfeeds[self.scalars].structure
         return jax.tree.unflatten(structure, emitted[self.scalars].value)
 
@@ -506,7 +515,7 @@ class Engine:
         return self._active
 
     def _held(self) -> TrainState:
-        """The state as it is kept: of an offloaded or sharded optimizer, in that form."""
+        """The state as it is held: possibly offloaded or sharded."""
         if self._active is not None:
             runner, state = self._active
             return runner.carried(state)
@@ -516,7 +525,7 @@ class Engine:
     def _first_state(
         self, params: Any, first: FirstState, model_state: Any, scale: Any
     ) -> TrainState:
-        # Of a pipeline on the host, until it is known which device holds what.
+        # A pipeline's state is on the host until it is known which device holds what.
         place = self.placement.own if self.pipeline is None else on_host
         keeping = self.memory.keeping
         if keeping is None:
@@ -528,7 +537,7 @@ class Engine:
         return TrainState(params, made, model_state, scale)
 
     def _own_of_replicas(self) -> list[bool]:
-        """For each leaf of the state, whether every replica has its own."""
+        """For each leaf of the state, whether it differs per replica."""
         each = [
             path[0].name == "model_state" and not self.step_function.shares(path_name(path[1:]))
             for path, _ in jax.tree_util.tree_flatten_with_path(self.form)[0]
@@ -542,7 +551,7 @@ class Engine:
 
 
 def _merged(value: Any, form: Any) -> Any:
-    """One value of those of all replicas: their mean, or the first where there is no mean."""
+    """One value from those of all replicas: their mean, or the first if a mean is undefined."""
     if value.ndim == len(form.shape):
         return value
     return value.mean(axis=0) if jnp.issubdtype(value.dtype, jnp.inexact) else value[0]

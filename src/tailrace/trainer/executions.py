@@ -1,4 +1,4 @@
-"""One execution: on its way (a ticket), and when its results are on the host."""
+"""One execution: in flight (a ticket), and with its results on the host."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tailrace.taps.frame import Emission
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ticket:
-    """An execution that was dispatched and whose results nobody has collected yet.
+    """An execution in flight, whose results are not collected yet.
 
     Attributes:
         first_step: the number of its first step.
-        steps: how many steps it has.
-        emitted: what leaves the program, still on the device.
+        steps: the number of its steps.
+        emitted: its emissions, still on the device.
         scalars: loss and metrics by name, still on the device; empty if they were muted.
-        ready: an array that is ready when the execution is over.
-        origin: what it started from, if that is kept for a guard.
-        digests: of state and elements after it, still on the device; None if nobody wants them.
-        reading: which elements it consumes: epoch, number of the first, how many; None if unknown.
+        ready: an array that is ready when the execution has finished.
+        origin: its inputs, if they are kept for a guard.
+        digests: digests of the state and elements after it, on the device; None if not requested.
+        reading: the elements it consumes: epoch, index of the first, number; None if unknown.
         watch: what a sentinel compares when it is collected.
     """
 
@@ -43,18 +43,18 @@ class Ticket:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Results:
-    """What an execution left behind, on the host.
+    """The results of an execution, on the host.
 
     Attributes:
         first_step: the number of its first step.
-        steps: how many of its steps count: all, or those before a guard stopped it.
-        parts: what its taps emitted.
+        steps: the number of its steps that count: all, or those before a guard stopped it.
+        parts: the emissions of its taps.
         scalars: loss and metrics by name, each [steps, microbatches, replicas].
-        weights: what a mean over microbatches and replicas weighs each with; None for equally.
+        weights: the weights of a mean over microbatches and replicas; None for equal ones.
         failure: why a guard stopped it, if one did.
-        fingerprint: 8 bytes for each group of tensors; empty if nobody wants them.
+        fingerprint: 8 bytes per group of tensors; empty if not requested.
         elements: the digest of each element, [steps, microbatches, replicas].
-        reading: which elements it consumed: epoch, number of the first, how many; None if unknown.
+        reading: the elements it consumed: epoch, index of the first, number; None if unknown.
     """
 
     first_step: int

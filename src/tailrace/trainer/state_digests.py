@@ -1,6 +1,6 @@
 """The digests of a training's state and elements, taken on the devices after an execution.
 
-They are computed by a program of their own, which is dispatched behind the execution and reads what it
+They are computed by a separate program, which is dispatched after the execution and reads what it
 left behind. So the training program is the same with and without fingerprints, to the last bit.
 """
 

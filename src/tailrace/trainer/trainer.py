@@ -1,6 +1,7 @@
-"""`tr.Trainer`: training with optax, many steps to a dispatch.
+"""`tr.Trainer`: training with optax, many steps per dispatch.
 
-It is long because it is one thing, what users see of a training: most of it is text about options.
+It is long because it is one thing, the user's view of a training: most of it is documentation of
+options.
 """
 
 from __future__ import annotations
@@ -63,56 +64,57 @@ from tailrace.trainer.showing.summary import Summary, summarise
 
 
 class Trainer(LookingBack):
-    """Trains parameters with an optax optimizer, on the device, many steps to an execution.
+    """Trains parameters with an optax optimizer, on the device, many steps per execution.
 
     Args:
         loss_fn: `loss_fn(params, *batch)` returns the loss or `(loss, aux)`; with `model_state`,
             `loss_fn(params, model_state, *batch)` returns `(loss, (new_state, aux))`. Scalars in
             `aux` become part of the history.
         optimizer: an optax transformation.
-        params: the parameters to start from, a tree of float arrays. They are copied. Or a module: an
+        params: the initial parameters, a tree of float arrays. They are copied. Or a module: an
             `nnx.Module`, an Equinox module, or the variables of a Linen module; `loss_fn` and every
-            other function is then called with the module in the place of the parameters.
-        steps_per_execution: how many steps one dispatch runs; "auto" finds out.
-        accumulation: how many microbatches make a step, or a `tr.Accumulation`.
-        replicas: how many copies train side by side. None: as many as there are devices.
-        offload_optimizer_state: keep the optimizer's state in the host's memory while gradients are
-            computed. None: with accumulation. Where the device has no such memory the state stays;
-            `trainer.decisions` says what was decided.
-        shard_optimizer_state: let each replica keep, and update, one share of the optimizer's state.
-        offload_activations: cut the forward pass into parts, keep what crosses the cuts in the host's
-            memory until the backward pass, and compute the rest again, part by part. Of a pipeline,
-            it holds the residuals of its forwards.
-        model_state: state that the model updates itself, such as that of BatchNorm. It advances
-            with each microbatch.
-        replica_state: what becomes of the model state over replicas: "mean" averages its floats
-            once a step; with "each" every replica keeps its own, and `trainer.model_state` has the
-            replicas as dim 0 (`evaluate` and `predict` then use their mean). A function of a leaf's
-            name chooses leaf by leaf.
-        seed: where the keys of `tr.key()` come from.
-        observe: taps (`tr.Tap`), or selections whose statistics are wanted. Their records are in
+            other function is then called with the module instead of the parameters.
+        steps_per_execution: the number of steps per dispatch; "auto" chooses it.
+        accumulation: the number of microbatches per step, or a `tr.Accumulation`.
+        replicas: the number of copies that train in parallel. None: one per device.
+        offload_optimizer_state: whether to keep optimizer state in host memory while gradients are
+            computed. None: with accumulation. If the device does not support it, the state stays there;
+            `trainer.decisions` has the decision.
+        shard_optimizer_state: whether to shard optimizer state over replicas, each of which updates its
+            shard.
+        offload_activations: whether to cut the forward pass into parts, keep the values that cross the
+            cuts in host memory until the backward pass, and recompute the rest, part by part. A
+            pipeline offloads the residuals of its forwards instead.
+        model_state: state that the model updates itself, such as that of BatchNorm. It advances with
+            each microbatch.
+        replica_state: how model state is combined over replicas: "mean" averages its floats once per
+            step; with "each" every replica keeps its state, and `trainer.model_state` has a leading
+            replica dim (`evaluate` and `predict` then use the mean). A function of a leaf's name
+            decides leaf by leaf.
+        seed: the seed of the keys of `tr.key()`.
+        observe: taps (`tr.Tap`), or selections to compute statistics of. Their records are in
             `trainer.records`.
-        observe_bytes: the most that the records of one execution may take on the device.
-        eval_fn: what `evaluate` and validation use instead of the loss function; called like it. It
-            returns a scalar, a dict of scalars, or what a loss function returns.
-        loss_scale: what the loss is multiplied by, so that small gradients survive float16: a number,
+        observe_bytes: the most bytes that the records of one execution may take on the device.
+        eval_fn: a function for `evaluate` and validation instead of the loss function, called like it.
+            It returns a scalar, a dict of scalars, or the result of a loss function.
+        loss_scale: the factor of the loss, so that small gradients survive float16: a number,
             "dynamic", or a `tr.LossScale`. A step whose gradients are not finite is then skipped.
-        precision: the dtype in which the loss function computes, "bfloat16" or "float16": it gets its
-            parameters and the floats of its batch so. Parameters, gradients and optimizer stay.
-        fingerprint: keep 8 bytes for each group of tensors at the end of each execution (parameters,
-            optimizer, model state, gradients, loss, elements): in `history.fingerprints`, checkpoints
-            and the run directory. `trainer.replay` proves a step with them.
-        on_nonfinite: "stop" or "skip": what happens to a step whose loss or gradients are not finite;
-            short for a `tr.stop_on_nonfinite` with its limit in `observe`.
-        sentinel: the share of executions that are run a second time and compared, such as 0.01; the
-            state is compared between all executions too. A difference (a defective memory or processor)
-            is a `tr.errors.CorruptionError`. Implies fingerprints.
-        run_dir: a new directory that keeps what ran, history and records while training goes on;
-            `tr.open_run` reads it. `trainer.records` are then read from there.
-        log: values that the history has besides: "learning_rate", "grad_norm",
-            "examples_per_second", "tokens_per_second", "mfu". A dict gives what they are made with:
+        precision: the dtype of the loss function's computation, "bfloat16" or "float16": its parameters
+            and the floats of its batch are cast. Parameters, gradients and optimizer keep their dtypes.
+        fingerprint: whether to keep 8 bytes per group of tensors at the end of each execution
+            (parameters, optimizer, model state, gradients, loss, elements): in `history.fingerprints`,
+            checkpoints and the run directory. `trainer.replay` verifies a step with them.
+        on_nonfinite: "stop" or "skip": the action for a step whose loss or gradients are not finite;
+            short for a `tr.stop_on_nonfinite` with its default limit in `observe`.
+        sentinel: the fraction of executions that run twice and are compared, such as 0.01; the state is
+            also compared between executions. A difference (faulty memory or a faulty processor) raises
+            a `tr.errors.CorruptionError`. Implies fingerprints.
+        run_dir: a new directory for the description, history and records of the training, written while
+            it runs; `tr.open_run` reads it. `trainer.records` are then read from there.
+        log: additional values of the history: "learning_rate", "grad_norm", "examples_per_second",
+            "tokens_per_second", "mfu". A dict has their arguments:
             `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
-        config: a dict of your own; the run directory keeps it, and `tailrace show` prints it.
+        config: a dict with your settings; the run directory stores it, and `tailrace show` prints it.
 
     Example:
         >>> import optax, numpy as np, tailrace as tr
@@ -179,20 +181,20 @@ class Trainer(LookingBack):
         self._pace: Pace | None = None
         self._fit: Fit | None = None
         self._seconds_per_step: float | None = None
-        self._epochs = 0  # that were begun, over all fits
-        self._kept_fits = 0  # that keep checkpoints
+        self._epochs = 0  # the number of epochs begun, over all fits
+        self._kept_fits = 0  # the number of fits with checkpoints
         self._eval_fn = check_eval_fn(eval_fn) and self._bound.function(eval_fn)
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------
 
     @property
     def state(self) -> TrainState:
-        """Parameters, optimizer state and model state: copies, which training leaves alone."""
+        """Copies of parameters, optimizer state and model state."""
         return self.engine.copied(self.engine.state)
 
     @property
     def params(self) -> Any:
-        """The parameters as they are now: a copy."""
+        """A copy of the current parameters."""
         params = self.engine.copied(self.engine.state.params)
         return self._bound.shown_params(
             params if self.pipeline is None else self.pipeline.tie(params)
@@ -200,42 +202,42 @@ class Trainer(LookingBack):
 
     @property
     def model_state(self) -> Any:
-        """The model state as it is now: a copy."""
+        """A copy of the current model state."""
         return self._bound.shown_state(self.engine.copied(self.engine.state.model_state))
 
     @property
     def model(self) -> Any:
-        """The module that was given in the place of parameters, with the values of now: a copy."""
+        """A copy of the module that was given as parameters, with the current values."""
         return self._bound.model(*self.engine.copied(self.engine.read()))
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss of the next step is multiplied by; None if it is not scaled."""
+        """The loss scale of the next step; None without loss scaling."""
         return self.engine.loss_scale
 
     @property
     def step(self) -> int:
-        """How many steps were trained so far."""
+        """The number of steps trained so far."""
         return self.engine.step
 
     @property
     def seed(self) -> int:
-        """Where the keys of `tr.key()` come from."""
+        """The seed of the keys of `tr.key()`."""
         return self.engine.seed
 
     @property
     def history(self) -> History:
-        """The course of the latest fit."""
+        """The history of the latest fit."""
         return self._journal.history
 
     @property
     def records(self) -> Records:
-        """What the taps of the latest fit delivered."""
+        """The records of the latest fit's taps."""
         return self._journal.records
 
     @property
     def accumulation(self) -> Accumulation:
-        """How many microbatches make a step, and how."""
+        """The number of microbatches per step, and how their gradients are combined."""
         return self.engine.accumulation
 
     @property
@@ -245,41 +247,41 @@ class Trainer(LookingBack):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the pipeline, once the form of its elements is known; None without one."""
+        """The plan of the pipeline, once the shape of its elements is known; None without one."""
         return self.engine.plan
 
     @property
     def replicas(self) -> int:
-        """How many copies train side by side."""
+        """The number of copies that train in parallel."""
         return self.engine.placement.replicas
 
     @property
     def executions(self) -> int:
-        """How many dispatches training has made so far."""
+        """The number of training dispatches so far."""
         return self.engine.executions
 
     @property
     def elements_per_step(self) -> int:
-        """How many elements of the dataset one step takes: microbatches x replicas.
+        """The number of elements of the dataset per step: microbatches x replicas.
 
-        With several processes each has a dataset of its own, and counts its own replicas.
+        With several processes, each has a separate dataset and counts its local replicas.
         """
         return self.engine.elements_per_step
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """What was decided, in sentences: about memory, and the length of executions."""
+        """Messages about decisions: on memory, and on the length of executions."""
         pace = self._pace if self._steps_per_execution is None else None
         lengths = (pace.reason,) if pace is not None else ()
         return (*self.engine.memory.decisions, *lengths)
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:
-        """What fits have compiled: purpose, cause, seconds, and whether an equal program was there."""
+        """The compilations of all fits: purpose, cause, seconds, and whether a program was reused."""
         return tuple(self._journal.compilations)
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:
-        """Other values for the `inputs` of a pipeline; nothing is compiled again."""
+        """Change the `inputs` of a pipeline, without compiling again."""
         self.engine.set_inputs(inputs)
 
     def tensors(self, example: Any = None) -> Catalogue:
@@ -291,7 +293,7 @@ class Trainer(LookingBack):
         return self.engine.tensors(example)
 
     def stop(self) -> None:
-        """End the current fit after the execution that runs now."""
+        """End the current fit after the running execution."""
         if self._fit is not None:
             self._fit.stopping = True
 
@@ -315,22 +317,22 @@ class Trainer(LookingBack):
         """Train.
 
         Args:
-            dataset: what to train on; see `tr.InfeedQueue`.
+            dataset: the training data; see `tr.InfeedQueue`.
             steps: the exact number of steps, which take steps x microbatches x replicas
                 elements. The dataset is not restarted.
             epochs: the number of passes over the dataset; 1 if neither is given. Elements at the end
                 that do not fill a step are left out.
-            validation_data: what to evaluate on meanwhile, as `evaluate` does. The values are in the
-                history and in the logs of callbacks as `val_<name>`.
+            validation_data: data to evaluate on during the fit, as `evaluate` does. The values are in
+                the history and in the logs of callbacks as `val_<name>`.
             validation_every: "epoch" (a fit by steps is one), or a number of steps.
-            checkpoint: a directory, or a `tr.Checkpoint`, that keeps the state of the fit. If it holds
-                this fit already, the fit goes on from there, bit for bit as if it had never stopped;
-                `steps` and `epochs` mean the whole fit. A finished fit returns at once.
+            checkpoint: a directory, or a `tr.Checkpoint`, for the state of the fit. If it contains this
+                fit already, the fit resumes from there, bit for bit as if it had never stopped; `steps`
+                and `epochs` mean the whole fit. A finished fit returns at once.
             callbacks: objects with the methods of `tr.Callback`.
             progress: whether to show a progress bar; None shows it in a terminal.
             timeout_s: the longest wait for an element of the dataset, in seconds; a longer one is a
-                `tr.errors.DataTimeout`. None waits, and notes after 30 s what it waits for.
-            inputs: other values for the `inputs` of a pipeline, from now on.
+                `tr.errors.DataTimeout`. None waits, and logs after 30 s what it waits for.
+            inputs: new values of the `inputs` of a pipeline, from now on.
             trace: a directory for a timeline of this fit, or a `tr.trace(...)`.
 
         Returns:
@@ -373,7 +375,7 @@ class Trainer(LookingBack):
             )
 
     def _train(self, call: FitCall) -> None:
-        """One fit, from the beginning or from where a checkpoint has it."""
+        """One fit, from the beginning or from a checkpoint."""
         engine, journal, feed = self.engine, self._journal, None
         taken = call.take_up(journal)
         try:
@@ -403,10 +405,10 @@ class Trainer(LookingBack):
                 engine.let_go(call.dataset, feed)
 
     def _pass_by(self, dataset: Any, position: Mapping[str, Any]) -> None:
-        """What a finished fit has read of a one-shot iterator is not there for the fits behind it."""
+        """Skip what a finished fit has read of a one-shot iterator: later fits must not see it."""
         if isinstance(dataset, InfeedQueue) or as_dataset(dataset).restartable:
             return
-        with suppress(DataError):  # it has become shorter: whoever needs more says so
+        with suppress(DataError):  # if it has become shorter, the next fit reports it
             feed = self.engine.use(dataset)
             assert isinstance(feed, InfeedQueue)
             feed.set_state(position)
@@ -421,33 +423,33 @@ class Trainer(LookingBack):
         save_state(self.engine, self._epochs, path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Take the state, step and seed of a checkpoint; the next fit reads its dataset anew.
+        """Restore the state, step and seed of a checkpoint; the next fit reads its dataset from the
+        start.
 
         Args:
-            path: what `save` wrote, or a directory of `fit(checkpoint=...)`, of which the newest is
-                taken.
+            path: a directory of `save`, or of `fit(checkpoint=...)`, whose newest checkpoint is used.
         """
         self._check_alone()
         self._epochs = restore_state(self.engine, path)
 
-    # -- using what was trained -----------------------------------------------------------------
+    # -- using the model ------------------------------------------------------------------------
 
     def evaluate(
         self, dataset: Any, fn: Callable[..., Any] | None = None, *, combine: Any = None
     ) -> dict[str, Any]:
-        """What `fn` finds on all rows of a dataset.
+        """Evaluate `fn` on all rows of a dataset.
 
         Args:
-            dataset: what to evaluate on; all of it is read, a smaller last batch too.
-            fn: called like the loss function; returns a scalar, a dict of scalars and arrays, or what
-                a loss function returns. None: the trainer's `eval_fn`, else the loss function.
-            combine: how values of batches become one. None: scalars and arrays of floats are averaged
+            dataset: the data; all of it is read, including a smaller last batch.
+            fn: called like the loss function; returns a scalar, a dict of scalars and arrays, or the
+                result of a loss function. None: the trainer's `eval_fn`, or else the loss function.
+            combine: how values of batches are combined. None: scalars and arrays of floats are averaged
                 over all rows, arrays of integers are summed. "mean", "sum", "max", "min", "last", an
                 object with `init()`, `update(state, value)` and `result(state)`, or a function of all
                 values; a dict has rules by name.
 
         Returns:
-            One value by name.
+            One value per name.
         """
         fn = self._eval_fn if fn is None else self._bound.function(fn)
         return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine)
@@ -455,14 +457,14 @@ class Trainer(LookingBack):
     def predict(
         self, dataset: Any, fn: Callable[..., Any] | None = None, live: bool = False
     ) -> Any:
-        """What `fn` returns for each element of a dataset, in order.
+        """The results of `fn` for each element of a dataset, in order.
 
         Args:
-            dataset: what to predict for; all of it is read.
+            dataset: the data; all of it is read.
             fn: `fn(params, *batch)`, or `fn(params, model_state, *batch)`; returns a tree of arrays.
-                None, with a pipeline given as a list: what its last stage returns.
-            live: return an iterator that yields the result of each element while the rest is still
-                being computed, instead of all results at the end.
+                None, with a pipeline given as a list: the result of its last stage.
+            live: whether to return an iterator that yields the result of each element while the rest is
+                still being computed, instead of all results at the end.
 
         Returns:
             A tree of arrays. Results whose leading dim is that of the element's arrays are
@@ -483,30 +485,30 @@ class Trainer(LookingBack):
         return self._evaluator.predict(dataset, fn, read)
 
     def explain(self, example: Any, steps: int | None = None) -> Explanation:
-        """What training on elements like `example` will need: memory, FLOPs, compile time.
+        """The cost of training on elements like `example`: memory, FLOPs, compile time.
 
         Args:
             example: one element of the dataset.
-            steps: how many steps an execution is to have; None: as configured, or 10.
+            steps: the number of steps per execution; None: as configured, or 10.
         """
         length = self._steps_per_execution or 10 if steps is None else parse_steps(steps)
         assert length is not None
         return explained(self.engine, example, length)
 
     def profile(self, dataset: Any, executions: int = 2) -> Profile:
-        """What each scope of the model costs in each phase of a step: time, FLOPs, bytes, memory.
+        """The cost of each scope of the model in each phase of a step: time, FLOPs, bytes, memory.
 
-        Some executions run on copies of the state, with the elements that come next, and are watched
-        by JAX's profiler. Afterwards the trainer is as before: parameters, step, history, and the
-        position in a dataset that can be read once only.
+        Some executions run on copies of the state, with the next elements, under JAX's profiler.
+        Afterwards the trainer is unchanged: parameters, step, history, and the position in a one-shot
+        dataset.
 
         Args:
-            dataset: what to train on meanwhile, as for `fit`.
-            executions: how many executions are watched; one more runs before them.
+            dataset: the data, as for `fit`.
+            executions: the number of profiled executions; one more runs before them.
 
         Returns:
-            A `Profile` that prints by cost, most expensive scope first. It is kept in the run
-            directory, where `tailrace report` and `tailrace compare` find it.
+            A `Profile` that prints by cost, most expensive scope first. It is stored in the run
+            directory, for `tailrace report` and `tailrace compare`.
         """
         self._check_alone()
         steps, most_bytes, before = self._steps_per_execution, self._observe_bytes, self._pace
@@ -517,7 +519,7 @@ class Trainer(LookingBack):
         return found
 
     def summary(self, example: Any = None) -> Summary:
-        """What is trained: parameters by scope, memory, floating-point operations a step.
+        """A summary of the model: parameters by scope, memory, FLOPs per step.
 
         Args:
             example: one element of the dataset; not needed after a fit. Nothing is compiled.
@@ -533,9 +535,9 @@ class Trainer(LookingBack):
         return trainer_html(self.engine, self.history, self.records)
 
     def report(self) -> PipelineReport:
-        """What each stage of a pipeline costs, how long it waits, and what would help.
+        """The cost of each stage of a pipeline, its idle time, and possible improvements.
 
-        Stages are run alone for a moment to take their times.
+        Each stage runs alone for a moment to measure its time.
         """
         runner = self.engine.runner if self.engine.executions else None
         if not isinstance(runner, PipelineRunner):

@@ -1,4 +1,4 @@
-"""The seeds' own programming interface: `from tailrace.compat import ipu`.
+"""The original programming interface of TensorFlow for IPUs: `from tailrace.compat import ipu`.
 
 It replaces `tensorflow.python.ipu`, submodules too. Everything here is a few lines
 over the engine; docs/guides/originals_names.md has every name and what became of it.

@@ -1,4 +1,4 @@
-"""`IPUConfig`: which devices a program has, in the words of the original.
+"""`IPUConfig`: the devices of a program, with the original's interface.
 
     cfg = IPUConfig()
     cfg.auto_select_ipus = 2
@@ -6,7 +6,7 @@
 
 The number of replicas is not an option: it is the devices divided by those one copy of the program
 needs (1; for a pipeline its stages, rounded up to a power of two). A system may be configured again
-and again; each time the devices are picked anew from those that the process has.
+and again; each time the devices are chosen from those of the process.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def configure_ipu_system(
     Args:
         config: the configuration.
         device: where the original ran the operation that did this; without effect.
-        reset_configuration: whether a system that is configured otherwise may be configured anew.
+        reset_configuration: whether a system with another configuration may be configured again.
     """
     global _system
     del device

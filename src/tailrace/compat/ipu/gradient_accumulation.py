@@ -1,4 +1,4 @@
-"""How the gradients of several mini-batches become one, in the words of the original."""
+"""The accumulation of the gradients of several mini-batches, with the original's names."""
 
 from __future__ import annotations
 

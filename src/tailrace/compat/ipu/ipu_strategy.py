@@ -159,7 +159,7 @@ class _Settings(Settings):
     def own_optimizer(self, optimizer: Any) -> Any:
         """An optimizer of programs around one of Keras as one of Keras; others are refused.
 
-        So is one with a method that nobody would call.
+        So is one with a method that would never be called.
         """
         kind = type(optimizer)
         if isinstance(optimizer, Optimizer):

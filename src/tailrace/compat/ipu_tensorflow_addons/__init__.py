@@ -1,3 +1,3 @@
-"""`ipu_tensorflow_addons`: layers of the originals beside Keras' own."""
+"""`ipu_tensorflow_addons`: layers of the originals that Keras does not have."""
 
 from tailrace.compat.ipu_tensorflow_addons import keras as keras

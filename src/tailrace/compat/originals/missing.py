@@ -6,7 +6,7 @@ Modules of `tailrace.compat` end with
 
 `hasattr` and `getattr` with a default work as always, and so does `except ImportError`. A statement
 `from ... import name` shows the sentence too, for which it has to be an ImportError: Python would
-replace an AttributeError by one of its own.
+replace an AttributeError by another one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def refusal(entry: Name) -> str:
 
 
 class _RefusedModules:
-    """The last of Python's finders: modules of the originals that nobody else has found."""
+    """The last of Python's finders: modules of the originals that no other finder knows."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> None:

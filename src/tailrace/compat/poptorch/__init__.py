@@ -1,9 +1,9 @@
-"""Programs written for PopTorch run here with their import changed.
+"""Programs written for PopTorch run with this import instead.
 
     from tailrace.compat import poptorch
 
 Models, options, loaders, optimizers, blocks and anchors have the original's names. What only that chip
-had is accepted, and said once.
+had is accepted, with one log message.
 """
 
 from tailrace.compat.originals.missing import missing_from

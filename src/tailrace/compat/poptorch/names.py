@@ -50,7 +50,7 @@ _NUMBERS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "maxWeightNorm": lambda h: h("max_weight_norm"),
     },
 }
-"""The numbers of an optimizer that have names of their own."""
+"""The numbers of an optimizer that have separate names."""
 
 
 _FUNCTIONS = {"linear", "batch_norm", "conv1d", "conv2d", "conv3d", "einsum", "embedding", "pad"}

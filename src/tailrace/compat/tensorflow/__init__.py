@@ -1,4 +1,4 @@
-"""TensorFlow's words for programs of the device: `from tailrace.compat import tensorflow as tf`.
+"""TensorFlow's interface for device programs: `from tailrace.compat import tensorflow as tf`.
 
 It replaces `tensorflow`. Operations are Keras' and JAX's; tensors are JAX's arrays;
 variables, models and layers are Keras'. What is done on the host (datasets, files, images, summaries)

@@ -20,7 +20,7 @@ class Function:
     """What `tf.function` returns.
 
     Inside of a program (given to `strategy.run`, called by another) it is a part of that program.
-    Called on the host it is a program of its own, compiled for each form of its arguments. While a tape
+    Called on the host it is a separate program, compiled for each form of its arguments. While a tape
     records it runs operation by operation.
 
     Attributes:

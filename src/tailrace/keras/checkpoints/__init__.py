@@ -4,6 +4,6 @@
          ▲                       │
          └── Keras' loop         └── Kept ──▶ Executions: what to count along and to skip
 
-Keras' own loop runs from the epoch of the checkpoint on. It counts through the batches that were done
-before; they are not computed, and callbacks do not hear of them again.
+Keras' loop runs from the epoch of the checkpoint on. It counts through the batches that were done
+before; they are not computed, and callbacks are not called for them again.
 """

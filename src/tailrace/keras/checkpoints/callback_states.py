@@ -1,9 +1,9 @@
-"""What callbacks of Keras have collected: their attributes that are plain values and arrays.
+"""The state of Keras callbacks: their attributes that are plain values and arrays.
 
-Keras' callbacks have no method that tells their state. It is in their attributes: `wait` and
-`best_weights` of EarlyStopping, a list of losses in a user's own. Those that have changed since
-training began are kept; functions, files and models are not. A callback with `get_state` and
-`set_state` is asked.
+Keras' callbacks have no method that returns their state. It is in their attributes: `wait` and
+`best_weights` of EarlyStopping, a list of losses in a user's callback. Those that have changed since
+training began are saved; functions, files and models are not. If a callback has `get_state` and
+`set_state`, those are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from tailrace.errors import CheckpointError
 
 LENGTH = "length of the file"
-"""What is kept of a CSVLogger besides."""
+"""An additional entry of a CSVLogger."""
 
 ARRAY = "stored array"
 """The placeholder of an array in a note; no attribute has such a name."""
@@ -28,11 +28,11 @@ _NOT_STATE = ("params", "_params", "model", "_model")
 
 
 class _NotPlain(Exception):
-    """A value that cannot be kept."""
+    """A value that cannot be saved."""
 
 
 def plain_state(callback: Any) -> dict[str, Any]:
-    """The attributes of a callback that can be kept, encoded; arrays are left as they are."""
+    """The attributes of a callback that can be saved, encoded; arrays are unchanged."""
     if callable(getattr(callback, "get_state", None)):
         try:
             return {name: _encoded(value) for name, value in callback.get_state().items()}
@@ -70,18 +70,18 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
 
 
 def set_plain_state(callback: Any, state: Mapping[str, Any]) -> None:
-    """Give a callback what it had collected."""
+    """Restore the state of a callback."""
     decoded = {name: _decoded(value) for name, value in state.items() if name != LENGTH}
     if callable(getattr(callback, "set_state", None)):
         callback.set_state(decoded)
     else:
         if "min_delta" in state and getattr(callback, "monitor_op", callback) is None:
-            callback._set_monitor_op()  # Keras turns the sign of min_delta when it chooses this
+            callback._set_monitor_op()  # Keras also flips the sign of min_delta here
         vars(callback).update(decoded)
 
 
 def reopen(callback: Any, state: Mapping[str, Any]) -> Callable[[], None]:
-    """Let a CSVLogger append to what it had written; returns what to call once training began."""
+    """Let a CSVLogger append to its file; returns a function to call once training has begun."""
     if LENGTH not in state or not Path(callback.filename).exists():
         return lambda: None
     os.truncate(callback.filename, min(state[LENGTH], os.path.getsize(callback.filename)))
@@ -130,7 +130,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def without_arrays(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
-    """A state as JSON can hold it; its arrays go to `arrays`, under names that begin with `name`."""
+    """A state for JSON; its arrays go to `arrays`, under names with the prefix `name`."""
     if isinstance(value, np.ndarray):
         arrays[name] = value
         return {ARRAY: name}
@@ -142,7 +142,7 @@ def without_arrays(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
 
 
 def with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The state again."""
+    """The inverse of `without_arrays`."""
     if isinstance(value, list):
         return [with_arrays(one, arrays) for one in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a call of `fit` says that matters to its checkpoints."""
+"""The arguments of `fit` that matter to its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 
 
 def form_of_fit(call: dict[str, Any], pacing: Pacing) -> FitForm:
-    """What must be the same when a fit is taken up, and how its data is read."""
+    """What must be the same when a fit is resumed, and how its data is read."""
     x, steps, split = call["x"], call["steps_per_epoch"], call["validation_split"]
     share = 1.0 - split if split and call["validation_data"] is None else 1.0
     from_tensorflow = hasattr(x, "cardinality")
@@ -36,7 +36,7 @@ def form_of_fit(call: dict[str, Any], pacing: Pacing) -> FitForm:
 
 
 def callbacks_in(call: dict[str, Any]) -> list[Any]:
-    """The callbacks that `fit` was given."""
+    """The callbacks among the arguments of `fit`."""
     given = call["callbacks"]
     if isinstance(given, keras.callbacks.CallbackList):
         given = given.callbacks
@@ -45,10 +45,10 @@ def callbacks_in(call: dict[str, Any]) -> list[Any]:
 
 
 def backups_of(call: dict[str, Any], number: int, per_step: int) -> Keeping | None:
-    """The checkpoints that Keras' BackupAndRestore asks for, which is taken out of the callbacks.
+    """The checkpoints that Keras' BackupAndRestore requests; it is removed from the callbacks.
 
-    It writes weights, and the epoch: on its own it would lose the seeds of dropout, metrics and the
-    place in the epoch. Here it means checkpoints in its directory.
+    By itself it saves weights and the epoch, and loses the seeds of dropout, metrics and the position
+    in the epoch. Here it means checkpoints in its directory.
     """
     kind = keras.callbacks.BackupAndRestore
     backup = next((one for one in callbacks_in(call) if type(one) is kind), None)

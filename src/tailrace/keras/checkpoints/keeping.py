@@ -1,4 +1,4 @@
-"""The checkpoints of one `fit` of a Keras model: what is kept, and how it is taken up again."""
+"""The checkpoints of one `fit` of a Keras model: what is saved, and resuming from it."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from tailrace.trainer.fitting.interrupts import Interrupts
 from tailrace.trainer.observation.monitoring import Monitor
 
 LOOKED_AT = 4
-"""At how many batches of an iterator Keras may look beforehand; it is two."""
+"""An upper bound of the batches of an iterator that Keras reads ahead; it reads two."""
 
 KIND = "keras"
-"""The entry of the note that checkpoints of Keras models have."""
+"""The entry of the note that identifies checkpoints of Keras models."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FitForm:
-    """What must stay the same when a fit is taken up.
+    """What must be the same when a fit is resumed.
 
     Attributes:
-        epochs: what was asked for; more of them go on.
-        batches: of an epoch; None if only reading shows it.
+        epochs: the requested epochs; a larger number continues the fit.
+        batches: the batches of an epoch; None if they are known only by reading.
         per_step: the batches that one step of the optimizer takes.
         execution: the batches of an execution.
-        continues: whether an epoch goes on reading where the one before ended.
+        continues: whether an epoch continues reading where the previous one ended.
         size: the batches of the whole dataset, if known.
         draws: whether reading a batch may draw random numbers.
-        dataset: what is read, if it has another order each time it is iterated, or can be read once
-            only; else None.
+        dataset: the dataset, if its order differs in each iteration, or it can be read only once; else
+            None.
     """
 
     epochs: int
@@ -73,9 +73,9 @@ class Keeping:
     """The checkpoints of one fit.
 
     Args:
-        checkpoint: where, and how often.
-        number: of the fit, among those of the model that keep checkpoints.
-        at_epochs: whether they are taken at the ends of epochs alone.
+        checkpoint: the directory and the period.
+        number: the index of the fit among those of the model with checkpoints.
+        at_epochs: whether they are taken only at the ends of epochs.
         removed: whether they are removed once the fit has ended.
     """
 
@@ -99,7 +99,7 @@ class Keeping:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While this process may write to the directory."""
+        """Hold the lock of the directory."""
         if distributed.process_count() > 1:
             raise CheckpointError(
                 f"Checkpoints of Keras models are for training in one process; this one has "
@@ -118,10 +118,14 @@ class Keeping:
             with suppress(OSError):
                 shutil.rmtree(directory.directory)
 
+    def choices(self, fingerprint: bool) -> tuple[Any, bool]:
+        """Where XLA's choices of kernels are kept, and whether this fit adds to them."""
+        return (self._writer.directory.directory if fingerprint else None), True
+
     # -- taking up ------------------------------------------------------------------------------
 
     def take_up(self, form: FitForm, initial_epoch: int) -> int:
-        """Read what the directory holds of this fit; returns the epoch that it goes on with."""
+        """Read the directory's checkpoint of this fit; returns the epoch to continue with."""
         self._form = form
         there = self.read()
         if there is None:
@@ -154,7 +158,7 @@ class Keeping:
 
     @property
     def finished(self) -> bool:
-        """Whether the directory holds the end of this fit."""
+        """Whether the directory contains the end of this fit."""
         found, form = self._note, self._form
         if found is None or form is None:
             return False
@@ -184,11 +188,11 @@ class Keeping:
         )
 
     def replay(self, x: Any) -> Any:
-        """Bring a dataset to where it was: begun as often as before, or read as far as before.
+        """Restore the position of a dataset: iterated as often as before, or read as far as before.
 
         Returns:
-            What Keras is given in its place. It looks at the first batches even if it has no epoch to
-            run: of an iterator that a finished fit has read, those are batches that were used.
+            The data to give to Keras. Keras reads the first batches even if it has no epoch to run: of
+            an iterator that a finished fit has read, it gets batches that were used before.
         """
         assert self._form is not None
         found, dataset = self._note, self._form.dataset
@@ -208,18 +212,18 @@ class Keeping:
 
     @property
     def took_up(self) -> bool:
-        """Whether the directory holds something of this fit."""
+        """Whether the directory contains a checkpoint of this fit."""
         return self._note is not None
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        """What was kept of the callbacks; nothing where the fit starts, or has ended."""
+        """The saved states of the callbacks; empty if the fit starts, or has ended."""
         if self._note is None or self.finished:
             return []
         return [with_arrays(state, self._arrays) for state in self._note["callbacks"]]
 
     def begin(self, program: Any, model: Any) -> None:
-        """Keras has built the model: give it what was kept."""
+        """Restore the state, once Keras has built the model."""
         self._program = program
         self._first_step = program.steps
         program.begun = program.taken = 0
@@ -240,13 +244,13 @@ class Keeping:
         self._writer.started_at(found["step"])
 
     def put_values(self, program: Any, of_replicas: bool = False) -> None:
-        """Give the variables the values that were kept.
+        """Restore the values of the variables.
 
-        Variables are known by their order: Keras numbers the names of layers as they are made.
+        Variables are identified by their order: Keras numbers the names of layers as they are created.
 
         Args:
-            program: whose variables.
-            of_replicas: whether each replica gets its own metrics back; an epoch begins without them.
+            program: the program with the variables.
+            of_replicas: whether to restore the metrics of each replica; an epoch begins without them.
         """
         assert self._note is not None
         then: list[str] = self._note["names"]
@@ -267,7 +271,7 @@ class Keeping:
         program.put(list(found.values()), of_replicas)
 
     def resumed(self) -> Resumed | None:
-        """What the loop of the first epoch counts along, and skips; None where it starts as ever."""
+        """The batches that the loop of the first epoch skips; None if it starts from the beginning."""
         found, form = self._note, self._form
         if found is None or form is None:
             return None
@@ -295,7 +299,7 @@ class Keeping:
         return self._at_epochs or self._writer.due(self._program.steps)
 
     def improves(self, logs: Mapping[str, Any]) -> bool:
-        """Whether the watched value is better than before."""
+        """Whether the monitored value has improved."""
         monitor = self._monitor
         return monitor is not None and monitor.name in logs and monitor.improves(logs)
 
@@ -309,15 +313,16 @@ class Keeping:
         best: bool = False,
         wait: bool = False,
     ) -> None:
-        """Save the state as it is now.
+        """Save the current state.
 
         Args:
             model: the model.
-            position: where the fit is: `epoch`, the batches `done` in it, its `logs`, `random_then`.
+            position: the position of the fit: `epoch`, the batches `done` in it, its `logs`,
+                `random_then`.
             callbacks: the states of its callbacks.
-            ended: whether the fit is over.
-            best: whether the watched value was never better.
-            wait: wait until it is written; a failure is raised.
+            ended: whether the fit has ended.
+            best: whether the monitored value is the best so far.
+            wait: whether to wait until it is written, and raise an error if that fails.
         """
         program = self._program
         program.settle()
@@ -343,7 +348,7 @@ class Keeping:
             without_arrays(state, stored, f"{CALLBACK}{number}")
             for number, state in enumerate(callbacks)
         ]
-        # Of a dataset that is read from its start in the next epoch, nothing is under way.
+        # A dataset that is read from its start in the next epoch has no position to save.
         over = not form.continues or program.exhausted or program.taken == form.size
         fresh = not position["done"] and over
         history: Any = model.history

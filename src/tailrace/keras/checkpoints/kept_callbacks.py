@@ -1,4 +1,4 @@
-"""Keras' list of callbacks in a fit that keeps checkpoints: it knows when Keras is where."""
+"""Keras' list of callbacks in a fit with checkpoints: it knows the position of Keras' loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
     # -- what Keras' loop calls -----------------------------------------------------------------
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Give everything what was kept, once callbacks have begun as ever."""
+        """Restore all state, after callbacks have begun as usual."""
         states = self._keeping.states
         put_back = [reopen(one, state) for one, state in zip(self._users, states, strict=False)]
         super().on_train_begin(logs)
@@ -69,7 +69,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
             self._save(self._epoch, 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Go to where the checkpoint was taken, if this is the first epoch."""
+        """Seek to the position of the checkpoint, if this is the first epoch."""
         super().on_epoch_begin(epoch, logs)
         program, keeping = self._program(), self._keeping
         resumed = keeping.resumed() if self._first else None
@@ -77,7 +77,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         if resumed is not None:
             program.resume(resumed, self._pacing)
             self._done = -(-resumed.done // self._pacing.execution) * self._pacing.execution
-            if resumed.done:  # callbacks that change variables when an epoch begins did so before
+            if resumed.done:  # callbacks that change variables at the start of an epoch already did
                 keeping.put_values(program, of_replicas=True)
                 for callback, state in zip(self._users, keeping.states, strict=False):
                     set_plain_state(callback, state)
@@ -86,12 +86,12 @@ class KeptCallbacks(keras.callbacks.CallbackList):
             self._random_then, self._first = self._random_of_epoch, False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Tell of a batch that is not counted along."""
+        """Call callbacks for a batch that is not skipped."""
         if batch >= self._done:
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tell of a batch, and save if it is time."""
+        """Call callbacks for a batch, and save if a checkpoint is due."""
         if batch < self._done:
             return
         super().on_train_batch_end(batch, logs)
@@ -103,7 +103,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
             keeping.interrupts.reraise()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tell of the end of an epoch, and save if it is time."""
+        """Call callbacks at the end of an epoch, and save if a checkpoint is due."""
         super().on_epoch_end(epoch, logs)
         self._epoch, self._logs = epoch + 1, {}
         keeping = self._keeping
@@ -117,12 +117,12 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         keeping.interrupts.reraise()
 
     def save_between(self) -> None:
-        """Keep where the fit is, if that is between two executions."""
+        """Save the position of the fit, if it is between two executions."""
         if self._pacing.between and not self._program().inside:
             self._save(self._epoch, self._pacing.number, wait=True)
 
     def save_end(self) -> None:
-        """Keep the end of the fit."""
+        """Save the end of the fit."""
         self._logs = {}
         self._save(self._epoch, 0, ended=True, wait=True)
 

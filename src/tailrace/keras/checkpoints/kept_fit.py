@@ -1,4 +1,4 @@
-"""One call of `fit` that keeps checkpoints."""
+"""One call of `fit` with checkpoints."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from tailrace.keras.data.batch_counts import remainders
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.programs.call_pacing import listen
 from tailrace.keras.programs.pacing import Pacing
+from tailrace.program.running.kernel_choices import choices_in
 
 
 def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any]) -> Any:
-    """A fit from the beginning, or from where a checkpoint was taken.
+    """A fit from the beginning, or from a checkpoint.
 
     Args:
-        adopted: the model, as Tailrace sees it.
+        adopted: the adopted model.
         keeping: its checkpoints.
-        pacing: of this fit.
+        pacing: the pacing of this fit.
         call: the arguments of Keras' `fit`.
     """
     listeners = callbacks_in(call)
@@ -48,13 +49,14 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
         **params,
     )
     call["callbacks"], call["initial_epoch"] = kept, epoch
-    interrupts = keeping.interrupts
+    interrupts, directory = keeping.interrupts, keeping.choices(adopted.settings.fingerprint)
     pacing.patience = Patience(stopped=lambda: interrupts.asked is not None)
-    with adopted.while_running("train", pacing), remainders(pacing.drops):
+    running = adopted.while_running("train", pacing)
+    with running, remainders(pacing.drops), choices_in(*directory):
         with interrupts:
             try:
                 history = PLAIN["fit"](**call)
-            except WaitStopped:  # a signal, while the data was awaited
+            except WaitStopped:  # a signal during a wait for data
                 kept.save_between()
                 interrupts.reraise()
                 raise

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def random_state() -> dict[str, Any]:
-    """Where the generators are, as JSON can hold it.
+    """The states of the generators, for JSON.
 
     >>> before = random_state()
     >>> drawn = np.random.permutation(5)
@@ -32,7 +32,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators where they were."""
+    """Restore the states of the generators."""
     kind, words, *rest = state["numpy"]
     np.random.set_state((kind, np.asarray(words, np.uint32), *rest))
     version, python, following = state["python"]

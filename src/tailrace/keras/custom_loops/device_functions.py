@@ -1,4 +1,4 @@
-"""Training loops written by hand: a function of Keras' objects as one program on the device.
+"""Hand-written training loops: a function of Keras objects as one program on the device.
 
     def training_loop(iterator, outfeed, model, optimizer, count):
         def step():
@@ -40,14 +40,14 @@ from tailrace.program.loops import repeat as repeat_on_device
 
 @dataclasses.dataclass(eq=False)
 class Running:
-    """What is known while a device function is traced."""
+    """State of the trace of a device function."""
 
     variables: list[Any]
     looking: bool = False
     counter: Any = None
 
     def values(self) -> list[Any]:
-        """The values that the variables have at this place of the program."""
+        """The values of the variables at this point of the program."""
         return [jnp.asarray(v.value) for v in self.variables]
 
 
@@ -67,7 +67,7 @@ def _current(caller: str) -> Running:
 
 
 class _Seen(Exception):
-    """A function was followed as far as its models go."""
+    """Raised to end the build trace of a function once its models are built."""
 
 
 class DatasetIterator:
@@ -107,7 +107,7 @@ class DatasetIterator:
         return dequeue(running.counter, self.infeed, spec)
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
+        """Stop the prefetching thread."""
         self.infeed.close()
 
 
@@ -115,7 +115,7 @@ def repeat(count: int, body: Callable[[], Any]) -> None:
     """Run `body()` repeatedly on the device; everything it changes is carried.
 
     Args:
-        count: how often, an integer.
+        count: the number of iterations, an integer.
         body: called without arguments; it may call `next(iterator)`, models, optimizers, metrics,
             `enqueue` and `tk.value_and_grad`.
 
@@ -148,10 +148,9 @@ def repeat(count: int, body: Callable[[], Any]) -> None:
 def value_and_grad(
     function: Callable[[], Any], variables: Sequence[Any], has_aux: bool = False
 ) -> tuple[Any, list[Any]]:
-    """The value of `function()` and its gradient in Keras variables, in a device function.
+    """The value of `function()` and its gradient with respect to Keras variables, in a device function.
 
-    What the function changes besides (the statistics of BatchNormalization, the state of Dropout)
-    stays changed.
+    Other changes by the function (the statistics of BatchNormalization, the state of Dropout) are kept.
 
     Args:
         function: called without arguments; returns a scalar, or `(scalar, aux)`.
@@ -199,7 +198,7 @@ def value_and_grad(
 
 
 def _in_scope(running: Running, values: Sequence[Any], call: Callable[[], Any]) -> Any:
-    """What a function returns when the variables have these values, and what they have then."""
+    """Call a function with these values of the variables; returns its result and the new values."""
     mapping = list(zip(running.variables, values, strict=True))
     with keras.StatelessScope(state_mapping=mapping) as scope:
         out = call()
@@ -223,14 +222,14 @@ def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
 
 
 class DeviceFunctions:
-    """The programs that a strategy has made of functions."""
+    """The programs of a strategy's device functions."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self._programs: dict[Hashable, tuple[Program, list[Any], Any]] = {}
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a function in one program; returns what it returns."""
+        """Run a function in one program; returns its result."""
         given = [*args, *kwargs.values()]
         arrays = [value for value in given if _is_array(value)]
         key = (fn, *(None if _is_array(v) else _identity(v) for v in given), *kwargs)
@@ -244,7 +243,7 @@ class DeviceFunctions:
 
             variables = _looked_through(call, arrays, reached_by(fn, given))
             program = compile_program(_program(call, variables), replicas=self._replicas)
-            # `given` is kept, so that nothing else takes the identity of one of them.
+            # `given` is kept alive, so that the ids of its objects are not reused.
             self._programs[key] = (program, variables, given)
         program, variables, _ = self._programs[key]
         after, out = program([v.value for v in variables], arrays)
@@ -267,7 +266,7 @@ def _program(call: Callable[[Any], Any], variables: list[Any]) -> Callable[..., 
 
 
 def _looked_through(call: Callable[[Any], Any], arrays: list[Any], reached: list[Any]) -> list[Any]:
-    """All variables that a function may use; models and optimizers in it are built on the way."""
+    """All variables that a function may use; builds its models and optimizers."""
     token = _running.set(Running([], looking=True))
     try:
         models = [one for one in reached if isinstance(one, keras.layers.Layer)]
@@ -286,11 +285,11 @@ def _looked_through(call: Callable[[Any], Any], arrays: list[Any], reached: list
 
 
 def _build(call: Callable[[Any], Any], arrays: list[Any]) -> None:
-    """Follow a function on shapes only, so that layers make their variables.
+    """Trace a function on shapes only, so that layers create their variables.
 
-    Keras initialises them when the scope is left, outside of what is followed.
+    Keras initialises them when the scope is left, outside of the trace.
     """
-    # Once gradients are asked for, nothing more is built.
+    # Once gradients are requested, everything is built.
     with keras.StatelessScope(), suppress(_Seen):
         jax.eval_shape(lambda given: jax.tree.leaves(call(given)), arrays)
 

@@ -1,8 +1,8 @@
-"""What a device function can reach: models, optimizers and metrics, wherever it has them from.
+"""The models, optimizers and metrics that a device function can reach.
 
-Their variables become part of the program: what it changes stays changed, and what changes elsewhere
-is seen. They may be among the arguments, in lists and dicts there, in the closure of the function,
-among the globals that it names, or attributes of an object found in one of these places.
+Their variables become inputs and outputs of the program. They may be arguments, items of lists and
+dicts there, in the closure of the function, globals that it names, or attributes of an object found in
+one of these places.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS = (
 
 
 DEEPEST, LONGEST = 8, 1000
-"""How deep objects are looked for, and in containers of how many at most: data are longer."""
+"""The depth of the search, and the most items of a container to search: data have more."""
 
 
 def reached_by(function: Callable[..., Any], given: Any) -> list[Any]:
@@ -77,7 +77,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names that a function looks up outside, with those of the functions in it."""
+    """The global names that a function uses, including its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,6 +1,6 @@
-"""Batches of Keras' data adapters, on their way to the device.
+"""Batches of Keras' data adapters, and their transfer to the device.
 
-In: what Keras' data adapters yield. Out: blocks for dispatches, by form of batch.
-Rule: a `HandedFeed` names the form and blocks go to `engine.dispatch`. Arrays that fit are kept on
-the device (`resident_arrays`), and only row numbers travel.
+In: batches of Keras' data adapters. Out: blocks for dispatches, by shape of batch.
+Rule: a `HandedFeed` describes the batches, and blocks go to `engine.dispatch`. Arrays that fit are
+kept on the device (`resident_arrays`), and only row indices are transferred.
 """

@@ -1,7 +1,7 @@
-"""How many batches there are, and how many of them an epoch and an execution take.
+"""The numbers of batches of a dataset, an epoch and an execution.
 
-Arguments count batches. `steps_per_execution` counts those that each replica works through in one
-execution; `steps`, `steps_per_epoch` and the length of a dataset count the batches of all replicas.
+Arguments count batches. `steps_per_execution` counts those of each replica per execution; `steps`,
+`steps_per_epoch` and the length of a dataset count the batches of all replicas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tailrace.messages import note_once
 def batches_in(
     x: Any, batch_size: int | None, steps: int | None = None, share: float = 1.0
 ) -> int | None:
-    """How many batches a dataset of Keras' has; None where that is not known before it ends."""
+    """The number of batches of a dataset; None if it is unknown before it ends."""
     if hasattr(x, "cardinality"):  # tf.data; of distributed datasets it is an attribute
         said: Any = x.cardinality
         count: Any = said() if callable(said) else said
@@ -50,17 +50,17 @@ def batches_in(
 
 
 def read_once(x: Any) -> bool:
-    """Whether a dataset can be read once only, element by element."""
+    """Whether a dataset can be read only once."""
     return hasattr(x, "__next__")
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How many batches there are, over all replicas.
+    """Numbers of batches, over all replicas.
 
     Attributes:
-        batches: those of an epoch; None: as many as the data has.
-        execution: those of an execution.
+        batches: the batches of an epoch; None for all of the data.
+        execution: the batches of an execution.
     """
 
     batches: int | None
@@ -68,13 +68,13 @@ class Counts:
 
 
 def counted(steps: int | None, size: int | None, execution: int, replicas: int) -> Counts:
-    """How many batches Keras asks for.
+    """The numbers of batches that Keras requests.
 
     Args:
-        steps: what the caller gave: `steps_per_epoch` or `steps`.
+        steps: the caller's `steps_per_epoch` or `steps`.
         size: the batches of the dataset, if known.
         execution: `steps_per_execution`.
-        replicas: how many replicas there are.
+        replicas: the number of replicas.
     """
     total = size if steps is None else steps
     if total is not None and replicas > 1:
@@ -93,7 +93,7 @@ def counted(steps: int | None, size: int | None, execution: int, replicas: int) 
 
 
 def too_few(total: int | None, replicas: int) -> DataError:
-    """Why there is nothing to do."""
+    """The error for data without a single step."""
     return DataError(
         f"The provided dataset contains {total} items, but all {replicas} replicas are requested to "
         f"run 1 steps each. Make sure the dataset contains at least {replicas} items."
@@ -101,7 +101,7 @@ def too_few(total: int | None, replicas: int) -> DataError:
 
 
 def check_accumulation(counts: Counts, count: int, replicas: int, pipelined: bool) -> None:
-    """An execution, and an epoch, are made of whole steps."""
+    """Check that an execution, and an epoch, consist of whole steps."""
     execution = counts.execution // replicas
     if counts.batches is not None:
         execution = min(execution, counts.batches // replicas)
@@ -122,7 +122,7 @@ def check_accumulation(counts: Counts, count: int, replicas: int, pipelined: boo
 
 @contextlib.contextmanager
 def remainders(dropped: bool) -> Iterator[None]:
-    """Keras takes batches that replicas cannot share, and that are left out, for a lack of data."""
+    """Silence Keras' warning about missing data if a remainder was dropped on purpose."""
     with warnings.catch_warnings():
         if dropped:
             warnings.filterwarnings("ignore", "Your input ran out of data")

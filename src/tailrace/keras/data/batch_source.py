@@ -1,9 +1,8 @@
 """From Keras' batches to blocks on the device.
 
-Keras' own data adapters yield one batch after another. An execution takes many: they are stacked, leaf
-by leaf, into one block and moved to the device together, for long executions by a thread, while the
-execution before runs. Batches of another shape (the last one of an array, often) make a block of
-their own.
+Keras' data adapters yield one batch at a time. An execution takes many: they are stacked, leaf by
+leaf, into one block and transferred together; for long executions by a thread, while the previous
+execution runs. Batches of another shape (often the last one) form a separate block.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tailrace.messages import logger
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """Batches of one form, stacked: on the host, and on the device."""
+    """Stacked batches of one shape, on the host and on the device."""
 
     form: Form
     count: int
@@ -40,7 +39,7 @@ class Block:
     sharding: Any = None
 
     def on(self, sharding: Any, replicas: int) -> Staged:
-        """The block where `sharding` says; moved there if it was read before that was known."""
+        """The block on `sharding`; transferred now if it was read before that was known."""
         if self.sharding != sharding:
             room = self.staged.room * replicas
             self.staged = moved(self.staged.host, self.count, replicas, sharding, room)
@@ -50,7 +49,7 @@ class Block:
 
 @dataclasses.dataclass(eq=False)
 class Form:
-    """What batches of one form look like, and the feed that hands them to programs."""
+    """The structure and shapes of batches, and their feed."""
 
     spec: ElementSpec
     order: tuple[int, ...]
@@ -58,13 +57,13 @@ class Form:
 
 
 class Batches:
-    """The batches that one iterator of Keras yields, in blocks.
+    """The batches of one Keras iterator, in blocks.
 
     Args:
-        iterator: yields batches, as Keras' trainer hands them to its functions.
-        shape: makes the element that programs see from a batch.
+        iterator: yields batches, as Keras' trainer passes them to its functions.
+        shape: converts a batch to the element that programs see.
         forms: the forms seen so far, by structure, shapes and dtypes; kept by the caller.
-        patience: how waits for a batch end. If something can stop them, a thread reads every batch.
+        patience: the limits of waits for a batch. If waits can be stopped, a thread reads every batch.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Batches:
         self._rest: tuple[Form, list[np.ndarray]] | None = None
         self._bytes: int | None = None
         self.failure: Exception | None = None
-        """What reading raised, while batches that were read before it are on their way."""
+        """The error of a read, while earlier batches are still to be delivered."""
 
     def bytes_per_batch(self) -> int:
         """The size of a batch, from the first one (which is not lost); 0 if there is none."""
@@ -99,14 +98,14 @@ class Batches:
     def take(
         self, count: int, replicas: int, sharding: Any, ahead: int, room: int = 0
     ) -> Block | None:
-        """Up to `count` batches of one form; None when there are no more.
+        """Up to `count` batches of one shape; None at the end.
 
         Args:
-            count: how many at most, over all replicas.
-            replicas: how many replicas share the block.
-            sharding: where the block goes.
-            ahead: how many to read meanwhile, for the next call.
-            room: how many batches the block has room for on the device, if for more.
+            count: the most batches, over all replicas.
+            replicas: the number of replicas that share the block.
+            sharding: the sharding of the block.
+            ahead: the number of batches to prefetch for the next call.
+            room: the number of batches that the block has room for on the device, if more.
         """
         if self._ahead is None and self._patience.stopped is not None:
             self._ahead = self._submit(self._stage, count, replicas, sharding, room)
@@ -125,11 +124,11 @@ class Batches:
         return block
 
     def awaited(self) -> str:
-        """What is awaited, in words."""
+        """What is awaited, for messages."""
         return f"batch {self._read} of the data ({type(self.iterator).__name__})"
 
     def waited_s(self) -> float:
-        """For how long a batch has been awaited; 0 while none is read."""
+        """For how long a batch has been awaited, in seconds; 0 if none is."""
         since = self._since
         return time.monotonic() - since if since else 0.0
 
@@ -139,7 +138,7 @@ class Batches:
         return self._worker.submit(read, *args)
 
     def skip(self, count: int) -> None:
-        """Read batches that were used before, and let go of them."""
+        """Read batches that were used before, and drop them."""
         shown = time.monotonic()
         for number in range(count):
             future = self._submit(self._next)
@@ -153,11 +152,11 @@ class Batches:
                 )
 
     def close(self) -> None:
-        """End the thread; what it read ahead is let go of."""
+        """Stop the thread; prefetched batches are dropped."""
         waiting, self._ahead = self._ahead, None
         late = waiting is not None and not waiting.cancel() and not wait([waiting], STOP_S).done
         if self._worker is not None:
-            self._worker.stop(0.0 if late else STOP_S)  # data that blocks is left behind
+            self._worker.stop(0.0 if late else STOP_S)  # a blocked read is abandoned
             self._worker = None
 
     # -- inside ---------------------------------------------------------------------------------
@@ -177,9 +176,7 @@ class Batches:
         if form is None:
             form = self._forms[key] = form_of(batch, self._shape, self._forms.values())
         spread = isinstance(sharding, jax.sharding.NamedSharding)
-        if (
-            max(count, room) == 1 and not spread
-        ):  # travels with the call as it is, as it does in Keras
+        if max(count, room) == 1 and not spread:  # transferred with the call, as in Keras
             wanted = zip(form.order, form.spec.leaves, strict=True)
             alone = [leaves[n].astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
@@ -201,16 +198,16 @@ class Batches:
         sharding: Any,
         room: int,
     ) -> Block:
-        """A block that was read, on the device too."""
+        """A block with its copy on the device."""
         return Block(form, count, moved(block, count, replicas, sharding, room), sharding)
 
     def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:
-        """The leaves of a batch, and of those that follow and look like it: up to `count` in all."""
+        """The leaves of a batch, and of following ones of the same shape: up to `count` in all."""
         yield leaves
         for _ in range(count - 1):
             try:
                 following = self._next()
-            except Exception as error:  # what was read before it counts; it is raised afterwards
+            except Exception as error:  # raised after the earlier batches were delivered
                 self.failure = error
                 return
             if following is None:
@@ -238,7 +235,7 @@ class Batches:
             self._since = 0.0
         self._read += 1
         if type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch):
-            leaves, structure = list(batch), len(batch)  # most batches: cheaper to see than a tree
+            leaves, structure = list(batch), len(batch)  # the common case: cheaper than flattening
         else:
             leaves, structure = jax.tree.flatten(batch)
             leaves = [leaf if type(leaf) is np.ndarray else np.asarray(leaf) for leaf in leaves]
@@ -262,7 +259,7 @@ def moved(
 
 
 def too_short(found: int, count: int) -> DataExhausted:
-    """What to say of data that ends before the place where a fit goes on."""
+    """The error for data that ends before the position where a fit resumes."""
     return DataExhausted(
         f"The fit goes on after {count} batches of its data, which ends after {found}. Give it the "
         f"data of the first run."
@@ -270,7 +267,7 @@ def too_short(found: int, count: int) -> DataExhausted:
 
 
 def form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
-    """The form of a batch; it shares its feed with one of the others that is the same to programs."""
+    """The form of a batch; it shares its feed with another form that is equal to programs."""
     leaves, structure = jax.tree.flatten(batch)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         check_numeric(jax.tree_util.keystr(path), np.asarray(leaf))
@@ -281,22 +278,22 @@ def form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> 
             f"A batch is (inputs,), (inputs, targets) or (inputs, targets, sample_weights). "
             f"Received: {structure}."
         )
-    # (x, y) and (x, y, None) are one to a program, and so share its feed.
+    # (x, y) and (x, y, None) are the same to a program, and share a feed.
     feed = next((other.feed for other in others if other.spec == spec), None)
     return Form(spec, tuple(order), feed or HandedFeed(spec))
 
 
 def on_host(iterator: Iterator[Any]) -> Callable[[], Any]:
-    """Takes the next batch of an iterator of Keras, and leaves it in the memory of the host.
+    """A function that takes the next batch of a Keras iterator, in host memory.
 
-    On an accelerator Keras moves each batch there by `jax.device_put(batch)`. Blocks of batches are
-    stacked on the host, so its default device is the host while a batch is taken.
+    On an accelerator Keras transfers each batch with `jax.device_put(batch)`. Blocks are stacked on the
+    host, so the default device is the host while a batch is taken.
     """
     if jax.default_backend() == "cpu":
         return lambda: next(iterator)
     try:
         host = jax.devices("cpu")[0]
-    except RuntimeError:  # JAX runs without its CPU backend: batches are brought back
+    except RuntimeError:  # JAX runs without its CPU backend: batches are copied back
         return lambda: next(iterator)
 
     def following() -> Any:

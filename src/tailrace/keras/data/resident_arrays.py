@@ -1,8 +1,8 @@
-"""Arrays given to `fit`, kept on the device whole: only the numbers of their rows travel.
+"""Arrays given to `fit`, kept on the device: only row indices are transferred.
 
-Keras cuts arrays into batches by a simple rule: rows in order, or in that of a permutation from
-`np.random`. Here the same rule gives the numbers of the rows, and blocks of batches are gathered on the
-device. Keras' own iterator over the arrays says when an epoch begins; it is not read.
+Keras cuts arrays into batches by a simple rule: rows in order, or in the order of a permutation from
+`np.random`. Here the same rule gives row indices, and blocks of batches are gathered on the device.
+Keras' iterator over the arrays only marks the start of an epoch; it is not read.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tailrace.feeds.device_dataset import MOST_BYTES
 from tailrace.feeds.transfer import put
 
 ONCE_BYTES = 64 << 20
-"""Arrays that are read once only are kept on the device up to this size: larger ones had better move
-while the device works."""
+"""The largest arrays that are kept on the device if they are read only once: larger ones are better
+transferred while the device computes."""
 
 
 @dataclasses.dataclass(eq=False)
 class Rows:
-    """The arrays that one fit reads, and the rule by which it does.
+    """The arrays that one fit reads, and the rule of its batches.
 
     Attributes:
         data: the arrays as `(x, y, sample_weight)`, each a tree or None.
-        batch_size: how many rows a batch has; the last one of an epoch may have fewer.
+        batch_size: the rows per batch; the last one of an epoch may have fewer.
         shuffle: as in Keras: True, False, or "batch" for a shuffle within each batch.
     """
 
@@ -47,7 +47,7 @@ class Rows:
         return jax.tree.leaves(self.data)
 
     def epoch(self) -> Iterator[Any]:
-        """The rows of one batch after another: a slice, or their numbers.
+        """The rows of each batch: a slice, or their indices.
 
         >>> list(Rows((np.zeros(5), None, None), 2, False).epoch())
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -72,29 +72,29 @@ class Rows:
         """Some rows of arrays, on the device: [*numbers.shape, *row] each.
 
         Args:
-            numbers: the numbers of the rows.
-            arrays: some of these arrays, each with the form (its dtype) that it has in a program.
-            device: where to.
+            numbers: the indices of the rows.
+            arrays: some of these arrays, each with its dtype in a program.
+            device: the device.
         """
         kept = [self._on_device(array, spec.dtype, device) for array, spec in arrays]
         return _gather(kept, jax.device_put(numbers, device))
 
     def _on_device(self, array: np.ndarray, dtype: Any, device: Any) -> Any:
-        key = (id(array), dtype, device)  # the arrays are kept here, so an identity stays theirs
+        key = (id(array), dtype, device)  # the arrays are kept alive here, so ids stay valid
         if key not in self._kept:
             self._kept[key] = put(array.astype(dtype, copy=False), device)
         return self._kept[key]
 
 
 def rows_of(call: dict[str, Any]) -> Rows | None:
-    """What `fit` was given, if it is nothing but numpy arrays of which batches are rows as they are."""
+    """The data of `fit`, if they are only NumPy arrays whose rows are used unchanged."""
     x, y, weights = call["x"], call["y"], call["sample_weight"]
     arrays = [leaf for leaf in keras.tree.flatten((x, y, weights)) if leaf is not None]
     if call["validation_split"] or not arrays or not all(map(_is_sliced, arrays)):
         return None
     count = len(arrays[0])
     if any(len(array) != count for array in arrays):
-        return None  # Keras says what is wrong
+        return None  # Keras reports the error
     nested = isinstance(y, list | tuple | dict)
     if call["class_weight"] is not None:
         if nested or y is None or weights is not None:
@@ -109,14 +109,14 @@ def rows_of(call: dict[str, Any]) -> Rows | None:
 
 
 def _is_sliced(leaf: Any) -> bool:
-    """Whether Keras hands on slices of an array as they are."""
+    """Whether Keras passes slices of an array on unchanged."""
     if type(leaf) is not np.ndarray or not leaf.ndim or leaf.dtype.kind not in "fiub":
         return False
     return leaf.dtype.kind != "f" or leaf.dtype == keras.config.floatx()
 
 
 def _weights_of_classes(y: np.ndarray, class_weight: dict[int, float]) -> np.ndarray:
-    """A weight for each example, of one for each class; classes that are not named weigh 1."""
+    """A weight per example, from weights per class; other classes have weight 1."""
     if y.ndim > 1:
         y = y.argmax(-1) if y.shape[-1] != 1 else y.squeeze(-1)
     found = [class_weight.get(int(one), 1.0) for one in np.round(y)]
@@ -124,7 +124,7 @@ def _weights_of_classes(y: np.ndarray, class_weight: dict[int, float]) -> np.nda
 
 
 class RowNumbers(np.ndarray):
-    """Numbers of rows, which know the array that has those rows; so do parts of them."""
+    """Row indices with a reference to their array, which slices of them keep."""
 
     source: np.ndarray | None
 
@@ -134,7 +134,7 @@ class RowNumbers(np.ndarray):
 
     @classmethod
     def of(cls, source: np.ndarray, numbers: np.ndarray) -> RowNumbers:
-        """Numbers of rows of an array."""
+        """Row indices of an array."""
         made = numbers.view(cls)
         made.source = source
         return made
@@ -146,7 +146,7 @@ class RowNumbers(np.ndarray):
 
 
 def keeps(arrays: Sequence[np.ndarray], epochs: int) -> bool:
-    """Whether it pays to keep arrays on the device: it has a memory of its own, and they fit."""
+    """Whether it pays to keep arrays on the device: its memory is separate, and they fit."""
     if devices.platform() == "cpu":
         return False
     size = sum(array.nbytes for array in arrays)
@@ -154,7 +154,7 @@ def keeps(arrays: Sequence[np.ndarray], epochs: int) -> bool:
 
 
 def numbers_of(batches: Sequence[Any]) -> np.ndarray:
-    """The numbers of the rows of some batches, a batch to a row; batches are of one size.
+    """The row indices of some batches of one size, [batches, rows].
 
     >>> numbers_of([slice(4, 6), slice(8, 10)])
     array([[4, 5],

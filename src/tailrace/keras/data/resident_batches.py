@@ -1,4 +1,4 @@
-"""Batches of arrays that are on the device: only the numbers of their rows are made on the host."""
+"""Batches of arrays that are on the device: only row indices are computed on the host."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ResidentBatches:
     """The batches of one epoch, in blocks; with the methods of `Batches`.
 
     Args:
-        iterator: Keras' iterator over the same arrays, which says which epoch it is; it is not read.
-        shape: makes the element that programs see from a batch.
+        iterator: Keras' iterator over the same arrays, which identifies the epoch; it is not read.
+        shape: converts a batch to the element that programs see.
         forms: the forms seen so far; kept by the caller.
         rows: the arrays.
     """
@@ -45,32 +45,32 @@ class ResidentBatches:
     def take(
         self, count: int, replicas: int, sharding: Any, ahead: int, room: int = 0
     ) -> Block | None:
-        """Up to `count` batches of one size, with room for more; None when there are no more."""
+        """Up to `count` batches of one size, padded to `room`; None at the end."""
         del ahead  # nothing is read
         taken = self._next_of_one_size(count)
         if not taken:
             return None
         form = self._form(taken[0])
-        if max(count, room) == 1:  # travels with the call, as it does in Keras
+        if max(count, room) == 1:  # transferred with the call, as in Keras
             leaves = self._leaves(self._rows.batch(taken[0]), form)
             alone = [leaf.astype(spec.dtype, copy=False)[None] for leaf, spec in leaves]
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
         numbers = numbers_of(taken)
         arrays = self._leaves(self._rows.data, form)
         host: list[Any] = [RowNumbers.of(array, numbers) for array, _ in arrays]
-        # Rows behind the last: room, so that a short block runs in the program of the long ones.
+        # Padded, so that a short block runs in the program of the long ones.
         padded = np.pad(numbers, ((0, max(count, room) - len(taken)), (0, 0)), mode="edge")
         device = self._rows.gathered(padded, arrays, sharding)
         return Block(form, len(taken), Staged(host, tuple(device), len(taken), replicas), sharding)
 
     def skip(self, count: int) -> None:
-        """Pass by batches that were used before."""
+        """Skip batches that were used before."""
         for number in range(count):
             if next(self._epoch, None) is None:
                 raise too_short(number, count)
 
     def close(self) -> None:
-        """There is no thread to end."""
+        """Do nothing: there is no thread."""
 
     def _next_of_one_size(self, count: int) -> list[Any]:
         taken: list[Any] = []

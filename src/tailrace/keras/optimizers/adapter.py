@@ -1,4 +1,4 @@
-"""Keras optimizers as the engine calls them: gradients and state in, parameters and state out."""
+"""Keras optimizers in the engine's form: gradients and state in, parameters and state out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tailrace.keras.programs.variables import SCALE, Layout
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse by name what would be skipped in silence."""
+    """Refuse an override that would be silently ignored."""
     chain = chain_of(optimizer)
     scalers = [one for one in chain if isinstance(one, keras.optimizers.LossScaleOptimizer)]
     if len(scalers) > 1:
@@ -38,7 +38,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_in_loop(optimizer: Any) -> None:
-    """Refuse what cannot be called in a loop written by hand."""
+    """Refuse an optimizer that does not work in a hand-written loop."""
     chain = chain_of(optimizer)
     if any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in chain):
         inner = type(chain[-1]).__name__
@@ -51,16 +51,16 @@ def check_in_loop(optimizer: Any) -> None:
 
 
 def without_scale(gradient: Any, scale: Any) -> Any:
-    """The gradient of the loss, of one of the scaled loss; at least as precise as the scale."""
+    """The gradient of the loss, from that of the scaled loss; in at least the scale's precision."""
     narrow = jnp.finfo(gradient.dtype).bits < jnp.finfo(scale.dtype).bits
     wide = scale.dtype if narrow else gradient.dtype
     return gradient.astype(wide) / scale.astype(wide)
 
 
 def with_scale(changed: Any, before: Any, scale: Any) -> Any:
-    """A changed gradient of the loss as one of the scaled loss, which was `before`.
+    """A changed gradient of the loss as a gradient of the scaled loss, which was `before`.
 
-    If that was not finite it stays: the step is skipped, whatever was made of it.
+    If that was not finite, it is returned: the step is skipped anyway.
     """
     changed = jnp.asarray(changed)
     scaled = (changed * scale.astype(changed.dtype)).astype(before.dtype)
@@ -68,7 +68,7 @@ def with_scale(changed: Any, before: Any, scale: Any) -> Any:
 
 
 class Updates:
-    """An optimizer of Keras with the methods that the engine calls."""
+    """A Keras optimizer with the methods that the engine calls."""
 
     def __init__(self, optimizer: Any, layout: Layout, start: dict[str, Any]) -> None:
         check_optimizer(optimizer)
@@ -86,11 +86,11 @@ class Updates:
         self.unscaled = self._unscaled if scaled else None
 
     def init(self, params: Any) -> dict[str, Any]:
-        """The state that the optimizer's variables hold."""
+        """The state of the optimizer's variables."""
         return self._start
 
     def _each(self, grads: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-        """What becomes of the gradients of one microbatch, before they are accumulated."""
+        """The gradients of one microbatch after the wrappers, before they are accumulated."""
         variables = self._layout.trainable
         values, found = variables.values(params), variables.values(grads)
         for wrapper in self._around:
@@ -105,7 +105,7 @@ class Updates:
         return {**grads, **variables.tree(found)}
 
     def _each_alone(self, name: str, gradient: Any, value: Any) -> Any:
-        """The same for one gradient, on the device of the stage that makes it."""
+        """The same for one gradient, on the device of the stage that computes it."""
         if self._inside:
             raise OptionError(scale_is_elsewhere(self._inside[0]))
         for wrapper in self._maps if name != SCALE else ():
@@ -113,7 +113,7 @@ class Updates:
         return gradient
 
     def _unscaled(self, grads: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-        """The gradients of one microbatch as they would be if the loss were not scaled."""
+        """The unscaled gradients of one microbatch."""
         scale = params.get(SCALE, self.optimizer.loss_scale_factor)
         return {n: g / jnp.asarray(scale, g.dtype) for n, g in grads.items() if n != SCALE}
 

@@ -1,12 +1,12 @@
-"""What optimizers around optimizers have in common.
+"""The base of optimizers that wrap optimizers.
 
-A wrapper is a Keras optimizer itself. Hyperparameters, read or set, are those of the optimizer
-inside. It may stand around a `LossScaleOptimizer` or, as under the policy mixed_float16, inside one:
-inside, it sees the gradients of the loss; around, those of the scaled loss.
+A wrapper is itself a Keras optimizer. Its hyperparameters are those of the wrapped optimizer. It may
+wrap a `LossScaleOptimizer` or, as under the policy mixed_float16, be inside one: inside, it sees the
+gradients of the loss; outside, those of the scaled loss.
 
-`fit` on Tailrace's trainer asks the wrappers about the gradients of each batch itself. Whoever else
-calls them (plain Keras, an overridden `train_step`, a loop in `strategy.run`) has one batch to a step:
-the wrappers then ask each other.
+`fit` on Tailrace's trainer calls the wrappers for the gradients of each batch. Other callers (plain
+Keras, an overridden `train_step`, a loop in `strategy.run`) have one batch per step: the wrappers then
+call each other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _asked: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def asked(wrappers: Sequence[Any]) -> Iterator[None]:
-    """Inside, these wrappers have seen the gradients of each batch."""
+    """A context in which these wrappers have already seen the gradients of each batch."""
     token = _asked.set(_asked.get() | {id(wrapper) for wrapper in wrappers})
     try:
         yield
@@ -38,7 +38,7 @@ def asked(wrappers: Sequence[Any]) -> Iterator[None]:
 
 
 class Wrapper(keras.optimizers.Optimizer):
-    """An optimizer that does something with gradients and leaves the rest to another.
+    """An optimizer that transforms gradients and delegates the update to another.
 
     Args:
         inner_optimizer: any Keras optimizer.
@@ -58,7 +58,7 @@ class Wrapper(keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name=name or type(self).__name__)
         self.inner_optimizer = inner_optimizer
 
-    # -- what wrappers do -----------------------------------------------------------------------
+    # -- hooks for subclasses -------------------------------------------------------------------
 
     def each(self, grads: list[Any], values: list[Any], variables: list[Any]) -> list[Any]:
         """The gradients of one microbatch, before they are accumulated."""
@@ -69,10 +69,10 @@ class Wrapper(keras.optimizers.Optimizer):
         return grads
 
     def check_alone(self) -> None:
-        """Refuse what only `fit` on Tailrace's trainer can do; called where something else trains."""
+        """Refuse features that only `fit` on Tailrace's trainer supports; called by other loops."""
 
     def _ask(self, grads: list[Any], values: Any, variables: list[Any]) -> tuple[list[Any], Any]:
-        """The gradients of one batch after this wrapper and those directly inside, and who they are."""
+        """The gradients of one batch after this wrapper and those directly inside; and the wrappers."""
         group = directly_inside(self)
         if id(self) in _asked.get():
             return grads, group
@@ -82,15 +82,15 @@ class Wrapper(keras.optimizers.Optimizer):
                 grads = wrapper.each(grads, list(values()), variables)
         return grads, group
 
-    # -- an optimizer, all the same -------------------------------------------------------------
+    # -- the interface of an optimizer ----------------------------------------------------------
 
     @property
     def variables(self) -> list[Any]:
-        """Those of the optimizer inside."""
+        """The variables of the wrapped optimizer."""
         return self.inner_optimizer.variables
 
     def build(self, variables: Any) -> None:
-        """Build the optimizer inside."""
+        """Build the wrapped optimizer."""
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         object.__setattr__(self, "_wrapped_variables", list(variables))  # not its own: not tracked
@@ -99,7 +99,7 @@ class Wrapper(keras.optimizers.Optimizer):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[Any], list[Any]]:
-        """One update, by the optimizer inside."""
+        """One update, by the wrapped optimizer."""
         variables = self._wrapped_variables
         grads, group = self._ask(list(grads), lambda: trainable_variables, variables)
         with asked(group):
@@ -141,7 +141,7 @@ class Wrapper(keras.optimizers.Optimizer):
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
-        # A LossScaleOptimizer that is put around an optimizer takes this from it.
+        # A LossScaleOptimizer takes this over from the optimizer that it wraps.
         if "inner_optimizer" in self.__dict__:
             if scaling(self.inner_optimizer) is not None:
                 raise OptionError(scaled_twice(self))
@@ -149,25 +149,25 @@ class Wrapper(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> Any:
-        """How many updates there were."""
+        """The number of updates so far."""
         return self.inner_optimizer.iterations
 
     def scale_loss(self, loss: Any) -> Any:
-        """As the optimizer inside scales it."""
+        """The loss, scaled by the wrapped optimizer."""
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """What the optimizer inside does at the end of training."""
+        """Finalize the wrapped optimizer's variables at the end of training."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def get_config(self) -> dict[str, Any]:
-        """The wrapper and, inside, the optimizer."""
+        """The configuration of the wrapper and of the wrapped optimizer."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Make it again."""
+        """Create a wrapper from its configuration."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(
             config.pop("inner_optimizer"), custom_objects=custom_objects
@@ -176,7 +176,7 @@ class Wrapper(keras.optimizers.Optimizer):
 
 
 def directly_inside(wrapper: Wrapper) -> list[Wrapper]:
-    """A wrapper and those inside it, as far as nothing else comes between; from the outside in."""
+    """A wrapper and the wrappers directly inside it, outermost first."""
     found: list[Wrapper] = []
     optimizer: Any = wrapper
     while isinstance(optimizer, Wrapper):
@@ -186,7 +186,7 @@ def directly_inside(wrapper: Wrapper) -> list[Wrapper]:
 
 
 def scaled_twice(optimizer: Any) -> str:
-    """Why an optimizer is refused that would stand between two scalers of the loss."""
+    """The message for an optimizer between two loss scalers."""
     return (
         f"The loss is scaled once. Received: a LossScaleOptimizer around {type(optimizer).__name__}, "
         f"which has another inside: under the policy mixed_float16, Keras' compile puts one around any "

@@ -1,4 +1,4 @@
-"""Optimizers around optimizers: accumulation, replicas, mapped gradients; and chains of them."""
+"""Optimizers that wrap optimizers: accumulation, replicas, mapped gradients; and chains of them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class GradientAccumulationOptimizer(Wrapper):
 
     Args:
         opt: any Keras optimizer.
-        num_mini_batches: how many batches of a replica make a step; with 1 you get `opt` itself.
-        dtype: of the accumulators: None, a dtype, or a function of the variable.
+        num_mini_batches: the batches of a replica per step; 1 returns `opt` itself.
+        dtype: the dtype of the accumulators: None, a dtype, or a function of the variable.
         reduction_method: "sum", "mean" or "running_mean".
         name: the name of the wrapper.
 
@@ -57,7 +57,7 @@ class GradientAccumulationOptimizer(Wrapper):
     def __new__(
         cls, opt: Any = None, num_mini_batches: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Nothing is accumulated over one batch: the optimizer itself."""
+        """Return the optimizer itself if there is nothing to accumulate."""
         if isinstance(num_mini_batches, int) and num_mini_batches == 1:
             return opt
         return super().__new__(cls)
@@ -80,7 +80,7 @@ class GradientAccumulationOptimizer(Wrapper):
         self.accumulation = Accumulation(num_mini_batches, dtype=dtype, reduction=reduction)
 
     def check_alone(self) -> None:
-        """One batch is nothing to accumulate."""
+        """Refuse: outside of `fit` there is only one batch."""
         count = self.accumulation.microbatches
         raise OptionError(
             f"A GradientAccumulationOptimizer accumulates in `fit` of a model with Tailrace's trainer "
@@ -112,7 +112,7 @@ class MapGradientOptimizer(Wrapper):
     """Applies a function to the gradients of each batch, before they are accumulated.
 
     Inside a `LossScaleOptimizer` it sees the gradients of the loss; a step whose gradients are not
-    finite, before the function or after it, is skipped. Saved is the name of the function.
+    finite, before the function or after it, is skipped. The name of the function is saved.
 
     Args:
         wrapped_optimizer: any Keras optimizer.
@@ -162,7 +162,7 @@ class MapGradientOptimizer(Wrapper):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Make it again; the function is looked up by its name."""
+        """Create it from its configuration; the function is looked up by name."""
         config = dict(config)
         function = config["gradient_mapping_function"]
         found = keras.saving.get_registered_object(function, custom_objects)
@@ -181,7 +181,7 @@ class MapGradientOptimizer(Wrapper):
 
 
 def chain_of(optimizer: Any) -> list[Any]:
-    """An optimizer and those inside it, through wrappers and scalers; from the outside in."""
+    """An optimizer and those inside it, through wrappers and loss scalers, outermost first."""
     found = [optimizer]
     while isinstance(optimizer, Wrapper | keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
@@ -190,18 +190,18 @@ def chain_of(optimizer: Any) -> list[Any]:
 
 
 def wrappers_of(optimizer: Any) -> list[Wrapper]:
-    """The wrappers around an optimizer, from the outside in."""
+    """The wrappers around an optimizer, outermost first."""
     return [one for one in chain_of(optimizer) if isinstance(one, Wrapper)]
 
 
 def wrappers_by_scale(optimizer: Any) -> tuple[list[Wrapper], list[Wrapper]]:
-    """The wrappers around a scaler of the loss, and those inside; without a scaler, all are around."""
+    """The wrappers outside of a loss scaler, and those inside; without a scaler, all are outside."""
     inside = wrappers_of(scaling(optimizer))
     return [one for one in wrappers_of(optimizer) if all(one is not w for w in inside)], inside
 
 
 def accumulation_of(optimizer: Any) -> Accumulation | None:
-    """What a `GradientAccumulationOptimizer` asks for, which must be the outermost wrapper."""
+    """The accumulation of a `GradientAccumulationOptimizer`, which must be the outermost wrapper."""
     for number, wrapper in enumerate(wrappers_of(optimizer)):
         if not isinstance(wrapper, GradientAccumulationOptimizer):
             continue
@@ -224,7 +224,7 @@ def _has_name(dtype: Any) -> bool:
 
 
 def _registered_name(function: Any) -> str:
-    """The name by which a function is found again; that of its class for a callable object."""
+    """The registered name of a function, or of the class of a callable object."""
     try:
         return keras.saving.get_registered_name(function)
     except (AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""The methods of a model that say which layer call belongs to which stage."""
+"""The methods of a model that assign layer calls to stages."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tailrace.pipeline.balance_cuts import balanced_cut
 
 
 class Assigning:
-    """Stages of a pipeline, for each call of a layer; input layers have none."""
+    """The stage of each layer call; input layers have none."""
 
     model: Any
     settings: Settings
 
     def forget_programs(self) -> None:
-        """Build the device programs anew when they are needed next."""
+        """Drop the device programs; they are built again when needed."""
         raise NotImplementedError
 
     def get_pipeline_stage_assignment(self) -> list[Any]:
-        """An entry for each layer call, in post-order; its stage is None where none was assigned."""
+        """An entry for each layer call, in post-order; its stage is None if none was assigned."""
         settings = self.settings
         if settings.assignment is not None:
             return list(settings.assignment)
@@ -48,8 +48,8 @@ class Assigning:
         Args:
             pipeline_stage_assignment: one entry for each layer call: a number, or an entry of
                 `get_pipeline_stage_assignment` with its stage set; for a model inside, a list of
-                such. Or "auto", with `stages`: cut so that the slowest stage is as fast as it can be.
-            stages: for "auto", how many stages.
+                such. Or "auto", with `stages`: minimizes the cost of the slowest stage.
+            stages: for "auto", the number of stages.
         """
         settings = self.settings
         if isinstance(pipeline_stage_assignment, str):
@@ -114,7 +114,7 @@ def balanced(model: Any, stages: int) -> list[Any]:
 
 
 def _costs(model: Any, flow: Any, layers: list[Call]) -> list[float]:
-    """About how many multiplications each layer call takes, for one example."""
+    """The approximate number of multiplications of each layer call, per example."""
     shapes: dict[Tensor, tuple[int, ...]] = {}
 
     def note(call: Call | None, values: dict[Tensor, Any]) -> dict[Tensor, Any]:

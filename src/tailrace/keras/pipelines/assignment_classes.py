@@ -1,4 +1,4 @@
-"""Which call of a layer belongs to which stage: as people write it, checked, and as numbers."""
+"""The assignment of layer calls to stages: the user's objects, checked, and as numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerStageAssignment:
 
     Attributes:
         layer: the layer.
-        node_index: which of its calls.
+        node_index: the index of the call.
         pipeline_stage: the stage; None if it has none.
         inbound_layers: the layers whose outputs it takes.
 
@@ -52,7 +52,7 @@ class NestedModelStageAssignment:
 
 
 def assigned(model: Any, stages: Any) -> list[Any]:
-    """Assignments for all layer calls of a model, with these stages (None: none)."""
+    """Assignments for all layer calls of a model, with these stages, or None."""
     if not has_flow(model):
         calls = called_layers(model)
         given = [None] * len(calls) if stages is None else stages
@@ -79,7 +79,7 @@ def _assigned(flow: Flow, stages: Any) -> list[Any]:
 
 
 def plain_stages(model: Any, given: Any) -> list[Any]:
-    """What a caller assigned, checked, as numbers in lists."""
+    """The caller's assignment, checked, as nested lists of numbers."""
     if not isinstance(given, list):
         raise OptionError(
             f"pipeline_stage_assignment needs to be a list: one entry for each layer call. "
@@ -163,7 +163,7 @@ def _check_chain(stages: list[int], assignments: list[Any]) -> None:
 
 
 def check_no_gaps(stages: Any) -> int:
-    """How many stages there are; all have a layer."""
+    """The number of stages; checks that each has a layer."""
     used = {stage for stage, _ in _flat(stages)}
     highest = max(used)
     missing = [stage for stage in range(highest) if stage not in used]
@@ -181,7 +181,7 @@ def check_no_gaps(stages: Any) -> int:
 
 
 def noted_stages(model: Any) -> list[Any] | None:
-    """The stages that a Functional model's layers were made or called in; None if there are none."""
+    """The stages in which a Functional model's layers were created or called; None if none."""
     taken: dict[int, int] = {}
 
     def one(part: Any) -> Any:

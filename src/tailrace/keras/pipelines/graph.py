@@ -43,7 +43,7 @@ class Call:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a layer; operations have no stage of their own."""
+        """Whether it is a layer; operations are not assigned to stages."""
         return isinstance(self.operation, keras.layers.Layer)
 
     def output(self, number: int = 0) -> Tensor:

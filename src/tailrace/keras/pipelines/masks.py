@@ -1,8 +1,8 @@
 """Keras' implicit masks, across the boundaries of stages.
 
-A layer such as `Embedding(mask_zero=True)` attaches a mask to the tensor that it returns, and layers,
-losses and metrics behind it look there. A boundary makes new tensors: the masks cross it beside the
-values, and are attached again. Where Keras keeps them is private; layers may read and set them.
+A layer such as `Embedding(mask_zero=True)` attaches a mask to its output, and later layers, losses and
+metrics read it there. A boundary creates new tensors: masks cross it with the values, and are attached
+again. Keras' storage of masks is private, but layers may read and set them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tailrace.pipeline.boundary import stage_boundary
 
 
 class _Reading(keras.layers.Layer):
-    """Takes what Keras gives a layer as the mask of its input."""
+    """Records the mask that Keras passes to a layer for its input."""
 
     def __init__(self) -> None:
         super().__init__(autocast=False, name="tailrace_mask_reading")
@@ -24,7 +24,7 @@ class _Reading(keras.layers.Layer):
         self.found: list[Any] = []
 
     def call(self, value: Any, mask: Any = None) -> Any:
-        """Leave the mask behind."""
+        """Record the mask."""
         self.found = [mask]
         return value
 
@@ -62,7 +62,7 @@ def with_mask(value: Any, mask: Any) -> Any:
 
 
 def masked_boundary(values: Sequence[Any]) -> list[Any]:
-    """End a stage here: the values behind the boundary, each with the mask that it had before."""
+    """End a stage: the values after the boundary, each with its mask."""
     masks = [mask_of(value) for value in values]
     marked, crossed = stage_boundary((list(values), masks))
     return [with_mask(value, mask) for value, mask in zip(marked, crossed, strict=True)]

@@ -1,4 +1,4 @@
-"""`tk.PipelineStage`: layers note the stage of a pipeline that they are made and called in."""
+"""`tk.PipelineStage`: layers record the stage in which they are created and called."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _stage: contextvars.ContextVar[int | None] = contextvars.ContextVar("tailrace_st
 _allowed = Scopes("tailrace_stages_allowed")
 
 following: contextvars.ContextVar[Any] = contextvars.ContextVar("tailrace_following", default=None)
-"""The subclassed model whose layer calls are followed here, if one is."""
+"""The subclassed model whose layer calls are being followed, if any."""
 
 CALLS, MADE = "_tailrace_call_stages", "_tailrace_stage"
-"""Under these names a layer keeps the stages of its calls, and the one that it was made in."""
+"""The attributes in which a layer records the stages of its calls, and of its creation."""
 
 
 def in_scope() -> AbstractContextManager[None]:
-    """While the scope of a strategy is open, stages can be named."""
+    """A context in which stages can be given: the scope of a strategy."""
     return _allowed.opened(True)
 
 
 class PipelineStage:
-    """Layers made and called inside belong to a stage of a pipeline.
+    """Layers created and called inside belong to a stage of a pipeline.
 
     Args:
-        stage: the number of the stage, from 0.
+        stage: the index of the stage, from 0.
 
     Example:
         >>> import keras, tailrace.keras as tk
@@ -72,14 +72,14 @@ class PipelineStage:
 
 
 def _made(make: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Make a layer, which notes the stage that it is made in."""
+    """Create a layer, and record the current stage."""
     make(layer, *args, **kwargs)
     if (stage := _stage.get()) is not None:
         layer.__dict__[MADE] = stage
 
 
 def _called(call: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer, which notes the stage; the model that calls it may be followed."""
+    """Call a layer, and record the current stage; its model may be followed."""
     if (stage := _stage.get()) is not None:
         flat = keras.tree.flatten((args, kwargs))
         symbolic = any(isinstance(one, keras.KerasTensor) for one in flat)
@@ -88,7 +88,7 @@ def _called(call: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     found = following.get()
     if found is None or found.depth:
         return call(layer, *args, **kwargs)
-    found.depth += 1  # at once: a boundary carries masks with layers of its own
+    found.depth += 1  # before the call: a boundary calls layers for masks, which do not count
     try:
         args, kwargs = found.enter(layer, args, kwargs)
         return call(layer, *args, **kwargs)
@@ -101,5 +101,5 @@ hook(keras.layers.Layer, "__call__", _called)
 
 
 def current_stage() -> int | None:
-    """The stage that is named where this is called, if one is."""
+    """The current stage, if any."""
     return _stage.get()

@@ -1,7 +1,7 @@
 """The forward pass of a model, stage by stage.
 
-Sequential and Functional models are run from their graphs, in the order of stages. The `call` of a
-subclassed model is followed: where it calls a layer of the next stage, that stage begins.
+Sequential and Functional models run from their graphs, in the order of stages. The `call` of a
+subclassed model is followed: when it calls a layer of the next stage, that stage begins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def by_call(flow: Flow, stages: Any) -> dict[int, int]:
 
 
 def check_order(flow: Flow, stages: dict[int, int]) -> None:
-    """No call takes what a later stage makes."""
+    """Check that no call uses the output of a later stage."""
     made: dict[Any, int] = {}
     for call in flow.calls:
         stage = stages[id(call)]
@@ -81,7 +81,7 @@ class StagedFlow:
 
 @dataclasses.dataclass
 class Following:
-    """A subclassed model while its `call` is followed: one layer call after another."""
+    """A subclassed model while its `call` is followed, layer call by layer call."""
 
     stages: Sequence[int] | None
     layers: list[Any] = dataclasses.field(default_factory=list)
@@ -91,7 +91,7 @@ class Following:
     cuts: bool = True
 
     def enter(self, layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A layer is called: begin its stage, if it is another."""
+        """Called for each layer call: begins its stage, if it is a new one."""
         number = len(self.layers)
         self.layers.append(layer)
         stage = self._stage_of(layer, number)
@@ -128,7 +128,7 @@ class Following:
 
 @contextlib.contextmanager
 def followed(found: Following) -> Iterator[Following]:
-    """Follow the layer calls that a model makes itself."""
+    """A context in which the layer calls of a model are followed."""
     token = following.set(found)
     try:
         yield found
@@ -142,7 +142,7 @@ def called_layers(model: Any) -> list[Any]:
 
 
 def noted_in_call(model: Any) -> list[int] | None:
-    """The stages that a subclassed model's `call` names; None if it names none."""
+    """The stages given in a subclassed model's `call`; None if there are none."""
     seen = _followed(model).seen
     if all(stage is None for stage in seen):
         return None

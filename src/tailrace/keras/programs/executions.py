@@ -1,4 +1,4 @@
-"""What training, evaluation and prediction share: blocks of batches, run one after another."""
+"""The base of training, evaluation and prediction: runs blocks of batches."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tailrace.program.running.placement import Placement
 
 
 def as_element(batch: Any) -> dict[str, Any]:
-    """A batch of Keras as the element that programs see: its parts by name."""
+    """A Keras batch as the element that programs see: its parts by name."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     parts = {"x": x, "y": y, "sample_weight": sample_weight}
     return {name: part for name, part in parts.items() if jax.tree.leaves(part)}
 
 
 def as_batch(element: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The other way round."""
+    """The inverse of `as_element`."""
     parts = (element.get("x"), element.get("y"), element.get("sample_weight"))
     last = max(number for number, part in enumerate(parts) if part is not None)
     return parts[: last + 1]
@@ -40,14 +40,14 @@ def as_batch(element: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """Where in its first epoch a fit goes on that was taken up from a checkpoint.
+    """The position of a resumed fit in its first epoch.
 
     Attributes:
-        done: the batches of the epoch that are counted along, and not run.
-        skipped: the batches that were taken from the data under way.
-        begun: how often data had been begun, this time included.
-        logs: those of the last of the batches that were done.
-        after: called once they are skipped; None: nothing is.
+        done: the batches of the epoch that are counted but not run.
+        skipped: the batches that were taken from the current data.
+        begun: the number of times data was begun, including this time.
+        logs: the logs of the last batch done.
+        after: called once they are skipped; None for nothing.
     """
 
     done: int
@@ -58,7 +58,7 @@ class Resumed:
 
 
 class Executions(ABC):
-    """Takes batches from Keras' iterator and runs them, an execution at a call.
+    """Takes batches from Keras' iterator and runs them, one execution per call.
 
     Args:
         model: the model.
@@ -67,7 +67,7 @@ class Executions(ABC):
     """
 
     drops_remainder = False
-    """Whether batches at the end of the data that replicas cannot share are left out."""
+    """Whether to drop batches at the end of the data that do not divide over replicas."""
 
     def __init__(self, model: Any, placement: Placement, per_step: int) -> None:
         self.model, self.placement, self.per_step = model, placement, per_step
@@ -83,32 +83,32 @@ class Executions(ABC):
         self._batches: Batches | ResidentBatches | None = None
         self._tickets: deque[tuple[Any, int]] = deque()
         self.begun = self.taken = 0
-        """How often data was begun in this fit, and how many batches were taken since."""
+        """The number of times data was begun in this fit, and the batches taken since."""
         self.exhausted = False
-        """Whether that data has come to its end."""
+        """Whether that data has ended."""
         self.inside = False
-        """Whether a part of an execution has run, and the rest has not."""
+        """Whether an execution has run only in part."""
         self._resumed: Resumed | None = None
 
     @property
     def replicas(self) -> int:
-        """How many replicas share an execution."""
+        """The number of replicas."""
         return self.placement.replicas
 
-    # -- for those who know what a dispatch does ------------------------------------------------
+    # -- for subclasses -------------------------------------------------------------------------
 
     @abstractmethod
     def dispatch(self, block: Block) -> tuple[Any, Any]:
-        """Run a block; returns an array that is ready afterwards, and what came out of it."""
+        """Run a block; returns an array that is ready afterwards, and its results."""
 
     def element(self, batch: Any) -> Any:
-        """What a program sees of a batch."""
+        """The element of a batch."""
         return as_element(batch)
 
     # -- running --------------------------------------------------------------------------------
 
     def execute(self, iterator: Iterator[Any]) -> list[Any]:
-        """One execution; returns what its dispatches returned. StopIteration: there is no more."""
+        """Run one execution; returns the results of its dispatches. Raises StopIteration at the end."""
         pacing = self.pacing
         if pacing.already():
             return [self.latest]
@@ -120,7 +120,7 @@ class Executions(ABC):
         while done < wanted:
             piece = min(pacing.piece(size, wanted), wanted - done)
             ahead = pacing.reads_on(done + piece, piece)
-            # One program serves all lengths up to the longest, which comes first.
+            # One program serves all lengths up to the longest, which runs first.
             self._room = max(self._room, piece)
             block = batches.take(piece, self.replicas, self._sharding, ahead, self._room)
             if block is None:
@@ -150,13 +150,13 @@ class Executions(ABC):
         return results
 
     def resume(self, resumed: Resumed, pacing: Pacing) -> None:
-        """Go on inside an epoch, or in data that an epoch before has begun."""
+        """Resume inside an epoch, or in data that an earlier epoch has begun."""
         self._resumed = resumed
         self.begun = resumed.begun - bool(resumed.skipped)
         pacing.go_on(resumed.done)
 
     def restore(self, state: Any) -> None:
-        """Give the variables back what Keras handed over, if nothing has been computed from it."""
+        """Restore the variables that Keras passed in, if nothing was computed from them."""
         values = [value for part in state for value in part or ()]
         variables = self.handed_over()
         if len(values) == len(variables):
@@ -166,39 +166,41 @@ class Executions(ABC):
 
     @abstractmethod
     def handed_over(self) -> list[Any]:
-        """The variables whose values Keras hands over, in order; none once they have changed."""
+        """The variables whose values Keras passes in, in order; empty once they have changed."""
 
     def end(self) -> None:
-        """A call of fit, evaluate or predict is over: threads end."""
+        """End a call of fit, evaluate or predict: stops threads."""
         self._tickets.clear()
         if self._batches is not None:
             self._batches.close()
             self._batches = None
         self._resumed = None
-        self.pacing = Pacing()  # arrays on the device are let go of
+        self.pacing = Pacing()  # releases arrays on the device
         buffers.trim()
 
-    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
-        """What callbacks hear of one of the steps of a dispatch: its metrics."""
+    def step_logs(
+        self, result: Any, steps: int, step: int, replica: int | None = None
+    ) -> dict[str, Any]:
+        """The logs of one step of a dispatch: its metrics, or those of one replica."""
         del steps
-        return {name: float(Number(values, step)) for name, values in result.items()}
+        return {name: float(values.at(step, replica)) for name, values in result.items()}
 
     def log_series(self, *sent: Mapping[str, Any]) -> dict[str, Values]:
-        """The metrics that are numbers, as one dispatch or several sent them out."""
+        """The scalar metrics that one or several dispatches sent out."""
         reduce = settings_of(self.model).metric_reduction
         return {
             name: Series([part[name] for part in sent], self.replicas, reduce) for name in sent[0]
         }
 
     def logs(self, series: Mapping[str, Values]) -> dict[str, Any]:
-        """The metrics after a dispatch, still on their way."""
+        """The metrics after a dispatch, still on the device."""
         if self._resumed is not None:  # nothing has run yet
             return _logs_of(self._resumed)
         self.latest = dict(series)
         if not self.pacing.listeners:
             return Unheard(self.names)
         step = self.pacing.last_step(self._latest_count)
-        step = step if step >= 0 else -1  # it ran in a dispatch before the latest
+        step = step if step >= 0 else -1  # it ran in an earlier dispatch
         return {
             name: Number(series[name], step) if name in series else Later(shape)
             for name, shape in self.names.items()
@@ -221,7 +223,7 @@ class Executions(ABC):
         return self._batches
 
     def _skip(self, batches: Batches | ResidentBatches) -> None:
-        """Go to where the data was when the checkpoint was taken."""
+        """Seek to the position of the data at the checkpoint."""
         resumed, self._resumed = self._resumed, None
         if resumed is None or not resumed.skipped:
             return
@@ -231,7 +233,7 @@ class Executions(ABC):
             resumed.after()
 
     def _wait(self, ticket: Any, block: Block) -> None:
-        """Do not run ahead of the device further than its memory allows."""
+        """Wait, so that no more dispatches are in flight than the device's memory allows."""
         self._tickets.append((ticket, block.count))
         least = dispatch_table.IN_FLIGHT
         if len(self._tickets) <= least:
@@ -249,7 +251,7 @@ class Executions(ABC):
         self.pacing.ready(done / self.pacing.execution)
 
     def _whole(self, block: Block) -> Block | None:
-        """A block without the batches at its end that do not fill a step."""
+        """A block without batches at its end that do not fill a step."""
         left = block.count % self.per_step
         known = self.pacing.batches is not None  # and so what replicas cannot share was left out
         if not self.drops_remainder and (known or self.per_step > self.replicas):
@@ -277,13 +279,13 @@ class Executions(ABC):
 
 
 def _logs_of(resumed: Resumed) -> dict[str, Any]:
-    """The logs of a batch that was done before, as far as they were kept."""
+    """The logs of a batch that was done before, as far as they were saved."""
     kept = {name: Later(()) if value is None else value for name, value in resumed.logs.items()}
     return kept if any(v is not None for v in resumed.logs.values()) else Unheard(kept)
 
 
 def part(staged: Staged, first: int, count: int) -> Staged:
-    """Some of the passes of a block."""
+    """Some iterations of a block."""
     replicas = staged.replicas
     host = [leaf[first * replicas : (first + count) * replicas] for leaf in staged.host]
     device = tuple(leaf[first : first + count] for leaf in staged.device)
@@ -291,5 +293,5 @@ def part(staged: Staged, first: int, count: int) -> Staged:
 
 
 def exact(staged: Staged) -> Staged:
-    """A block without room for more."""
+    """A block without padding."""
     return staged if staged.room == staged.count else part(staged, 0, staged.count)

@@ -25,9 +25,9 @@ class Series(Values):
     """A value of each step of an execution: on the device until it is read.
 
     Args:
-        leaves: what its dispatches sent out, in order.
-        replicas: with several, their dim comes first.
-        reduce: makes one value of those of all replicas.
+        leaves: the values of its dispatches, in order.
+        replicas: the number of replicas; with several, their dim comes first.
+        reduce: combines the values of all replicas.
     """
 
     def __init__(
@@ -45,14 +45,16 @@ class Series(Values):
             self._leaves = ()
         return self._host
 
-    def at(self, step: int) -> Any:
-        """The value of one step, one for all replicas."""
+    def at(self, step: int, replica: int | None = None) -> Any:
+        """The value of one step: that of a replica, or one for all of them."""
         values = self.host()[..., step]
-        return self._reduce(values) if self._replicas > 1 else values
+        if self._replicas == 1:
+            return values
+        return self._reduce(values) if replica is None else values[replica]
 
 
 class Final(Values):
-    """A value that is known after the last step of a dispatch only."""
+    """A value that is known only after the last step of a dispatch."""
 
     def __init__(self, leaf: Any) -> None:
         self._leaf = leaf
@@ -61,9 +63,9 @@ class Final(Values):
         """The value, in an array of one."""
         return np.asarray(self._leaf).reshape(-1)
 
-    def at(self, step: int) -> Any:
-        """The value, whichever step is asked for: nobody asks for one before the last."""
-        del step
+    def at(self, step: int, replica: int | None = None) -> Any:
+        """The value, for any step: only the last one is ever requested."""
+        del step, replica
         return self.host()[-1]
 
 
@@ -84,7 +86,7 @@ class Number:
 
 
 class Later:
-    """Stands in the logs of a batch for a metric that is not a number: epochs have its value."""
+    """A placeholder in the logs of a batch for a metric that is not a scalar; epochs have its value."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -96,7 +98,7 @@ class Later:
 class Unheard(dict[str, Any]):
     """Logs of a batch that no callback listens to: Keras would read them all the same.
 
-    They have their names, by which Keras knows them for its metrics, and hand out no values.
+    They have names, by which Keras recognises its metrics, and no values.
     """
 
     def items(self) -> Any:

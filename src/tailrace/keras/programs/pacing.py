@@ -1,4 +1,4 @@
-"""One call of fit, evaluate or predict: what an execution takes, and who hears of it."""
+"""One call of fit, evaluate or predict: the batches of an execution, and the callbacks to call."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Pacing:
     Attributes:
         execution: the batches of one execution, over all replicas.
         unit: pieces of an execution are a multiple of this number of batches.
-        replicas: how many replicas share them.
-        batches: the batches of an epoch; None: until there are no more.
+        replicas: the number of replicas that share them.
+        batches: the batches of an epoch; None for all of the data.
         every_step: callbacks to call for every step, not only the last one of an execution.
-        phase: what they hear of: "train", "test" or "predict".
-        bar: the progress bar, to be moved while a long execution runs.
-        ahead: whether to read on while an execution runs.
-        resident: the arrays, of which batches are rows, that are kept on the device.
-        drops: whether batches at the end of an epoch are left out.
+        phase: "train", "test" or "predict".
+        bar: the progress bar, which moves while a long execution runs.
+        ahead: whether to prefetch while an execution runs.
+        resident: the arrays that are kept on the device, whose rows are the batches.
+        drops: whether batches at the end of an epoch are dropped.
         listeners: whether any callback uses the logs of batches.
-        patience: how waits for data end.
-        alone: whether callbacks look at the model between executions. Where none does, short ones
-            run together: nobody can tell.
+        patience: the limits of waits for data.
+        alone: whether callbacks read the model between executions. If none does, short ones run
+            together, without a visible difference.
     """
 
     execution: int = 1
@@ -58,28 +58,28 @@ class Pacing:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Count from the start again."""
+        """Reset the counts."""
         self._left, self._number, self._ready_at = self.batches, 0, None
         self._owed = 0
 
     def go_on(self, done: int) -> None:
-        """So many batches of this epoch were done before: they are counted along, and not run."""
+        """Skip `done` batches of this epoch, which are counted but not run."""
         self._number = self._owed = done
         if self._left is not None:
             self._left -= done
 
     @property
     def number(self) -> int:
-        """How many batches of this epoch are done."""
+        """The number of batches of this epoch done so far."""
         return self._number
 
     @property
     def between(self) -> bool:
-        """Whether what has run is what Keras has counted, and the epoch goes on as far as is known."""
+        """Whether exactly the batches that Keras has counted have run, and the epoch continues."""
         return not self._owed and self._left != 0
 
     def wanted(self, bytes_per_batch: int = 0) -> int:
-        """How many batches the next execution takes, with those that run together with it."""
+        """The number of batches of the next execution, with those that run together with it."""
         self._together = False
         if self._left is None or (self._left <= 0 and self.replicas == 1):
             return self.execution  # as long as Keras asks for more
@@ -91,18 +91,18 @@ class Pacing:
         return min(count * self.execution, self._left)
 
     def already(self) -> bool:
-        """Whether the next execution has run, together with one before."""
+        """Whether the next execution has already run, together with an earlier one."""
         if not self._owed:
             return False
         self._owed = max(0, self._owed - self.execution)
         return True
 
     def last_step(self, batches: int) -> int:
-        """Which of `batches` that ran together is the last one of this execution, on a replica."""
+        """The index of this execution's last step among `batches` that ran together, per replica."""
         return (batches - self._owed) // self.replicas - 1
 
     def piece(self, bytes_per_batch: int, wanted: int) -> int:
-        """How many of the batches that are wanted one dispatch takes."""
+        """The number of batches per dispatch, of those wanted."""
         if wanted == 1:
             return 1
         most = max(1, dispatch_table.most_bytes() // max(1, bytes_per_batch))
@@ -122,7 +122,7 @@ class Pacing:
     def reads_on(self, after: int, piece: int) -> int:
         """The number of batches to prefetch after `taken` of this execution; none of the next epoch.
 
-        What callbacks change at the end of an epoch has its effect on the data at once.
+        So changes that callbacks make at the end of an epoch affect the data at once.
         """
         if not self.ahead:
             return 0
@@ -136,7 +136,7 @@ class Pacing:
             self._left -= count
 
     def ready(self, share: float) -> None:
-        """A dispatch, so much of an execution, is over: how long do they take?"""
+        """Record that a dispatch, a fraction of an execution, has finished, to learn its duration."""
         now = time.perf_counter()
         if self._ready_at is not None:
             self._seconds = (now - self._ready_at) / max(share, 1e-9)
@@ -144,10 +144,10 @@ class Pacing:
 
     @property
     def hears_steps(self) -> bool:
-        """Whether anybody wants the logs of steps before the last one of a dispatch."""
+        """Whether any callback uses the logs of steps before the last one of a dispatch."""
         return bool(self.every_step) or (self.listeners and self._together)
 
-    # -- telling --------------------------------------------------------------------------------
+    # -- callbacks ------------------------------------------------------------------------------
 
     @property
     def tells(self) -> bool:
@@ -157,17 +157,18 @@ class Pacing:
         )
 
     def tell(
-        self, done: int, count: int, last: bool, logs_of: Callable[[int], Mapping[str, Any]]
+        self, done: int, count: int, last: bool, logs_of: Callable[..., Mapping[str, Any]]
     ) -> None:
-        """Tell of the `count` steps after the first `done` of this execution.
+        """Call callbacks for the `count` batches after the first `done`, on each replica.
 
-        Keras itself tells of the last step of an execution, and of the beginning of the first.
+        Keras calls them for the last batch of an execution, and for the beginning of the first.
         """
-        for step in range(count // self.replicas - last):
-            number = self._number + done + (step + 1) * self.replicas - 1
-            logs = logs_of(step) if self.every_step else {}
+        first = self._number + done
+        for number in range(count - last):
+            step, replica = divmod(number, self.replicas)
+            logs = logs_of(step, replica) if self.every_step else {}
             for callback in self.every_step:
-                getattr(callback, f"on_{self.phase}_batch_end")(number, logs)
-                getattr(callback, f"on_{self.phase}_batch_begin")(number + 1, {})
+                getattr(callback, f"on_{self.phase}_batch_end")(first + number, logs)
+                getattr(callback, f"on_{self.phase}_batch_begin")(first + number + 1, {})
         if self.bar is not None and not last:
-            self.bar.on_train_batch_end(self._number + done + count - 1, logs_of(-1))
+            self.bar.on_train_batch_end(first + count - 1, logs_of(-1))

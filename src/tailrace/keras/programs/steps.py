@@ -1,4 +1,4 @@
-"""Evaluation, prediction, and training by an overridden `train_step`: Keras' steps in a device loop."""
+"""Evaluation, prediction, and training with an overridden `train_step`: Keras' steps on the device."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Looping(Executions, ABC):
 
     Args:
         model: the model.
-        kinds: which variables the state consists of, by their attribute in `Layout`.
-        carried: how many of them, from the end, the step may change.
+        kinds: the variables of the state, by their attribute in `Layout`.
+        carried: the number of them, from the end, that the step may change.
     """
 
     drops_remainder = True
     called = step_called = ""
-    """What the user calls, and which of Keras' steps it runs."""
+    """The method that the user calls, and the Keras step that it runs."""
     kinds: tuple[str, ...] = ()
     read_only = 1
-    """How many of them, from the start, the step leaves alone."""
+    """The number of them, from the start, that the step does not change."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, Placement(settings_of(model).replicas), settings_of(model).replicas)
@@ -57,34 +57,34 @@ class Looping(Executions, ABC):
         """The stages that the step goes through; None: it runs whole on one device."""
         self.runners: dict[Any, LoopRunner] = {}
         self._active: tuple[LoopRunner, LoopState] | None = None
-        self._token = tuple([None] * len(self.kinds))  # an object of its own
+        self._token = tuple([None] * len(self.kinds))  # a new object, recognised by identity
         self._start: tuple[list[Any], list[Any]] | None = None
         self._read: list[Any] = []
         self._step = 0
 
     def handed_over(self) -> list[Any]:
-        """The variables whose values Keras hands over, in order."""
+        """The variables whose values Keras passes in, in order."""
         if self._active is not None:
             return []
         return [variable for kind in self.variables for variable in kind.all]
 
-    # -- what differs ---------------------------------------------------------------------------
+    # -- for subclasses -------------------------------------------------------------------------
 
     @abstractmethod
     def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The step; returns what is sent out, and the next state."""
+        """The step; returns the values to send out, and the next state."""
 
-    # -- what Keras calls -----------------------------------------------------------------------
+    # -- called by Keras ------------------------------------------------------------------------
 
     def run_blocks(self, state: Any, iterator: Iterator[Any]) -> list[Any]:
-        """One execution; returns what each dispatch sent out."""
+        """Run one execution; returns the values of each dispatch."""
         if state is not self._token:
             self._active, self._start = None, self._parts([list(values) for values in state])
             self._read = self._start[1]
         return self.execute(iterator)
 
     def fill(self) -> None:
-        """Give the variables their values."""
+        """Write the values to the variables."""
         if self._active is None:
             return
         carried = self._carried()
@@ -112,7 +112,7 @@ class Looping(Executions, ABC):
                 state = ((tuple(read), tuple(carried)), ())
             self._active = (runner, runner.begin(*state))
             self._start = None
-        # Of a pipeline, only now its devices are known.
+        # The devices of a pipeline are known only now.
         self._sharding = runner.placement.shared_out
         staged = block.on(self._sharding, self.replicas)
         passes = block.count // self.replicas
@@ -129,13 +129,13 @@ class Looping(Executions, ABC):
         return ticket, self.result(jax.tree.unflatten(self._structure(runner), value))
 
     def _carried(self) -> Any:
-        """What the steps have changed so far."""
+        """The current values that steps change."""
         assert self._active is not None
         runner, state = self._active
         return runner.changed(state) if isinstance(runner, ForwardRunner) else runner.carried(state)
 
     def result(self, sent: Any) -> Any:
-        """What is made of what a dispatch sent out: metrics, by default."""
+        """The result of a dispatch from its sent values: metrics, by default."""
         return self.log_series({k: v for k, v in sent.items() if not self.names[k]})
 
     def _structure(self, runner: LoopRunner) -> Any:
@@ -163,7 +163,7 @@ class Looping(Executions, ABC):
         return self.runners[key]
 
     def _advanced(self, carried: Any, element: Any, read: Any) -> tuple[Any, Any]:
-        """What one batch sends out, and what is carried on."""
+        """The values that one batch sends out, and the next carry."""
         sent, state = self.step((*read, *carried), self.batch(element))
         after = jax.tree.map(
             lambda old, new: jnp.asarray(new, old.dtype),
@@ -178,8 +178,7 @@ class Looping(Executions, ABC):
         def body(carried: Any, element: Any, read: Any) -> Any:
             sent, after = self._advanced(carried, element, read)
             self.out.enqueue(sent)
-            # What comes back as it went in would no longer be carried, but read; and each replica
-            # has its own.
+            # JAX would turn an unchanged carry into a constant; but each replica has its own value.
             return jax.lax.optimization_barrier(after) if self.replicas > 1 else after
 
         def program(carried: Any, read: Any) -> Any:
@@ -211,7 +210,7 @@ class Looping(Executions, ABC):
         return as_batch(element)
 
     def _parts(self, values: list[list[Any]]) -> tuple[list[Any], list[Any]]:
-        """What the loop starts with, carried and read."""
+        """The initial values of the loop, carried and read."""
         carried, read = values[self.read_only :], values[: self.read_only]
         if self.replicas > 1:
             for part, kind in zip(carried, self.variables[self.read_only :], strict=True):
@@ -291,10 +290,10 @@ class Stepping(Measuring):
         return f"Nothing in the model {self.model.name!r} can be trained, so Keras' step is used:"
 
     def _check_optimizer(self) -> None:
-        """Refuse an optimizer that the step would call otherwise than it is written."""
+        """Refuse an optimizer whose overridden method the step would ignore."""
         optimizer = self.model.optimizer
         check_optimizer(optimizer)
-        # A wrapper calls what is inside as it is written.
+        # A wrapper calls the overridden method of its wrapped optimizer.
         bare = optimizer is not None and not isinstance(optimizer, Wrapper)
         if bare and overrides(optimizer, "apply_gradients", keras.optimizers.Optimizer):
             raise ProgramError(
@@ -311,37 +310,37 @@ class Stepping(Measuring):
 
     @property
     def steps(self) -> int:
-        """How many steps were made."""
+        """The number of steps so far."""
         return self._step
 
     def settle(self) -> None:
-        """Nothing but logs comes out of the loop."""
+        """Do nothing: only logs leave the loop."""
 
     def mark(self) -> Callable[[], Any]:
-        """There is no run directory."""
+        """A no-op: there is no run directory."""
         return lambda: None
 
     def values(self) -> list[Any]:
-        """The values of the variables now."""
+        """The current values of the variables."""
         if self._active is None:
             return [variable.value for variable in self.layout.variables]
         return jax.tree.leaves(self._carried())
 
     def fill(self) -> None:
-        """Give the variables their values, also where batches were only counted along."""
+        """Write the values to the variables, also if batches were only counted."""
         if self._active is None and self._start is not None:
             self.put(jax.tree.leaves(self._start[0]))
         super().fill()
 
     def put(self, values: list[Any], of_replicas: bool = False) -> None:
-        """Give the variables values that were kept."""
+        """Restore saved values of the variables."""
         del of_replicas
         for variable, value in zip(self.layout.variables, values, strict=True):
             variable.assign(jnp.asarray(value))
         self._active = self._start = None
 
     def take_up(self, step: int, history: History, run_end: Any) -> None:
-        """Go on at this step."""
+        """Resume at this step."""
         del history, run_end
         self._step = step
 
@@ -354,7 +353,7 @@ class Stepping(Measuring):
 
 
 class Predicting(Looping):
-    """`predict_step` in a loop: what it returns for each batch is sent out."""
+    """`predict_step` in a loop; its result for each batch is sent out."""
 
     called, step_called = "predict", "predict_step"
     kinds = ("trainable", "others")
@@ -371,11 +370,14 @@ class Predicting(Looping):
         outputs, others = self.model.predict_step(state, data)
         return outputs, (state[0], others)
 
-    def step_logs(self, result: Any, steps: int, step: int) -> dict[str, Any]:
-        """What callbacks hear of a step: its outputs."""
+    def step_logs(
+        self, result: Any, steps: int, step: int, replica: int | None = None
+    ) -> dict[str, Any]:
+        """The logs of a step: its outputs, or those of one replica."""
 
         def rows(leaf: Any) -> np.ndarray:
-            return np.split(np.asarray(leaf), steps)[step]
+            found = np.split(np.asarray(leaf), steps)[step]
+            return found if replica is None else np.split(found, self.replicas)[replica]
 
         return {"outputs": jax.tree.map(rows, result)}
 

@@ -1,8 +1,8 @@
 """The training program of a model: Keras' loss, metrics and optimizer on an engine.
 
-Keras' trainer calls `run(state, iterator)` once an execution and gets back logs, which wait for the
-device only when they are read, and a token for its state, which it hands back. The variables get their
-values when Keras wants to have them again (`fill`).
+Keras' trainer calls `run(state, iterator)` once per execution and gets back logs, which wait for the
+device only when they are read, and a token for its state, which it passes back. The values are written
+to the variables when Keras needs them (`fill`).
 """
 
 from __future__ import annotations
@@ -59,16 +59,18 @@ class Training(Executions):
         self._timed = 0
         self._contexts = contextlib.ExitStack()
         self._began = False
-        self._token = tuple([None] * len(self.layout.kinds))  # an object of its own
+        self._token = tuple([None] * len(self.layout.kinds))  # a new object, recognised by identity
         self._handed: list[Any] = []
         self._dirty = False
         self._observing: list[OutfeedOptimizer] = []
-        """Optimizers that get the gradients of each batch by observation."""
+        """Optimizers that get the gradients of each batch through taps."""
         self._delivered = 0
         self._step = 0
         """The step before there is an engine."""
+        self._takes_nothing, self._period = False, 1
+        """Whether the metrics are all that comes out of the program, and how often taps look."""
         self._own: dict[int, Any] = {}
-        """Values that each replica has its own of, by the number of the variable, to go on with."""
+        """Values per replica to resume with, by the index of the variable."""
 
     # -- what Keras calls -----------------------------------------------------------------------
 
@@ -76,18 +78,18 @@ class Training(Executions):
         """One execution."""
         if state is not self._token:
             self._load([value for values in state for value in values])
-            self._dirty = self._resumed is not None  # batches are counted along: nothing runs yet
+            self._dirty = self._resumed is not None  # batches are only counted: nothing runs yet
         series = self.execute(iterator)[-1]
         return self.logs(series), self._token
 
     def fill(self) -> None:
-        """Give the variables their values."""
+        """Write the values to the variables."""
         if not self._dirty:
             return
         self._dirty = False
         assert self.engine is not None
         if self._form is not None:
-            self._collect()  # what callbacks read at the end of an epoch is all there
+            self._collect()  # callbacks at the end of an epoch must see all results
             self._deliver()
         leaves = jax.tree.leaves(self.engine.state)
         values = [leaves[numbers[0]] for numbers in self._leaves]
@@ -101,11 +103,11 @@ class Training(Executions):
         self._handed = [variable.value for variable in self.layout.variables]
 
     def handed_over(self) -> list[Any]:
-        """The variables whose values Keras hands over, in order."""
+        """The variables whose values Keras passes in, in order."""
         return [] if self._dirty else self.layout.variables
 
     def end(self) -> None:
-        """A fit is over: results that are on their way come in, threads end."""
+        """End a fit: collects results in flight, stops threads."""
         self._leave()
         self._began, self._delivered = False, 0
         super().end()
@@ -114,26 +116,26 @@ class Training(Executions):
 
     @property
     def steps(self) -> int:
-        """How many steps were made."""
+        """The number of steps so far."""
         return self._step if self.engine is None else self.engine.step
 
     @property
     def history(self) -> History:
-        """Loss and metrics of the steps so far, where they are kept."""
+        """Loss and metrics of the steps so far, if they are recorded."""
         return self.journal.history
 
     def settle(self) -> None:
-        """What was dispatched has come in."""
+        """Collect all results in flight."""
         if self._form is not None:
             self._collect()
             self._deliver()
 
     def mark(self) -> Callable[[], Any]:
-        """Mark what the run directory has so far."""
+        """Mark the current end of the run directory."""
         return self.journal.mark()
 
     def values(self) -> list[Any]:
-        """The values of the variables now; of those that each replica has its own of, all."""
+        """The current values of the variables; those of all replicas if they differ."""
         variables = self.layout.variables
         if self.engine is None:
             return [variable.value for variable in variables]
@@ -141,12 +143,12 @@ class Training(Executions):
         found: list[Any] = []
         for number, variable in enumerate(variables):
             handed = number < len(self._handed) and self._handed[number] is variable.value
-            inside = self._dirty or handed  # else Keras, or a callback, has given it another value
+            inside = self._dirty or handed  # otherwise Keras, or a callback, has changed it
             found.append(leaves[self._leaves[number][0]] if inside else variable.value)
         return [self.engine.placement.readable(value) for value in found]
 
     def put(self, values: list[Any], of_replicas: bool = False) -> None:
-        """Give the variables values that were kept; replicas get their own back if that is wanted."""
+        """Restore saved values of the variables, on request those of each replica."""
         for number, (variable, value) in enumerate(zip(self.layout.variables, values, strict=True)):
             own = value.ndim > len(variable.shape)
             variable.assign(jnp.asarray(merged(variable, value) if own else value))
@@ -155,7 +157,7 @@ class Training(Executions):
         self._handed, self._dirty = [], False
 
     def take_up(self, step: int, history: History, run_end: Any) -> None:
-        """Go on at this step, with the history and the run directory of the fit before."""
+        """Resume at this step, with the history and the run directory of the earlier fit."""
         self._step, self._began = step, True
         if self.engine is not None:
             self.engine.step = step
@@ -165,7 +167,7 @@ class Training(Executions):
     # -- state ----------------------------------------------------------------------------------
 
     def _load(self, values: list[Any]) -> None:
-        """Take over what Keras hands in, where it is not what was handed out."""
+        """Load values that Keras passes in, if they are not those it was given."""
         new = self.engine is None
         if self.engine is None:
             self.engine = self._made(values)
@@ -216,7 +218,7 @@ class Training(Executions):
         )
 
     def _deliver(self) -> None:
-        """Hand over the gradients of each batch that were observed since the last time."""
+        """Deliver the observed gradients of each batch since the last call."""
         for optimizer in self._observing:
             found, count = {}, 0
             for name, key in optimizer.wanted().items():
@@ -239,7 +241,7 @@ class Training(Executions):
             layout.metrics.values(model_state),
         )
         with settings_of(model).differentiating(layout) as seen:
-            # The step of evaluation, with the training pass inside: it updates all metrics.
+            # The evaluation step with the training pass inside, because it updates all metrics.
             logs, (_, others, metrics) = keras.Model.test_step(model, state, as_batch(element))
         loss = seen.loss
         if layout.scale is not None:
@@ -261,7 +263,7 @@ class Training(Executions):
             block.on(self._sharding, self.replicas)
         count = self.per_step // self.replicas
         steps, ran = block.count // self.per_step, 0
-        most = self._most_steps  # what taps return must fit
+        most = self._most_steps  # the limit of the bytes that taps return
         piece = steps if most is None else min(steps, max(1, most))
         sent: list[dict[str, Any]] = []
         ready = None
@@ -278,7 +280,7 @@ class Training(Executions):
                 sent.append(
                     {name.removeprefix("metrics/"): v for name, v in ticket.scalars.items()}
                 )
-                if not self._nothing_to_take(engine):
+                if not self._takes_nothing:
                     self._pending.append(ticket)
                     self._collect(in_flight=1)
         if quiet:
@@ -287,14 +289,14 @@ class Training(Executions):
         return ready, self.log_series(*({name: one[name] for name in numbers} for one in sent))
 
     def _run(self, engine: Engine, staged: Staged, length: int, room: int) -> Ticket:
-        """One execution, in the program for all lengths up to the room that its block has.
+        """One execution, in the program for all lengths up to the room of its block.
 
-        On an accelerator a loop of fixed length is faster where steps are short: the time of the
-        first executions decides whether one is compiled for this length.
+        On an accelerator a loop of fixed length is faster if steps are short: the time of the first
+        executions decides whether one is compiled for this length.
         """
         runner = engine.runner
-        # One step alone is fastest as it is, unless taps look at some of the steps only.
-        runner.capacity = room if room > 1 or engine.sight.period > 1 else None
+        # A single step needs no loop, unless taps are periodic.
+        runner.capacity = room if room > 1 or self._period > 1 else None
         accelerated = runner.placement.device.platform != "cpu"
         timing = self._timed < dispatch_table.TRIALS and accelerated and room > 1
         before, started = runner.compile_s, time.perf_counter()
@@ -308,7 +310,7 @@ class Training(Executions):
         return ticket
 
     def _collect(self, in_flight: int = 0) -> None:
-        """Take in results until at most this many executions are on their way."""
+        """Collect results until at most `in_flight` executions are in flight."""
         assert self.engine is not None
         while len(self._pending) > in_flight:
             results = self.engine.collect(self._pending.popleft())
@@ -317,15 +319,15 @@ class Training(Executions):
                 self._pending.clear()
                 raise results.failure
 
-    # -- steps that nobody hears of -------------------------------------------------------------
+    # -- steps without listeners ----------------------------------------------------------------
 
     def _is_quiet(self, engine: Engine, steps: int) -> bool:
-        """Whether nothing has to leave the program step by step.
+        """Whether no values per step have to leave the program.
 
-        Keras makes the logs of an epoch from the metrics' variables. So are those of an execution,
-        where the steps in it are not reported and there are enough of them to pay for it.
+        Keras makes the logs of an epoch from the metrics' variables. So do we for an execution, if its
+        steps are not reported and there are enough of them to pay for it.
         """
-        if self.pacing.hears_steps or not self._nothing_to_take(engine):
+        if self.pacing.hears_steps or not self._takes_nothing:
             return False
         if self.replicas > 1 or engine.pipeline is not None:
             merged = self.replicas == 1 or settings_of(self.model).merges_metrics
@@ -367,6 +369,9 @@ class Training(Executions):
             self._most_steps = pace_for(engine, None, MOST_BYTES, None).most_steps
             self._contexts.enter_context(self.journal.open(lambda: describe(engine, 1)))
             self._contexts.enter_context(engine.delivering())
+            # Every execution needs these, and they do not change.
+            self._takes_nothing = self._nothing_to_take(engine)
+            self._period = engine.sight.period
             self._form, self._began = form, True
         return engine
 

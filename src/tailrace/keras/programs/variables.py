@@ -115,7 +115,7 @@ def _named(variables: Any, outermost: str = "", prefix: str = "") -> tuple[list[
 
 
 def for_replicas(variable: Any, value: Any, replicas: int) -> Any:
-    """What each of several replicas starts with: metrics of nothing, seeds of their own."""
+    """The initial values of each of several replicas: empty metrics, separate seeds."""
     if variable.name == _SEED:
         away = np.zeros((replicas, 2), np.uint32)
         away[:, 0] = (np.arange(replicas, dtype=np.uint64) * _GOLDEN).astype(np.uint32)

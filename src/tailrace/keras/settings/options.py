@@ -1,4 +1,4 @@
-"""What a model is set to: how its executions run, beside what Keras' `compile` says."""
+"""The settings of a model: how its executions run, in addition to Keras' `compile`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tailrace.pipeline.running.forward_only import ForwardPipeline
 from tailrace.program.step.accumulation import Accumulation, Reduction
 
 _staged: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("tailrace_staged")
-"""The forward passes of models that are traced here stage by stage, by the identity of the model."""
+"""The staged forward passes of models being traced, by the id of the model."""
 
 
 class MetricReduction(enum.StrEnum):
-    """What several replicas' values of a metric become.
+    """How the values of a metric on several replicas are combined.
 
-    `MERGED`, unlike the others, is exact: the value of one metric that saw the batches of all
-    replicas. `NONE` is the value of the last replica, `LIST` has those of all.
+    Only `MERGED` is exact: the value of one metric over the batches of all replicas. `NONE` is the
+    value of the last replica, `LIST` has those of all.
 
     >>> MetricReduction.parse("MEAN")
     <MetricReduction.MEAN: 'mean'>
@@ -47,7 +47,7 @@ class MetricReduction(enum.StrEnum):
 
     @classmethod
     def parse(cls, value: Any) -> MetricReduction:
-        """The member that `value` names, in either case."""
+        """The member named `value`, in upper or lower case."""
         name = value.value if isinstance(value, enum.Enum) else value
         try:
             return cls(str(name).lower())
@@ -59,7 +59,7 @@ class MetricReduction(enum.StrEnum):
 
 
 def positive(name: str, value: Any) -> int:
-    """A count, checked."""
+    """Check a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise OptionError(f"Expected {name} to be a positive integer, but got {value!r} instead.")
     return int(value)
@@ -67,7 +67,7 @@ def positive(name: str, value: Any) -> int:
 
 @dataclasses.dataclass
 class Options:
-    """What the setters of a model set; saved with it."""
+    """The options of a model's setters; saved with it."""
 
     gradient_accumulation_steps_per_replica: int = 1
     gradient_accumulation_reduction_method: str = "sum"
@@ -103,7 +103,7 @@ class Options:
 
 @dataclasses.dataclass
 class Seen:
-    """What the pass of a step left behind: the loss, with its gradient."""
+    """The loss of a step's forward pass, with its gradient."""
 
     loss: Any = None
 
@@ -123,30 +123,30 @@ class Settings:
         self.assignment: list[Any] | None = None
         """The stage assignment as it was set, as objects."""
         self.ignores_notes = False
-        """Whether stages named where layers are called were taken back."""
+        """Whether the stages given at layer calls were reset."""
 
     # -- rules, which compatibility layers make stricter -------------------------------------------
 
     def counts(
         self, steps: int | None, size: int | None, execution: int, epochs: int = 1
     ) -> Counts:
-        """How many batches an epoch and an execution take; see `counted`."""
+        """The numbers of batches of an epoch and an execution; see `counted`."""
         del epochs
         return counted(steps, size, execution, self.replicas)
 
     def saved(self) -> dict[str, Any]:
-        """What is saved with the model."""
+        """The settings to save with the model."""
         return {"replicas": self.replicas, "options": self.options.saved()}
 
     def own_optimizer(self, optimizer: Any) -> Any:
-        """What Keras is given for an optimizer that `compile` is given; or it is refused."""
+        """The optimizer to pass to Keras for the one given to `compile`; or refuse it."""
         return optimizer
 
     def check_compiled(self, run_eagerly: bool, jit_compile: bool) -> None:
-        """Refuse what `compile` was given, if it cannot be."""
+        """Refuse unsupported arguments of `compile`."""
 
     def check_keras_loop(self, reason: str) -> None:
-        """Refuse what Keras' own loop would leave undone in silence."""
+        """Refuse settings that Keras' loop would silently ignore."""
         for what, wrong in (
             ("replicas", self.replicas > 1),
             ("gradient accumulation by Tailrace", self.microbatches > 1),
@@ -175,7 +175,7 @@ class Settings:
 
     @property
     def accumulation(self) -> Accumulation:
-        """How microbatches become a step."""
+        """How microbatches are accumulated."""
         options = self.options
         if self.is_pipelined:
             return Accumulation(1)  # the pipeline says how many
@@ -195,17 +195,17 @@ class Settings:
 
     @property
     def microbatches(self) -> int:
-        """How many batches of a replica make a step."""
+        """The number of batches of a replica per step."""
         if self.is_pipelined:
             return self.options.pipelining_gradient_accumulation_steps_per_replica or 1
         return self.accumulation.microbatches
 
     def loss_function(self, loss: Callable[..., Any]) -> Any:
-        """What a trainer is given: the loss, or a pipeline of it."""
+        """The loss function for the engine: the loss, or a pipeline of it."""
         return self._pipeline(Pipeline, loss) if self.is_pipelined else loss
 
     def forward_pipeline(self) -> ForwardPipeline | None:
-        """How batches go through the stages without coming back; None without a pipeline."""
+        """The forward-only pipeline; None without stages."""
         stages = self.stages
         if stages is None:
             return None
@@ -246,14 +246,14 @@ class Settings:
         try:
             self._pipeline(Pipeline, self.model).plan((1,) * count)
         except PlanError as error:
-            self.staged()  # stages in a wrong order are said first
-            # A plan calls the count of microbatches by its own name; here it has another.
+            self.staged()  # first, because it reports stages in a wrong order
+            # Errors of a plan use its name of the option; translate it to the name used here.
             named = "gradient_accumulation_steps_per_replica="
             raise PlanError(str(error).replace("microbatches=", named)) from None
         self._note_unused()
 
     def _note_unused(self) -> None:
-        """Say which options of a model without stages a pipeline does not use."""
+        """Log which options for models without stages a pipeline ignores."""
         options = self.options
         unused = {
             "gradient_accumulation_steps_per_replica": (
@@ -289,7 +289,7 @@ class Settings:
 
     @contextlib.contextmanager
     def differentiating(self, layout: Any) -> Iterator[Seen]:
-        """While a step of evaluation is traced as one of training."""
+        """A context in which an evaluation step is traced as a training step."""
         before = self.seen, self.layout
         self.seen, self.layout = Seen(), layout
         try:
@@ -300,7 +300,7 @@ class Settings:
 
     @contextlib.contextmanager
     def in_stages(self) -> Iterator[None]:
-        """Inside, a call of the model goes stage by stage, if it is cut into stages."""
+        """A context in which calls of the model run stage by stage, if it has stages."""
         staged = self.staged()
         if staged is None:
             yield
@@ -308,10 +308,10 @@ class Settings:
         model, whole = self.model, self.model.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Another thread may call the model meanwhile: it has no stages there.
+            # Another thread may call the model meanwhile, without stages.
             return _staged.get({}).get(id(model), whole)(*args, **kwargs)
 
-        model.__dict__["call"] = call  # in front of that of its class, while traced
+        model.__dict__["call"] = call  # overrides that of its class while traced
         token = _staged.set({**_staged.get({}), id(model): staged})
         try:
             yield
@@ -321,12 +321,12 @@ class Settings:
 
     @property
     def merges_metrics(self) -> bool:
-        """Whether metrics are those of one metric that saw the batches of all replicas."""
+        """Whether metrics are merged over the batches of all replicas."""
         method = MetricReduction.parse(self.options.replicated_metric_reduction_method)
         return method is MetricReduction.MERGED
 
     def metric_reduction(self, values: np.ndarray) -> Any:
-        """One value of those of all replicas, for the logs of a batch."""
+        """Combine the values of all replicas, for the logs of a batch."""
         method = MetricReduction.parse(self.options.replicated_metric_reduction_method)
         if method is MetricReduction.NONE:
             return values[-1]

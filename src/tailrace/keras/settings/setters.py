@@ -1,6 +1,6 @@
 """The setters of a model: accumulation, pipelining, feeds, replicas, callbacks.
 
-Later calls merge: what is not given keeps its value.
+Later calls merge: options that are not given keep their values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MEMORY = {
     "replicated_optimizer_state_sharding": "shard_optimizer_state",
     "offload_activations": "offload_activations",
 }
-"""Where things are kept, under the original's names and under those of `tr.Trainer`."""
+"""Options about memory, under the original's names and those of `tr.Trainer`."""
 
 _CHIP_ONLY = (
     "offload_gradient_accumulation_buffers",
@@ -50,7 +50,7 @@ _CHIP_ONLY = (
     "num_io_tiles",
     "gradient_accumulation_for_captured_grads",
 )
-"""What only the original chip had: accepted, noted once, without effect on results."""
+"""Options of the original chip only: accepted and logged once, without effect on results."""
 
 
 class Setters:
@@ -59,7 +59,7 @@ class Setters:
     settings: Settings
 
     def forget_programs(self) -> None:
-        """Build the device programs anew when they are needed next."""
+        """Drop the device programs; they are built again when needed."""
         raise NotImplementedError
 
     @property
@@ -74,17 +74,16 @@ class Setters:
         dtype: Any = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        """How gradients of several batches become one update, for a model without stages.
+        """Set gradient accumulation, for a model without stages.
 
         Args:
-            gradient_accumulation_steps_per_replica: how many batches of a replica make a step.
+            gradient_accumulation_steps_per_replica: the number of batches of a replica per step.
             gradient_accumulation_reduction_method: "sum" (the default), "mean" or "running_mean".
-            use_v2_gradient_accumulation_optimizer: accepted; there is one way of accumulating.
-            dtype: of the accumulators: a dtype, or None for that of each variable.
+            use_v2_gradient_accumulation_optimizer: accepted; there is only one way to accumulate.
+            dtype: the dtype of the accumulators, or None for that of each variable.
             **optimizer_kwargs: `offload_weight_update_variables` (None: where it pays),
-                `replicated_optimizer_state_sharding` and `offload_activations` say where things are
-                kept, as the options of `tr.Trainer`; other options of the original chip are noted
-                and have no effect.
+                `replicated_optimizer_state_sharding` and `offload_activations`, as the options of
+                `tr.Trainer`; other options of the original chip are logged and have no effect.
         """
         options = self._options
         if use_v2_gradient_accumulation_optimizer is not None:
@@ -122,19 +121,19 @@ class Setters:
         accumulate_outfeed_dtype: Any = None,
         **pipelining_kwargs: Any,
     ) -> None:
-        """How a model with stages runs.
+        """Set the pipeline options of a model with stages.
 
         Args:
-            gradient_accumulation_steps_per_replica: how many batches of a replica make a step.
+            gradient_accumulation_steps_per_replica: the number of batches of a replica per step.
             device_mapping: for each stage, the device that it runs on.
             accumulate_outfeed: accepted; logs are the same either way.
             gradient_accumulation_reduction_method: "sum" (the default), "mean" or "running_mean".
             pipeline_schedule: "grouped" (the default), "interleaved" or "sequential".
             schedule: the same, under its other name.
             recomputation_mode: anything but None recomputes activations in the backward pass.
-            gradient_accumulation_dtype: of the accumulators: a dtype, or None for that of each
+            gradient_accumulation_dtype: the dtype of the accumulators, or None for that of each
                 variable.
-            accumulate_outfeed_dtype: accepted; logs are made of float32 sums.
+            accumulate_outfeed_dtype: accepted; logs are float32 sums.
             **pipelining_kwargs: as for `set_gradient_accumulation_options`.
         """
         options = self._options
@@ -173,11 +172,12 @@ class Setters:
     def set_infeed_queue_options(self, **kwargs: Any) -> None:
         """Options of the infeed: `prefetch` (or `prefetch_depth`), `resident`.
 
-        With a prefetch of 0 nothing is read before it is needed; with any other number the next
-        execution is read while one runs. `resident` says whether numpy arrays given to `fit` are kept
-        on the device whole while it runs, so that only the numbers of rows travel (what is written to
-        them meanwhile is not seen); None: on an accelerator, if they take up to 1 GB. Further options
-        of the original are noted and have no effect.
+        With a prefetch of 0 data is read on demand; with any other number the next execution's data is
+        read while one runs. `resident` decides whether NumPy arrays given to `fit` are kept on the
+        device while it runs, so that only row indices are transferred (later writes to the arrays are
+        not seen);
+        None: on an accelerator, up to 1 GB. Other options of the original are logged and have no
+            effect.
         """
         for name, value in kwargs.items():
             if name in ("dataset", "infeed_spec", "element_spec"):
@@ -209,7 +209,7 @@ class Setters:
         self.forget_programs()
 
     def set_outfeed_queue_options(self, **kwargs: Any) -> None:
-        """Options of the outfeed; those of the original chip are noted and have no effect."""
+        """Options of the outfeed; those of the original chip are logged and have no effect."""
         for name, value in kwargs.items():
             if name in ("outfeed_mode", "device_ordinal"):
                 raise OptionError(
@@ -224,18 +224,21 @@ class Setters:
         self.forget_programs()
 
     def set_replication_options(self, replicated_metric_reduction_method: Any = "merged") -> None:
-        """What becomes of the metrics of several replicas: see `tk.MetricReduction`."""
+        """Set how metrics of several replicas are combined: see `tk.MetricReduction`."""
         self._options.replicated_metric_reduction_method = str(
             MetricReduction.parse(replicated_metric_reduction_method)
         )
 
     def set_asynchronous_callbacks(self, asynchronous: bool = False) -> None:
-        """Whether callbacks hear of every step, while an execution runs, not only of the last."""
+        """Set whether callbacks are called for every batch of every replica, while an execution runs.
+
+        Logs are those of the replica; the last ones of an execution are those of all replicas.
+        """
         self._options.asynchronous_callbacks = bool(asynchronous)
 
 
 def _memory_options(options: Options, given: dict[str, Any]) -> list[str]:
-    """Set the options that say where things are kept; returns the names of the others."""
+    """Set the options about memory; returns the names of the others."""
     for name, value in given.items():
         if name in _MEMORY:
             if value is not None and not isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""What a run shows, in sentences: the one place that judges, for terminal, report and page.
+"""Findings about a run, as sentences, for terminal, report and page.
 
-In: a run that is followed. Out: `Finding`s, the worst first (`findings.findings`).
-Rule: one file for one kind of finding. Terminal, report and page show these and judge nothing
+In: a followed run. Out: `Finding`s, worst first (`findings.findings`).
+Rule: one file per kind of finding. Terminal, report and page show these and draw no conclusions
 themselves.
 """

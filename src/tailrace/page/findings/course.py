@@ -11,7 +11,7 @@ from tailrace.page.summary import number
 from tailrace.records.history import History
 
 FEWEST = 50
-"""Steps, or executions, below which nothing is said."""
+"""The fewest steps, or executions, for a finding."""
 RISE, SLOWDOWN = 0.25, 0.7
 """A loss that ends that much of its fall above its lowest rose; a speed below that part of its
 median has fallen."""

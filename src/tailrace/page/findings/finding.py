@@ -1,4 +1,4 @@
-"""A finding: one sentence about a run, how bad it is, and where to look."""
+"""A finding: one sentence about a run, its severity, and where to look."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 
 
 class Severity(enum.StrEnum):
-    """How bad a finding is; the worst comes first."""
+    """The severity of a finding, worst first."""
 
     BAD = "bad"
     WARNING = "warning"
@@ -16,12 +16,12 @@ class Severity(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that a run shows.
+    """One conclusion about a run.
 
     Attributes:
-        severity: how bad it is.
+        severity: its severity.
         topic: a word or two: "vanishing gradients".
-        text: what was seen, with numbers, and what is usually done about it.
+        text: the observation, with numbers, and the usual remedy.
         tensor: the tensor to look at; empty for none.
         step: the step to look at; -1 for none.
     """

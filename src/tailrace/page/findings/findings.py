@@ -16,7 +16,7 @@ ORDER = list(Severity)
 
 
 def findings(followed: FollowedRun) -> list[Finding]:
-    """What a run shows, in sentences; what was not recorded cannot be judged and is left out.
+    """All findings about a run, from what it recorded.
 
     Args:
         followed: the run.

@@ -1,4 +1,4 @@
-"""Gradients that vanish or explode from a layer on, or in the course of the run."""
+"""Gradients that vanish or explode from some layer on, or over time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ABOVE = 10.0
 """It must also be that much above the largest median of all gradients of the run."""
 
 FEWEST = 8
-"""Columns before the highest that a judgement needs."""
+"""The fewest columns before the highest one for a finding."""
 
 KINDS = ("grad", "accumulated", "reduced")
-"""What counts as a gradient; the first that was recorded is looked at."""
+"""The kinds that count as gradients; the first recorded one is used."""
 
 
 def gradient_findings(rms: LayerMap) -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def _over_time(rms: LayerMap, rows: list[int]) -> Iterator[Finding]:
 
 
 def _leading(flags: np.ndarray) -> int:
-    """How many are true before the first that is not."""
+    """The number of leading true flags."""
     return int(np.argmin(flags)) if not flags.all() else 0
 
 

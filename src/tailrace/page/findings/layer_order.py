@@ -1,4 +1,4 @@
-"""Tensors by layer, in the order of the model as far as names tell it."""
+"""Tensors by layer, in the order of the model as far as names reveal it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to: its name without the kind and without its own part.
+    """The layer of a tensor: its name without the kind and the last part.
 
     >>> layer_of("grad/blocks/0/attn/kernel"), layer_of("grad/w1"), layer_of("grad/stack/w [3]")
     ('blocks/0/attn', 'w1', 'stack [3]')
@@ -21,10 +21,10 @@ def layer_of(name: str) -> str:
 
 
 def layers(names: Sequence[str]) -> dict[str, list[int]]:
-    """The layers of some tensors, and the places of each one's tensors.
+    """The layers of some tensors, and the indices of each layer's tensors.
 
-    They come in the order of the tensors. Only layers that differ in their numbers alone are put in
-    the order of the numbers: where names were sorted as text, layer 10 comes before layer 2.
+    They are in the order of the tensors, except that layers whose names differ only in numbers are
+    sorted by number: sorted as text, layer 10 would come before layer 2.
 
     >>> list(layers(["grad/in/w", "grad/l1/w", "grad/l10/w", "grad/l2/w", "grad/out/w"]))
     ['in', 'l1', 'l2', 'l10', 'out']

@@ -1,4 +1,4 @@
-"""NaN and Inf: what the guard said, and where the first of them was recorded."""
+"""NaN and Inf: the guard's reports, and where the first of them was recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nonfinite_findings(
     """Findings about values that are not finite.
 
     Args:
-        reports: what `tr.stop_on_nonfinite` said.
+        reports: the reports of `tr.stop_on_nonfinite`.
         bad: counts of NaN and Inf.
         history: loss and metrics.
     """

@@ -1,4 +1,4 @@
-"""How far an update moves a weight: the ratio of their sizes."""
+"""The ratio of update to weight sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ about a thousandth is usual."""
 
 
 def ratios(rms: LayerMap) -> dict[str, float]:
-    """Update to weight ratio in the last part of the run, by parameter; where both were recorded."""
+    """The update to weight ratio in the last part of the run, by parameter, if both were recorded."""
     late = dict(zip(rms.names, rms.late(), strict=True))
     found = {}
     for name, update in late.items():

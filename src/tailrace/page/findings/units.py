@@ -1,4 +1,4 @@
-"""Units that are dead: activations that are zero, and biases that get no gradient."""
+"""Dead units: activations that are zero, and biases that get no gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.layers import LayerMap, plain_name
 
 ZERO_ACTIVATIONS = 0.95
-"""An activation with that share of zeros is dead: a working ReLU has about half."""
+"""The fraction of zeros from which an activation is dead: a working ReLU has about half."""
 
 DEAD_UNITS = 0.1
 """The share of a bias whose gradient is exactly zero; each such element is a unit that is silent."""
@@ -19,11 +19,11 @@ MOST_NAMED = 3
 
 
 def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
-    """Findings about the shares of zeros of a run.
+    """Findings about the fractions of zeros in a run.
 
     Args:
-        zero: the shares of zeros.
-        shapes: of the tensors, by name.
+        zero: the fractions of zeros.
+        shapes: the shapes of the tensors, by name.
     """
     late = zero.late()
     silent: list[tuple[float, str]] = []
@@ -53,7 +53,7 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
 
 
 def _is_mask(name: str) -> bool:
-    """Whether an operation makes zeros as its work: comparisons, one-hot vectors, masks."""
+    """Whether an operation is expected to make zeros: comparisons, one-hot vectors, masks."""
     operation = name.rpartition(":")[2]
     return operation in ("eq", "lt", "gt", "ge", "le", "ne", "one_hot", "iota", "select_n")
 

@@ -15,9 +15,9 @@ from tailrace.page.summary import number
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 200, 64, 24
 MOST_LABELS = 60
-"""Rows of a heat map that have their names beside them; of more, only some have."""
+"""The most rows of a heat map that all have labels."""
 ROW, LABELS = 14, 240
-"""The height of a row with a name, and the room for names."""
+"""The height of a row with a label, and the width of labels."""
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -38,7 +38,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def curve_svg(drawn: Curve, title: str) -> str:
-    """A curve over steps; where several steps share a point, their range is shaded."""
+    """A curve over steps; if several steps share a point, their range is shaded."""
     good = np.isfinite(drawn.mean)
     if not good.any():
         return "<p>There are no finite values.</p>"

@@ -1,4 +1,4 @@
-"""A picture of indexed colours as PNG: small enough to put into a page as text."""
+"""An indexed image as PNG, small enough to embed in a page. No dependency: Pillow is optional."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def png(indices: np.ndarray, palette: np.ndarray) -> bytes:
     """A PNG file.
 
     Args:
-        indices: [rows, columns] of places in the palette; the last place is transparent.
+        indices: [rows, columns] of palette indices; the last index is transparent.
         palette: [256, 3].
 
     >>> png(np.zeros((2, 3), np.uint8), np.zeros((256, 3), np.uint8))[1:4]
@@ -21,7 +21,7 @@ def png(indices: np.ndarray, palette: np.ndarray) -> bytes:
     """
     rows, columns = indices.shape
     header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
-    raw = np.zeros((rows, columns + 1), np.uint8)  # each row begins with the number of its filter
+    raw = np.zeros((rows, columns + 1), np.uint8)  # each row begins with its filter type
     raw[:, 1:] = indices
     opaque = bytes([255] * 255 + [0])
     parts = {
@@ -35,7 +35,7 @@ def png(indices: np.ndarray, palette: np.ndarray) -> bytes:
 
 
 def data_address(indices: np.ndarray, palette: np.ndarray) -> str:
-    """The same as an address that holds the picture itself."""
+    """The PNG as a data URL."""
     return "data:image/png;base64," + base64.b64encode(png(indices, palette)).decode()
 
 

@@ -1,4 +1,4 @@
-"""`tailrace report RUN`: what ran and how, as one file that opens anywhere, without a network."""
+"""`tailrace report RUN`: a report as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tailrace.page.report.sections import sections
 REPORT = "report.html"
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""What a browser may load for the report: nothing but what is in the file."""
+"""The content security policy of the report: nothing outside of the file."""
 
 
 def report_html(followed: FollowedRun) -> str:
@@ -38,7 +38,7 @@ def report_html(followed: FollowedRun) -> str:
 
 
 def write_report(directory: Any, output: Any = None) -> Path:
-    """Write the report of a run; returns where it is.
+    """Write the report of a run; returns its path.
 
     Args:
         directory: the run.

@@ -1,4 +1,4 @@
-"""The sections of a report; one that the run has no data for is left out."""
+"""The sections of a report; those without data are left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tailrace.page.summary import Rows, number, numbers, what_ran
 from tailrace.runs.profiles import read_profile
 
 MOST_ROWS = 400
-"""Rows of the table of tensors; the rest is counted."""
+"""The most rows of the table of tensors; the rest is counted."""
 
 MAPS = {
     "Gradients: root mean square": ("rms", "grad/*"),
@@ -27,7 +27,7 @@ MAPS = {
     "Updates: root mean square": ("rms", "update/*"),
     "Where NaN and Inf are": ("nonfinite", "*"),
 }
-"""Heat maps that are drawn where the run has such records."""
+"""The heat maps, drawn if the run has such records."""
 
 
 def sections(followed: FollowedRun) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What the page asks for, as values ready for JSON: no more points than it can show."""
+"""Answers to the page's requests, ready for JSON, with no more points than it can show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tailrace.records.exponents import BIAS, format_sentences
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, ZERO_BIN
 
 MOST_MATCHES, MOST_ROWS = 300, 1000
-"""Tensors of a catalogue, and rows of a heat map, that are sent at a time."""
+"""The most tensors of a catalogue, and rows of a heat map, per answer."""
 
 
 class Answers:
@@ -35,7 +35,7 @@ class Answers:
         self.runs = list(runs)
 
     def overview(self, query: dict[str, str]) -> Any:
-        """The runs there are, and what the page needs once."""
+        """The runs, and constants for the page."""
         return {
             "runs": [self._about(number) for number in range(len(self.runs))],
             "scale": SCALE,
@@ -85,7 +85,7 @@ class Answers:
         )
 
     def about(self, query: dict[str, str]) -> Any:
-        """What ran."""
+        """The descriptions of the selected runs."""
         return self._each(query, lambda followed: {"sections": what_ran(followed)})
 
     def catalogue(self, query: dict[str, str]) -> Any:
@@ -160,7 +160,7 @@ class Answers:
         return self._each(query, lambda followed: {"grid": grid(followed)})
 
     def cell(self, query: dict[str, str]) -> Any:
-        """The records behind one cell of a grid."""
+        """The records of one cell of a grid."""
         followed = self._one(query)
         kind = "B" if query.get("kind") == "B" else "F"
         stage, microbatch = _whole(query, "stage"), _whole(query, "microbatch")
@@ -171,7 +171,7 @@ class Answers:
     # -- what they share --------------------------------------------------------------------------
 
     def _each(self, query: dict[str, str], make: Any) -> Any:
-        """An answer for each chosen run; a run that cannot be read answers with its problem."""
+        """An answer for each selected run; for an unreadable run, its problem."""
         found = []
         for number in self._chosen(query):
             followed = self.runs[number]
@@ -224,7 +224,7 @@ def _curve(curve: Curve) -> Any:
 
 
 def _exponents(followed: FollowedRun, name: str) -> Any:
-    """Counts by exponent and step, cut to the exponents that occur; None without such records."""
+    """Counts by exponent and step, for the exponents that occur; None without such records."""
     found = exponents(followed, name)
     if found is None or not len(found.steps):
         return None
@@ -252,7 +252,7 @@ def _packed(values: np.ndarray) -> str:
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:
-    """Numbers with six digits, None for those that JSON has no place for."""
+    """Numbers with six digits; None for those that JSON cannot represent."""
     return [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]
 
 

@@ -24,14 +24,14 @@ QUESTIONS = [
     "plan",
     "cell",
 ]
-"""What the page may ask: methods of `Answers`."""
+"""The requests of the page: methods of `Answers`."""
 
 KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-"""What is served of the folder `static`, by ending."""
+"""The file types served from the folder `static`, by suffix."""
 
 
 def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None = None) -> Guard:
-    """An ASGI application that shows runs to whoever has the token."""
+    """An ASGI application that shows runs to holders of the token."""
     try:
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool
@@ -45,7 +45,7 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
     static = files("tailrace.page.static")
 
     async def page(request: Any) -> Any:
-        # All that the page loads has the token in its path; see `Guard`.
+        # Everything that the page loads has the token in its path; see `Guard`.
         text = static.joinpath("index.html").read_text(encoding="utf-8")
         return Response(text.replace("BASE", f"/{token}/"), media_type="text/html")
 
@@ -74,7 +74,7 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
 
 
 def _static_file(static: Any, path: str) -> tuple[bytes, str] | None:
-    """A file of the page, with its type; None for anything else, wherever it points."""
+    """A file of the page, with its type; None for any other path."""
     parts = path.split("/")
     ending = "." + path.rpartition(".")[2]
     if ending not in KINDS or any(part in ("", ".", "..") or "\\" in part for part in parts):

@@ -1,4 +1,4 @@
-"""Server-sent events: which runs have grown. The page then asks for what it shows."""
+"""Server-sent events: which runs have grown. The page then requests what it shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tailrace.page.followed import FollowedRun
 
 LOOK_EVERY_S = 0.5
 ALIVE_EVERY_S = 15.0
-"""How often a line is sent without news, so that a connection that has gone is noticed."""
+"""How often a keep-alive line is sent, so that a lost connection is noticed."""
 
 
 class Follower:
@@ -26,7 +26,7 @@ class Follower:
         self.closing = False
 
     async def events(self) -> AsyncIterator[str]:
-        """An event with the versions of all runs at first, then whenever one has changed."""
+        """An event with the versions of all runs, first at once, then whenever one has changed."""
         loop = asyncio.get_running_loop()
         sent: list[int] = []
         said = loop.time()

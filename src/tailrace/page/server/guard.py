@@ -1,8 +1,9 @@
-"""Who may read the page: whoever has the token, by an address of this machine.
+"""Access control of the page: requests need the token, and a host name of this machine.
 
 A page on the loopback interface can be reached by every program and every web site that the user has
 open. So each request needs the token of the printed address, and a host name that only this machine
-has: a foreign site that points its own name here (DNS rebinding) is refused before anything is read.
+has: a foreign site whose name resolves to this machine (DNS rebinding) is refused before anything is
+read.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import hmac
 from typing import Any
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
-"""Names under which a browser may ask; with any port, as a tunnel has its own."""
+"""The accepted host names, with any port, since a tunnel has another one."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""What a browser may load for the page: its own files, and nothing from elsewhere."""
+"""The content security policy of the page: only its own files."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -30,14 +31,14 @@ HEADERS = {
 
 
 class Guard:
-    """Lets requests with the token through to an application, and refuses all others.
+    """Passes requests with the token to an application, and refuses all others.
 
-    The first page has the token in its address as `?token=`; everything that it loads has it as the
-    first part of the path, so that no cookie is needed, which other ports of this machine would see.
+    The first page has the token in its address as `?token=`; everything it loads has it as the first
+    part of the path. A cookie would be visible to other ports of this machine.
 
     Args:
         app: the ASGI application; it sees paths without the token.
-        token: what a request must have.
+        token: the token.
     """
 
     def __init__(self, app: Any, token: str) -> None:
@@ -75,7 +76,7 @@ class Guard:
         return None
 
     def _given(self, scope: Any) -> str:
-        """The token of a request: in the query of the first page, in the path of all else."""
+        """The token of a request: in the query of the first page, in the path of all others."""
         if scope["path"] in ("/", ""):
             from urllib.parse import parse_qs
 

@@ -25,7 +25,7 @@ def find_runs(directories: Sequence[Any]) -> list[FollowedRun]:
     """The runs of directories; a folder without a run, but with subfolders that are runs, means those.
 
     Raises:
-        RunError: a directory is not there, or there are too many runs.
+        RunError: a directory does not exist, or there are too many runs.
     """
     found: list[Path] = []
     for directory in map(Path, directories):
@@ -33,7 +33,7 @@ def find_runs(directories: Sequence[Any]) -> list[FollowedRun]:
         if directory.is_dir() and not (directory / RUN_FILE).exists():
             inside = sorted(path.parent for path in directory.glob(f"*/{RUN_FILE}"))
         elif not directory.is_dir():
-            FollowedRun(directory).readable()  # it says what is there instead
+            FollowedRun(directory).readable()  # raises an error that describes what is there
         found += inside or [directory]
     if len(found) > MOST_RUNS:
         raise RunError(
@@ -54,7 +54,7 @@ def serve(
     Args:
         directories: run directories, or folders of them.
         port: where to listen; 0 for a free port.
-        announce: gets the address, token included; None prints it.
+        announce: called with the address, including the token; None prints it.
         stop: ends the server when it is set.
     """
     try:

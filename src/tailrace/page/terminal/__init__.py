@@ -1,5 +1,5 @@
 """A run in the terminal.
 
-In: a run. Out: lines of text, once (`show`) or again and again (`watch`).
-Rule: findings come from `page.findings`; only layout is decided here.
+In: a run. Out: lines of text, once (`show`) or repeatedly (`watch`).
+Rule: findings come from `page.findings`; this package only does the layout.
 """

@@ -1,4 +1,4 @@
-"""A curve in characters: each holds two columns and four rows of dots."""
+"""A curve in braille characters, each with two columns and four rows of dots."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def chart(steps: np.ndarray, values: np.ndarray, width: int = 72, height: int = 
     """Lines of a chart with its axes; values that are not finite leave a gap.
 
     Args:
-        steps: where each value is, in order.
-        values: what is drawn.
-        width: characters in a line, labels included.
-        height: lines, without those of the horizontal axis.
+        steps: the step of each value, in order.
+        values: the values.
+        width: the characters per line, including labels.
+        height: the lines, without those of the horizontal axis.
 
     >>> lines = chart(np.arange(50), np.arange(50.0), width=24, height=3)
     >>> len(lines), lines[0].split()[0], lines[-1].split()
@@ -43,7 +43,7 @@ def chart(steps: np.ndarray, values: np.ndarray, width: int = 72, height: int = 
 
 
 def _resampled(values: np.ndarray, count: int) -> np.ndarray:
-    """The mean of the finite values in each of `count` parts; the nearest value where they are few."""
+    """The mean of the finite values in each of `count` parts; the nearest value if there are few."""
     if len(values) <= count:
         return values[np.linspace(0, len(values) - 1, count).round().astype(int)]
     out = np.full(count, np.nan)
@@ -64,7 +64,7 @@ def _drawn(values: np.ndarray, low: float, high: float, columns: int, height: in
             before = None
             continue
         y = top - round((value - low) * scale) if scale else top // 2
-        # From the dot before to this one, so that steep parts are lines too.
+        # From the previous dot to this one, so that steep parts are lines too.
         start = y if before is None else before + (y > before) - (y < before)
         for dot in range(min(start, y), max(start, y) + 1):
             cells[dot // 4, x // 2] |= _DOTS[x % 2][dot % 4]

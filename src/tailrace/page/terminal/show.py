@@ -1,4 +1,4 @@
-"""`tailrace show RUN`: what ran, with which numbers, the curve of the loss, and findings."""
+"""`tailrace show RUN`: the description and numbers of a run, its loss curve, and findings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COLOURS = {Severity.BAD: "bold red", Severity.WARNING: "yellow", Severity.NOTE: 
 
 
 def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
-    """A run for rich to print.
+    """A run as a rich renderable.
 
     Args:
         followed: the run.
-        width: of the terminal, in characters.
+        width: the width of the terminal, in characters.
         brief: without options, taps and versions.
     """
     from rich.console import Group

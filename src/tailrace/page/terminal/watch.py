@@ -1,4 +1,4 @@
-"""`tailrace watch RUN`: the same as `show`, again and again while the run grows."""
+"""`tailrace watch RUN`: `show`, repeated while the run grows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def watch(directory: str, console: Any = None, poll_s: float = POLL_S) -> None:
     """Show a run until it ends, or until Ctrl-C.
 
     Args:
-        directory: the run; it may be one that has not begun, if the directory is there.
-        console: where to show it; None is the terminal.
-        poll_s: how long to wait before looking again.
+        directory: the run; it may not have begun yet, if the directory exists.
+        console: the console; None for the terminal.
+        poll_s: the time between checks, in seconds.
     """
     from rich.console import Console
     from rich.live import Live

@@ -148,11 +148,11 @@ class Model:
 
     def check_alone(self) -> None:
         """Refuse weights of several stages, where gradients of microbatches are changed."""
-        for index, name in enumerate(self.names):
+        for index in [index for stage in self.stages.each for index in stage.params]:
             if len(several := self.users(index)) > 1:
                 raise PipelineError(
                     f"The gradient of one microbatch is changed by a function of it, but that of "
-                    f"{name!r} is the sum of parts that stages {several} make on devices "
+                    f"{self.names[index]!r} is the sum of parts that stages {several} make on devices "
                     f"of their own: they meet once a step. Use the weight in one stage only, or "
                     f"change the gradients of a step."
                 )

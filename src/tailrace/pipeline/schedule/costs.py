@@ -48,10 +48,10 @@ class Costs:
         """The units of some virtual stages, in their order."""
         if len(self.virtual) == len(self.first) - 1:
             return virtual  # no concurrent stages: a unit is a virtual stage
-        counts: Any = self.first[virtual + 1] - self.first[virtual]
-        ends: Any = np.cumsum(counts)
-        first: Any = self.first[virtual]
-        return np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+        counts = self.first[virtual + 1] - self.first[virtual]
+        ends = np.cumsum(counts)
+        units = np.arange(counts.sum()) + np.repeat(self.first[virtual] - ends + counts, counts)
+        return cast(np.ndarray, units)  # numpy's stubs know no type of a sum of these
 
 
 def costs_of(

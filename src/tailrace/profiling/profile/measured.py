@@ -1,4 +1,4 @@
-"""A profile from what was measured: operations that ran, joined with the text of their program."""
+"""A profile from measurements: operations that ran, joined with the text of their program."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def profile_of(
     owner: Callable[[Instruction], str],
     plan: Plan | None = None,
 ) -> Profile:
-    """The profile of what a profiler saw.
+    """The profile of the operations that a profiler recorded.
 
     Args:
-        profiler: that has stopped.
-        steps: how many steps ran meanwhile.
-        executions: in how many executions.
-        wall_s: how long they took.
-        device: one of the devices they ran on.
-        owner: whose an argument of the program is, for the memory.
-        plan: of the pipeline, if it is one.
+        profiler: a stopped profiler.
+        steps: the number of steps it covered.
+        executions: the number of executions.
+        wall_s: their duration.
+        device: one of the devices.
+        owner: returns the owner of an argument of the program, for the memory.
+        plan: the plan of the pipeline, if there is one.
     """
     operations = profiler.operations
     programs = programs_of(operations, profiler.programs)
@@ -90,7 +90,7 @@ def profile_of(
 
 
 class _Sum:
-    """What is added up for one row."""
+    """The sums of one row."""
 
     def __init__(self) -> None:
         self.seconds = self.flops = self.bytes = 0.0
@@ -123,7 +123,7 @@ class _Sum:
 def _own_times(
     operations: Sequence[Operation], program: NamedProgram
 ) -> dict[str, tuple[float, int]]:
-    """Seconds and runs of each instruction, without those that run others which were seen."""
+    """Self time and runs of each instruction: without the time of recorded inner instructions."""
     whole: dict[str, float] = {}
     runs: dict[str, int] = {}
     for one in operations:
@@ -132,7 +132,7 @@ def _own_times(
     module = program.module
 
     def inside(instruction: Instruction) -> float:
-        """What the instructions of called computations took, each with all that is in it."""
+        """The total time of the instructions of called computations."""
         took = 0.0
         for called in instruction.calls:
             for one in module.computations.get(called, ()):

@@ -1,4 +1,4 @@
-"""Bubbles, measured: what each cell of a pipeline's grid took, and what each idle second was."""
+"""Measured bubbles: the time of each cell of a pipeline's grid, and the cause of each idle second."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ WORK, SLOWEST, NEIGHBOUR, EXCHANGE, UPDATE, HOST = (
     "updates",
     "waits for data or the host",
 )
-"""What a device does in a step. The slowest stage: it has work in that tick, and less than another.
-A neighbour: it has none, in ramp-up and ramp-down."""
+"""What a device does in a step. It waits for the slowest stage if it has work in that tick, but less
+than another device. It waits for a neighbour if it has none, in ramp-up and ramp-down."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One unit in the grid. Times are seconds, means over the steps.
+    """One unit in the grid. Times are seconds, averaged over the steps.
 
     Attributes:
-        tick: which column.
-        device: which row.
+        tick: the column.
+        device: the row.
         kind: "F" or "B".
-        stage: which stage.
-        microbatch: which microbatch.
-        planned: what such a unit takes, over all microbatches.
-        measured: what this one took.
+        stage: the stage.
+        microbatch: the microbatch.
+        planned: the mean time of such a unit over all microbatches.
+        measured: the time of this unit.
     """
 
     tick: int
@@ -49,18 +49,18 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineTimes:
-    """A pipeline as it ran. Times are seconds.
+    """The measured times of a pipeline, in seconds.
 
     Attributes:
-        cells: of one step, in the order of the plan.
-        devices: for each device, the seconds of a step by what it did; they add up to the step.
-        forward: of each stage.
-        backward: of each stage; empty for inference.
-        exchange: what a tick takes beside its slowest device: values travel, devices meet.
-        update: between the last tick of a step and the first of the next.
-        predicted: a step by the simulator, from these costs.
-        step: a step as it took.
-        planned_bubble: the share of device time that is idle, as planned for equal stages.
+        cells: the cells of one step, in the order of the plan.
+        devices: for each device, the seconds of a step by activity; they add up to the step.
+        forward: the forward time of each stage.
+        backward: the backward time of each stage; empty for inference.
+        exchange: the time of a tick in addition to its slowest device: transfers and synchronization.
+        update: the time between the last tick of a step and the first of the next.
+        predicted: the time of a step by the simulator, from these costs.
+        step: the measured time of a step.
+        planned_bubble: the planned fraction of idle device time, for equal stages.
     """
 
     cells: tuple[Cell, ...]
@@ -75,7 +75,7 @@ class PipelineTimes:
 
     @property
     def bubble(self) -> float:
-        """The share of device time in which devices did not work, as measured."""
+        """The measured fraction of idle device time."""
         whole = sum(sum(each.values()) for each in self.devices.values())
         return 1 - sum(each[WORK] for each in self.devices.values()) / whole if whole else 0.0
 
@@ -98,7 +98,7 @@ class PipelineTimes:
         )
 
     def grid(self) -> str:
-        """The grid, each cell with the time it took over the time such a unit takes."""
+        """The grid, each cell with its time relative to the mean time of such a unit."""
         ticks = max((cell.tick for cell in self.cells), default=-1) + 1
         texts: dict[tuple[int, int], list[str]] = {}
         for cell in self.cells:
@@ -116,7 +116,7 @@ class PipelineTimes:
 
     @staticmethod
     def from_dict(found: Mapping[str, Any]) -> PipelineTimes:
-        """From what `dataclasses.asdict` and JSON make of it."""
+        """The inverse of `dataclasses.asdict`."""
         values = dict(found)
         values["cells"] = tuple(Cell(**cell) for cell in values["cells"])
         values["devices"] = {int(key): dict(each) for key, each in values["devices"].items()}
@@ -126,12 +126,12 @@ class PipelineTimes:
 
 
 def pipeline_times(ticks: MeasuredTicks, per_execution: int, wall_s: float) -> PipelineTimes:
-    """What the measured ticks of some steps say.
+    """The times of a pipeline, from the measured ticks of some steps.
 
     Args:
-        ticks: as they ran.
-        per_execution: how many steps each execution had.
-        wall_s: how long all steps took, with what was between executions.
+        ticks: the measured ticks.
+        per_execution: the number of steps per execution.
+        wall_s: the duration of all steps, including the time between executions.
     """
     plan = ticks.plan
     seconds: dict[Unit, list[float]] = {}
@@ -139,7 +139,7 @@ def pipeline_times(ticks: MeasuredTicks, per_execution: int, wall_s: float) -> P
     for one in ticks.units:
         seconds.setdefault(one.unit, []).append(one.busy * 1e-9)
         by_stage.setdefault((one.unit.kind, one.unit.stage), []).append(one.busy * 1e-9)
-    # Means: what delays one unit delays the step, and only means of parts add up to that of a step.
+    # Means, not medians: only the means of the parts add up to the mean of a step.
     cost = {key: statistics.fmean(found) for key, found in by_stage.items()}
     cells = tuple(
         Cell(tick, *unit, cost[unit.kind, unit.stage], statistics.fmean(seconds[unit]))
@@ -166,7 +166,7 @@ def pipeline_times(ticks: MeasuredTicks, per_execution: int, wall_s: float) -> P
 
 
 class _Steps:
-    """The measured steps one by one: their beginning, their end, and the load of each tick."""
+    """The measured steps: their start, their end, and the load of each tick."""
 
     def __init__(self, ticks: MeasuredTicks, per_execution: int) -> None:
         self.plan, self.count, self.per_execution = ticks.plan, ticks.steps, per_execution
@@ -180,19 +180,19 @@ class _Steps:
             self.loads[key] = self.loads.get(key, 0.0) + one.busy * 1e-9
 
     def followed(self) -> list[int]:
-        """The steps that are followed by another one of their execution."""
+        """The steps that are not the last of their execution."""
         return [n for n in range(self.count - 1) if (n + 1) % self.per_execution]
 
     def seconds(self) -> float:
-        """A step, from beginning to beginning."""
+        """The mean time from the start of a step to the start of the next."""
         return _mean([self.first[n + 1] - self.first[n] for n in self.followed()])
 
     def update(self) -> float:
-        """What is between the ticks of a step and those of the next."""
+        """The mean time between the ticks of a step and those of the next."""
         return _mean([max(0.0, self.first[n + 1] - self.last[n]) for n in self.followed()])
 
     def exchange(self) -> float:
-        """What a tick takes beside the work of its slowest device."""
+        """The mean time of a tick in addition to the work of its slowest device."""
         found = []
         for step in self.followed() or range(self.count):
             work = sum(self._most(step, tick) for tick in range(self.plan.num_ticks))
@@ -200,7 +200,7 @@ class _Steps:
         return _mean(found) / self.plan.num_ticks
 
     def by_device(self, update: float, step: float, whole: float) -> dict[int, dict[str, float]]:
-        """What each device did in a step."""
+        """The seconds of each device in a step, by activity."""
         found = {}
         for device in self.plan.devices:
             each = [self._waits(n, device) for n in self.followed() or range(self.count)]
@@ -217,7 +217,7 @@ class _Steps:
         return found
 
     def _waits(self, step: int, device: int) -> tuple[float, float, float]:
-        """Seconds in which a device works, waits for the slowest, and waits for a neighbour."""
+        """The seconds a device works, waits for the slowest stage, and waits for a neighbour."""
         work = slowest = neighbour = 0.0
         for tick in range(self.plan.num_ticks):
             most, mine = self._most(step, tick), self.loads.get((step, tick, device))

@@ -1,4 +1,4 @@
-"""A profile: what each scope and phase of a step costs, as plain data."""
+"""A profile: the cost of each scope and phase of a step, as plain data."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Profile(Measurement):
 
     Attributes:
         rows: each scope in each phase, most expensive first.
-        steps: how many steps were watched.
-        executions: in how many executions.
-        wall_s: how long those took.
-        named: the share of the operations' own time that has a place.
-        device: what it ran on.
-        peak_flops: floating-point operations a second that the device reaches.
-        peak_bytes: bytes a second that it moves.
-        memory: bytes at the peak of memory, by owner, largest first.
-        pipeline: what the cells of a pipeline's grid took, if it is one and they could be seen.
+        steps: the number of profiled steps.
+        executions: the number of executions.
+        wall_s: their duration.
+        named: the fraction of the operations' self time that has a scope or phase.
+        device: the kind of device.
+        peak_flops: FLOPs per second that the device reaches.
+        peak_bytes: bytes per second that it reads and writes.
+        memory: bytes at peak memory use, by owner, largest first.
+        pipeline: the times of a pipeline's cells, if it is one and they could be measured.
     """
 
     def __str__(self) -> str:
@@ -46,13 +46,13 @@ class Profile(Measurement):
         return as_tree(self)
 
     def treemap(self) -> Treemap:
-        """A picture: areas are times, phases and scopes in each other."""
+        """A picture: nested phases and scopes, with areas proportional to time."""
         return Treemap(treemap_svg(self))
 
     # -- on disk --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The profile as text that `Profile.from_json` reads."""
+        """The profile as JSON, for `Profile.from_json`."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -61,7 +61,7 @@ class Profile(Measurement):
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """A profile from its text; RunError for anything else."""
+        """A profile from JSON; raises a RunError for anything else."""
         try:
             found: dict[str, Any] = json.loads(text)
             if found.pop("format") != FORMAT:
@@ -78,7 +78,7 @@ class Profile(Measurement):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Read what `save` wrote."""
+        """Read a profile that `save` wrote."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""How fast this device is at its best: products of matrices, and moving bytes. Measured, not listed."""
+"""The measured roofline of this device: matrix products and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 _SIDES = {"cpu": (256, 512), "": (8192,)}
 _LENGTHS = {"cpu": (1 << 16, 1 << 22), "": (1 << 27,)}
-"""Sizes of products and of arrays, by platform: the best of them counts, in a cache or out of it."""
+"""Sizes of products and arrays to try, by platform; the fastest counts, in a cache or not."""
 
 _REPEATS, _RUNS = 10, 5
 
@@ -17,21 +17,21 @@ class Roofline(NamedTuple):
     """The limits of a device.
 
     Attributes:
-        flops: floating-point operations a second, of a large product of matrices.
-        bytes: bytes a second, read and written.
+        flops: FLOPs per second of a large matrix product.
+        bytes: bytes per second, read and written.
     """
 
     flops: float
     bytes: float
 
     def least_seconds(self, flops: float, moved: float) -> float:
-        """How long something takes at least that computes and moves so much."""
+        """The shortest possible time for this many FLOPs and bytes."""
         return max(flops / self.flops, moved / self.bytes)
 
 
 @functools.cache
 def roofline(device: Any, dtype: str = "float32") -> Roofline:
-    """What a device reaches, the best of a few runs; takes a fraction of a second, once."""
+    """Measure a device, the best of a few runs; takes a fraction of a second, once."""
     import jax
     import jax.numpy as jnp
 
@@ -45,7 +45,7 @@ def roofline(device: Any, dtype: str = "float32") -> Roofline:
 
 
 def _seconds(operation: Any, x: Any) -> float:
-    """Seconds of one operation, the best of a few runs of several in a row."""
+    """The time of one operation: the best of a few runs of several in a row."""
     import jax
 
     def several(x: Any) -> Any:

@@ -10,11 +10,11 @@ from tailrace.profiling.profile.quantities import count_text, time_text
 
 _HEAD = ("phase", "scope", "time a step", "share", "FLOP a step", "bytes a step", "of roofline")
 _SHOWN = 30
-"""Rows of a table; the rest is one line."""
+"""The most rows of a table; the rest is summarized in one line."""
 
 
 def as_text(profile: Measurement) -> str:
-    """The table, most expensive first, and what is alive at the peak of memory."""
+    """The table, most expensive first, and the owners of peak memory."""
     rows = [_HEAD, *(_cells(row, profile) for row in profile.rows[:_SHOWN])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = [_first_line(profile)]
@@ -53,7 +53,7 @@ def as_html(profile: Measurement) -> str:
 
 
 def as_tree(profile: Measurement) -> str:
-    """Phases, and the scopes in them, each with the time of all that is inside."""
+    """Phases and the scopes in them, each with its total time."""
     totals: dict[tuple[str, ...], float] = {}
     for row in profile.rows:
         path = (row.phase, *filter(None, row.scope.split("/")))

@@ -1,4 +1,4 @@
-"""A picture of a profile: a rectangle for each scope, as large as its time, one in the other."""
+"""A treemap of a profile: a nested rectangle for each scope, with an area proportional to its time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _draw(node: _Node, box: Box, colour: str, whole: float, parts: list[str], de
 
 
 def _places(sizes: list[float], box: Box) -> list[Box]:
-    """Boxes whose areas are as `sizes` (falling), as near to squares as rows allow."""
+    """Boxes with areas proportional to `sizes` (descending), as close to squares as rows allow."""
     x, y, width, height = box
     total = sum(sizes)
     if not sizes or total <= 0 or width <= 0 or height <= 0:
@@ -111,7 +111,7 @@ def _places(sizes: list[float], box: Box) -> list[Box]:
 
 
 def _worst(row: list[float], scale: float, side: float) -> float:
-    """The worst ratio of sides in a row."""
+    """The worst aspect ratio in a row."""
     total = sum(row) * scale
     if total <= 0 or side <= 0 or min(row) <= 0:
         return float("inf")

@@ -1,4 +1,4 @@
-"""What ran on the devices, operation by operation, as JAX's profiler saw it."""
+"""The operations that ran on the devices, from JAX's profiler."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ GRAPH = "command_buffer"
 those of instructions with each dot as an underscore, unless they are a library's."""
 
 CLOCK = "tailrace clock"
-"""A mark on the profiler's clock, by which its times become those of `time.perf_counter_ns`."""
+"""An event on the profiler's clock, to convert its times to those of `time.perf_counter_ns`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation while it ran. Times are nanoseconds of `time.perf_counter_ns`.
+    """One run of an operation. Times are nanoseconds of `time.perf_counter_ns`.
 
     Attributes:
-        device: the number of the device.
+        device: the id of the device.
         line: the thread or stream it ran in.
         name: of the instruction, in the text of the compiled program; of a kernel in a graph, the
             kernel's.
@@ -53,10 +53,10 @@ class ProgramRun:
     """One run of a program on one device. Times are nanoseconds of `time.perf_counter_ns`.
 
     Attributes:
-        device: the number of the device.
+        device: the id of the device.
         module: the name of the program.
-        start: when its first operation began.
-        end: when its last one was over.
+        start: the start of its first operation.
+        end: the end of its last operation.
     """
 
     device: int
@@ -66,7 +66,7 @@ class ProgramRun:
 
 
 def program_runs(operations: Iterable[Operation]) -> list[ProgramRun]:
-    """The runs of programs that operations belong to, in order."""
+    """The program runs that operations belong to, in order."""
     found: dict[tuple[int, int, int], ProgramRun] = {}
     for one in operations:
         key = (one.device, one.program, one.run)
@@ -77,17 +77,17 @@ def program_runs(operations: Iterable[Operation]) -> list[ProgramRun]:
 
 
 class DeviceProfiler:
-    """Watches operations on the devices while some executions run.
+    """Records operations on the devices during some executions.
 
     It is called around each dispatch; see `tailrace.spans.recorder`.
 
     Args:
-        executions: how many; None: all.
+        executions: the number of executions; None for all.
 
     Attributes:
-        seconds: what starting, stopping and reading took.
+        seconds: the time spent on starting, stopping and reading.
         problem: why there are no operations, if there are none.
-        programs: what was dispatched meanwhile.
+        programs: the programs that were dispatched meanwhile.
     """
 
     def __init__(self, executions: int | None) -> None:
@@ -113,7 +113,7 @@ class DeviceProfiler:
             return
         self._left -= 1
         if self._left == 0:
-            with contextlib.suppress(Exception):  # whoever collects it has the exception
+            with contextlib.suppress(Exception):  # the caller that collects it gets the exception
                 ticket.block_until_ready()
             self.stop()
 
@@ -135,7 +135,7 @@ class DeviceProfiler:
         self.seconds += time.perf_counter() - started
 
     def start(self) -> None:
-        """Watch from now on, if it does not already."""
+        """Start recording, unless it already does."""
         if self._directory is not None or self.problem:
             return
         import jax
@@ -143,7 +143,7 @@ class DeviceProfiler:
         started = time.perf_counter()
         directory = tempfile.mkdtemp(prefix="tailrace-profile-")
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # our own spans say what Python does
+        options.python_tracer_level = 0  # our spans cover what Python does
         options.host_tracer_level = 2  # operations on CPU devices are on this level
         try:
             jax.profiler.start_trace(directory, profiler_options=options)
@@ -165,7 +165,7 @@ def _read(directory: Path, marked: int) -> list[Operation]:
     found: list[Operation] = []
     for path in sorted(directory.rglob("*.xplane.pb")):
         with warnings.catch_warnings():
-            # Types of the reader have no module, which newer Pythons find worth a warning.
+            # Types of the reader have no module, about which newer Pythons warn.
             warnings.simplefilter("ignore", DeprecationWarning)
             planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
             on_devices = [plane for plane in planes if plane.name.startswith("/device:")]
@@ -214,7 +214,7 @@ def _of_plane(plane: Any, offset: int) -> list[Operation]:
                     in_graph,
                 )
                 found.append((operation, int(stats.get("_p", -2))))
-    # On a CPU an operation may return before it is over; another event has the same number then.
+    # On a CPU an operation may return before it has finished; another event with its id has the end.
     return [
         dataclasses.replace(one, end=max(one.end, ends.get(number, one.end)))
         for one, number in found

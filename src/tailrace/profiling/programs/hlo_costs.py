@@ -1,4 +1,4 @@
-"""What an instruction computes and moves, from its text: floating-point operations and bytes."""
+"""The cost of an instruction, from its text: FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FREE = {
     *("copy-start", "copy-done", "optimization-barrier", "partition-id", "replica-id", "infeed"),
     *("all-reduce", "all-gather", "collective-permute", "reduce-scatter", "all-to-all", "domain"),
 }
-"""What computes nothing: it moves values, or runs others."""
+"""Instructions without arithmetic: they move values, or run others."""
 
 _NOTHING_MOVED = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while"),
@@ -28,7 +28,7 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
 def flops(instruction: Instruction, module: Module) -> float:
-    """Floating-point operations of one run of an instruction; integers count like floats."""
+    """The FLOPs of one run of an instruction; integer operations count too."""
     opcode, size = instruction.opcode, sum(shape.size for shape in instruction.shapes)
     if opcode == "fusion":
         return sum(flops(inner, module) for inner in module.inside(instruction))
@@ -50,7 +50,7 @@ def flops(instruction: Instruction, module: Module) -> float:
 
 
 def bytes_moved(instruction: Instruction, module: Module) -> float:
-    """Bytes that one run of an instruction reads and writes, as if nothing were cached."""
+    """The bytes that one run of an instruction reads and writes, without caches."""
     if instruction.opcode in _NOTHING_MOVED:
         return 0.0
     inside = module.computations.get(instruction.calls[0], []) if instruction.calls else []
@@ -72,7 +72,7 @@ def bytes_moved(instruction: Instruction, module: Module) -> float:
 
 
 def _used(inside: list[Instruction], number: int, whole: int) -> float:
-    """How many bytes of an operand a fusion reads: of one that is cut or overwritten, a part."""
+    """The bytes of an operand that a fusion reads: only a part if it slices or updates it."""
     parameter = next((one for one in inside if one.number == number), None)
     if parameter is None:
         return whole
@@ -87,7 +87,7 @@ def _used(inside: list[Instruction], number: int, whole: int) -> float:
 
 
 def _kernel(instruction: Instruction, kernel: tuple[int, ...]) -> float:
-    """How many products each result of a convolution is the sum of."""
+    """The number of products that each result of a convolution sums."""
     labels = _LABELS.search(instruction.attributes)
     window = _WINDOW.search(instruction.attributes)
     spatial = math.prod(int(n) for n in window[1].split("x")) if window else 1

@@ -1,6 +1,6 @@
-"""Reading the text of a compiled program: its computations and their instructions.
+"""A parser for the text of a compiled program: its computations and their instructions.
 
-XLA prints one instruction a line:
+XLA prints one instruction per line:
 
     %fusion.3 = f32[32,64]{1,0} fusion(%x, %w), kind=kLoop, calls=%fused, metadata={op_name="..."}
 """
@@ -25,14 +25,14 @@ _BITS = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The form of an array: the name XLA has for its dtype, and its dims."""
+    """The shape of an array: XLA's name of its dtype, and its dims."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """How many values it has."""
+        """The number of values."""
         size = 1
         for dim in self.dims:
             size *= dim
@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """The number of bytes."""
         if self.dtype in ("token", "opaque"):
             return 0
         bits = _BITS.search(self.dtype)
@@ -53,14 +53,14 @@ class Instruction:
 
     Attributes:
         name: unique in the program.
-        opcode: what it does: "fusion", "dot", "while", ...
-        shapes: of its result; several for a tuple.
+        opcode: its opcode: "fusion", "dot", "while", ...
+        shapes: the shapes of its result; several for a tuple.
         operands: the names of instructions it reads.
         calls: the names of computations it runs.
-        op_name: the scopes and the operation that JAX had for it; "" where it has none.
+        op_name: JAX's scopes and operation; "" if it has none.
         attributes: the rest of its line.
         is_root: whether its result is that of its computation.
-        number: of a parameter, which one it is.
+        number: the index of a parameter.
     """
 
     name: str
@@ -83,8 +83,8 @@ class Module:
     """A compiled program.
 
     Attributes:
-        computations: the instructions of each, in the order in which they run, by name.
-        entry: the computation that is run first.
+        computations: the instructions of each, in execution order, by name.
+        entry: the entry computation.
         instructions: all of them by name.
     """
 
@@ -93,7 +93,7 @@ class Module:
         self.instructions = {one.name: one for part in computations.values() for one in part}
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instructions of everything that an instruction calls, and that those call."""
+        """The instructions of all computations that an instruction calls, transitively."""
         for called in instruction.calls:
             for each in self.computations.get(called, ()):
                 yield each
@@ -129,7 +129,7 @@ def parse(text: str) -> Module:
 
 
 def program_text(compiled: Any) -> str:
-    """The text of a `jax.stages.Compiled`; "" where the platform has none."""
+    """The text of a `jax.stages.Compiled`; "" if the platform has none."""
     return compiled.as_text() or ""
 
 
@@ -170,7 +170,7 @@ def _without_layouts(text: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes; quoted text does not count."""
+    """The position of the bracket that closes the one at `start`; quoted text is skipped."""
     depth, quoted = 0, False
     for place in range(start, len(text)):
         character = text[place]

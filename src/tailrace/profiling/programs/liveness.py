@@ -1,7 +1,7 @@
-"""What is alive at the peak of a compiled program's memory, and whose it is.
+"""The buffers that are live at a compiled program's peak memory use, and their owners.
 
-XLA's text is in the order in which instructions run. A buffer lives from the instruction that makes it
-to the last that reads it. What only rearranges (tuples, loops) passes buffers on.
+XLA's text is in execution order. A buffer is live from the instruction that defines it to the last that
+reads it. Tuples and loops pass buffers on.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _PASSES_ON = {"bitcast", "while", "optimization-barrier", "copy-done", "get-tupl
 _RUNS_OTHERS = {"while", "conditional", "call"}
 
 Buffers = list[frozenset[str]]
-"""For each element of a tuple (or the one result) the buffers it is in."""
+"""For each element of a tuple (or the single result), its buffers."""
 
 
 def alive_at_peak(program: NamedProgram, owner: Callable[[Instruction], str]) -> dict[str, int]:
-    """Bytes by owner, largest first, at the moment when most bytes are alive.
+    """Bytes by owner, largest first, at peak memory use.
 
     Args:
-        program: what is looked at.
-        owner: whose an argument of the program is.
+        program: the program.
+        owner: returns the owner of an argument of the program.
     """
     module = program.module
     _, alive = _peak(program, module.entry, owner)
@@ -53,15 +53,15 @@ def _peak(
         if one.name in {b for each in buffers[one.name] for b in each}:
             whose = owner(one) if owner and one.opcode == "parameter" else _owner(program, one)
             alive[one.name] = (whose, one.nbytes)
-        inner, beside = 0, {}
+        inner, live = 0, {}
         if one.opcode in _RUNS_OTHERS:
             for called in one.calls:
                 size, theirs = _peak(program, called, None)
                 if size > inner:
-                    inner, beside = size, theirs
+                    inner, live = size, theirs
         now = sum(size for _, size in alive.values()) + inner
         if now > most:
-            most, found = now, dict(beside)
+            most, found = now, dict(live)
             for whose, size in alive.values():
                 found[whose] = found.get(whose, 0) + size
         for operand in {*one.operands, one.name}:
@@ -76,7 +76,7 @@ def _peak(
 def _made(
     one: Instruction, buffers: dict[str, Buffers], is_entry: bool, program: NamedProgram
 ) -> Buffers:
-    """The buffers of an instruction's result: its own, or those of what it passes on."""
+    """The buffers of an instruction's result: a new one, or those it passes on."""
     given = [buffers.get(operand, [frozenset()]) for operand in one.operands]
     if one.opcode == "tuple":
         return [frozenset().union(*each) for each in given]
@@ -87,7 +87,7 @@ def _made(
     if one.opcode in _PASSES_ON and given:
         return given[0]
     if one.opcode == "parameter" and not is_entry:
-        return [frozenset()] * max(1, len(one.shapes))  # it is counted where it was made
+        return [frozenset()] * max(1, len(one.shapes))  # counted at its definition
     if one.opcode == "constant":
         return [frozenset()]
     if _writes_in_place(one, program) and given:
@@ -108,7 +108,7 @@ def _is_argument(program: NamedProgram, name: str) -> bool:
 
 
 def _owner(program: NamedProgram, one: Instruction) -> str:
-    """Whose a buffer is that the program makes: what a scope leaves for later, or works with."""
+    """The owner of a buffer that the program defines: a scope's residuals, or its temporaries."""
     place = program.place(one.name)
     if place is None:
         return str(Phase.LOOP)

@@ -1,7 +1,7 @@
-"""Which program an operation belongs to, and the place of each of its instructions.
+"""The program of an operation, and the scope and phase of each instruction.
 
-What XLA adds (copies, reductions in two parts) has no name of its own. It belongs where what it
-reads comes from, or else where its result goes.
+Instructions that XLA adds (copies, two-part reductions) have no name. They get the place of their
+operands, or else that of their users.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tailrace.profiling.programs.hlo_text import Instruction, Module, parse, pro
 from tailrace.profiling.programs.op_names import Phase, Place, place_of
 
 CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}
-"""Instructions that run others, whose time is not their own."""
+"""Instructions that run others, whose time is not self time."""
 
 _DEPTH = 8
-"""How many instructions are looked through for a name."""
+"""The most instructions to search for a name."""
 
 
 class NamedProgram:
@@ -46,7 +46,7 @@ class NamedProgram:
         return dataclasses.replace(operation, name=self._kernels[operation.name])
 
     def place(self, name: str) -> Place | None:
-        """Where an instruction belongs; None if that cannot be said."""
+        """The place of an instruction; None if it is unknown."""
         if name not in self._places:
             one = self.module.instructions.get(name)
             self._places[name] = None if one is None else self._found(one)
@@ -62,7 +62,7 @@ class NamedProgram:
             if inner.op_name and (place := place_of(inner.op_name)).phase is not Phase.LOOP
         ]
         if inside:
-            # Of what was fused, the last operation: the others are computed for it.
+            # The last operation of a fusion names it: the others are computed for it.
             return inside[-1]
         if own is not None:
             return own
@@ -70,7 +70,7 @@ class NamedProgram:
         return near._replace(operation=one.opcode) if near is not None else None
 
     def _near(self, one: Instruction, seen: set[str], depth: int) -> Place | None:
-        """The place of the nearest instruction with a name: what it reads first."""
+        """The place of the nearest instruction with a name, operands first."""
         instructions = self.module.instructions
         around = [instructions[n] for n in one.operands if n in instructions]
         around += self._users.get(one.name, [])
@@ -89,7 +89,7 @@ class NamedProgram:
 def programs_of(
     operations: Iterable[Operation], compiled: Sequence[Any]
 ) -> dict[int, NamedProgram]:
-    """The program behind each number that operations have.
+    """The program for each program id of operations.
 
     The profiler numbers programs and we do not know the numbers: a program is that of a number if it
     has all the instructions that ran under it. Kernels of graphs may be a library's and prove nothing.
@@ -103,7 +103,7 @@ def programs_of(
     found = {}
     for number, names in ran.items():
         fitting = [p for p in programs if names <= p.module.instructions.keys()]
-        if fitting:  # of several, the one that has the least beside what ran
+        if fitting:  # of several, the one with the fewest other instructions
             found[number] = min(fitting, key=lambda p: len(p.module.instructions))
     return found
 

@@ -1,4 +1,4 @@
-"""From the name that JAX gives an operation to phase and scope, as the catalogue writes them.
+"""From JAX's name of an operation to phase and scope, as in the catalogue.
 
 jit(_function)/while/body/closed_call/transpose(jvp(layer1))/dot_general
                                       backward      layer1   dot_general
@@ -57,13 +57,13 @@ _BRANCH = re.compile(r"^branch_\d+_fun$")
 
 
 class Place(NamedTuple):
-    """Where an operation belongs.
+    """The phase and scope of an operation.
 
     Attributes:
-        phase: of the step.
+        phase: the phase of the step.
         scope: the path of the model's scopes; "" outside of all.
-        operation: what JAX calls it.
-        unit: of a pipeline: kind, stage and member; None outside.
+        operation: JAX's name of the operation.
+        unit: the unit of a pipeline: kind, stage and member; None outside.
     """
 
     phase: Phase
@@ -103,18 +103,18 @@ def place_of(op_name: str) -> Place:
         return Place(Phase.BACKWARD, "/".join(path), operation, unit)
     if differentiated or path or unit is not None:
         return Place(Phase.FORWARD, "/".join(path), operation, unit)
-    # A scan reads its elements and writes its results by such operations of its own.
+    # A scan slices its inputs and stacks its results with such operations.
     phase = Phase.FEEDS if operation in _MOVES else Phase.LOOP
     return Place(phase, "", operation, unit)
 
 
 def _unwrapped(part: str, transforms: set[str]) -> Iterator[str]:
-    """The scopes in one part of a name; transforms around them are noted."""
+    """The scopes in one part of a name; adds the transforms around them to `transforms`."""
     found = _WRAPPED.match(part)
     if found is None:
         if part and part not in _STRUCTURE and not _BRANCH.match(part):
             yield part
-    elif found[1] not in _CALLS:  # the name of a jitted function is no scope
+    elif found[1] not in _CALLS:  # the name of a jitted function is not a scope
         transforms.add(found[1])
         for inner in _split(found[2]):
             yield from _unwrapped(inner, transforms)
@@ -122,13 +122,13 @@ def _unwrapped(part: str, transforms: set[str]) -> Iterator[str]:
 
 def _append(path: list[str], scope: str) -> None:
     if path and scope.startswith(f"{path[-1]}."):
-        path[-1] = scope  # a dotted path repeats what is around it
+        path[-1] = scope  # a dotted path repeats its parent's
     else:
         path.append(scope)
 
 
 def _split(name: str) -> list[str]:
-    """The parts of a name between slashes that are in no brackets."""
+    """Split a name at slashes outside of brackets."""
     parts, depth, start = [], 0, 0
     for place, character in enumerate(name):
         if character == "(":

@@ -1,8 +1,8 @@
-"""When each unit of a pipeline ran: planned, and measured.
+"""Planned and measured times of each unit of a pipeline.
 
-In the compiled program a unit (the forward or backward of one microbatch at one stage) is a loop of
-at most one pass, run on every device in every tick; see `pipeline/running/emit_ticks.py`. So the
-n-th time that a device runs that instruction is tick n of the plan, whatever the times are.
+In the compiled program a unit (the forward or backward of one microbatch at one stage) is a loop of at
+most one iteration that every device runs in every tick; see `pipeline/running/emit_ticks.py`. So a
+device's n-th run of that instruction is tick n of the plan, whatever the times are.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tailrace.profiling.programs.named_operations import CONTAINERS, NamedProgra
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedUnit:
-    """One unit of the plan, when it ran. Times are nanoseconds.
+    """One unit of the plan with its times, in nanoseconds.
 
     Attributes:
-        step: which step of the execution.
-        tick: of that step.
+        step: the index of the step in the execution.
+        tick: the tick in that step.
         unit: device, kind, stage and microbatch.
-        start: when it began.
-        end: when it was over.
-        busy: for how long operations of it ran in between.
+        start: its start.
+        end: its end.
+        busy: how long its operations ran in between.
     """
 
     step: int
@@ -39,7 +39,7 @@ class TimedUnit:
 
 
 def planned(plan: Plan, start: int, end: int, steps: int) -> Iterator[TimedUnit]:
-    """The units of an execution as planned: all steps alike, all ticks alike, within its time."""
+    """The planned units of an execution: all steps and ticks of equal length, within its time."""
     ticks = plan.ticks
     length = (end - start) / (steps * len(ticks))
     for step in range(steps):
@@ -55,12 +55,12 @@ def planned(plan: Plan, start: int, end: int, steps: int) -> Iterator[TimedUnit]
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredTicks:
-    """The ticks of some steps as they ran, on the devices of one replica.
+    """The measured ticks of some steps, on the devices of one replica.
 
     Attributes:
-        plan: of the pipeline.
-        steps: how many.
-        units: every unit, in the order of their start.
+        plan: the plan of the pipeline.
+        steps: the number of steps.
+        units: every unit, ordered by start.
     """
 
     plan: Plan
@@ -71,13 +71,13 @@ class MeasuredTicks:
 def measured(
     plan: Plan, operations: Iterable[Operation], program: NamedProgram, steps: int
 ) -> MeasuredTicks | None:
-    """The ticks of some steps as they ran; None where the profiler did not see them all.
+    """The measured ticks of some steps; None if the profiler did not record all of them.
 
     Args:
-        plan: of the pipeline.
-        operations: of those steps alone.
-        program: what ran.
-        steps: how many steps.
+        plan: the plan of the pipeline.
+        operations: the operations of those steps only.
+        program: the program.
+        steps: the number of steps.
     """
     ticks = plan.ticks
     loops, inside = _loops_and_operations(operations, program)
@@ -106,7 +106,7 @@ def measured(
 
 
 def _together(one: TimedUnit, other: TimedUnit) -> TimedUnit:
-    """Members of one stage on one device, as one."""
+    """Join two members of a stage on one device."""
     return dataclasses.replace(
         one,
         start=min(one.start, other.start),
@@ -122,7 +122,7 @@ Times = list[tuple[int, int]]
 def _loops_and_operations(
     operations: Iterable[Operation], program: NamedProgram
 ) -> tuple[dict[tuple[int, Who], Times], dict[tuple[int, Who], Times]]:
-    """For each device and unit: when its loop ran, and when the operations inside did."""
+    """For each device and unit: the times of its loop, and of the operations inside."""
     instructions = program.module.instructions
     loops: dict[tuple[int, Who], Times] = {}
     inside: dict[tuple[int, Who], Times] = {}
@@ -141,9 +141,9 @@ def _loops_and_operations(
 
 
 def _by_loop(loops: Times, operations: Times) -> dict[int, tuple[int, int, int]]:
-    """Start, end and busy time of the operations of each loop, by its number.
+    """Start, end and busy time of the operations of each loop, by its index.
 
-    A loop may be entered before its operations find a thread; what they take is what it costs.
+    A loop may be entered before its operations get a thread, so its cost is the time of the operations.
     """
     found: dict[int, tuple[int, int, int]] = {}
     starts = [start for start, _ in loops]

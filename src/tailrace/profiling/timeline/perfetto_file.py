@@ -15,7 +15,7 @@ _SEQUENCE = 1
 
 
 def check_perfetto() -> None:
-    """Say what to install, before anything is recorded in vain."""
+    """Raise an error if the package is missing, before anything is recorded."""
     try:
         import perfetto.trace_builder.proto_builder  # noqa: F401
     except ImportError as error:
@@ -26,10 +26,10 @@ def check_perfetto() -> None:
 
 
 class PerfettoFile:
-    """One file: tracks, and what happened on them.
+    """One file: tracks and their events.
 
     Args:
-        stream: where it goes, opened for bytes.
+        stream: a binary stream.
         process: the name of this process.
     """
 
@@ -48,7 +48,7 @@ class PerfettoFile:
         return self._describe(thread=name)
 
     def track(self, name: str, parent: int | None = None) -> int:
-        """A track; one in which there are others is a group."""
+        """A track; one with child tracks is a group."""
         return self._describe(name=name, parent=self._process if parent is None else parent)
 
     def counter(self, name: str) -> int:
@@ -74,7 +74,7 @@ class PerfettoFile:
         if parent is not None:
             described.parent_uuid = parent
             described.sibling_order_rank = self._tracks
-            described.child_ordering = 3  # as their ranks say
+            described.child_ordering = 3  # by rank
         if process is not None:
             described.process.pid = os.getpid()
             described.process.process_name = process
@@ -87,7 +87,7 @@ class PerfettoFile:
         self._builder.write_packet(packet)
         return self._tracks
 
-    # -- what happened --------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------
 
     def bars(self, track: int, bars: Sequence[Bar]) -> None:
         """Slices of one track."""
@@ -113,7 +113,7 @@ class PerfettoFile:
             self._builder.write_packet(packet)
 
     def note(self, track: int, time: int, name: str, about: Mapping[str, Any]) -> None:
-        """Something that takes no time."""
+        """An instant event."""
         self._event(track, _INSTANT, time, name, about)
 
     def _event(
@@ -141,7 +141,7 @@ class PerfettoFile:
         self._builder.write_packet(packet)
 
     def _interned(self, packet: Any, name: str) -> int:
-        """The number of a name; the first packet that uses it carries it."""
+        """The id of a name; the first packet that uses it contains it."""
         if name not in self._names:
             self._names[name] = len(self._names) + 1
             entry = packet.interned_data.event_names.add()

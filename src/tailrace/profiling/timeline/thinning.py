@@ -1,4 +1,4 @@
-"""Fewer slices that say the same: short neighbours become one that says how many they were."""
+"""Fewer slices: short neighbours are merged into one that has their number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST = 250_000
-"""Slices in one file: some 12 MB, which Perfetto opens at once."""
+"""The most slices of a file: about 12 MB, which Perfetto opens at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Bar:
 
 
 def nested(bars: Sequence[Bar]) -> list[tuple[int, Bar]]:
-    """Slices in order, each with its depth; one that reaches beyond the one around it is cut there."""
+    """Slices in order, each with its depth; one that extends beyond its parent is cut there."""
     found: list[tuple[int, Bar]] = []
     around: list[int] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, -bar.end)):
@@ -43,7 +43,7 @@ def nested(bars: Sequence[Bar]) -> list[tuple[int, Bar]]:
 
 
 def thinned(tracks: Mapping[Any, Sequence[Bar]], most: int = MOST) -> dict[Any, list[Bar]]:
-    """The slices of some tracks, `most` of them at most.
+    """The slices of some tracks, at most `most` of them.
 
     >>> bars = [Bar("op", 10 * n, 10 * n + 5) for n in range(1000)]
     >>> (one,) = thinned({0: bars}, most=10)[0]
@@ -64,7 +64,7 @@ def thinned(tracks: Mapping[Any, Sequence[Bar]], most: int = MOST) -> dict[Any, 
 
 
 def _merged(bars: Sequence[tuple[int, Bar]], limit: int) -> list[Bar]:
-    """Neighbours shorter than `limit`, no further apart than that, as one; what is in them goes."""
+    """Merge neighbours shorter than `limit` and no further apart; drop their children."""
     kept: list[Bar] = []
     short: list[Bar] = []
     depth_of_short = -1

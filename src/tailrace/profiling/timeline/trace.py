@@ -1,4 +1,4 @@
-"""`tr.trace`: what happens in a `with` block, as a timeline for Perfetto."""
+"""`tr.trace`: records a `with` block as a timeline for Perfetto."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ VARIABLE = "TAILRACE_TRACE"
 
 
 class Trace:
-    """Records what happens between its beginning and its end, and writes it to a file.
+    """Records events between its start and its end, and writes them to a file.
 
     Use it as `with tr.trace(directory): ...`; see there.
 
     Attributes:
         path: the file, once it is written; None before, and if nothing happened.
-        cost: what recording and writing took.
-        runs: the runs of programs on devices, as far as operations were watched.
+        cost: the time of recording and writing.
+        runs: the program runs on devices, as far as operations were recorded.
     """
 
     def __init__(self, directory: Any, executions: range | None, operations: int | None) -> None:
@@ -51,7 +51,7 @@ class Trace:
         self._recorder = Recorder(self._executions, profiler)
         self._recorder.open()
         if profiler is not None and self._operations is None and self._executions is None:
-            profiler.start()  # whatever runs, also what Tailrace does not dispatch
+            profiler.start()  # records all programs, even those that Tailrace does not dispatch
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,17 +78,17 @@ def trace(
     executions: range | None = None,
     operations: int | None = 2,
 ) -> Trace:
-    """Write what happens in a `with` block as a timeline that https://ui.perfetto.dev opens.
+    """Record a `with` block as a timeline that https://ui.perfetto.dev opens.
 
-    It has the threads of the host (waiting for data, reading, copying, dispatching, collecting,
+    It shows the threads of the host (waiting for data, reading, copying, dispatching, collecting,
     callbacks, checkpoints, compiling), the executions, operations on the devices by scope, ticks of
-    pipelines, and counters. The file is written also when the block raises. Blocks may be nested.
+    pipelines, and counters. The file is written even if the block raises. Blocks may be nested.
 
     Args:
-        directory: where a new file `trace-<number>.pftrace` is written.
-        executions: only what happens in these, counted from 0 within the block: `range(3, 6)`.
-        operations: of how many executions the operations on the devices are shown, which costs most;
-            0 for none, None for all, and for programs of JAX that Tailrace does not run.
+        directory: the directory for a new file `trace-<number>.pftrace`.
+        executions: the executions to record, counted from 0 within the block: `range(3, 6)`.
+        operations: the number of executions whose device operations are recorded, which costs most; 0
+            for none, None for all, and for JAX programs that Tailrace does not run.
 
     Example:
         >>> import optax, numpy as np, tailrace as tr, tempfile
@@ -114,12 +114,12 @@ def trace(
 
 
 def as_trace(given: Any) -> Trace:
-    """What `fit(trace=...)` accepts: a directory, or a trace that is not open yet."""
+    """Parse the value of `fit(trace=...)`: a directory, or a trace that is not open."""
     return given if isinstance(given, Trace) else trace(given)
 
 
 def trace_process() -> None:
-    """Trace this process from now to its end, if the environment asks for it."""
+    """Trace this process until it exits, if the environment variable is set."""
     directory = os.environ.get(VARIABLE)
     if directory:
         timeline = trace(directory).__enter__()

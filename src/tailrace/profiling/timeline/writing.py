@@ -1,4 +1,4 @@
-"""A recording as a file: which tracks there are, and what is on them."""
+"""Writes a recording to a file: its tracks and their events."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tailrace.profiling.timeline.thinning import Bar, thinned
 from tailrace.spans.recorder import Ran, Recorder
 
 _VALUES = 100_000
-"""Values of one counter; of more, every n-th is written."""
+"""The most values of one counter; of more, every n-th is written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a trace cost the run that it shows, in seconds.
+    """The cost of a trace, in seconds.
 
     Attributes:
-        spans: how many were recorded.
-        recording_s: for all of them.
-        profiler_s: starting and stopping JAX's profiler, and reading what it saw.
-        writing_s: writing the file, after the block.
-        left_out: spans and values that were more than a recording keeps.
+        spans: the number of recorded spans.
+        recording_s: the time of recording them.
+        profiler_s: the time of starting and stopping JAX's profiler, and reading its events.
+        writing_s: the time of writing the file, after the block.
+        left_out: spans and values beyond the limit of a recording.
     """
 
     spans: int
@@ -51,7 +51,7 @@ class Cost:
 
 
 def write(stream: IO[bytes], recorder: Recorder, span_s: float) -> Cost:
-    """Write a closed recording; returns what it cost, which is in the file too."""
+    """Write a closed recording; returns its cost, which is in the file too."""
     started = time.perf_counter()
     profiler = recorder.profiler
     operations: list[Operation] = []
@@ -114,7 +114,7 @@ def _execution(ran: Ran) -> Bar:
 
 
 def _operation(one: Operation, programs: Mapping[int, NamedProgram]) -> Bar:
-    """An operation under the name of its place: phase, scope and what it does."""
+    """An operation, named by phase, scope and opcode."""
     program = programs.get(one.program)
     place = program.place(one.name) if program is not None else None
     if program is None or place is None:
@@ -146,9 +146,9 @@ def _add_ticks(
     ran: Ran,
     runs: Mapping[int, tuple[NamedProgram, deque[list[Operation]]]],
 ) -> None:
-    """The units of an execution of a pipeline: as planned, and as measured if it was watched.
+    """Add the units of a pipeline's execution: as planned, and as measured if it was recorded.
 
-    The first executions are watched, if any; so the n-th run of a program is that of its n-th one.
+    The first executions are recorded, if any; so the n-th run of a program is its n-th execution.
     """
     program, waiting = runs.get(id(ran.program), (None, deque()))
     if not waiting and ran.number > 0:

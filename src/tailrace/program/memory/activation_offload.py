@@ -75,6 +75,7 @@ class HeldActivations:
                 form[:] = [out_form]
                 return out
 
+            # Inlined: a cut may be inside a `jit`, which most layers of libraries are.
             closed = opened(jax.make_jaxpr(flat)(*leaves), leaves)
             once = acts_on_host(closed.jaxpr.eqns)
             cut = segments(closed.jaxpr, 1 if once else self.parts)
@@ -164,6 +165,7 @@ class _Passes:
             or any(layer_loops.carried(eqn, held.least) for eqn in part.equations)
             for number, part in enumerate(cut.parts)
         ]
+        # Only parts that are recomputed read their inputs again; other values need not be sent.
         again = {
             var
             for part, whole in zip(cut.parts, self.whole, strict=True)
@@ -175,7 +177,7 @@ class _Passes:
         self.hosts: dict[Any, Any] = {}
         self.gradients: dict[Any, Any] = {}
         self.latest: list[Any] = []
-        # A step's index is never negative, so the branch is always taken; XLA does not know that.
+        # Always false, since a step's index is never negative; but XLA does not know that.
         self.never = ambient("step", -1, 1) < 0
 
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -208,6 +210,7 @@ class _Passes:
             self.hosts[var] = self.moves.send_back(self.known[var])
         made = self.cut.parts[number].makes
         if number and self.crossing[number - 1] and made and not self.whole[number]:
+            # The largest result: XLA must finish the sends before any part that uses it can start.
             gate = max(made, key=lambda var: nbytes(var.aval))
             sent = [self.hosts[var] for var in self.crossing[number - 1]]
             (self.known[gate],) = self._after([self.known[gate]], sent, self.moves.bring_in)
@@ -223,6 +226,7 @@ class _Passes:
         if not awaited:
             return [move(value) for value in values]
 
+        # It must really use what is awaited, or XLA would drop those operands of the branch.
         def instead(values: Sequence[Any], awaited: Sequence[Any]) -> list[Any]:
             some = [read(one).reshape(-1)[0].astype(jnp.float32) for one in awaited]
             total = jnp.stack(some).sum()
@@ -244,6 +248,7 @@ class _Passes:
             hosts = [self.hosts[var] for var in away]
             come = self._after(hosts, self.latest, move=self.moves.bring_in)
             given.update(zip(away, come, strict=True))
+        # Nothing was sent for this part: hold back its batch instead, so that it does not run early.
         elif of_elements := [v for v in self.closed.jaxpr.constvars if v in given]:
             gate = max(of_elements, key=lambda var: nbytes(var.aval))
             (given[gate],) = self._after([given[gate]], self.latest)

@@ -70,6 +70,8 @@ class HeldUpdate:
 
     def run(self) -> tuple[Any, Any]:
         """The new parameters, and the new state as it is held."""
+        # Results are grouped by the offloaded leaves that they need, so that each leaf is fetched once,
+        # and not before its group: only one group's state is on the device at a time.
         needs = self.graph.needs(self.hosted)
         outside = self._evaluation({})
         made: dict[int, Any] = {}
@@ -118,6 +120,7 @@ class HeldUpdate:
                     # Carried, not closed over: XLA would copy a closed-over parameter before it is
                     # overwritten.
                     come[self.first_parameter + number - self.count] = value
+            # A copy: values computed inside the loop must not be used outside it.
             inside = self._evaluation(come, dict(outside.done))
             results = {n: inside.get(self.graph.outputs[n], self._form(n)) for n in numbers}
             for value in also:
@@ -181,6 +184,7 @@ class HeldUpdate:
         for number, name in enumerate(self.names[: self.count]):
             update = made.get(number)
             if update is None:  # unobserved: it has a name, but is never computed
+                # The catalogue must list it; XLA removes the difference, since nothing uses it.
                 old = jax.tree.leaves(self.params)[number]
                 update = made[self.count + number] - old
             mark(update, Tag("value", name))

@@ -74,6 +74,7 @@ class UpdateGraph:
             Value(var.aval, number=number) for number, var in enumerate(closed.jaxpr.invars)
         ]
         self.outputs: list[Value] = self._open(closed.jaxpr, closed.consts, self.inputs, ())
+        # No result depends on these, but they have effects: taps and prints in an optimizer.
         self.must_run = [
             Value(eqn.outvars[0].aval if eqn.outvars else None, node)
             for node in self.nodes
@@ -112,6 +113,7 @@ class UpdateGraph:
                 return found[value.node]
             return bit.get(value.number, 0) if value.is_input else 0
 
+        # In the order of the program, so that operands come before their users: one pass is enough.
         for node in self.nodes:
             bits = 0
             for operand in node.operands:
@@ -129,6 +131,8 @@ class UpdateGraph:
                 return found[value.node]
             return value.is_input and value.number in held
 
+        # Pieces spread only through elementwise operations. One that mixes a piece with a whole array
+        # works on pieces: cutting is free, gathering is a collective.
         for node in self.nodes:
             found[node] = is_elementwise(node.equation) and any(map(of, node.operands))
         return of
@@ -188,12 +192,14 @@ class Evaluation:
     def _requires(self, value: Value, form: str) -> list[tuple[Value, str]]:
         piece = self._is_piece(value)
         node = value.node
+        # Held in pieces but needed whole: computed in pieces first, then gathered.
         if form == WHOLE and piece and not (node is None and value.constant is not None):
             return [(value, PIECE)]
         if node is None:
             return [] if piece or form == WHOLE else [(value, WHOLE)]
         if form == WHOLE:
             return [(operand, WHOLE) for operand in node.operands]
+        # Scalars (a learning rate, a step count) are never cut.
         if is_elementwise(node.equation):
             return [(o, WHOLE if o.aval.shape == () else PIECE) for o in node.operands]
         return [(value, WHOLE)]
@@ -224,6 +230,7 @@ class Evaluation:
         with contextlib.ExitStack() as scopes:
             for eqn in (*node.around, node.equation):
                 scopes.enter_context(internals.equation_context(eqn))
+            # A piece is flat, so a reshape does not change it, and a broadcast fills one.
             if form == PIECE and is_reshape(node.equation):
                 return [inputs[0]]
             if form == PIECE and is_fill(node.equation):

@@ -36,6 +36,8 @@ def good_piece(length: int, most: int, multiple_of: int = 1) -> int:
     most = max(multiple_of, most - most % multiple_of)
     if length <= most:
         return max(1, length)
+    # A divisor leaves no shorter last piece, which would be one more compilation. Below half of the
+    # limit, twice the dispatches cost more than that compilation.
     for piece in range(most, max(most // 2, 1) - 1, -multiple_of):
         if length % piece == 0:
             return piece
@@ -66,11 +68,13 @@ def next_piece(piece: int, remaining: int | None, step: int, period: int) -> tup
     length = piece if remaining is None else min(piece, remaining)
     if period == 1:
         return length, 1
+    # In the middle of a period: a piece up to its end, observed once, brings the loop back in step.
     ahead = period - step % period
     if ahead < period:
         if remaining is None or ahead <= remaining:
             return ahead, ahead
         return remaining, 0
+    # From here on whole periods; the last iterations, fewer than a period, are not observed.
     whole = length - length % period or period
     if remaining is not None and remaining < whole:
         whole = remaining - remaining % period

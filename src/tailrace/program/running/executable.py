@@ -76,6 +76,7 @@ class Executable:
             queue: count * (1 if length is None else length)
             for queue, count in segment.elements.items()
         }
+        # Free numbers only in one process: several would have to agree on their values too.
         self._rewriter = Rewriter(
             wanted or {},
             on_mark=_OnMark(segment.is_loop, placement.replicas, placement.mesh is None, muted),
@@ -94,6 +95,7 @@ class Executable:
         self._each, self._spread = each, spread
         self._keys: list[Hashable] = []
         self._rows: dict[Hashable, int] = {}
+        # Only on one device: over a mesh, packed arrays would need a common sharding.
         self._packing = Packing() if packed and placement.mesh is None else None
         self._agreement: Agreement | None = None
         self._compiled: Any = None
@@ -128,11 +130,13 @@ class Executable:
         """The XLA executable; compiled on the first call."""
         if self._compiled is None:
             with compiling(*self.reason) as done, span("compilation", steps=self.length):
+                # The numbers do not matter: they are arguments, and only their shapes are used.
                 lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
-                options = compiler_options(self.segment.equations, devices.platform())
+                platform = devices.platform()
+                options = compiler_options(self.segment.equations, platform)
                 if self.separate:
-                    options = {**(options or {}), **separate_kernels(devices.platform())}
-                found = compiled_program(lowered, self.placement.device_ids, options)
+                    options = {**(options or {}), **separate_kernels(platform)}
+                found = compiled_program(lowered, self.placement.device_ids, options, platform)
                 self._compiled, shared = found
                 self.compilation = done(shared)
             self.compile_s = self.compilation.seconds
@@ -153,7 +157,7 @@ class Executable:
         function = self._function
         if self.placement.replicas > 1:
             each, same = PartitionSpec(devices.REPLICA), PartitionSpec()
-            elements = PartitionSpec(None, devices.REPLICA)
+            elements = PartitionSpec(None, devices.REPLICA)  # dim 0 is that of the iterations
             sent = each if self.placement.in_one_process else same
 
             def spec(var: Any) -> PartitionSpec:
@@ -164,7 +168,7 @@ class Executable:
                 mesh=self.placement.mesh,
                 in_specs=([spec(var) for var in self._carried], same, elements, same, same),
                 out_specs=([spec(var) for var in self.segment.writes], sent, same),
-                check_vma=False,
+                check_vma=False,  # `check_in_step` has proved which values are equal, by our own rules
             )
         return jax.jit(function, donate_argnums=self._donated)
 
@@ -173,6 +177,7 @@ class Executable:
         seed, first_step, offset, count = Numbers.read(numbers)
         several = self.placement.replicas > 1
         replica = jax.lax.axis_index(devices.REPLICA) if several else jnp.int32(0)
+        # A queue that the loop reads zero times still needs a block: its dequeues are traced.
         blocks = {queue: Block(_no_elements(queue)) for queue in self.elements}
         read_from = (queue for queue, count in self.elements.items() if count)
         for queue, leaves in zip(read_from, elements, strict=True):
@@ -188,15 +193,20 @@ class Executable:
         )
         equations = list(self.segment.equations)
         if self.segment.is_loop:
+            # The loop over a piece instead of the whole, with its counter starting at the offset, so
+            # that keys and periodic taps do not depend on how the loop is cut.
             equations[0] = self._piece(equations[0])
             known[equations[0].invars[-1]] = offset + jnp.arange(self.length, dtype=jnp.int32)
         self._rewriter.run_equations(equations, known, frame, first=self.segment.first)
         for queue, block in blocks.items():
             if not isinstance(block.position, int):  # known only at run time
                 frame.emit(("read", queue), block.position)
+        # After a while loop the host cannot know how many steps ran; a counted loop got the number
+        # from the host.
         if not isinstance(frame.steps_before, int) and not self.counted:
             frame.emit(STEPS, frame.steps_before)
         condense(frame, at_end=True)
+        # Keys are Python objects, so they stay here; the program returns their values in this order.
         self._keys, self._rows = list(frame.emitted), frame.rows
         emitted = [frame.emitted[key] for key in self._keys]
         if several and self.placement.in_one_process:
@@ -242,6 +252,8 @@ class Executable:
         """
         passes = numbers.count if self.counted else self.length
         execution = Execution()
+        # Elements first: compilation needs their shapes, and processes agree on them before any of
+        # them dispatches.
         taken = self._take_together(passes, following, given)
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
@@ -259,6 +271,7 @@ class Executable:
         for queue in taken:
             queue.started(ticket)
         self.taken = taken if self.keep_elements else {}
+        # The old arrays were donated: from here on only the results may be used.
         state.values.update(zip(self._writes, results, strict=True))
         if self.segment.is_loop:
             state.foreseen = (numbers.after(passes or 0), ticket)
@@ -284,6 +297,7 @@ class Executable:
                 made = len(looks_between(first, numbers.count, period))
                 if not made and period > 1:
                     continue  # no observed step in this dispatch
+                # Lazily: cutting on the device now would be another dispatch.
                 emission = jax.tree.map(lambda x, n=made: FirstRows(x, n, axis), emission)
             found[key] = emission
         return found
@@ -331,6 +345,7 @@ class Executable:
         for key in [k for k in emissions if isinstance(k, tuple) and k[0] == "read"]:
             read = emissions.pop(key).value
             queue = key[1]
+            # This waits for the device, which only a while loop with an infeed needs.
             used = int(np.asarray(read).max()) * self.placement.local_replicas
             queue.put_back(taken[queue], used)
 

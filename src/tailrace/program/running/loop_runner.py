@@ -67,6 +67,7 @@ class LoopRunner:
         self.placement = placement
         shared = _flags(each, keeping.shared if keeping else (), kept_from)
         self.traced = trace_program(function, (carried, read), placement.replicas)
+        # Before anything is compiled: drifting replicas are silent errors at run time.
         if placement.replicas > 1:
             check_in_step(self.traced, shared or each)
         loops = top_loops(self.traced)
@@ -101,6 +102,7 @@ class LoopRunner:
         )
         hosted = _flags((), keeping.hosted if keeping and keeping.moves_memory else (), kept_from)
         kept = _flags((), keeping.shared if keeping else (), kept_from)
+        # Sharded and offloaded leaves are placed differently from the rest, as `StateKeeping` decides.
         self._spread = self._chosen(kept) - self._each
         self._hosted = self._chosen(hosted)
         self._before = [s for s in self._segments if s.first < self._loop.first]
@@ -157,6 +159,7 @@ class LoopRunner:
         known = state.values
         leaves = [*jax.tree.leaves(carried), *self.placement.put(jax.tree.leaves(read))]
         known.update(zip(jaxpr.invars, leaves, strict=True))
+        # What the function computes before its loop runs once, here, not in every dispatch.
         for segment in self._before:
             self._executable(segment, None).run(state, Numbers(0, 0))
         for result, start in self._loop.start:
@@ -251,11 +254,15 @@ class LoopRunner:
                 set.
         """
         executable = self._executable(self._loop, length, period)
+        # The executable of fixed length is faster, but needs a block without padding, and a start at
+        # the beginning of a period.
         exact = block is None or block.room == block.count
         if exact and not self.separate and not numbers.first_step % max(period, 1):
             executable = self._fixed.get((length, period), executable)
+        # An executable of fixed length ignores the count; a constant 0 keeps foreseen numbers valid.
         numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
         executable.keep_elements = self.keep_elements
+        # A shallow copy keeps the arrays alive, so they must not be donated; see `Executable`.
         before = dict(state.values) if self.keep_elements else None
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(state, numbers, following, block)
@@ -295,10 +302,12 @@ class LoopRunner:
             return
         if length % period or not self.placement.in_one_process:
             return
+        # Shapes instead of arrays: dispatches donate the arrays while the thread compiles.
         forms = LoopState({var: _form_of(value) for var, value in state.values.items()})
         executable = self._new_executable(self._loop, length, False, period)
         executable.reason = (self.purpose, f"a loop of exactly {length} steps, which is faster")
         blocks = self._block_forms(executable)
+        # Listeners of compilations and open spans belong to the caller's context.
         context = contextvars.copy_context()
 
         def compile_it() -> None:
@@ -310,6 +319,7 @@ class LoopRunner:
 
     def observing(self, wanted: dict[Position, list[Wanted]]) -> LoopRunner:
         """The same loop on the same state, with other emissions."""
+        # The trace, the segments and the placement are shared; only executables depend on `wanted`.
         other = copy.copy(self)
         other.wanted, other._executables, other._fixed = wanted, {}, {}
         return other
@@ -346,6 +356,7 @@ class LoopRunner:
         return sharding
 
     def _executable(self, segment: Segment, length: int | None, period: int = 1) -> Executable:
+        # All lengths up to the capacity map to one key, and so to one compilation.
         counted = self._counted(length)
         length = self.capacity if counted else length
         key = (segment.first, length, counted, period, self.separate, self.muted)

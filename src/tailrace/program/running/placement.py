@@ -1,5 +1,8 @@
 """Where a program runs, and how values get there and back."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import dataclasses

@@ -69,6 +69,7 @@ def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
         if index < len(jaxpr.eqns):
             groups.append((index, index + 1))
         start = index + 1
+    # Backwards, so that the live-outs of a segment are known when it is made.
     needed_after: set[Any] = set(variables(jaxpr.outvars))
     segments: list[Segment] = []
     for first, last in reversed(groups):
@@ -85,6 +86,7 @@ def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
         else:
             needed = reads = live_ins(equations)
             writes, part = live_outs(equations, needed_after), equations
+        # A segment without live-outs is dropped, unless it has effects or one of our equations.
         if writes or any(concerns_us(eqn) or eqn.effects for eqn in equations):
             segments.append(Segment(equations, first, reads, writes, is_loop, elements_read(part)))
         needed_after = (needed_after - set(made)) | set(needed)

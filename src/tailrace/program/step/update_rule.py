@@ -1,5 +1,8 @@
 """What an optimizer makes of parameters: one rule for optax and for optimizers of other libraries."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from typing import Any

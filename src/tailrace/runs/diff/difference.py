@@ -1,4 +1,4 @@
-"""What it means that two tensors differ, and how that is said."""
+"""The difference between two tensors, and its description."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ ORDER = (
     *("input", "param", "buffer", "optimizer", "activation", "loss", "output", "aux", "cotangent"),
     *("grad", "accumulated", "reduced", "update", "updated", "history"),
 )
-"""In which order a step makes its tensors, by kind: the first that differs is nearest the cause."""
+"""The order in which a step computes its tensors, by kind: the first to differ is nearest the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What `tr.diff` found; true if the two part anywhere.
+    """The result of `tr.diff`; true if the two differ anywhere.
 
     Attributes:
         tensor: the first tensor that differs, "history/<name>" for a metric; empty if none does.
-        kind: what was kept of it.
-        field: which statistic, or which leaf of a tree, differs most there; empty without fields.
+        kind: what the tap kept of it.
+        field: the statistic, or the leaf of a tree, that differs most there; empty without fields.
         step: the first step in which they differ; -1 for functions.
-        microbatch: the microbatch there; -1 where a step has one value.
-        replica: the replica there; -1 where all have the same.
+        microbatch: the microbatch there; -1 if a step has one value.
+        replica: the replica there; -1 if all have the same.
         largest: the largest difference of two values there.
         relative: that, divided by the largest value of either.
         values: the two values that differ most.
-        compared: how many tensors were compared.
+        compared: the number of tensors compared.
         only_first: tensors that only the first one has.
         only_second: tensors that only the second one has.
     """
@@ -74,7 +74,7 @@ class Difference:
 
 
 def common_rows(one: Record, other: Record) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of either that belong to the same step, microbatch and replica; the last of each."""
+    """The rows of both that have the same step, microbatch and replica; the last of each."""
 
     def rows(record: Record) -> dict[tuple[int, ...], int]:
         tags = zip(
@@ -127,7 +127,7 @@ def first_row(
 
 
 def _fields(one: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """What there is to compare in the values of two records: statistics, or leaves of a tree."""
+    """The comparable parts of two records' values: statistics, or leaves of a tree."""
     if isinstance(one, np.ndarray) and one.dtype.names:
         for name in one.dtype.names:
             yield name, one[name], other[name]
@@ -144,7 +144,7 @@ def _flat(values: np.ndarray) -> np.ndarray:
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How far values are apart, and the largest finite value of each row."""
+    """The distance between values, and the largest finite value of each row."""
     with np.errstate(invalid="ignore"):
         off = np.abs(a - b)
     equal = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -156,7 +156,7 @@ def _apart(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def completed(
     found: Difference | None, common: list[Any], ours: Mapping[Any, Any], theirs: Mapping[Any, Any]
 ) -> Difference:
-    """What was found, with how much was compared, and what only one of the two has."""
+    """A result with the number of tensors compared, and the tensors that only one of the two has."""
 
     def only(these: Mapping[Any, Any], those: Mapping[Any, Any]) -> tuple[str, ...]:
         names = (key if isinstance(key, str) else key[0] for key in these if key not in those)
@@ -171,6 +171,6 @@ def completed(
 
 
 def rank_of(name: str) -> int:
-    """How early a step makes a tensor of this name."""
+    """The rank of a tensor's kind in the order of a step."""
     kind = name.split("/")[0]
     return ORDER.index(kind) if kind in ORDER else len(ORDER)

@@ -21,13 +21,13 @@ from tailrace.taps.tap import Tap
 
 @dataclasses.dataclass
 class Called:
-    """A function, and what it is called with and where.
+    """A function with its arguments and device.
 
     Attributes:
         function: a function of arrays.
-        batch: its arguments, if they are a tuple; else the one it has.
-        device: where to: a device, its number or its platform; None for the first one.
-        dtype: what the floats in the batch are cast to; None for no cast.
+        batch: its arguments, if it is a tuple; otherwise its only argument.
+        device: a device, its index or its platform; None for the first one.
+        dtype: the dtype to cast the floats of the batch to; None for no cast.
     """
 
     function: Callable[..., Any]
@@ -54,11 +54,11 @@ class Called:
         return jax.tree.map(lambda leaf: cast(jnp.asarray(leaf)), args)
 
     def tensors(self) -> dict[str, Any]:
-        """The entries of its catalogue by name, in the order in which it makes them."""
+        """The entries of its catalogue by name, in the order of computation."""
         return {entry.name: entry for entry in observe(self.function, []).tensors(*self.args)}
 
     def run(self, wanted: set[str]) -> Records:
-        """The values of these tensors, whole."""
+        """Run it; returns the whole values of these tensors."""
         taps = [Tap(lambda entry: entry.name in wanted, reduce="tensor")]
         on = None if self.device is None else device_of(self.device)
         return observe(self.function, taps, device=on)(*self.args)[1]
@@ -67,7 +67,7 @@ class Called:
 def diff_functions(
     first: Called, second: Called, names: Names | None, rtol: float, atol: float
 ) -> Difference:
-    """The first tensor in which two functions part."""
+    """The first tensor in which two functions differ."""
     ours, theirs = first.tensors(), renamed(second.tensors(), names)
     common = [n for n, e in ours.items() if n in theirs and theirs[n].shape == e.shape]
     if not common:
@@ -79,7 +79,7 @@ def diff_functions(
     found = second.run({theirs[name].name for name in common})
     other = {name: found[theirs[name].name] for name in common if theirs[name].name in found}
     keys = sorted((name for name in common if name in mine and name in other), key=rank_of)
-    if first.dtype is not None or second.dtype is not None:  # what was cast is no news
+    if first.dtype is not None or second.dtype is not None:  # inputs differ by the cast
         keys = [name for name in keys if not name.startswith("input/")]
     for name in keys:
         one, two = mine[name], other[name]
@@ -91,7 +91,7 @@ def diff_functions(
 
 
 def device_of(named: Any) -> Any:
-    """A device, by itself, its number, or its platform and number there.
+    """A device, from itself, its index, or its platform and index there.
 
     >>> device_of("cpu:0") == device_of("cpu") == jax.devices("cpu")[0]
     True

@@ -1,4 +1,4 @@
-"""Names of one program in terms of another one: for programs that come from different front ends."""
+"""Translation of tensor names between programs, for programs of different front ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def renamed(found: Mapping[Any, Value], names: Names | None) -> dict[Any, Value]
 
 
 class _Table:
-    """Names from a dict; the longest entry that fits counts."""
+    """Names from a dict; the longest matching entry wins."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = sorted(names.items(), key=lambda pair: -len(pair[0]))
@@ -55,14 +55,14 @@ class _Table:
             if name == old:
                 self._used.add(old)
                 return new
-            # A scope also names what is in it: its operations, scopes and parameters.
+            # A scope is also a prefix of its operations, scopes and parameters.
             if path == old or (path.startswith(old) and path[len(old)] in "/:#["):
                 self._used.add(old)
                 return f"{kind}/{new}{path[len(old) :]}"
         return name
 
     def check(self, there: list[str]) -> None:
-        """Refuse entries that name nothing."""
+        """Refuse entries that match nothing."""
         import difflib
 
         for old, _ in self._names:

@@ -1,4 +1,4 @@
-"""`tr.diff`: where two runs, or two functions, part for the first time, and by how much."""
+"""`tr.diff`: where two runs, or two functions, first differ, and by how much."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> Difference:
-    """Where two runs, or two functions, part for the first time.
+    """Find where two runs, or two functions, first differ.
 
     Args:
         first: a run (`tr.open_run`, its path, or a trainer or model after a fit), or a function of
             arrays.
-        second: likewise; to compare devices or dtypes, the same function once more.
-        batch: for functions: what they are called with; a tuple is taken as several arguments.
-        devices: for functions: the device that each of them runs on: one of `jax.devices()`, its
-            number, or a platform such as "cpu" or "cpu:1". Without it, both run on the first one.
-        dtypes: for functions: what the floats in the batch are cast to for each of them; None
-            leaves them as they are. The inputs themselves are not compared then.
+        second: likewise; to compare devices or dtypes, the same function again.
+        batch: for functions: their argument; a tuple means several arguments.
+        devices: for functions: the device of each: one of `jax.devices()`, its index, or a platform
+            such as "cpu" or "cpu:1". Without it, both run on the first device.
+        dtypes: for functions: the dtype to cast the floats of the batch to, for each; None for no
+            cast. The inputs are then not compared.
         names: how tensors of the second are called in the first: a dict of names, or of what
             follows the kind in them (`{"fc1": "dense", "fc1.weight": "dense/kernel"}`), or a
             function of a name.
-        rtol: differences up to this part of the largest value of a tensor do not count.
-        atol: differences up to this do not count either.
+        rtol: differences up to this fraction of the largest value of a tensor are ignored.
+        atol: differences up to this are ignored too.
 
-    Two runs are compared where both have records: by step, microbatch and replica. Two functions
-    are run once each; tensors that have one name and one shape in both are compared whole,
-    whatever their dtypes. A NaN equals a NaN.
+    Two runs are compared where both have records: by step, microbatch and replica. Two functions are
+    run once each; tensors with the same name and shape in both are compared whole, whatever their
+    dtypes. A NaN equals a NaN.
 
     Returns:
-        A `Difference`: it prints as a sentence, and is false where nothing differs.
+        A `Difference`, which prints as a sentence and is false if nothing differs.
 
     >>> import jax, jax.numpy as jnp, tailrace as tr
     >>> def f(x):
@@ -133,7 +133,7 @@ def _diff_runs(
 def _series(run: Any) -> dict[tuple[str, str], Callable[[], Record]]:
     """Records and metrics of a run, read one at a time."""
     records, history = run.records, getattr(run, "history", None)
-    if not isinstance(history, History):  # front ends have histories of their own kind
+    if not isinstance(history, History):  # front ends have other kinds of history
         history = History()
 
     def metric(name: str) -> Record:

@@ -1,5 +1,5 @@
 """Runs as TensorBoard events and pictures.
 
 In: an open run. Out: TensorBoard event files, histograms and heat maps.
-Rule: what draws or writes events (matplotlib, tensorboardX) is imported when it is called for.
+Rule: matplotlib and tensorboardX are optional, and imported only when they are used.
 """

@@ -1,7 +1,8 @@
-"""What pictures share: a figure without a window, saving it, and the limits of number formats."""
+"""What pictures share: figures without a window, saving them, and the limits of number formats."""
 
 from __future__ import annotations
 
+import abc
 import io
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,22 @@ from tailrace.records.float_formats import FORMATS
 COLOURS = ("#1b6ca8", "#c0562b", "#3d8f5a", "#8b5fa8")
 """One for each format."""
 STYLES = (":", "--", "-")
-"""Of the smallest value of a format, the smallest normal one, and the largest."""
+"""The line styles of a format's smallest value, smallest normal value, and largest value."""
+
+
+class Picture(abc.ABC):
+    """Something with a matplotlib figure; shows itself in a notebook."""
+
+    @abc.abstractmethod
+    def figure(self) -> Any:
+        """The picture, as a matplotlib figure."""
+
+    def save(self, path: Any) -> None:
+        """Write the picture; the suffix selects the format (.png, .svg, .pdf)."""
+        save_figure(self.figure(), path)
+
+    def _repr_svg_(self) -> str:
+        return svg_text(self.figure())
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -23,11 +39,11 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependency.for_feature("A picture", "matplotlib", "pictures") from error
-    return Figure(figsize=(width, height), dpi=110)  # no window, no state of pyplot's
+    return Figure(figsize=(width, height), dpi=110)  # not pyplot: no window, no global state
 
 
 def draw_formats(strip: Any, axes: Any, low: float, high: float) -> None:
-    """The ranges of formats as lines in a strip of its own, their limits down into `axes`."""
+    """Draw the ranges of formats as lines in `strip`, and their limits in `axes`."""
     strip.set_xlim(low, high)
     strip.set_ylim(len(FORMATS) - 0.4, -0.9)
     strip.axis("off")
@@ -57,7 +73,7 @@ def exponent_ticks(axes: Any, low: float, high: float, zero: float) -> None:
 
 
 def svg_text(figure: Any) -> str:
-    """A figure as SVG, the same text each time."""
+    """A figure as SVG; deterministic."""
     from matplotlib import rc_context
 
     text = io.StringIO()
@@ -67,7 +83,7 @@ def svg_text(figure: Any) -> str:
 
 
 def save_figure(figure: Any, path: Any) -> None:
-    """Write a figure; the ending says how."""
+    """Write a figure; the suffix selects the format."""
     path = Path(path)
     endings = sorted(figure.canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in endings:

@@ -11,31 +11,25 @@ from tailrace.errors import OptionError, SelectionError
 from tailrace.messages import shown
 from tailrace.records.exponents import BIAS, count_exponents, format_sentences
 from tailrace.records.records import Record, Records
-from tailrace.runs.export.figures import (
-    draw_formats,
-    exponent_ticks,
-    new_figure,
-    save_figure,
-    svg_text,
-)
+from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure
 from tailrace.runs.tables.selection import chosen_keys
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 MOST_COLUMNS = 400
-"""Steps beyond that share a column of a heat map."""
+"""The most columns of a heat map; further steps share a column."""
 MOST_LABELS = 160
-"""Rows of a heat map beyond that share the room of one, and only some have their names beside them."""
+"""The most full-height rows of a heat map; with more, rows are narrower and only some have labels."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ExponentHistogram:
+class ExponentHistogram(Picture):
     """Values of some tensors, counted by binary exponent; shows itself in a notebook.
 
     Attributes:
         counts: [258], as a tap with `reduce="histogram"` records them.
-        names: the tensors whose values these are.
-        steps: the steps they come from.
-        title: what the picture is called.
+        names: the tensors.
+        steps: the steps of the values.
+        title: the title of the picture.
     """
 
     counts: np.ndarray
@@ -45,7 +39,7 @@ class ExponentHistogram:
 
     @property
     def sentences(self) -> list[str]:
-        """How many there are, and what each narrow format would do to them."""
+        """The number of values, and the effect of each narrow format on them."""
         counts = self.counts
         first, last = int(self.steps.min()), int(self.steps.max())
         when = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -79,24 +73,17 @@ class ExponentHistogram:
         figure.text(0.09, 0.222, "\n".join(self.sentences), fontsize=8.5, va="top", linespacing=1.6)
         return figure
 
-    def save(self, path: Any) -> None:
-        """Write the picture; the ending says how (.png, .svg, .pdf)."""
-        save_figure(self.figure(), path)
-
-    def _repr_svg_(self) -> str:
-        return svg_text(self.figure())
-
     def __repr__(self) -> str:
         return "\n".join(self.sentences)
 
 
 def histogram(source: Any, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
-    """The histogram of all chosen tensors together.
+    """The histogram of all selected tensors together.
 
     Args:
         source: a run, a trainer, or records.
-        select: which records: those with `reduce="histogram"`, or whole tensors.
-        steps: from which steps: `slice(100, 200)`, `slice(-1, None)` for the last recorded one.
+        select: the records: those with `reduce="histogram"`, or whole tensors.
+        steps: the steps: `slice(100, 200)`, `slice(-1, None)` for the last recorded one.
     """
     rows = histograms_of(source, select, steps)
     names = tuple(name for row in rows for name in row.names)
@@ -109,7 +96,7 @@ def histogram(source: Any, select: Any = "grad/*", steps: slice = slice(None)) -
 def histograms_of(
     source: Any, select: Any = "grad/*", steps: slice = slice(None)
 ) -> list[ExponentHistogram]:
-    """The histogram of each chosen tensor; see `histogram`."""
+    """The histogram of each selected tensor; see `histogram`."""
     records: Records = source if isinstance(source, Records) else source.records
     found: dict[str, ExponentHistogram] = {}
     keys = chosen_keys(records, select, ("histogram", "tensor"))
@@ -141,16 +128,16 @@ def _steps_in(steps: np.ndarray, chosen: slice) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Heatmap:
-    """Tensors over steps: one row a tensor, one column a step; shows itself in a notebook.
+class Heatmap(Picture):
+    """Tensors over steps: one row per tensor, one column per step; shows itself in a notebook.
 
     Attributes:
         names: the tensors.
         steps: the first step of each column.
         values: [tensors, columns]; NaN where nothing was recorded.
-        what: what the values are.
-        last: the last step of all.
-        given: the values at the ends of the colours, if others than `scale` finds.
+        what: the meaning of the values.
+        last: the last step.
+        given: the limits of the colour scale, if not those that `scale` computes.
     """
 
     names: tuple[str, ...]
@@ -162,7 +149,7 @@ class Heatmap:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The values at the ends of the colours: whole powers of ten, unless they were given.
+        """The limits of the colour scale: powers of ten, unless they were given.
 
         Pictures with the same scale can be compared: `heatmap(other, scale=this.scale)`.
         """
@@ -180,7 +167,7 @@ class Heatmap:
 
     @property
     def title(self) -> str:
-        """What the picture is called."""
+        """The title of the picture."""
         kinds = list(dict.fromkeys(name.split("/")[0] for name in self.names))
         first, last = (int(self.steps[0]), self.last) if len(self.steps) else (0, 0)
         when = f"step {first}" if last <= first else f"steps {first} to {last}"
@@ -223,16 +210,9 @@ class Heatmap:
         figure.set_layout_engine("tight")
         return figure
 
-    def save(self, path: Any) -> None:
-        """Write the picture; the ending says how (.png, .svg, .pdf)."""
-        save_figure(self.figure(), path)
-
-    def _repr_svg_(self) -> str:
-        return svg_text(self.figure())
-
 
 def _round_steps(steps: np.ndarray) -> list[int]:
-    """Some eight round numbers of steps, all of which there are columns for.
+    """About eight round numbers of steps that have columns.
 
     >>> _round_steps(np.arange(3, 1000))
     [200, 400, 600, 800]
@@ -253,14 +233,14 @@ def heatmap(
     steps: slice = slice(None),
     scale: tuple[float, float] | None = None,
 ) -> Heatmap:
-    """One number a tensor and step, of all chosen tensors.
+    """One number per tensor and step, for all selected tensors.
 
     Args:
         source: a run, a trainer, or records.
-        select: which records: norms, statistics or histograms.
-        field: which statistic, where statistics were recorded.
-        steps: from which steps, as for `histogram`.
-        scale: the values at the ends of the colours; None: whole powers of ten around the values.
+        select: the records: norms, statistics or histograms.
+        field: the statistic, if statistics were recorded.
+        steps: the steps, as for `histogram`.
+        scale: the limits of the colour scale; None for powers of ten around the values.
     """
     records: Records = source if isinstance(source, Records) else source.records
     keys = chosen_keys(records, select, ("norm", "stats", "histogram"))

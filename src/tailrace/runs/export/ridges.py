@@ -1,4 +1,4 @@
-"""Histograms of several tensors, one row each: which of them leaves the range of a format."""
+"""Histograms of several tensors, one row each, to see which of them leaves the range of a format."""
 
 from __future__ import annotations
 
@@ -9,29 +9,23 @@ import numpy as np
 
 from tailrace.messages import shown
 from tailrace.records.exponents import BIAS
-from tailrace.runs.export.figures import (
-    draw_formats,
-    exponent_ticks,
-    new_figure,
-    save_figure,
-    svg_text,
-)
+from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure
 from tailrace.runs.export.pictures import ExponentHistogram, histograms_of
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, ZERO_BIN
 
 ROW = 0.36
 """The height of a row in inches."""
 MOST_LETTERS = 60
-"""Of a name; what is cut off is its beginning, which names of a model share."""
+"""The most letters of a name; its beginning, which names of a model share, is cut off."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ExponentRidges:
-    """Values of tensors by binary exponent, one row a tensor; shows itself in a notebook.
+class ExponentRidges(Picture):
+    """Values of tensors by binary exponent, one row per tensor; shows itself in a notebook.
 
     Attributes:
         rows: the histogram of each tensor.
-        title: what the picture is called.
+        title: the title of the picture.
     """
 
     rows: tuple[ExponentHistogram, ...]
@@ -89,13 +83,6 @@ class ExponentRidges:
         place = {"xycoords": ("axes fraction", "data"), "fontsize": 7.5, "va": "bottom"}
         axes.annotate(", ".join(said), (1.01, base), color=colour, annotation_clip=False, **place)
 
-    def save(self, path: Any) -> None:
-        """Write the picture; the ending says how (.png, .svg, .pdf)."""
-        save_figure(self.figure(), path)
-
-    def _repr_svg_(self) -> str:
-        return svg_text(self.figure())
-
     def __repr__(self) -> str:
         return "\n".join(
             [self.title, *(f"  {shown(row.names[0])}: {row.sentences[0]}" for row in self.rows)]
@@ -107,7 +94,7 @@ def _short(name: str) -> str:
 
 
 def ridges(source: Any, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
-    """The histogram of each chosen tensor, as one picture; see `pictures.histogram`."""
+    """The histogram of each selected tensor, in one picture; see `pictures.histogram`."""
     rows = histograms_of(source, select, steps)
     kinds = {row.names[0].split("/")[0] for row in rows}
     title = "Gradient histograms" if kinds == {"grad"} else f"Histograms of {shown(str(select))}"

@@ -1,8 +1,8 @@
 """A run as TensorBoard event files, through tensorboardX.
 
-TensorBoard has one value a step: of the microbatches and replicas of a step the mean is written (of
-minima the least, of maxima the greatest, of counts the sum). Histograms are those of the run, bin
-for bin, over log2 |value|: TensorBoard draws linear bins, in which magnitudes would all be one bar.
+TensorBoard has one value per step: the mean over the step's microbatches and replicas (the minimum of
+minima, the maximum of maxima, the sum of counts). Histograms are those of the run, bin for bin, over
+log2 |value|: TensorBoard draws linear bins, in which all magnitudes would be one bar.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 BIAS = 127
 MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np.sum}
-"""How the values of one step become one; the mean where nothing else is said."""
+"""How the values of one step are combined; the mean by default."""
 
 
 def write_events(
     records: Records, history: History, logdir: Any, select: Any = "*", every: int = 1
 ) -> int:
-    """Write the history and the chosen records of a run; see `Run.to_tensorboard`."""
+    """Write the history and the selected records of a run; see `Run.to_tensorboard`."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
@@ -75,7 +75,7 @@ def _write_record(writer: Any, tag: str, record: Record, every: int) -> int:
 
 
 def _scalars(record: Record) -> list[tuple[str, np.ndarray]]:
-    """What of a record has one number a row: statistics, norms, scalars of functions."""
+    """The parts of a record with one number per row: statistics, norms, scalars of functions."""
     values = record.values
     if isinstance(values, np.ndarray) and values.dtype.names:
         return [(name, values[name]) for name in values.dtype.names if values.ndim == 1]
@@ -120,7 +120,7 @@ def _write_histogram(writer: Any, tag: str, counts: np.ndarray, step: int) -> No
         num=int(kept.sum()),
         sum=float((kept * middles).sum()),
         sum_squares=float((kept * middles**2).sum()),
-        # The first bucket of TensorBoard begins at minus infinity: an empty one before ours.
+        # TensorBoard's first bucket begins at minus infinity, so an empty one comes before ours.
         bucket_limits=[float(edges[0] - 1), *edges.tolist()],
         bucket_counts=[0.0, *kept.tolist()],
         global_step=step,

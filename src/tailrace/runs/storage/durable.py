@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a loss of power."""
+"""Files that are complete or absent, even after a power failure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 from tailrace.runs.storage.held import HeldDirectory
 
 PARTIAL = ".partial"
-"""The ending of a file that is not ready yet; one that was left behind is replaced."""
+"""The suffix of an unfinished file; a leftover one is replaced."""
 THREADS, MOST_AT_ONCE = "tailrace-run-disk", 8
-"""The threads that wait for the disk: their name, and how many there are while files are written."""
+"""The threads that wait for the disk: their name and their number."""
 
 NOT_FOR_FOLDERS = (errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP)
-"""What Windows, which opens no folders, and file systems that force none say to it."""
+"""The errors of Windows, which cannot open folders, and of file systems that cannot sync them."""
 
 
 def put_files(root: HeldDirectory, contents: Mapping[str, bytes]) -> None:
-    """Write files and force them to the disk; each replaces the one of its name as a whole.
+    """Write files and sync them to disk; each atomically replaces the file of its name.
 
-    All are written, then all are forced, so that the disk gets them together; only then are they
-    given their names, so that no name ever belongs to a file of which the disk has a part.
+    All are written, then all are synced, so that the disk handles them together; only then are they
+    renamed, so that no name ever belongs to a file that is partly on disk.
 
     Args:
         root: the directory that the names are relative to.
-        contents: what to write, by name.
+        contents: the content of each file, by name.
     """
     root.check()
     changed: set[str] = set()
@@ -37,7 +37,7 @@ def put_files(root: HeldDirectory, contents: Mapping[str, bytes]) -> None:
             changed |= root.make_folder(name.rpartition("/")[0])
             _write(root, name + PARTIAL, content)
         _at_once(lambda name: _force(root, name + PARTIAL), contents)
-        root.check()  # what was written into a directory that lost its name is of no use
+        root.check()  # a file in a directory that lost its name would be unreachable
         for name in contents:
             _rename(root, name + PARTIAL, name)
     except BaseException:
@@ -50,14 +50,14 @@ def put_files(root: HeldDirectory, contents: Mapping[str, bytes]) -> None:
 
 def _write(root: HeldDirectory, name: str, content: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
-        root.unlink(name)  # a link or a second name of another file may be in its place
+        root.unlink(name)  # a symbolic or hard link may be in its place
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     with os.fdopen(root.open(name, flags), "wb") as file:
         file.write(content)
 
 
 def _at_once(call: Callable[[str], None], names: Collection[str]) -> None:
-    """Call for each name, several at a time: the disk then takes one turn for many of them."""
+    """Call for each name, in parallel: the disk then handles many of them at once."""
     if len(names) < 2:
         for name in names:
             call(name)
@@ -88,7 +88,7 @@ def force_tree(folder: Path) -> None:
 
 
 def force_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk."""
+    """Sync the names in a folder to disk."""
     with _where_folders_can_be_forced():
         _force_handle(os.open(folder, os.O_RDONLY))
 

@@ -1,17 +1,17 @@
 """The layout of a run on disk: the files of a run directory, and values as arrays.
 
-    run.json              what ran: versions, devices, options, taps, catalogue, plan
+    run.json              the description: versions, devices, options, taps, catalogue, plan
     lock                  held by the process that writes
     zarr.json             the root of a Zarr v3 group; its attributes say how many rows count
     history/              metric0, metric1, ... [step, microbatch, replica]; weight
-    records/0, 1, ...     tables: tensors of one form that are observed at the same moments
-    executions/           first_step, steps and ended, one row an execution
-    nonfinite.json        why the run was stopped by a NaN or Inf; not there in other runs
+    records/0, 1, ...     tables: tensors of one shape that are observed at the same steps
+    executions/           first_step, steps and ended, one row per execution
+    nonfinite.json        why a NaN or Inf stopped the run; absent in other runs
 
-A table has the coordinates step, microbatch and replica, one value a row (`record`), and tensor and
-stage, one value a tensor. The kept values are in `values` [record, tensor, ...]; statistics in one
-array a field (`mean`, `std`, ...); what a function returned as a tree in `values0`, `values1`, ...
-Names of tensors and metrics are data: no array and no file is called after one.
+A table has the coordinates step, microbatch and replica, one value per row (`record`), and tensor and
+stage, one value per tensor. The kept values are in `values` [record, tensor, ...]; statistics in one
+array per field (`mean`, `std`, ...); a tree that a function returned in `values0`, `values1`, ...
+Names of tensors and metrics are data: they are never used as names of arrays or files.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ FORMAT = 1
 """The version of this layout. A reader refuses a higher one."""
 
 CHUNK_BYTES = 1 << 20
-"""About how large a chunk is before compression."""
+"""The approximate size of a chunk before compression."""
 
 MOST_ROWS, MOST_TENSORS = 16_384, 16
-"""The most that a chunk spans of either."""
+"""The most rows, and the most tensors, per chunk."""
 
 CHUNK_NAMES: Any = {"name": "default", "separator": "."}
-"""Chunks lie beside the description of their array, so that one folder is to be forced to the disk."""
+"""Chunks are in the folder of their array's description, so that only one folder must be synced."""
 
 NOT_IN_ZARR = {"bfloat16": "float32", "int4": "int8", "uint4": "uint8", "int2": "int8"}
-"""Dtypes that Zarr has no name for, and the wider ones that hold their values exactly."""
+"""Dtypes without a name in Zarr, and wider ones that represent their values exactly."""
 
 
 def import_zarr() -> Any:
-    """Zarr, or the sentence that says how to install it."""
+    """Import Zarr, or raise an error that says how to install it."""
     try:
         import zarr
     except ImportError as error:
@@ -50,7 +50,7 @@ def import_zarr() -> Any:
 
 
 def codecs() -> list[Any]:
-    """How chunks are compressed: fast, as it is done beside a training, and with a checksum."""
+    """The compression of chunks: fast, since it runs during training, and with a checksum."""
     from zarr.codecs import BloscCodec, Crc32cCodec
 
     return [BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()]
@@ -59,7 +59,7 @@ def codecs() -> list[Any]:
 def chunk_shape(shape: tuple[int, ...], itemsize: int, tensors: int | None) -> tuple[int, ...]:
     """The chunk shape for rows of values: rows, tensors, and whole values.
 
-    Few tensors share a chunk, so that reading one does not mean decoding all the others.
+    A chunk holds few tensors, so that reading one does not decode all the others.
 
     >>> chunk_shape((), 4, 100), chunk_shape((), 8, None)
     ((16384, 16), (16384,))
@@ -75,7 +75,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, tensors: int | None) -> t
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which values are stored; wider where Zarr does not know theirs.
+    """The dtype in which values are stored; wider if Zarr does not support theirs.
 
     >>> import ml_dtypes
     >>> stored_dtype(np.dtype(ml_dtypes.bfloat16)), stored_dtype(np.dtype("int16"))
@@ -87,7 +87,7 @@ def stored_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def own_dtype(name: str) -> np.dtype:
-    """The dtype of a name that a file gives.
+    """The dtype with a name from a file.
 
     >>> own_dtype("bfloat16").itemsize
     2
@@ -132,7 +132,7 @@ def describe_tree(value: Any, leaf: Callable[[Any], int]) -> Any:
 
 
 def build_tree(structure: Any, leaf: Callable[[int], Any]) -> Any:
-    """The tree that a structure describes.
+    """The tree described by a structure; the inverse of `describe_tree`.
 
     >>> build_tree({"tuple": [0, {"dict": {"a": 1}}]}, lambda number: number * 10)
     (0, {'a': 10})

@@ -1,8 +1,8 @@
-"""A directory that is held open: what is written reaches it, and nothing else.
+"""A directory held open, so that writes reach it and no other.
 
-Names can change while a run is written: a directory is removed, another takes its name, a link is put
-where a folder was. A path finds whatever has the name now. A handle stays with the directory it was
-opened for, and every name below it is looked up without following links.
+Paths can change while a run is written: a directory is removed, another takes its name, a link
+replaces a folder. A path leads to whatever has the name now. A handle stays with the directory it was
+opened for, and names below it are looked up without following links.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from tailrace.errors import RunError
 
 BY_HANDLE = os.open in os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
-"""Whether names can be looked up from a handle; elsewhere paths are checked for links instead."""
+"""Whether names can be looked up from a handle; otherwise paths are checked for links."""
 
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class HeldDirectory:
-    """A directory, held by a handle from `hold` to `release`.
+    """A directory with an open handle from `hold` to `release`.
 
     Attributes:
-        path: where it was when it was held.
+        path: its path when it was opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +36,7 @@ class HeldDirectory:
         self._identity: tuple[int, int] | None = None
 
     def hold(self) -> None:
-        """Open it. What was held before must be the same directory."""
+        """Open it. It must be the directory that was held before, if any."""
         if BY_HANDLE and self._handle is None:
             self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         found = _identity(os.stat(self.path))
@@ -44,13 +44,13 @@ class HeldDirectory:
         self.check()
 
     def release(self) -> None:
-        """Close it; who it was is remembered."""
+        """Close it; its identity is remembered."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
     def check(self) -> None:
-        """Refuse to go on if the path no longer leads to the directory that was held."""
+        """Raise an error if the path no longer leads to the held directory."""
         try:
             now = os.stat(self.path)
         except FileNotFoundError:
@@ -60,7 +60,7 @@ class HeldDirectory:
         raise self.not_the_same("was removed" if now is None else "was replaced by another one")
 
     def not_the_same(self, what: str) -> RunError:
-        """What to say of a directory that is no longer the one that was held."""
+        """The error for a directory that is no longer the held one."""
         return RunError(
             f"The run directory {str(self.path)!r} {what} while its run was written: nothing more is "
             f"written. Leave it in place until the training has ended; for another run, make a new "
@@ -68,29 +68,29 @@ class HeldDirectory:
         )
 
     def open(self, name: str, flags: int) -> int:
-        """A handle of a file below; links are not followed."""
+        """Open a file below; links are not followed."""
         with self._inside(name) as (path, folder), self._explained(name):
             return os.open(path, flags | NOFOLLOW, 0o666, dir_fd=folder)
 
     def open_folder(self, name: str) -> int:
-        """A handle of a folder below, '' for the directory itself."""
+        """Open a folder below, '' for the directory itself."""
         if name:
             return self.open(name, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         return os.open(self.path if self._handle is None else ".", os.O_RDONLY, dir_fd=self._handle)
 
     def rename(self, name: str, new: str) -> None:
-        """Give a file another name in its folder; a file or link of that name is replaced."""
+        """Rename a file in its folder; replaces a file or link of that name."""
         with self._inside(name) as (path, folder):
             target = os.path.join(os.path.dirname(path), os.path.basename(new))
             os.replace(path, target, src_dir_fd=folder, dst_dir_fd=folder)
 
     def unlink(self, name: str) -> None:
-        """Remove a file, or a link itself."""
+        """Remove a file or a link."""
         with self._inside(name) as (path, folder):
             os.unlink(path, dir_fd=folder)
 
     def make_folder(self, name: str) -> set[str]:
-        """Make a folder below; returns it and those that it is new in: their lists of files change."""
+        """Create a folder below; returns the folders whose entries changed, which must be synced."""
         changed = {name}
         parts = name.split("/") if name else []
         for depth in range(1, len(parts) + 1):
@@ -99,11 +99,11 @@ class HeldDirectory:
                 os.mkdir(path, dir_fd=folder)
                 changed |= {below, "/".join(parts[: depth - 1])}
         with self._explained(name):
-            os.close(self.open_folder(name))  # what is there may be a link, or a file
+            os.close(self.open_folder(name))  # fails if it is a link or a file
         return changed
 
     def remove(self, name: str) -> None:
-        """Remove a folder and what is in it, or a file; nothing if it is not there."""
+        """Remove a folder with its contents, or a file; a no-op if it does not exist."""
         with contextlib.suppress(FileNotFoundError), self._inside(name) as (path, folder):
             about = os.stat(path, dir_fd=folder, follow_symlinks=False)
             if not stat.S_ISDIR(about.st_mode):
@@ -115,7 +115,7 @@ class HeldDirectory:
 
     @contextlib.contextmanager
     def _inside(self, name: str) -> Iterator[tuple[str, int | None]]:
-        """A path, and the handle it is to be looked up from: all folders above are real ones."""
+        """A path and the handle to look it up from, with no links in between."""
         *above, last = name.split("/")
         if any(part in ("", ".", "..") for part in (*above, last)):
             raise RunError(f"Names in a run directory are plain. Received: {name!r}.")

@@ -1,4 +1,4 @@
-"""One writer to a directory: a lock that a process loses when it ends, however it ends."""
+"""One writer per directory: a lock that is released when its process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tailrace.runs.storage.held import HeldDirectory
 
 NAME = "lock"
 _CONTENT = 64
-"""Bytes of the file that are looked at: a number is in it."""
+"""The bytes to read from the file, which holds a process id."""
 
 
 class DirectoryLock:
-    """The right to write in a directory; held from `acquire` to `release`.
+    """The exclusive right to write in a directory; held from `acquire` to `release`.
 
-    Where the system has `flock`, a process that dies leaves no lock behind. Elsewhere the file
-    itself is the lock.
+    With `flock`, a process that dies leaves no lock behind. On other systems the existence of the file
+    is the lock.
     """
 
     def __init__(self, directory: HeldDirectory) -> None:
@@ -26,7 +26,7 @@ class DirectoryLock:
         self._is_file = False
 
     def acquire(self) -> None:
-        """Take the lock, or say who has it."""
+        """Take the lock, or raise an error that says who has it."""
         try:
             import fcntl
         except ImportError:  # not a Unix
@@ -52,7 +52,7 @@ class DirectoryLock:
         os.write(handle, f"{os.getpid()}\n".encode())
 
     def check(self) -> None:
-        """Refuse to go on if the file is no longer the one that was locked: it locks nothing then."""
+        """Raise an error if the lock file was removed or replaced: it then locks nothing."""
         if self._handle is None:
             return
         try:
@@ -70,9 +70,9 @@ class DirectoryLock:
             )
 
     def release(self) -> None:
-        """Give it back; nothing if it is not held."""
+        """Release the lock; a no-op if it is not held."""
         if self._handle is not None:
-            # A file that is only locked stays: removed, it could be locked twice by two names.
+            # The file stays: if it were removed, two processes could each lock a file of that name.
             if self._is_file:
                 self._directory.remove(NAME)
             os.close(self._handle)

@@ -1,4 +1,4 @@
-"""Zarr stores of a run directory: one that reads it with care, and one that writes it in one go."""
+"""Zarr stores of a run directory: one for untrusted reads, and one that buffers writes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tailrace.runs.storage.held import HeldDirectory
 
 
 class RunStore(Store):
-    """The files of a run directory: regular ones, of a size within the limit, for reading.
+    """The files of a run directory for reading: only regular files within the size limit.
 
     Args:
         root: the directory.
-        limit: bytes that one file, or one array, may have; None: as `read_limit` says.
-        read_only: whether nothing is ever written.
+        limit: the most bytes of one file, or one array; None for that of `read_limit`.
+        read_only: whether the store refuses writes.
     """
 
-    # Properties of the class above in some versions of zarr, plain attributes in others.
+    # Properties of the base class in some versions of zarr, plain attributes in others.
     supports_writes = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     supports_deletes = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     supports_listing = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
@@ -40,7 +40,7 @@ class RunStore(Store):
         return RunStore(self.root, self.limit)
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
-        """A file as a whole; None if there is none."""
+        """The content of a file; None if there is none."""
         if byte_range is not None:
             raise NotImplementedError("Files are read whole: the arrays of a run have no shards.")
         is_description = key.endswith(".json")
@@ -74,14 +74,14 @@ class RunStore(Store):
             yield name
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """The names of all files that begin like that."""
+        """The names of all files with this prefix."""
         for path in self.root.rglob("*"):
             name = path.relative_to(self.root).as_posix()
             if path.is_file() and name.startswith(prefix):
                 yield name
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """What is in a folder."""
+        """The entries of a folder."""
         folder = self.root / prefix
         for path in folder.iterdir() if folder.is_dir() else ():
             yield path.name
@@ -97,10 +97,10 @@ class RunStore(Store):
 
 
 class BufferedStore(RunStore):
-    """A directory that changes only in `flush`.
+    """A store that writes only in `flush`.
 
-    Zarr writes a chunk, or the description of an array, whenever one changes. Held back, what
-    belongs together is forced to the disk together, and a chunk that changes twice is written once.
+    Zarr writes a chunk, or the description of an array, whenever one changes. With buffering, files
+    that belong together are synced together, and a chunk that changes twice is written once.
     """
 
     def __init__(self, directory: HeldDirectory) -> None:
@@ -109,9 +109,9 @@ class BufferedStore(RunStore):
         self._held: dict[str, Any] = {}  # Zarr's buffers, by the names of files
 
     def flush(self, last: str) -> None:
-        """Force everything to the disk; the file `last` only once the rest is there.
+        """Sync everything to disk; the file `last` only after the rest.
 
-        What could not be written is written by the next flush, but for `last`.
+        Files that could not be written, except `last`, are written by the next flush.
         """
         final = self._held.pop(last).to_bytes()
         put_files(self._directory, {name: held.to_bytes() for name, held in self._held.items()})
@@ -119,31 +119,31 @@ class BufferedStore(RunStore):
         put_files(self._directory, {last: final})
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
-        """What was written last, held back or not."""
+        """The latest content, buffered or not."""
         if key not in self._held or byte_range is not None:
             return await super().get(key, prototype, byte_range)
         return self._held[key]
 
     async def exists(self, key: str) -> bool:
-        """Whether there is such a file, or will be."""
+        """Whether a file exists or is buffered."""
         return key in self._held or await super().exists(key)
 
     async def set(self, key: str, value: Any) -> None:
-        """Hold a file."""
+        """Buffer a file."""
         self._held[key] = value
 
     async def set_if_not_exists(self, key: str, value: Any) -> None:
-        """Hold a file unless there is one."""
+        """Buffer a file unless it exists."""
         if not await self.exists(key):
             await self.set(key, value)
 
     async def delete(self, key: str) -> None:
-        """Forget a file, and remove it."""
+        """Drop a file from the buffer, and remove it."""
         self._held.pop(key, None)
         self._directory.remove(key)
 
     async def delete_dir(self, prefix: str) -> None:
-        """Forget a folder, and remove it."""
+        """Drop a folder from the buffer, and remove it."""
         folder = prefix.rstrip("/")
         for key in [key for key in self._held if key.startswith(f"{folder}/")]:
             del self._held[key]

@@ -1,7 +1,8 @@
-"""Columns that grow together: the arrays of one Zarr group, appended row by row.
+"""Columns that grow together: the arrays of one Zarr group, appended by rows.
 
-Rows wait in memory until `write`. It puts them behind the rows that count already and leaves those
-alone, so that whatever ends a write, the rows that counted before it are as they were.
+Rows are buffered in memory until `write`, which appends them after the committed rows and does not
+touch
+those: if a write is interrupted, the rows committed before it are intact.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Columns:
         rows: the name of the dim along which they grow.
 
     Attributes:
-        committed: how many rows count; the caller makes it known to readers, then calls `counted`.
+        committed: the number of rows that count; the caller publishes it to readers, then calls
+            `counted`.
     """
 
     def __init__(self, group: Any, rows: str) -> None:
@@ -69,12 +71,12 @@ class Columns:
         """Create a column of values of `shape`; `dims` names its dims.
 
         Args:
-            name: of the array.
-            dtype: of the values.
-            shape: of one row, without the tensors.
+            name: the name of the array.
+            dtype: the dtype of the values.
+            shape: the shape of one row, without the tensor dim.
             dims: a name for each dim of a row, tensors first.
-            tensors: how many tensors a row has; None: a row is one value.
-            attributes: what the array says of itself.
+            tensors: the number of tensors per row; None if a row is one value.
+            attributes: the attributes of the array.
         """
         wide = stored_dtype(dtype)
         row = shape if tensors is None else (tensors, *shape)
@@ -95,20 +97,20 @@ class Columns:
 
     @property
     def rows(self) -> int:
-        """How many rows there are, those included that wait."""
+        """The number of rows, including buffered ones."""
         return self.committed + self._count
 
     def __contains__(self, name: str) -> bool:
         return name in self._arrays
 
     def append(self, count: int, values: dict[str, np.ndarray]) -> None:
-        """Let `count` rows wait; columns that are not named have their fill value there."""
+        """Buffer `count` rows; columns not in `values` get their fill value."""
         for name, rows in values.items():
             self._waiting.setdefault(name, []).append((self._count, rows))
         self._count += count
 
     def write(self) -> int:
-        """Write what waits behind the rows that count; returns how many there are then."""
+        """Write the buffered rows after the committed ones; returns the number of rows."""
         total = self.rows
         for name, array in self._arrays.items():
             if self._count:
@@ -119,19 +121,19 @@ class Columns:
         return total
 
     def counted(self) -> None:
-        """What was written counts now."""
+        """Commit the written rows."""
         self.committed += self._count
         self._waiting.clear()
         self._count = 0
 
     def forget(self) -> None:
-        """Let go of what waits: it could not be written."""
+        """Drop the buffered rows, which could not be written."""
         self._waiting.clear()
         self._count = 0
 
 
 def _neighbours(pieces: list[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
-    """Pieces that follow one another, as one: a chunk is then encoded once."""
+    """Join consecutive pieces, so that a chunk is encoded once."""
     joined: list[tuple[int, list[np.ndarray]]] = []
     end = -1
     for start, rows in pieces:

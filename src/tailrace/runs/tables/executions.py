@@ -1,8 +1,8 @@
-"""Executions that follow one another, as one: rows are made of many at a time.
+"""Joins consecutive executions, so that rows are made of many at a time.
 
-Making rows of what an execution left behind takes about as long for a hundred steps as for a
-thousand: it is the number of tensors that counts. So executions wait as they came, and those that
-saw the same tensors in steps that follow one another are joined before rows are made of them.
+Making rows of an execution's results takes about as long for a hundred steps as for a thousand: the
+cost is per tensor. So executions are queued unprocessed, and consecutive ones with the same tensors are
+joined before rows are made of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tailrace.records.sinks import Finished
 from tailrace.taps.reductions import merge_statistics
 
 MOST_BYTES = 1 << 25
-"""About the most that is joined: what is computed from it then needs a small part of the memory."""
+"""The approximate limit of a join, so that intermediate values need little memory."""
 
 LARGE = 1 << 16
-"""Bytes of partial statistics that are merged before they are joined: copying takes longer."""
+"""The bytes from which partial statistics are merged before they are joined: copying takes longer."""
 
 
 def join_executions(executions: Iterable[Finished]) -> Iterator[Finished]:
@@ -40,13 +40,13 @@ def join_executions(executions: Iterable[Finished]) -> Iterator[Finished]:
 
 
 def _follows(before: Finished, done: Finished) -> bool:
-    """Whether `done` goes on where `before` ended, with the same tensors in the same form."""
+    """Whether `done` continues where `before` ended, with the same tensors in the same shapes."""
     return (
         before.first_step + before.steps == done.first_step
         and _forms(before) == _forms(done)
         and len(before.parts) == len(done.parts)
         and all(map(_continues, before.parts, done.parts))
-        # After a stop, parts have steps that do not count.
+        # After a stop, parts contain steps that do not count.
         and all(part.steps == before.steps for part in before.parts)
     )
 
@@ -62,7 +62,7 @@ def _continues(before: Part, part: Part) -> bool:
         and before.size == part.size
         and before.replicas == part.replicas
         and before.period == part.period
-        and before.steps % max(1, before.period) == 0  # 0: nothing periodic was looked at
+        and before.steps % max(1, before.period) == 0  # period 0: nothing periodic was observed
         and (before.valid is None) == (part.valid is None)
         and (part.collected or part.one.loops > 0)
     )
@@ -106,7 +106,7 @@ def _joined_part(parts: Sequence[Part]) -> Part:
 
 
 def _without_copies(part: Part) -> Part:
-    """One of the replicas, where all are equal: no record is made of the others."""
+    """One replica only, if all are equal: records keep just one."""
     if part.replicas == 1 or part.one.differs:
         return part
     valid = None if part.valid is None else part.valid[:1]

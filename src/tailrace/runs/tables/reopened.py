@@ -1,8 +1,8 @@
 """Tables of a run that another process wrote, opened again to be appended to.
 
-A fit that is taken up from a checkpoint continues its run. Rows behind the checkpoint come again, so
-they no longer count: tables are cut back to the rows that there were. Steps do not tell which ones:
-a trainer may go back to an earlier step, and makes it again.
+A fit that resumes from a checkpoint continues its run. Rows after the checkpoint will come again, so
+tables are truncated to the rows that existed then. Steps do not identify those rows: a trainer may
+have gone back to an earlier step and computed it twice.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tailrace.runs.tables.tables import ExecutionTable, HistoryTable, RecordTabl
 
 @dataclasses.dataclass(frozen=True)
 class ReopenedTables:
-    """What a run holds up to some step.
+    """The tables of a run up to some step.
 
     Attributes:
         history: loss and metrics.
         executions: when executions ended.
         records: the tables of records, in order.
-        starts: for each of them, how many of its rows belong to fits before the one taken up.
+        starts: for each of them, the number of rows of fits before the resumed one.
     """
 
     history: HistoryTable
@@ -36,7 +36,7 @@ class ReopenedTables:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """How many rows of each count."""
+        """The number of committed rows of each."""
         return {
             "history": self.history.columns.committed,
             "records": [table.columns.committed for table in self.records],
@@ -45,11 +45,11 @@ class ReopenedTables:
 
 
 def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
-    """The tables of a run, cut back to where they ended when a checkpoint was taken.
+    """The tables of a run, truncated to their rows at the time of a checkpoint.
 
     Args:
         root: the Zarr group of the run, open for writing.
-        end: how many rows each table had: `history`, `executions`, `records`; and `starts`.
+        end: the number of rows of each table: `history`, `executions`, `records`; and `starts`.
     """
     there = root.attrs["committed"]
     kept = [*zip(end["records"], end["starts"], strict=True)]
@@ -70,9 +70,9 @@ def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
 
 
 def rows_before(root: Any, step: int) -> dict[str, Any]:
-    """How many rows the tables have up to the last one of a step before `step`, as `reopen` takes it.
+    """The rows of the tables up to the last one of a step before `step`, as `reopen` takes it.
 
-    The last one: a trainer that went back to an earlier step has made some steps twice.
+    The last one, because a trainer that went back has computed some steps twice.
     """
     there = root.attrs["committed"]
     records = [
@@ -95,7 +95,7 @@ def _up_to(group: Any, by: str, count: int, step: int) -> int:
 
 
 def _check(wanted: int, there: int) -> None:
-    """A checkpoint is never ahead of the run: rows are on the disk before it is written."""
+    """Check that the checkpoint is not ahead of the run: rows are durable before it is written."""
     if wanted > there:
         raise RunError(
             f"A run goes on where its checkpoint was taken, which is after {wanted} rows, and the run "

@@ -1,4 +1,4 @@
-"""Choosing records by name: the same selections as taps have, over what was recorded."""
+"""Selection of records by name, with the selections of taps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def chosen_keys(records: Records, select: Any, kinds: tuple[str, ...] = ()) -> l
     """The (name, kind) of the records that a selection matches.
 
     Args:
-        records: what was recorded.
+        records: the records.
         select: a glob, `re.compile(...)`, a function of an entry, or a list of these.
         kinds: only records of these kinds; empty for all.
 
     Raises:
-        SelectionError: there are none.
+        SelectionError: none match.
     """
     named = [
         key

@@ -1,7 +1,7 @@
-"""Rows of a run on disk: read when they are asked for, and checked while they are read.
+"""Rows of a run on disk: read on demand, and checked while they are read.
 
-What is declared is compared with what is there before memory is taken: a chunk is compressed by a
-method that makes it at most `MOST_DENSE` times smaller, so a small file cannot stand for a large array.
+Declared sizes are compared with the files before memory is allocated: the compression makes a chunk at
+most `MOST_DENSE` times smaller, so a small file cannot claim to be a large array.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tailrace.runs.storage.files import build_tree, import_zarr, own_dtype
 from tailrace.taps.reductions import STATS
 
 CODECS = {"bytes", "blosc", "crc32c"}
-"""How arrays of a run are encoded; see `tailrace.runs.storage.files.codecs`."""
+"""The codecs of a run's arrays; see `tailrace.runs.storage.files.codecs`."""
 
 MOST_DENSE = 256
-"""LZ4 makes nothing smaller than a 255th."""
+"""The largest compression ratio of LZ4."""
 
 BLOSC_HEADER = 16
-"""Bytes in front of a compressed chunk; bytes 4 to 7 say how many it becomes."""
+"""The header bytes of a compressed chunk; bytes 4 to 7 are its uncompressed size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ class StoredTable:
 
     Attributes:
         directory: the run.
-        path: of its group in there.
+        path: the path of its group in it.
         group: the Zarr group.
         start: the first row to read.
-        stop: the row after the last one to read: how many count.
+        stop: the row after the last one to read: the number of committed rows.
     """
 
     directory: Path
@@ -51,29 +51,29 @@ class StoredTable:
     stop: int
 
     def column(self, name: str, tensor: int | None = None) -> np.ndarray:
-        """The rows of a column, of one tensor."""
+        """The rows of a column, for one tensor or all."""
         return read_rows(self.directory, self.path, self.group, name, self.start, self.stop, tensor)
 
     @property
     def names(self) -> list[str]:
-        """Its tensors."""
+        """The names of its tensors."""
         return [str(name) for name in self.group.attrs["names"]]
 
     @property
     def kind(self) -> str:
-        """What was kept of them."""
+        """What taps kept of them."""
         return str(self.group.attrs["kind"])
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredPart:
-    """The records of one tensor in a table; not read yet.
+    """The records of one tensor in a table, read on demand.
 
     Attributes:
-        table: where they are.
-        number: which tensor of the table it is.
+        table: the table.
+        number: the index of the tensor in the table.
         name: the tensor.
-        kind: what was kept.
+        kind: what the tap kept of it.
     """
 
     table: StoredTable
@@ -125,7 +125,7 @@ class StoredPart:
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """The records of one tensor from several tables, in the order of their steps."""
+    """The records of one tensor from several tables, sorted by step."""
 
     parts: Sequence[StoredPart]
 
@@ -149,7 +149,7 @@ class Sorted:
 def stored_records(
     directory: Path, root: Any, starts: Sequence[int] = ()
 ) -> dict[tuple[str, str], list[Source]]:
-    """All records that count, by name and kind; `starts` gives each table's first row to read."""
+    """All committed records, by name and kind; `starts` has each table's first row to read."""
     found: dict[tuple[str, str], list[StoredPart]] = {}
     for table in stored_tables(directory, root, starts):
         for position, name in enumerate(table.names):
@@ -161,21 +161,21 @@ def stored_records(
 
 
 def stored_tables(directory: Path, root: Any, starts: Sequence[int] = ()) -> list[StoredTable]:
-    """The tables with rows that count; `starts` gives each table's first row to read."""
+    """The tables with committed rows; `starts` has each table's first row to read."""
     found = []
     for number, stop in enumerate(committed(directory, root)["records"]):
         path = f"records/{number}"
         start = starts[number] if number < len(starts) else 0
         with describing(directory, path):
             table = StoredTable(directory, path, root[path], start, stop)
-            _ = table.names, table.kind  # a table that cannot say what it holds is damaged
+            _ = table.names, table.kind  # raises if the table is damaged
         if start < stop:
             found.append(table)
     return found
 
 
 def committed(directory: Path, root: Any) -> dict[str, Any]:
-    """How many rows count: of the history, and of each table."""
+    """The number of committed rows of the history and of each table."""
     with describing(directory, "zarr.json"):
         counts = root.attrs["committed"]
         history, records = int(counts["history"]), [int(n) for n in counts["records"]]
@@ -193,7 +193,7 @@ def read_rows(
     stop: int,
     tensor: int | None = None,
 ) -> np.ndarray:
-    """Rows of one array; a chunk that is missing or damaged is an error, not a row of zeros."""
+    """Rows of one array; a missing or damaged chunk is an error, not zeros."""
     where = f"{path}/{name}"
     with describing(directory, where):
         array = _one_array(group, name)
@@ -234,7 +234,7 @@ def _check_chunks(
 
 
 def _one_array(group: Any, name: str) -> Any:
-    """An array of the kind that a writer makes: other codecs could do anything."""
+    """An array with the writer's codecs; others could decompress to any size."""
     array = group[name]
     codecs = [codec.to_dict() for codec in array.metadata.codecs]
     named = [codec["name"] for codec in codecs]
@@ -244,7 +244,7 @@ def _one_array(group: Any, name: str) -> Any:
 
 
 def _check_size(directory: Path, where: str, array: Any, rows: int, tensor: int | None) -> None:
-    # Values of variable length have no size of their own; none of those are read.
+    # Values of variable length have no fixed size, and are never read.
     values = math.prod(array.shape[1:] if tensor is None else array.shape[2:])
     size = max(rows * values, math.prod(array.chunks)) * np.dtype(array.dtype).itemsize
     limit = array.store_path.store.limit
@@ -253,7 +253,7 @@ def _check_size(directory: Path, where: str, array: Any, rows: int, tensor: int 
 
 
 def _check_density(file: Path, array: Any) -> None:
-    """Refuse a chunk that cannot hold as much as it says, before room is made for that."""
+    """Refuse a chunk whose declared size is impossible, before memory is allocated for it."""
     expected = math.prod(array.chunks) * np.dtype(array.dtype).itemsize
     head = read_head(file, BLOSC_HEADER, RunError)
     size = file.stat().st_size
@@ -276,7 +276,7 @@ def open_root(directory: Path, limit: int | None = None) -> Any:
 
 @contextlib.contextmanager
 def describing(directory: Path, where: str) -> Iterator[None]:
-    """Whatever goes wrong inside, said as a sentence about that part of the run."""
+    """Turn any error in this context into an error about that part of the run."""
     try:
         yield
     except TailraceError:
@@ -286,7 +286,7 @@ def describing(directory: Path, where: str) -> Iterator[None]:
 
 
 def damaged(directory: Path, where: str, error: Exception) -> RunError:
-    """What to say of a part that cannot be read."""
+    """The error for a part that cannot be read."""
     reason = " ".join(shown(str(error)).split())[:200]
     return RunError(
         f"The run '{shown(str(directory))}' is damaged: {where} cannot be read "

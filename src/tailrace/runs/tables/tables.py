@@ -1,4 +1,4 @@
-"""Records and history as columns: which tensors share a table, and what its columns are."""
+"""Records and history as columns: the grouping of tensors into tables, and their columns."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ COORDINATES = "step microbatch replica stage"
 """The coordinate arrays, declared for xarray."""
 
 EXECUTION = {"first_step": "int64", "steps": "int64", "ended": "float64"}
-"""What is kept of an execution; `ended` in seconds since 1970."""
+"""The columns of an execution; `ended` in seconds since 1970."""
 
 READING = ("fit", "epoch", "first_element", "element_count", "resumed")
-"""Which elements it consumed: the first step of its fit, which pass over the dataset, the number of its
-first element in that pass, how many; and whether it is the first one of a process that went on."""
+"""The elements it consumed: the first step of its fit, the pass over the dataset, the index of its
+first element in that pass, their number; and whether it is the first execution after a resume."""
 
 OPTIONAL = {**dict.fromkeys(READING, "int64"), **dict.fromkeys((*GROUPS, CHAIN), "uint64")}
-"""What is kept besides, where it is known: what was read, and fingerprints."""
+"""Optional columns: consumed elements and fingerprints."""
 
 TAGS = ("steps", "microbatches", "replicas")
-"""What says when a value was made; the tensors of an execution mostly share these arrays."""
+"""The columns that say when a value was computed; tensors of an execution mostly share these arrays."""
 
 
 def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
-    """The records of one execution, those together that share a table, by what identifies it.
+    """The records of one execution, grouped by table, by the key of the table.
 
-    Tensors share a table if what is kept of them has one form and they are observed at the same
-    moments, so that steps, microbatches and replicas are stored once for all of them.
+    Tensors share a table if their kept values have the same shape and they are observed at the same
+    steps, so that steps, microbatches and replicas are stored once for all of them.
     """
     found: dict[Hashable, list[Record]] = {}
     for part in parts:
@@ -45,7 +45,7 @@ def put_in_tables(parts: Sequence[Part]) -> dict[Hashable, list[Record]]:
         one = part.one
         moments = (str(one.tap.mode), one.loops, one.differs, one.microbatches)
         per_microbatch = one.entry.kind in PER_MICROBATCH
-        # A value that is made only sometimes has moments of its own.
+        # A value in a branch is not computed in every step, so its rows differ from the others'.
         own = record.name if part.valid is not None else ""
         key: Hashable = (record.kind, form, moments, per_microbatch, own)
         first = found.get(key, [record])[0]
@@ -61,7 +61,7 @@ def _same_moments(one: Record, other: Record) -> bool:
 
 
 def _forms(record: Record) -> list[Any]:
-    """What values look like: the tree, then dtype and shape of each leaf."""
+    """The structure of values, then dtype and shape of each leaf."""
     leaves: list[Any] = []
 
     def leaf(array: np.ndarray) -> int:
@@ -74,7 +74,7 @@ def _forms(record: Record) -> list[Any]:
 
 
 class RecordTable:
-    """The table of some tensors: created for their first records, then appended to."""
+    """A table of tensors: created for their first records, then appended to."""
 
     def __init__(self, group: Any, records: Sequence[Record]) -> None:
         first = records[0]
@@ -102,19 +102,19 @@ class RecordTable:
 
     @classmethod
     def reopened(cls, columns: Columns) -> RecordTable:
-        """A table that is there already."""
+        """An existing table."""
         table = cls.__new__(cls)
         table.columns = columns
         return table
 
     @property
     def tensors(self) -> tuple[str, tuple[str, ...]]:
-        """What is kept, and of which tensors: no two tables share that."""
+        """What is kept, and the tensors: the key of the table."""
         attributes = self.columns.group.attrs
         return attributes["kind"], tuple(attributes["names"])
 
     def append(self, records: Sequence[Record]) -> None:
-        """Let the records of one execution wait to be written."""
+        """Buffer the records of one execution."""
         first = records[0]
         rows: dict[str, np.ndarray] = {
             "step": first.steps,
@@ -148,7 +148,7 @@ def value_columns(record: Record) -> dict[str, np.ndarray]:
 
 
 def _dims(record: Record, column: str, shape: tuple[int, ...]) -> list[str]:
-    # Names that mean one length in one group, as xarray wants it.
+    # xarray requires that a dim name has one length per group.
     prefix = "" if column == "values" or column in (STATS.names or ()) else f"{column}_"
     dims = [f"{prefix}dim{number}" for number in range(len(shape))]
     if record.kind == "histogram" and shape[-1:] == (NUM_BINS,):
@@ -157,7 +157,7 @@ def _dims(record: Record, column: str, shape: tuple[int, ...]) -> list[str]:
 
 
 class HistoryTable:
-    """Loss and metrics, one row a step."""
+    """Loss and metrics, one row per step."""
 
     def __init__(self, group: Any) -> None:
         group.attrs.put({"names": []})
@@ -166,7 +166,7 @@ class HistoryTable:
 
     @classmethod
     def reopened(cls, columns: Columns) -> HistoryTable:
-        """A table that is there already."""
+        """An existing table."""
         table = cls.__new__(cls)
         table.columns = columns
         table._numbers = {name: i for i, name in enumerate(columns.group.attrs["names"])}
@@ -179,7 +179,7 @@ class HistoryTable:
         weights: np.ndarray | None,
         elements: np.ndarray | None = None,
     ) -> None:
-        """Let the steps of one execution wait to be written."""
+        """Buffer the steps of one execution."""
         columns, shape = self.columns, next(iter(scalars.values())).shape
         dims = ("microbatch", "replica")
         if "step" not in columns:
@@ -208,7 +208,7 @@ class HistoryTable:
 
 
 class ExecutionTable:
-    """When executions ended, one row each: how fast the run went."""
+    """One row per execution: its steps, and when it ended."""
 
     def __init__(self, group: Any) -> None:
         self.columns = Columns(group, "execution")
@@ -217,13 +217,13 @@ class ExecutionTable:
 
     @classmethod
     def reopened(cls, columns: Columns) -> ExecutionTable:
-        """A table that is there already."""
+        """An existing table."""
         table = cls.__new__(cls)
         table.columns = columns
         return table
 
     def append(self, executions: Sequence[Finished]) -> None:
-        """Let executions wait to be written."""
+        """Buffer executions."""
         if not executions:
             return
         rows = [(done.first_step, done.steps, done.ended) for done in executions]

@@ -1,4 +1,4 @@
-"""Anchors: tensors of the program by name, returned after each call in the form of an output."""
+"""Anchors: named tensors of the program that are returned after each call, like outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tailrace.taps.tap import Tap
 from tailrace.torch.calls.output_modes import Returned
 
 OUTPUT = "returned"
-"""The kind of record that outputs are."""
+"""The record kind of outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Anchor:
     """A tensor that is copied to the host in every call.
 
     Attributes:
-        name: what the user calls it.
+        name: the user's name for it.
         tensor: its name in the program.
-        returned: which of its values are kept.
-        pick: what is taken of each value; None: all of it.
+        returned: the values to keep.
+        pick: the part of each value to keep; None for all.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Anchor:
         return jax.eval_shape(self.pick, jax.ShapeDtypeStruct(entry.shape, entry.dtype)).shape
 
     def tap(self, microbatches: int) -> Tap:
-        """What the program is asked for."""
+        """The tap for the program."""
         return self.returned.tap(self.tensor, self.kind, microbatches, self.pick)
 
 
@@ -59,5 +59,5 @@ def output_tap(name: str, returned: Returned, microbatches: int) -> Tap:
 
 
 def output_part(parts: dict[tuple[str, str], Any], name: str) -> Any:
-    """What that tap emitted."""
+    """The emission of that tap."""
     return parts[f"output/{name}", OUTPUT]

@@ -1,4 +1,4 @@
-"""Tensors of PyTorch as arrays and back, whatever their dtype."""
+"""Conversion between PyTorch tensors and arrays, for all dtypes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 from tailrace.devices import devices
 
 ALIGNMENT = 128
-"""Where arrays of JAX begin on a GPU: at multiples of this. Slices of tensors may begin anywhere."""
+"""The alignment of JAX arrays on a GPU; slices of tensors may start anywhere."""
 
 _NARROWED = {
     torch.int64: torch.int32,
     torch.float64: torch.float32,
     torch.complex128: torch.complex64,
 }
-"""What the device has no 64 bits for, as JAX has it."""
+"""The device's dtypes for 64-bit dtypes, as in JAX."""
 
 _BITS = {torch.bfloat16: (torch.int16, jnp.bfloat16)}
-"""Dtypes that numpy does not know: their bits travel as integers."""
+"""Dtypes that NumPy does not support: their bits are viewed as integers."""
 
 
 def dtype_on_device(dtype: torch.dtype) -> np.dtype:
-    """The dtype that a tensor has on the device.
+    """The dtype of a tensor on the device.
 
     >>> dtype_on_device(torch.int64), dtype_on_device(torch.float16)
     (dtype('int32'), dtype('float16'))
@@ -47,9 +47,9 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as an array of the dtype that it has on the device; shares memory where it can.
+    """A tensor as an array of its device dtype; shares memory if possible.
 
-    Copies are numpy's: PyTorch's would wake up its threads, which takes longer than most of them.
+    Copies are made by NumPy: PyTorch would wake its threads, which takes longer than most copies.
     """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -79,12 +79,12 @@ def rows_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
     tensor = tensor.reshape(shape).contiguous()
     if tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone()
-    # JAX waits for what PyTorch is still computing: the protocol makes their streams meet.
+    # JAX waits for PyTorch's pending computations: the DLPack protocol synchronizes their streams.
     return jax.dlpack.from_dlpack(tensor)
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    """A tensor with the values of an array, in memory of its own."""
+    """A tensor with a copy of an array."""
     found = np.array(array)
     for torch_dtype, (integer, numpy_dtype) in _BITS.items():
         if found.dtype == numpy_dtype:

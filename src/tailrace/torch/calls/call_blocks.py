@@ -1,4 +1,4 @@
-"""The elements of one call, as blocks for the dispatches that it makes."""
+"""The elements of one call, as blocks for its dispatches."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
 
 SMALL_BYTES = 1 << 16
-"""Smaller arrays travel with the call of the program, which takes less than moving them first."""
+"""Smaller arrays are passed to the program directly, which is faster than a separate transfer."""
 
 
 class CallBlocks:
-    """Hands out the elements of one call, one block for each dispatch.
+    """The elements of one call, one block per dispatch.
 
-    A call dispatched whole leaves its elements on the host for one device: they travel with the call
-    of the program, because moving them first costs as much again as the rest of a short call. The
-    elements of portions are moved ahead, while portions before them compute.
+    If a call is dispatched whole on one device, its elements stay on the host and are passed to the
+    program: a separate transfer would double the time of a short call. The elements of portions are
+        transferred
+    ahead, while earlier portions compute.
 
     Args:
         arrays: the elements of the call, stacked. The caller's memory may be used: a call waits for
             its end.
-        counts: how many elements each portion takes; none: the first block takes them all.
-        sharding: where they go.
-        replicas: how many replicas share them.
+        counts: the number of elements of each portion; empty if the first block takes all.
+        sharding: their sharding.
+        replicas: the number of replicas that share them.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class CallBlocks:
         self._travelling: deque[Staged] = deque()
 
     def take(self, count: int) -> Staged:
-        """The block of the next dispatch; `count` elements for each replica."""
+        """The block of the next dispatch; `count` elements per replica."""
         if self._waiting or self._travelling:
             return self._portion()
         host = self._arrays
@@ -54,7 +55,7 @@ class CallBlocks:
         while self._waiting and len(self._travelling) + len(sent) < dispatch_table.PORTIONS_AHEAD:
             start, stop = self._waiting.popleft()
             sent.append([array[start:stop] for array in self._arrays])
-        # All at once: each call costs as much as a small copy.
+        # In one call: each has a fixed cost as large as a small copy.
         large = [leaf for host in sent for leaf in host if leaf.nbytes >= SMALL_BYTES]
         moved = iter(jax.device_put(large, self._sharding) if large else ())
         for host in sent:

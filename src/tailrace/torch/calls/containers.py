@@ -1,8 +1,8 @@
 """Nested containers of tensors: tuples, lists, dicts, named tuples, dataclasses, and what users
 register.
 
-What a model is called with and what it returns keep their exact types: a subclass of dict comes back
-as that subclass, a named tuple as itself.
+Arguments and results of a model keep their exact types: a subclass of dict is returned as that
+subclass, a named tuple as itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 
 class CustomContainer(Protocol):
-    """How a type of the user's own is taken apart and put together again."""
+    """How a user's type is flattened and rebuilt."""
 
     def yield_tensors(self, struct: Any) -> Iterator[Any]:
         """The tensors in `struct`, always in the same order."""
@@ -53,12 +53,12 @@ def register_container(kind: type, parser: CustomContainer | None) -> None:
 
 
 def is_custom(value: Any) -> bool:
-    """Whether a value is of a class that was registered."""
+    """Whether the class of a value was registered."""
     return type(value) in _custom
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of everything in nested containers that is not a container itself."""
+    """(path, leaf) of every leaf in nested containers."""
     if type(value) in _custom:
         for number, part in enumerate(_custom[type(value)].yield_tensors(value)):
             yield _joined(path, number), part
@@ -88,10 +88,10 @@ def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
         if type(value) is dict:
             return parts
         beside = {name: rebuild(part, replace) for name, part in fields_beside(value).items()}
-        same = copy.copy(value)  # a subclass may have state of its own
+        same = copy.copy(value)  # a subclass may have more state
         for key, part in parts.items():
             same[key] = part
-        # A class that shows its items as attributes as well, such as a model output.
+        # A class whose items are also attributes, such as a model output.
         shown = {name: parts[name] for name in _attributes(value) if name in parts}
         return _with_fields(same, {**shown, **beside})
     if isinstance(value, tuple | list):
@@ -112,14 +112,14 @@ def is_dataclass(value: Any) -> bool:
 
 
 def fields_beside(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that have a value, without those that are items of it as well."""
+    """The set fields of a dataclass, without those that are also items."""
     items = value if isinstance(value, dict) else ()
     names = (name for name in _fields(value) if name not in items and hasattr(value, name))
     return {name: getattr(value, name) for name in names}
 
 
 def held_elsewhere(value: Any, held: Callable[[Any], bool]) -> tuple[str, type] | None:
-    """(attribute, class) that holds something `held` where `flatten` does not look; None if none."""
+    """(attribute, class) of something `held` that `flatten` does not visit; None if there is none."""
     if held(value) or type(value) in _custom:
         return None
     parts = list(fields_beside(value).values())
@@ -139,7 +139,7 @@ def held_elsewhere(value: Any, held: Callable[[Any], bool]) -> tuple[str, type] 
 
 
 _DEPTH = 6
-"""How far into objects of unknown classes is looked."""
+"""The depth of the search in objects of unknown classes."""
 
 
 def _holds(value: Any, held: Callable[[Any], bool], seen: set[int], depth: int) -> bool:
@@ -155,7 +155,7 @@ def _holds(value: Any, held: Callable[[Any], bool], seen: set[int], depth: int) 
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds beside what is known of its class; nothing for classes and functions."""
+    """The attributes of an object of an unknown class; empty for classes and functions."""
     if isinstance(value, set | frozenset | deque):
         return {str(number): part for number, part in enumerate(value)}
     if isinstance(value, type | FunctionType | ModuleType):
@@ -175,7 +175,7 @@ def _fields(value: Any) -> list[str]:
 
 def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
     for name, part in fields.items():
-        object.__setattr__(value, name, part)  # also of a frozen one, and unchecked: not made anew
+        object.__setattr__(value, name, part)  # works for frozen ones, and runs no __init__
     return value
 
 

@@ -1,8 +1,8 @@
-"""What a model is called with: how it is bound, checked against the compiled form, and cut up.
+"""The arguments of a call: bound, checked against the compiled form, and cut into microbatches.
 
 The first call fixes the form. Tensors become inputs of the program, cut along dim 0 into microbatches:
 rows ((i * accumulation + m) * replicas + r) * B onwards belong to iteration i, microbatch m, replica
-r. Everything that is no tensor is a constant of the program and must stay the same.
+r. Everything that is not a tensor is a constant of the program and must not change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADVICE = (
 
 
 class _Slot:
-    """Stands in a structure of arguments for a tensor."""
+    """A placeholder for a tensor in a structure of arguments."""
 
     def __repr__(self) -> str:
         return "tensor"
@@ -39,16 +39,16 @@ _SLOT = _Slot()
 
 
 class CallForm:
-    """The form of a call: which tensors, of which shapes, where in which arguments.
+    """The form of a call: its tensors, their shapes, and their positions in the arguments.
 
     Args:
-        forward: the function that is called; its signature binds the arguments.
+        forward: the called function; its signature binds the arguments.
         args: positional arguments of the first call.
         kwargs: its keyword arguments.
-        pieces: into how many microbatches a call is cut.
+        pieces: the number of microbatches of a call.
 
     Attributes:
-        names: of the tensors.
+        names: the names of the tensors.
         shapes: their shapes and dtypes.
         resident: whether those of the first call are on the device already.
     """
@@ -63,7 +63,7 @@ class CallForm:
         self._named = {name: rebuild(v, _without_tensor) for name, v in given.arguments.items()}
         leaves = [leaf for name, value in given.arguments.items() for leaf in flatten(value, name)]
         tensors = [(path, v) for path, v in leaves if isinstance(v, torch.Tensor)]
-        # A call without tensors still says how many microbatches there are: by rows of nothing.
+        # A call without tensors still has microbatches: an empty row for each.
         self._empty = not tensors
         tensors = tensors or [("nothing", torch.zeros(pieces, dtype=torch.int8))]
         self.names = [path for path, _ in tensors]
@@ -75,7 +75,7 @@ class CallForm:
     # -- the element of one microbatch ----------------------------------------------------------
 
     def spec(self) -> ElementSpec:
-        """The form of the tensors of one microbatch, by name."""
+        """The spec of the tensors of one microbatch, by name."""
         shapes = {
             name: jax.ShapeDtypeStruct(self._cut(shape), dtype_on_device(dtype))
             for name, (shape, dtype) in zip(self.names, self.shapes, strict=True)
@@ -91,7 +91,7 @@ class CallForm:
     def arguments(
         self, element: dict[str, Any], wrap: Callable[[Any], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of forward, with the arrays of an element in place of the tensors."""
+        """The arguments of forward, with the arrays of an element instead of the tensors."""
         values = iter([wrap(element[name]) for name in self.names])
         args, kwargs = rebuild(self._template, lambda v: next(values) if v is _SLOT else v)
         return args, kwargs
@@ -138,8 +138,8 @@ class CallForm:
         return UsageError(f"Too many arguments provided: {len(args)}. {takes}")
 
     def _compare_arguments(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors in arguments that have the compiled form, in its order: that of the first call,
-        whose dicts may have had their keys in another."""
+        """The tensors of arguments that match the compiled form, in the order of the first call, whose
+        dicts may have had another order of keys."""
         if list(arguments) != list(self._named):
             if len(arguments) != len(self._named):
                 raise CallError(

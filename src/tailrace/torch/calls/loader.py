@@ -24,9 +24,8 @@ from tailrace.torch.errors import UsageError
 class DataLoaderMode(enum.StrEnum):
     """How a loader reads.
 
-    SYNC: on demand. ASYNC: ahead, in a thread. ASYNC_REBATCHED: ahead, and the rows of all workers are
-        cut
-    into batches again, so that only one remainder is lost instead of one per worker.
+    SYNC: on demand. ASYNC: ahead, in a thread. ASYNC_REBATCHED: ahead, and the rows of all workers
+    are cut into batches again, so that only one remainder is lost instead of one per worker.
 
     >>> DataLoaderMode("async")
     <DataLoaderMode.ASYNC: 'async'>
@@ -38,24 +37,23 @@ class DataLoaderMode(enum.StrEnum):
 
 
 class DataLoader(torch_data.DataLoader):
-    """PyTorch's `DataLoader`, whose batches hold all rows of one call of a model.
+    """PyTorch's `DataLoader` with batches that have all rows of one call of a model.
 
     Args:
         options: the model, or its `tt.ModelOptions`, or the number of microbatches of a call.
         dataset: any PyTorch dataset.
-        batch_size: rows of one microbatch; None passes the dataset's elements on as they are.
+        batch_size: rows of one microbatch; None passes the dataset's elements on unchanged.
         shuffle: as in PyTorch.
-        num_workers: as in PyTorch. Where an accelerator computes, workers come from a fork server
-            unless `multiprocessing_context` says otherwise: a fork of a process that has started one
-            dies. So there the dataset must be picklable, and a script needs `if __name__ ==
-            "__main__":`.
-        drop_last: leave out rows at the end that do not fill a call.
-        persistent_workers: as in PyTorch; None: whenever there are workers.
+        num_workers: as in PyTorch. With an accelerator, workers come from a fork server unless
+            `multiprocessing_context` is given: a fork of a process that uses an accelerator dies. The
+            dataset must then be picklable, and a script needs `if __name__ == "__main__":`.
+        drop_last: whether to drop rows at the end that do not fill a call.
+        persistent_workers: as in PyTorch; None: if there are workers.
         mode: "sync", "async" or "async_rebatched".
-        async_options: {"buffer_size": 3} says how many batches are read ahead.
+        async_options: {"buffer_size": 3} sets the number of prefetched batches.
         rebatched_worker_size: rows that a worker delivers at a time, when rebatching.
-        batch_sampler: as in PyTorch; as many of its batches as a call has microbatches are joined.
-        **options_of_torch: everything else that PyTorch's loader takes.
+        batch_sampler: as in PyTorch; as many of its batches are joined as a call has microbatches.
+        **options_of_torch: other arguments of PyTorch's loader.
 
     >>> rows = torch_data.TensorDataset(torch.arange(100.0))
     >>> loader = DataLoader(10, rows, batch_size=4)
@@ -151,7 +149,7 @@ class DataLoader(torch_data.DataLoader):
         return iter(ahead)
 
     def __len__(self) -> int:
-        """How many batches there are; rows in the dataset / rows of a batch, when rebatched."""
+        """The number of batches; when rebatched, rows in the dataset / rows of a batch."""
         if not self._rebatched:
             return super().__len__()
         assert self.combined_batch_size is not None
@@ -192,11 +190,11 @@ class _Groups:
 
 
 class Ahead:
-    """Reads an iterable in a thread, a few elements ahead of whoever iterates.
+    """Prefetches an iterable in a thread.
 
     Args:
-        source: what to read.
-        size: how many elements ahead.
+        source: the iterable.
+        size: the number of prefetched elements.
     """
 
     _END = object()
@@ -215,7 +213,7 @@ class Ahead:
                 if not self._put(item):
                     return
             self._put(self._END)
-        except BaseException as error:  # raised again where the elements are used
+        except BaseException as error:  # raised again in the consumer
             self._put(error)
 
     def _put(self, item: Any) -> bool:
@@ -237,7 +235,7 @@ class Ahead:
             self.stop()
 
     def stop(self) -> None:
-        """End the thread; one that the dataset keeps is left behind, and ends with it."""
+        """Stop the thread; one that is blocked in the dataset is abandoned."""
         self._stopped.set()
         self._thread.join(timeout=STOP_S)
 
@@ -256,7 +254,7 @@ class Ahead:
 
 
 def _rebatched(batches: Iterable[Any], rows: int, drop_last: bool) -> Iterator[Any]:
-    """Batches of any size, cut anew into batches of `rows`."""
+    """Batches of any size, cut into batches of `rows`."""
     kept: Any = None
     for batch in batches:
         kept = batch if kept is None else _joined(kept, batch)

@@ -14,6 +14,7 @@ from tailrace.program.step.accumulation import Accumulation, Reduction
 from tailrace.taps.tap import MOST_BYTES
 from tailrace.torch.calls.output_modes import OutputMode, Returned
 from tailrace.torch.tracing.blocks import Staging
+from tailrace.trainer.checks import check_fingerprint
 
 
 class Execution(enum.StrEnum):
@@ -31,26 +32,28 @@ class ModelOptions:
     """The options of `tt.training_model` and `tt.inference_model`.
 
     Attributes:
-        device_iterations: how many steps (training) or batches (inference) one call runs.
-        accumulation: how many microbatches make a step, or a `tr.Accumulation`.
-        replicas: how many copies run side by side, each on its own part of the batch.
+        device_iterations: the number of steps (training) or batches (inference) per call.
+        accumulation: the number of microbatches per step, or a `tr.Accumulation`.
+        replicas: the number of copies that run in parallel, each on a part of the batch.
         output_mode: which outputs a call returns: see `tt.OutputMode`.
         output_return_period: the period of "every_n".
         reduction: of gradients over microbatches and replicas: "mean", "sum" or "running_mean".
         precision: of matrix products: "default", "high" or "highest".
-        offload_optimizer_state: keep the optimizer's state off the device between updates.
-        shard_optimizer_state: give each replica a share of it, instead of all of it.
-        offload_activations: keep what backward passes need of forward passes off the device.
-        seed: where random numbers (dropout) come from.
+        offload_optimizer_state: whether to keep optimizer state in host memory between updates.
+        shard_optimizer_state: whether to shard it over replicas.
+        offload_activations: whether to keep activations in host memory until the backward pass.
+        seed: the seed of random numbers (dropout).
         execution: "pipelined" or "sharded", for a module with blocks on several devices.
-        stages: how blocks make stages: by "device", a new one for each block ("increment"), or a
-            list with the names of the blocks of each stage.
-        schedule: of a pipeline, see `tr.PipelineSchedule`; "auto": the fastest that the number of
-            microbatches allows.
-        recompute: whether a pipeline computes activations again instead of keeping them.
+        stages: how blocks form stages: by "device", one per block ("increment"), or a list with the
+            names of the blocks of each stage.
+        schedule: the schedule of a pipeline, see `tr.PipelineSchedule`; "auto": the fastest that the
+            number of microbatches allows.
+        recompute: whether a pipeline recomputes activations instead of keeping them.
         observe: taps; their records are in `model.records` after each call.
-        observe_bytes: the most that records of one call may take on the device.
+        observe_bytes: the most bytes that the records of one call may take on the device.
         run_dir: a directory for the history and records of all calls.
+        fingerprint: whether to keep 8 bytes per group of tensors after each call, by which
+            `model.replay` proves a past step.
 
     >>> ModelOptions(device_iterations=4, accumulation=2).microbatches
     2
@@ -74,6 +77,7 @@ class ModelOptions:
     observe: Any = ()
     observe_bytes: int = MOST_BYTES
     run_dir: Any = None
+    fingerprint: bool = False
     returned: Returned = dataclasses.field(init=False)
     staging: Staging = dataclasses.field(init=False)
 
@@ -97,6 +101,7 @@ class ModelOptions:
                 f"Received: output_return_period={period!r}."
             )
         self._check_pipeline()
+        check_fingerprint(self.fingerprint)
         if not isinstance(self.run_dir, str | os.PathLike | None):
             raise OptionError(
                 f"run_dir is the path of a directory, or None. Received: run_dir={self.run_dir!r}."
@@ -125,7 +130,7 @@ class ModelOptions:
             ) from None
 
     def _check_pipeline(self) -> None:
-        """Also where there is no pipeline: what is wrong should not wait for one."""
+        """Check the options of pipelines, even without one: errors should not wait for it."""
         if self.schedule not in ("auto", *PipelineSchedule):
             try:
                 PipelineSchedule(self.schedule)
@@ -142,12 +147,12 @@ class ModelOptions:
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches make a step."""
+        """The number of microbatches per step."""
         return self.accumulation.microbatches  # type: ignore[union-attr]
 
     @property
     def pieces(self) -> int:
-        """Into how many microbatches one call is cut."""
+        """The number of microbatches per call."""
         return self.device_iterations * self.microbatches * self.replicas
 
     def resolved_mode(self, default: OutputMode) -> Returned:

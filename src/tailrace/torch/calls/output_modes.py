@@ -1,8 +1,8 @@
-"""What a call returns of a tensor that every microbatch makes anew: all, the last, a sum, every n-th.
+"""The values of a tensor that a call returns: all, the last, a sum, or every n-th microbatch.
 
 With DI device iterations, M microbatches each, R replicas, and s = (d0, ...) the shape of the tensor in
-one microbatch on one replica, K copies of it come back: DI*M*R for ALL, DI*M*R/N for EVERY_N, R for
-FINAL and SUM. K copies are joined along dim 0, ordered by iteration, microbatch, replica; one copy has
+one microbatch on one replica, K copies are returned: DI*M*R for ALL, DI*M*R/N for EVERY_N, R for FINAL
+and SUM. They are concatenated along dim 0, ordered by iteration, microbatch, replica; one copy has
 shape s.
 """
 
@@ -38,7 +38,7 @@ class OutputMode(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Returned:
-    """A mode together with its period.
+    """A mode with its period.
 
     >>> Returned.of("every_n", 5)
     Returned(mode=<OutputMode.EVERY_N: 'every_n'>, period=5)
@@ -49,7 +49,7 @@ class Returned:
 
     @classmethod
     def of(cls, mode: Any, period: int | None = None) -> Returned:
-        """From what a user gives: a mode, its name, or `tr.every(n)`."""
+        """Parse a mode, its name, or `tr.every(n)`."""
         if isinstance(mode, Returned):
             return mode
         if isinstance(mode, Every):
@@ -71,7 +71,7 @@ class Returned:
         return cls(parsed, period)
 
     def resolved(self, default: Returned) -> Returned:
-        """This one, or `default` in place of DEFAULT."""
+        """This mode, or `default` if it is DEFAULT."""
         return default if self.mode is OutputMode.DEFAULT else self
 
     def check(self, iterations: int, pipelined: bool = False) -> None:
@@ -89,9 +89,9 @@ class Returned:
             )
 
     def tap(self, select: Any, kind: str, microbatches: int, pick: Any = None) -> Tap:
-        """The tap that keeps what this mode returns; `kind` tells its records apart.
+        """The tap that keeps the values of this mode; `kind` identifies its records.
 
-        `pick` is a function of the tensor that says what is taken of it.
+        `pick` is a function of the tensor that returns the part to keep.
         """
 
         def whole(value: Any) -> Any:
@@ -100,30 +100,30 @@ class Returned:
         whole.__name__ = kind
         mode: Any = str(self.mode)
         if self.mode is OutputMode.EVERY_N:
-            # On the device whole steps are kept or not. A period counts microbatches: it is one of
-            # steps where a step has one, and otherwise what is kept of all is chosen on the host.
+            # The device keeps or drops whole steps. A period counts microbatches: if a step has one,
+            # it is a period of steps; otherwise all are kept, and the host selects.
             mode = every(self.period) if microbatches == 1 and self.period > 1 else "all"
         return Tap(select, mode=mode, reduce=whole)
 
     def arrange(
         self, part: Any, iterations: int, microbatches: int, replicas: int, shape: Any = None
     ) -> np.ndarray:
-        """The array that a call returns, from what its execution emitted for the tap.
+        """The array that a call returns, from the emission of the tap.
 
-        `shape` is that of one value, where it is not that of the tensor.
+        `shape` is the shape of one value, if it differs from that of the tensor.
         """
         value = np.asarray(part.value)
         collected = self.mode in (OutputMode.FINAL, OutputMode.SUM)
         loops = 0 if collected else part.one.loops
         shape = part.one.entry.shape if shape is None else shape
         if replicas == microbatches == 1 and collected:
-            return value  # by far the most frequent case
+            return value  # by far the most common case
         if replicas > 1:
             value = np.moveaxis(value, 0, loops) if part.one.differs else value[0]
         if collected:
             if self.mode is OutputMode.SUM and part.one.loops == 1 and microbatches > 1:
                 value = value * value.dtype.type(microbatches)  # one value represents them all
-            lead = (replicas,)
+            lead: tuple[int, ...] = (replicas,)
         else:
             rows = value.shape[0]
             if loops == 1:
@@ -133,7 +133,7 @@ class Returned:
             value = np.expand_dims(value, len(lead) - 1)
         value = np.broadcast_to(value, (*lead, *shape))
         if not collected:
-            value = value.reshape(-1, replicas, *shape)
+            value = value.reshape(lead[0] * lead[1], replicas, *shape)
             stride = self.period * len(value) // (iterations * microbatches)
             value = value[stride - 1 :: stride]
         copies = int(np.prod(value.shape[: value.ndim - len(shape)], dtype=np.int64))

@@ -1,4 +1,4 @@
-"""What training and inference models have in common: calls, observing, anchors."""
+"""The base of training and inference models: calls, observation, anchors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tailrace.torch.tracing.module_function import ModuleFunction, training_mode
 class Model(ABC):
     """What training and inference models have in common.
 
-    A call runs one execution: `device_iterations` steps, on tensors whose dim 0 holds the rows of all
-    of them. Attributes that a model does not have itself are those of the module.
+    A call runs one execution: `device_iterations` steps, on tensors whose dim 0 has the rows of all of
+    them. Other attributes are those of the module.
     """
 
     _default_mode = OutputMode.ALL
@@ -51,7 +51,7 @@ class Model(ABC):
 
     @property
     def options(self) -> Any:
-        """The options that the model was made with."""
+        """The options of the model."""
         return self._options
 
     # -- running --------------------------------------------------------------------------------
@@ -136,12 +136,12 @@ class Model(ABC):
         """Return a tensor of the program after each call, through `anchored_tensor(name)`.
 
         Args:
-            name: what you call it.
+            name: your name for it.
             tensor: its name in the program; see `tensor_names`.
-            output_mode: which of its values; None: as for outputs.
+            output_mode: the values to return; None: as for outputs.
             output_return_period: the period of "every_n".
 
-        A model that is compiled already is compiled again at its next call.
+        A compiled model is compiled again at its next call.
         """
         returned = self._returned
         if output_mode is not None:
@@ -151,7 +151,7 @@ class Model(ABC):
         self._drop_program()
 
     def anchored_tensor(self, name: str) -> torch.Tensor:
-        """The values of an anchored tensor in the latest call: a copy."""
+        """A copy of an anchored tensor's values in the latest call."""
         anchor = self._anchors.get(name)
         parts = self._parts
         if anchor is None or not any(kind == anchor.kind for _, kind in parts):
@@ -169,7 +169,7 @@ class Model(ABC):
 
     @property
     def records(self) -> Records:
-        """What `observe=` selected, of the latest call."""
+        """The records of `observe=` in the latest call."""
         if self._program is None:
             raise UsageError("There are records after the first call. Call the model first.")
         return self._program.records
@@ -219,19 +219,19 @@ class Model(ABC):
 
     # Places to hook in, which most models leave empty.
     def _before_call(self) -> None:  # noqa: B027
-        """What must happen before a call, which builds the program if there is none."""
+        """Called before a call, which builds the program if there is none."""
 
     def _before_making(self, forward: Forward) -> None:  # noqa: B027
-        """What must happen once the forward pass is known, before the program is made."""
+        """Called once the forward pass is known, before the program is built."""
 
     def _before_run(self) -> None:  # noqa: B027
-        """What must happen before an execution."""
+        """Called before an execution."""
 
     def _after_run(self) -> None:  # noqa: B027
-        """What must happen after one."""
+        """Called after an execution."""
 
     def _drop_program(self) -> None:
-        """Forget the program; the next call compiles it again."""
+        """Drop the program; the next call compiles it again."""
         if self._program is not None:
             self._program.close()
             self._program = None

@@ -18,13 +18,13 @@ def training_model(
 ) -> TrainingModel:
     """Wrap a module for training on the device.
 
-    A call takes what the module's `forward` takes, with the rows of all microbatches of the call in
-    dim 0, trains `device_iterations` steps and returns what `forward` returned. The loss is what a
-    loss function of PyTorch, or `tt.identity_loss`, made in `forward`.
+    A call takes the arguments of the module's `forward`, with the rows of all microbatches of the call
+    in dim 0, trains `device_iterations` steps and returns the results of `forward`. The loss is the
+    result of a PyTorch loss function, or of `tt.identity_loss`, in `forward`.
 
     Args:
         module: the module; its forward computes the loss.
-        optimizer: of `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
+        optimizer: from `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
         **options: see `tt.ModelOptions`: device_iterations, accumulation, replicas, output_mode, ...
 
     Example:
@@ -49,12 +49,12 @@ def training_model(
 def inference_model(module: torch.nn.Module, **options: Any) -> InferenceModel:
     """Wrap a module for running on the device.
 
-    A call takes what the module's `forward` takes and returns what it returns, for all
+    A call takes the arguments of the module's `forward` and returns its results, for all
     `device_iterations` batches in dim 0. If the module is also wrapped for training, each call uses
     the latest weights.
 
     Args:
-        module: the module, in the mode (`eval()` or not) that it is to run in.
+        module: the module, in the mode to run it in (`eval()` or not).
         **options: see `tt.ModelOptions`: device_iterations, replicas, output_mode, observe, ...
 
     Example:

@@ -1,9 +1,9 @@
-"""A training model notices what has changed since its last call, and goes on from there.
+"""Detects changes on the host since the last call of a training model, and applies them.
 
-before a call          what models with the same weights have trained is taken over
-  other parameters       the module was changed: everything is built from the host again
-  other flags or state   the optimizer was changed: the program is made anew, the weights stay
-  other numbers          go to the device, at no cost
+before a call          updates by other models with the same weights are applied
+  other parameters       the module was changed: everything is rebuilt from the host
+  other flags or state   the optimizer was changed: the program is rebuilt, the weights stay
+  other numbers          are transferred to the device, at no cost
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tailrace.torch.tracing.watch import current_watch
 
 
 class FollowingModel(Model):
-    """What a training model does between calls.
+    """The part of a training model that synchronizes with the host between calls.
 
     Attributes:
         optimizer: the PyTorch object.
-        version: how often weights on the device have changed.
+        version: the number of changes of the weights on the device.
     """
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -50,36 +50,36 @@ class FollowingModel(Model):
         link(module, self)
         self._sharing.join(module)
         self._hook(optimizer)
-        if optimizer.state:  # it has made steps, in another process perhaps
+        if optimizer.state:  # it has made steps, perhaps in another process
             note_what_is_lacking(module)
 
     def copy_weights_to_host_if_needed(self) -> bool:
-        """Copy weights to the host if training has changed them since; returns whether it had."""
+        """Copy weights to the host if training has changed them; returns whether it had."""
         raise NotImplementedError
 
-    # -- what the module and models with the same weights ask for -------------------------------
+    # -- called by the module and by models with the same weights -------------------------------
 
     def _refresh(self) -> None:
-        """Bring the host's tensors up to date; the module calls this when weights are read."""
+        """Update the host's tensors; the module calls this when weights are read."""
         self.copy_weights_to_host_if_needed()
         for other, _ in self._sharing.others:
             other.copy_weights_to_host_if_needed()
 
     def _note_restructuring(self) -> None:
-        """Another parameter or module is put into the module: the next call starts over."""
-        if current_watch() is None:  # what forward itself does is part of the program
+        """Record that a parameter or submodule was replaced: the next call starts over."""
+        if current_watch() is None:  # changes by forward itself are part of the program
             self._restructured = True
 
     def _holders(self) -> list[Any]:
-        """This model and those that hold some of its weights."""
+        """This model and those that share some of its weights."""
         return [self, *(other for other, _ in self._sharing.others)]
 
     def _latest(self) -> TrainState:
-        """Weights, optimizer state and buffers, with what other models have trained of them."""
+        """Weights, optimizer state and buffers, with the updates of other models."""
         self._take_shared()
         return self._state()
 
-    # -- what changes between calls -------------------------------------------------------------
+    # -- changes between calls ------------------------------------------------------------------
 
     def _before_call(self) -> None:
         if trainer_of(self.module) is not self:  # destroyed before
@@ -94,13 +94,13 @@ class FollowingModel(Model):
             self._take_optimizer(self.optimizer)
 
     def _outdated(self) -> bool:
-        """Whether the module has other parameters than the program, or of another dtype."""
+        """Whether the module has other parameters than the program, or other dtypes."""
         pairs = zip(self._device_optimizer.forms(), self._forms, strict=True)
         return self._restructured or any(now != before for (_, now), (_, before) in pairs)
 
     def _before_making(self, forward: Forward) -> None:
         self._unused = forward.unused
-        self._take_optimizer(self.optimizer, anew=True)
+        self._take_optimizer(self.optimizer, again=True)
 
     def _before_run(self) -> None:
         if self._follows:
@@ -116,15 +116,15 @@ class FollowingModel(Model):
             self._hypers = values
 
     def _note_form(self) -> None:
-        """Remember what decided which program there is, to notice when it changes."""
+        """Record what the program depends on, to detect changes."""
         bound = self._device_optimizer
         self._choices, self._forms = bound.choices(), bound.forms()
 
-    def _take_optimizer(self, optimizer: torch.optim.Optimizer, anew: bool = False) -> None:
-        """Go on with an optimizer as it is now: its flags, its parameters, its state."""
+    def _take_optimizer(self, optimizer: torch.optim.Optimizer, again: bool = False) -> None:
+        """Continue with the current flags, parameters and state of an optimizer."""
         same, before = optimizer is self.optimizer, self._device_optimizer
         changed = before.forms() != self._forms or before.choices() != self._choices
-        if same and not (anew or changed or self._reloaded):
+        if same and not (again or changed or self._reloaded):
             return
         exists = self._program is not None or self._held is not None
         if exists and not self._reloaded:
@@ -149,7 +149,7 @@ class FollowingModel(Model):
         self._note_form()
 
     def _take_shared(self) -> None:
-        """Take over what models with the same weights have trained since."""
+        """Apply updates by models with the same weights."""
         names: set[str] = set()
         for other, shared in self._sharing.newer():
             other.copy_weights_to_host_if_needed()
@@ -166,7 +166,7 @@ class FollowingModel(Model):
             self._held = self._held._replace(params=taken[0], model_state=taken[1])
 
     def _start_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Build everything from the host again, for a module that has other parameters now."""
+        """Rebuild everything from the host, for a module with other parameters."""
         self.copy_weights_to_host_if_needed()
         self._forget_program()
         self._restructured = self._dirty = False
@@ -176,7 +176,7 @@ class FollowingModel(Model):
         modes = training_modes(self.module)
         self._training = {name: self._training.get(name, mode) for name, mode in modes.items()}
         self.version += 1
-        self._take_optimizer(optimizer, anew=True)
+        self._take_optimizer(optimizer, again=True)
 
     # -- inside ---------------------------------------------------------------------------------
 

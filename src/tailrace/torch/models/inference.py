@@ -36,7 +36,7 @@ class InferenceModel(Model):
         self._seen: tuple[Any, ...] = ()
 
     def copy_weights_to_device(self) -> None:
-        """Use the weights that the module has now."""
+        """Use the current weights of the module."""
         if self._program is None:
             raise ProgramError(
                 "Model has not been compiled or has been destroyed. Call it, or compile(...) it."
@@ -56,8 +56,8 @@ class InferenceModel(Model):
                 named[name].copy_(tensor_of(found[name]))
 
     def _after_run(self) -> None:
-        """As in PyTorch, buffers that forward changes are changed in the module; one that trains
-        has the buffers of its training."""
+        """As in PyTorch, write buffers that forward changes back to the module; a module that also
+        trains has those of its training."""
         if self._forward is not None and self._forward.changed and not owners_of(self.module):
             self.copy_weights_to_host()
 
@@ -107,18 +107,18 @@ class InferenceModel(Model):
         return kind(forward, self._options, params, buffers, taps, self._seed)
 
     def _version(self) -> tuple[Any, ...]:
-        """How often each training model that holds some of the weights has changed them."""
+        """The version of each training model that shares some of the weights."""
         holding = {other: None for one in owners_of(self.module) for other in one._holders()}
         return tuple((one, one.version) for one in holding)
 
     def _before_run(self) -> None:
-        """Take over what a training model of the same module has learnt since."""
+        """Apply updates by a training model of the same module."""
         version = self._version()
         if self._program is None or not version or version == self._seen:
             return
         self._seen = version
         training = trainer_of(self.module)
-        if training is None:  # inside of modules that train
+        if training is None:  # a submodule of modules that train
             self._program.put(*weights_of(self.module))
             return
         state = training._latest()

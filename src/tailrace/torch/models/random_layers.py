@@ -33,7 +33,7 @@ def _draws(module: torch.nn.Module) -> bool:
 
 
 def note_what_is_lacking(module: torch.nn.Module) -> None:
-    """Say what training that goes on from a `state_dict` does not have."""
+    """Log what training that resumes from a `state_dict` lacks."""
     found = random_layers(module)
     if found:
         note_once(

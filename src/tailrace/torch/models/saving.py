@@ -1,7 +1,7 @@
 """A model's state in a file of plain arrays: weights, buffers, optimizer state, the step count.
 
-The file is a numpy archive with one array a tensor and a JSON note; nothing in it is code, so that
-reading one from elsewhere is safe.
+The file is a NumPy archive with one array per tensor and a JSON note. It contains no code, so untrusted
+files are safe to read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 import os
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ _BITS = {"bfloat16": (np.uint16, jnp.bfloat16)}
 
 
 def write_state(path: Any, trees: Mapping[str, Any], note: Mapping[str, Any]) -> pathlib.Path:
-    """Write trees of arrays by name; the file appears whole or not at all."""
+    """Write trees of arrays by name, atomically."""
     target = pathlib.Path(path)
     if target.is_dir():
         raise RunError(f"A model is saved in a file. Received a directory: {str(target)!r}.")
@@ -55,19 +56,34 @@ def read_state(
 
     Args:
         path: the file.
-        note_kinds: what the note must hold, by name: of which type.
+        note_kinds: the required entries of the note, with their types.
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"A model is loaded from the path of a file. Received: {path!r}.")
-    try:
-        with open_regular(path, RunError) as file:
-            arrays = _read_arrays(file)
+    with _reading(path), open_regular(path, RunError) as file:
+        arrays = _read_arrays(file)
         note = parse_json(arrays.pop(_NOTE).tobytes())
         _check_note(note, note_kinds or {})
         return _as_trees(arrays, note["dtypes"]), note
+
+
+def read_note(
+    path: Any, note_kinds: Mapping[str, type | tuple[type, ...]] | None = None
+) -> dict[str, Any]:
+    """The note of a file, without its arrays; arguments as for `read_state`."""
+    with _reading(path), open_regular(path, RunError) as file:
+        note = parse_json(_read_arrays(file, only=_NOTE)[_NOTE].tobytes())
+        _check_note(note, note_kinds or {})
+        return note
+
+
+@contextmanager
+def _reading(path: Any) -> Iterator[None]:
+    try:
+        yield
     except TailraceError:
         raise
-    except Exception as error:  # an archive can be wrong in many ways, and says each in its own
+    except Exception as error:  # a damaged archive can raise many kinds of errors
         reason = " ".join(shown(str(error)).split())[:200]
         raise RunError(
             f"{str(path)!r} is not a model saved by model.save(path), or it is damaged "
@@ -75,7 +91,7 @@ def read_state(
         ) from error
 
 
-def _read_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
+def _read_arrays(file: BinaryIO, only: str | None = None) -> dict[str, np.ndarray]:
     """The arrays of an archive; what each declares fits the file before memory is taken."""
     limit, total = read_limit(), 0
     size = os.fstat(file.fileno()).st_size
@@ -87,8 +103,10 @@ def _read_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
             total += member.file_size
             if total > min(size, limit):
                 raise too_large("A saved model", total, min(size, limit), RunError)
-            with archive.open(member) as content:
-                found[member.filename.removesuffix(".npy")] = _read_array(content, member)
+            name = member.filename.removesuffix(".npy")
+            if only in (None, name):
+                with archive.open(member) as content:
+                    found[name] = _read_array(content, member)
     return found
 
 
@@ -101,7 +119,7 @@ def _read_array(content: Any, member: zipfile.ZipInfo) -> np.ndarray:
     if read_header is None:
         raise ValueError(f"{member.filename!r} has an array format of version {version}")
     shape, fortran, dtype = read_header(content)
-    rest = content.read()  # all of it: only then is the checksum compared
+    rest = content.read()  # all of it, because only then the checksum is verified
     expected = math.prod(shape) * dtype.itemsize
     if dtype.hasobject or min(shape, default=0) < 0 or expected != len(rest):
         raise ValueError(f"{member.filename!r} declares {dtype} {shape} and has {len(rest)} bytes")
@@ -154,7 +172,7 @@ def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def check_same_form(saved: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
-    """Refuse arrays that are not those of the model."""
+    """Refuse arrays that do not fit the model."""
     saved, own = flat(saved), flat(own)
     if saved.keys() != own.keys():
         missing, more = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())

@@ -1,7 +1,7 @@
-"""Training models that hold the same tensors, such as the two of a GAN.
+"""Training models that share tensors, such as the two of a GAN.
 
-Each has its own copy on the device and trains it. Before one of them runs, what the others have trained
-since goes through the host's tensors into its copy, so that at most one is ahead of the host at a time.
+Each has a separate copy on the device and trains it. Before one of them runs, updates by the others
+are copied through the host's tensors, so that at most one is ahead of the host at a time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 _changes = [0]
-"""How often a model has joined or left: what others know of it is looked up again after that."""
+"""The number of times a model has joined or left, after which cached relations are recomputed."""
 
 
 class Sharing:
-    """The tensors of one training model, and which other models hold some of them.
+    """The tensors of one training model, and the other models that share some of them.
 
     Attributes:
-        tensors: parameters and buffers by name, as they were when the model joined.
+        tensors: parameters and buffers by name, at the time the model joined.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -31,20 +31,20 @@ class Sharing:
         self._known, self._seen = -1, weakref.WeakKeyDictionary[Any, int]()
 
     def join(self, module: torch.nn.Module) -> None:
-        """Take part from now on, with the tensors that the module has."""
+        """Start sharing the module's tensors."""
         self.tensors = dict((*module.named_parameters(), *module.named_buffers()))
         _living.add(self._owner())
         _changes[0] += 1
 
     def leave(self) -> None:
-        """Take part no longer."""
+        """Stop sharing."""
         _living.discard(self._owner())
         self._others = []
         _changes[0] += 1
 
     @property
     def others(self) -> list[tuple[Any, frozenset[str]]]:
-        """The models that hold some of the same tensors, with the names that those have here."""
+        """The models that share some tensors, with the names of those here."""
         if self._known != _changes[0]:
             self._known = _changes[0]
             own = self._owner()
@@ -58,7 +58,7 @@ class Sharing:
         return self._others
 
     def newer(self) -> Iterator[tuple[Any, frozenset[str]]]:
-        """Those of them that have changed their weights since this was asked before."""
+        """Those of them that have changed their weights since the last call."""
         for other, names in self.others:
             version = other.version
             if self._seen.get(other, 0) != version:

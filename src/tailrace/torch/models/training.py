@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.messages import note_once
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
@@ -19,11 +22,13 @@ from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
 from tailrace.torch.errors import UsageError
 from tailrace.torch.models.host_sync import FollowingModel
+from tailrace.torch.models.past_calls import CallLog, PastCalls
 from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
 from tailrace.torch.models.weights import unlink
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.torch.tracing.forward import Forward, weights_of
+from tailrace.trainer.lookback.replay import Replay
 
 
 class TrainingModel(FollowingModel):
@@ -46,6 +51,7 @@ class TrainingModel(FollowingModel):
         if optimizer is None:
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
         self._programs = 0
+        self._log: CallLog | None = None
         self._begin(optimizer)
 
     # -- weights --------------------------------------------------------------------------------
@@ -54,10 +60,10 @@ class TrainingModel(FollowingModel):
         """Copy weights, buffers and optimizer state from the device into the PyTorch objects."""
         self._check_alive()
         if self._restructured:
-            return  # the host was up to date then, and has weights since that no program knows
+            return  # the host was updated then, and has newer weights since
         self._take_shared()
         state = self._state()
-        self._dirty = False  # before anything is read, which would ask for this again
+        self._dirty = False  # first, because reading weights would call this again
         with torch.no_grad():
             for name, tensor in self.module.named_parameters():
                 source = state.params if name in state.params else state.model_state
@@ -68,20 +74,20 @@ class TrainingModel(FollowingModel):
             self._device_optimizer.take_over(state.optimizer_state)
 
     def copy_weights_to_host_if_needed(self) -> bool:
-        """The same, if training has changed them since; returns whether it had."""
+        """The same, if training has changed them; returns whether it had."""
         if not self._dirty:
             return False
         self.copy_weights_to_host()
         return True
 
     def copy_weights_to_device(self) -> None:
-        """Copy the module's weights and buffers to the device, over what was trained there."""
+        """Copy the module's weights and buffers to the device, replacing the trained ones."""
         self._check_alive()
         self._dirty = False
         params, buffers = weights_of(self.module)
         state = self._state()._replace(params=params, model_state=buffers)
         if self._program is None:
-            # Copies: arrays of the host may share the memory of the module's own tensors.
+            # Copies: host arrays may share the memory of the module's tensors.
             self._held = jax.tree.map(jnp.array, state)
         else:
             self._program.put(state)
@@ -109,10 +115,13 @@ class TrainingModel(FollowingModel):
         kind = type(self.optimizer).__name__
         note = {"step": step, "seed": self._seed, "optimizer": kind}
         note |= {"unused": sorted(self._unused), "late": self._device_optimizer.late}
+        if self._log is not None:
+            trees["past"] = self._log.arrays()
+            note[SURROUNDINGS] = surroundings()
         write_state(path, trees, note)
 
     def load(self, path: Any) -> None:
-        """Go on from a file that `save` wrote: training continues as if it had never stopped."""
+        """Resume from a file of `save`: training continues as if it had never stopped."""
         kinds = {"step": int, "seed": int, "optimizer": str, "unused": list, "late": dict}
         trees, note = read_state(path, kinds)
         self._take_shared()
@@ -130,18 +139,50 @@ class TrainingModel(FollowingModel):
         self._drop_program()
         self._held = jax.tree.map(jnp.asarray, saved)
         self._step, self._seed = note["step"], note["seed"]
+        self._log = CallLog.of(trees["past"], self._options) if "past" in trees else None
         self._device_optimizer, self._unused = bound, unused
         self._restructured = self._reloaded = False
         self._note_form()
         self._dirty = True
         self.version += 1
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use another optimizer, or other numbers of the same one, from the next call on.
+    def replay(
+        self, step: int, calls: Iterable[Any], *, observe: Any = (), checkpoint: Any
+    ) -> Replay:
+        """Run a past step again, look at it with any taps, and say whether it is what happened.
 
-        Numbers (learning rates, betas, decays) change without compiling anything. An optimizer that
-        needs other state tensors gets another program. A new one starts from the state that was loaded
-        into it; without any, one of the same class goes on from what there is.
+        The calls are made again from the nearest file before the step, on a state of its own; learning
+        rates are those of then. Losses and, with `fingerprint=True`, the state after each call are
+        compared with what was recorded. The model is afterwards as before.
+
+        Args:
+            step: the number of the step, counted from 0 over all calls.
+            calls: the arguments of all calls of the training in order, such as a `tt.DataLoader` that
+                yields the same again; those before the file are passed over.
+            observe: taps.
+            checkpoint: a file that `save` wrote, or a directory of such files.
+
+        Returns:
+            The records of the step by name, with `proved` (None where nothing was recorded) and
+            `differences`; see `tr.Trainer.replay`.
+        """
+        past = PastCalls(self._options, checkpoint, step, self._log)
+        rest = past.skipped(calls)
+        first = next(rest, None)
+        if first is None:
+            raise past.ended(past.started_at)
+        if self._program is None:
+            self._before_call()
+            self._build(first, {})
+        assert self._program is not None
+        return past.replay(self._program, self._form, itertools.chain([first], rest), observe)
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use another optimizer, or other hyperparameters, from the next call on.
+
+        Numbers (learning rates, betas, decays) change without compiling. An optimizer with other state
+        tensors needs another program. A new one starts from its loaded state; without any, one of the
+        same class continues from the current state.
         """
         if self._outdated():
             self._start_over(optimizer)
@@ -158,7 +199,7 @@ class TrainingModel(FollowingModel):
     def destroy(self) -> None:
         """Copy everything back, free the device and unwrap the module.
 
-        The next call compiles again, for arguments of whatever form it has.
+        The next call compiles again, for arguments of any form.
         """
         self.copy_weights_to_host_if_needed()
         for other, _ in self._sharing.others:
@@ -192,7 +233,7 @@ class TrainingModel(FollowingModel):
         )
 
     def _options_of_run(self) -> ModelOptions:
-        """The options; a program that takes over from another writes to a directory of its own."""
+        """The options; a program that replaces another one writes to a new run directory."""
         self._programs += 1
         if self._options.run_dir is None or self._programs == 1:
             return self._options
@@ -204,6 +245,12 @@ class TrainingModel(FollowingModel):
 
     def _after_run(self) -> None:
         self._dirty = True
+        if self._options.fingerprint:
+            options, results = self._options, self._program.latest
+            if self._log is None:
+                first, counts = results.first_step, (options.microbatches, options.replicas)
+                self._log = CallLog(History(first, *counts))
+            self._log.add(results, self._hypers)
         self.version += 1
-        # Schedulers ask whether the optimizer has made a step, and it has, elsewhere.
+        # Schedulers check whether the optimizer has made a step; it has, on the device.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""A module whose weights live on the device while it trains: they are copied back when they are read.
+"""A module whose weights are on the device while it trains: they are copied back when they are read.
 
 Reading a parameter or buffer of the module, by attribute, `parameters()` or `state_dict()`, first
-brings the host's tensors up to date. To notice it, the module and those inside get classes of their
-own for as long as they are wrapped, which behave like the originals in everything else.
+updates the host's tensors. To detect it, the module and its submodules get derived classes while they
+are wrapped, which otherwise behave like the originals.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from tailrace.torch.errors import WrappedError
 
 
 def owners_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """The training models that a module is inside of, or wrapped in itself.
+    """The training models that wrap a module, or a module around it.
 
-    The module keeps those models alive: its weights are there and nowhere else.
+    The module keeps those models alive: only they have its weights.
     """
     return vars(type(module)).get("_tailrace_owners", ())
 
 
 def trainer_of(module: torch.nn.Module) -> Any:
-    """The training model that a module is wrapped in; None if it is in none."""
+    """The training model that wraps a module; None if there is none."""
     return next((owner for owner in owners_of(module) if owner.module is module), None)
 
 
 def link(module: torch.nn.Module, owner: Any) -> None:
-    """Let reading the weights of `module` call `owner._refresh()` first.
+    """Make reading the weights of `module` call `owner._refresh()` first.
 
-    Giving a module inside another parameter or another module calls `owner._note_restructuring()`.
+    Replacing a parameter or submodule calls `owner._note_restructuring()`.
     """
     if trainer_of(module) is not None:
         raise WrappedError(
@@ -42,7 +42,7 @@ def link(module: torch.nn.Module, owner: Any) -> None:
 
 
 def unlink(module: torch.nn.Module, owner: Any) -> None:
-    """Take the owner away again: without another one, modules get their own classes back."""
+    """Remove the owner; without another one, modules get their original classes back."""
     for inner in module.modules():
         left = tuple(one for one in owners_of(inner) if one is not owner)
         inner.__class__ = _owned_class(inner, left)

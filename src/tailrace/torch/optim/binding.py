@@ -1,7 +1,7 @@
 """A PyTorch optimizer as the optimizer of a training program.
 
-Its state lives on the device as {"hyper", "step", <slot>: {<parameter>: tensor}} and goes back into
-the PyTorch object, under PyTorch's own names, when weights are copied to the host.
+Its state is on the device as {"hyper", "step", <slot>: {<parameter>: tensor}} and is copied to the
+PyTorch object, under PyTorch's names, when weights are copied to the host.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def _is_known(kind: type) -> bool:
 
 
 class DeviceOptimizer:
-    """What a PyTorch optimizer does, on the device.
+    """A PyTorch optimizer on the device.
 
     Args:
         optimizer: an instance of one of the supported classes.
         names: the name of each parameter of the module, by the id of the tensor.
-        gradient_scale: gradients are multiplied by this first.
-        scaled_gradients: whether gradients are seen as those of the scaled loss.
-        unused: parameters that have no gradient; they are left alone, as in PyTorch.
-        before: the optimizer until now, whose state a new one of the same class without state of its
-            own goes on from.
+        gradient_scale: a factor for gradients.
+        scaled_gradients: whether observed gradients are those of the scaled loss.
+        unused: parameters without a gradient, which do not change, as in PyTorch.
+        before: the previous optimizer; a new one of the same class without state continues from its
+            state.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class DeviceOptimizer:
         self.clipped = math.isfinite(getattr(optimizer, "max_grad_norm", math.inf))
 
     def scale_automatically(self) -> None:
-        """Let the scale of the loss follow the gradients, from `loss_scaling` on."""
+        """Adapt the loss scale to the gradients, starting from `loss_scaling`."""
         self.scaled = self.automatic = True
 
     @property
     def loss_scaling(self) -> float:
-        """What the loss is multiplied with, at first."""
+        """The initial loss scale."""
         return float(getattr(self.optimizer, "loss_scaling", 1.0))
 
     @property
     def accum_type(self) -> Any:
-        """The dtype of gradient accumulators; None: the parameter's."""
+        """The dtype of gradient accumulators; None for that of the parameter."""
         dtype = getattr(self.optimizer, "accum_type", None)
         return None if dtype is None else dtype_on_device(dtype)
 
@@ -114,11 +114,11 @@ class DeviceOptimizer:
         return (self.groups, types, self.clipped, scale, late)
 
     def forms(self) -> Any:
-        """What of the parameters decides which program it is. Looked at before every call."""
+        """The properties of parameters that the program depends on. Checked before every call."""
         return [(param.requires_grad, param.dtype) for param in self.listed]
 
     def choices(self) -> Any:
-        """What of the optimizer does."""
+        """The properties of the optimizer that the program depends on."""
         optimizer = self.optimizer
         norm = getattr(optimizer, "max_grad_norm", math.inf)
         groups = [
@@ -127,14 +127,14 @@ class DeviceOptimizer:
         return (self.loss_scaling, math.isfinite(norm), self.accum_type, groups)
 
     def keeps_scale(self, param: Any) -> bool:
-        """Whether the gradient of a parameter stays that of the scaled loss until the update.
+        """Whether the gradient of a parameter stays scaled until the update.
 
-        In 16 bits it must: dividing it earlier would undo what the scaling is for.
+        In 16 bits it must: dividing it earlier would undo the purpose of scaling.
         """
         return self.scaled_gradients or jnp.dtype(param.dtype).itemsize < 4
 
     def hypers(self) -> np.ndarray:
-        """The numbers of all groups as they are now."""
+        """The current numbers of all groups."""
         scaling = self.loss_scaling
         norm = float(getattr(self.optimizer, "max_grad_norm", math.inf))
         return np.array(
@@ -144,7 +144,7 @@ class DeviceOptimizer:
     # -- in the program -------------------------------------------------------------------------
 
     def init(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """State to begin with; what the PyTorch object has already is taken over."""
+        """The initial state, from the PyTorch object if it has one."""
         state: dict[str, Any] = {"hyper": jnp.asarray(self.hypers()), "step": jnp.int32(0)}
         for rule in self.groups:
             for slot in rule.slots:
@@ -157,14 +157,14 @@ class DeviceOptimizer:
         return state
 
     def _steps(self, name: str) -> int:
-        """How many steps a parameter has behind it, as far as it matters: SGD keeps no count."""
+        """The number of steps of a parameter; SGD has no count."""
         held = self._held(name)
         if "step" in held:
             return int(held["step"])
         return int(any(value is not None for value in held.values()))
 
     def _late(self) -> dict[str, int]:
-        """How many steps fewer than others a parameter has made, because it came or thawed later."""
+        """How many fewer steps than others a parameter has, because it was added or unfrozen later."""
         steps = {name: self._steps(name) for name in self.tensors}
         most = max(steps.values(), default=0)
         return {name: most - own for name, own in steps.items() if own != most}
@@ -219,7 +219,7 @@ class DeviceOptimizer:
     # -- on the host ----------------------------------------------------------------------------
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Put the state of the device into the PyTorch object."""
+        """Copy the state of the device to the PyTorch object."""
         step = int(np.asarray(state["step"]))
         if self.automatic:
             setattr(self.optimizer, FACTOR, float(np.asarray(state[FACTOR])))

@@ -1,4 +1,4 @@
-"""The optimizer classes: PyTorch's own, with what training on a device asks for besides."""
+"""The optimizer classes: PyTorch's, with additional options for training on a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _positive(rule: str, name: str, value: Any, default: float) -> float:
 
 
 class _OnDevice:
-    """What all of them have besides PyTorch's options: loss scaling and dtypes."""
+    """The additional options of all of them: loss scaling and dtypes."""
 
     loss_scaling: float
     accum_type: torch.dtype | None
@@ -64,13 +64,13 @@ class SGD(_OnDevice, torch.optim.SGD):
     Args:
         params: as in PyTorch, groups included.
         lr: as in PyTorch; every other keyword of it too.
-        loss_scaling: the loss is multiplied by this before differentiation, gradients divided after.
+        loss_scaling: a factor for the loss before differentiation; gradients are divided by it.
         accum_type: dtype of the gradient accumulators.
         velocity_accum_type: dtype of the momentum.
-        max_grad_norm: gradients are scaled down to this global norm.
+        max_grad_norm: the largest global norm of gradients, which are scaled down to it.
         use_combined_accum: accepted; accumulator and momentum are separate here.
-        velocity_scaling: accepted; means something only with combined accumulators.
-        **options: PyTorch's own.
+        velocity_scaling: accepted; has an effect only with combined accumulators.
+        **options: PyTorch's options.
 
     >>> linear = torch.nn.Linear(2, 1)
     >>> SGD(linear.parameters(), lr=0.1, momentum=0.9).loss_scaling
@@ -120,7 +120,7 @@ class _AdamOptions(_OnDevice):
 
 
 class Adam(_AdamOptions, torch.optim.Adam):
-    """`torch.optim.Adam` for training on the device; see `SGD` for what it has besides."""
+    """`torch.optim.Adam` for training on the device; see `SGD` for the additional options."""
 
     def __init__(
         self,
@@ -150,9 +150,9 @@ class Adam(_AdamOptions, torch.optim.Adam):
 
 
 class AdamW(_AdamOptions, torch.optim.AdamW):
-    """`torch.optim.AdamW` for training on the device; see `SGD` for what it has besides.
+    """`torch.optim.AdamW` for training on the device; see `SGD` for the additional options.
 
-    `bias_correction=False` leaves out the corrections of the two moments.
+    `bias_correction=False` omits the corrections of the two moments.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class AdamW(_AdamOptions, torch.optim.AdamW):
 
 
 class RMSprop(_OnDevice, torch.optim.RMSprop):
-    """`torch.optim.RMSprop` for training on the device; see `SGD` for what it has besides.
+    """`torch.optim.RMSprop` for training on the device; see `SGD` for the additional options.
 
     `use_tf_variant=True` starts the mean square at 1, has eps inside the root and the learning rate
     inside the momentum.
@@ -236,7 +236,7 @@ class LAMB(_OnDevice, torch.optim.Optimizer):
         weight_decay: decoupled, inside the scaled update.
         bias_correction: whether the moments are corrected for their start at 0.
         loss_scaling: see `SGD`.
-        max_weight_norm: a tensor's norm counts no more than this; None: 65500.
+        max_weight_norm: the upper limit of a tensor's norm; None: 65500.
         accum_type: dtype of the gradient accumulators.
         first_order_momentum_accum_type: dtype of the first moment.
         second_order_momentum_accum_type: dtype of the second moment.

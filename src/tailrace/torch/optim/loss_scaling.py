@@ -1,8 +1,8 @@
-"""Automatic loss scaling: the scale follows the gradients, so that 16 bits hold them.
+"""Automatic loss scaling: adapts the scale to the gradients, so that they fit in 16 bits.
 
 The loss is multiplied by `loss_scaling` times a factor that starts at 1. After each step the factor is
 doubled, or halved if too many gradients are close to the largest number of their dtype. It is a
-parameter of the program, because the loss and the optimizer both need it; the module has none of it.
+parameter of the program, because both the loss and the optimizer need it; the module does not see it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ FACTOR = "lossScaleUpdateFactor"
 """The name of the factor among the parameters of a program."""
 
 _EDGE = 0.0625
-"""From which share of the largest number of its dtype on a gradient counts as large."""
+"""The fraction of the largest number of its dtype from which a gradient counts as large."""
 
 _SHARE = 1e-7
-"""The share of large gradients above which the factor is halved."""
+"""The fraction of large gradients above which the factor is halved."""
 
 _MOST = 2.0**15
-"""The loss is multiplied by this at most: the largest power of two in 16 bits."""
+"""The largest loss scale: the largest power of two in 16 bits."""
 
 
 def next_factor(gradients: Mapping[str, Any], factor: Any, loss_scaling: Any) -> Any:

@@ -1,7 +1,8 @@
-"""How the optimizers update parameters, in JAX: the arithmetic of PyTorch's own, step by step.
+"""The update rules of the optimizers in JAX, with PyTorch's arithmetic, step by step.
 
-What decides which tensors exist (momentum or none, Nesterov or not) is fixed when a model is compiled.
-Every number (learning rates, betas, decays) is an input of the program: changing one costs nothing.
+Options that decide which tensors exist (momentum or none, Nesterov or not) are fixed when a model is
+compiled. Every number (learning rates, betas, decays) is an input of the program: changing one costs
+nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ COLUMNS = (
     "loss_scaling",
     "max_grad_norm",
 )
-"""The numbers of one parameter group, as they travel to the device."""
+"""The numbers of one parameter group, in the order of the device array."""
 
 
 def row_of(group: Mapping[str, Any], loss_scaling: float, max_grad_norm: float) -> list[float]:
-    """The numbers of a parameter group; differences and logarithms are taken in double precision."""
+    """The numbers of a parameter group; differences and logarithms are computed in double precision."""
     beta1, beta2 = (float(beta) for beta in group.get("betas", (0.0, 0.0)))
     alpha = float(group.get("alpha", 0.0))
     values = {
@@ -67,8 +68,8 @@ class Hypers:
         self._row = row
 
     def __getattr__(self, name: str) -> Any:
-        # A sum of one number: XLA takes that out of the loop, and would leave a slice in it, which is
-        # a kernel of its own in each step on a GPU.
+        # A sum of one number, not a slice: XLA hoists it out of the loop, while a slice would be a
+        # separate kernel in each step on a GPU.
         one = np.arange(len(COLUMNS)) == COLUMNS.index(name)
         found = self.__dict__[name] = jnp.sum(jnp.where(one, self._row, 0))
         return found
@@ -76,12 +77,12 @@ class Hypers:
 
 @dataclasses.dataclass(frozen=True)
 class GroupRule:
-    """How the parameters of one group are updated.
+    """The update rule of one parameter group.
 
     Attributes:
         kind: "sgd", "adam", "rmsprop" or "lamb".
         params: their names.
-        flags: what decides which tensors exist.
+        flags: the options that decide which tensors exist.
     """
 
     kind: str
@@ -103,7 +104,7 @@ class GroupRule:
         )
 
     def start(self, slot: str) -> float:
-        """What a state tensor is filled with to begin with."""
+        """The initial value of a state tensor."""
         return 1.0 if slot == "square_avg" and "tf" in self.flags else 0.0
 
     def update(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The program behind an inference model: forward passes, one for each batch of a call."""
+"""The program of an inference model: one forward pass per batch of a call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class InferenceProgram:
         return self.runner.carried(self.loop_state)
 
     def put(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-        """Other weights from now on; they are copied."""
+        """Replace the weights; they are copied."""
         self.params = {name: jnp.array(value) for name, value in params.items()}
         self.loop_state = self._begin(self.params, dict(buffers))
 
@@ -72,7 +72,7 @@ class InferenceProgram:
         self.portions.compile(self.loop_state)
 
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
-        """One execution; returns what its taps emitted."""
+        """Run one execution; returns the emissions of its taps."""
         numbers = Numbers(self.seed, self.calls)
         emitted, ticket = self.portions.dispatch(self.loop_state, numbers, blocks)
         jax.block_until_ready(ticket)
@@ -91,9 +91,9 @@ class InferenceProgram:
         return {(part.name, part.kind): part for part in parts}
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: nothing is open."""
 
-    # -- what depends on where it runs ----------------------------------------------------------
+    # -- overridden for pipelines ---------------------------------------------------------------
 
     def _make_runner(self, params: Any, buffers: Any) -> LoopRunner:
         def one(state: Any, element: Any, read: Any) -> Any:
@@ -115,19 +115,19 @@ class InferenceProgram:
         return self.options.device_iterations
 
     def _looking(self) -> list[Any]:
-        """The taps, as the program is to have them."""
+        """The taps for the program."""
         return self.taps
 
     def _chosen(self) -> list[Chosen]:
-        """What the taps select, as if each batch were a pass of its own."""
+        """The selected tensors, as if each batch were one iteration."""
         return self.sight.chosen
 
     def _by_batch(self, emitted: dict[Hashable, Emission]) -> dict[Hashable, Emission]:
-        """What the program emitted, as if each batch were a pass of its own."""
+        """The emissions, as if each batch were one iteration."""
         return emitted
 
     def _forward_pass(self, params: Any, state: Any, element: Any) -> Any:
-        """The next buffers; what is observed is marked, and all there is listed."""
+        """The next buffers; observed values are marked, and all activations listed."""
         run = probed(lambda p, s, e: self.forward(p, s, e)[1], self._is_wanted, self.found)
         return run(params, state, element)
 

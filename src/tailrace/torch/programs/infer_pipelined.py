@@ -28,7 +28,7 @@ from tailrace.torch.tracing.forward import Forward
 
 
 def can_be_staged(forward: Forward, options: ModelOptions) -> bool:
-    """Whether there are several devices to run on, and something to run on each."""
+    """Whether there are several devices, and a stage for each."""
     if not forward.spread:
         return False
     wanted, found = len(set(forward.devices)) * options.replicas, len(available())
@@ -44,9 +44,10 @@ def can_be_staged(forward: Forward, options: ModelOptions) -> bool:
 
 
 class StagedInferenceProgram(InferenceProgram):
-    """Forward passes whose stages are on devices of their own.
+    """Forward passes whose stages are on separate devices.
 
-    The engine's loop makes passes of some microbatches each. To everybody else a batch is a pass.
+    An iteration of the engine's loop has several microbatches. For everyone else a batch is an
+    iteration.
     """
 
     runner: ForwardRunner
@@ -84,10 +85,10 @@ class StagedInferenceProgram(InferenceProgram):
         self.found.clear()
         given = (self._named("param", params), self._named("buffer", buffers))
         after = self._forward_pass(*given, self._named("input", element))
-        return jnp.int32(0), after  # what leaves is observed
+        return jnp.int32(0), after  # outputs leave through taps
 
     def _named(self, kind: str, tree: Any) -> Any:
-        """The tree with those leaves marked that are observed: a mark binds to the first stage."""
+        """The tree with marks on observed leaves only: a mark ties a leaf to the first stage."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         values = []
         for path, leaf in leaves:
@@ -107,7 +108,7 @@ class StagedInferenceProgram(InferenceProgram):
         return self.options.device_iterations // self.runner.per_pass
 
     def _looking(self) -> list[Any]:
-        # A period counts batches, and the loop counts passes: what is kept of all is chosen later.
+        # A period counts batches, and the loop counts iterations: all are kept, and selected later.
         seen = [_always(tap) for tap in self.taps]
         self._given = {id(one): tap for one, tap in zip(seen, self.taps, strict=True)}
         return seen

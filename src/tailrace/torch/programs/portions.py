@@ -1,12 +1,12 @@
-"""How the execution of a call is dispatched: whole, or in portions, where its elements have to travel.
+"""Dispatches the execution of a call whole, or in portions if its elements must be transferred.
 
     whole:     copy all ──▶ compute all ──▶
     portions:  copy 1 │ copy 2    │ copy 3    │
                       │ compute 1 │ compute 2 │ compute 3 ──▶
 
-While one portion computes, the elements of the next are on their way, those of several at a time.
-Steps, results and their order are those of the whole. What is wanted of the last step of a call alone
-is made by its last portion, so that the loops of the others need not carry it along.
+While one portion computes, the elements of the next ones are transferred. Steps, results and their
+order are those of the whole. Values of the last step only are computed by the last portion, so that
+the loops of the others need not carry them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -
     """The lengths of the portions of a call.
 
     Args:
-        steps: of the call.
-        nbytes: its elements.
+        steps: the steps of the call.
+        nbytes: the bytes of its elements.
         period: portions are multiples of this.
-        ending: whether the last portion is to be a short one of its own.
+        ending: whether to end with a separate short portion.
 
     >>> lengths_of(100, 5 << 20, ending=True), lengths_of(100, 5 << 20), lengths_of(100, 1 << 20)
     ((49, 49, 2), (50, 50), (100,))
@@ -56,12 +56,12 @@ def lengths_of(steps: int, nbytes: int, period: int = 1, ending: bool = False) -
 
 
 class Portions:
-    """The execution of a call, in as many dispatches as it is worth.
+    """The execution of a call, in as many dispatches as pay off.
 
     Args:
         runner: runs the steps.
-        sight: what leaves them.
-        steps: of one call.
+        sight: the observed tensors.
+        steps: the steps per call.
         resident: whether the elements of calls are on the device already.
     """
 
@@ -85,12 +85,12 @@ class Portions:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many elements each portion takes; none where the call is dispatched whole."""
+        """The number of elements of each portion; empty if the call is dispatched whole."""
         each = self._runner.elements_per_pass
         return tuple(n * each for n in self.lengths) if len(self.lengths) > 1 else ()
 
     def compile(self, state: LoopState) -> None:
-        """Compile what a call needs."""
+        """Compile the programs of a call."""
         for length in dict.fromkeys(self.lengths[:-1]):
             self._body.compiled(state, length, self._period)
         self._runner.compiled(state, self.lengths[-1], self._period)
@@ -101,7 +101,7 @@ class Portions:
         """Run a call on its elements, stacked.
 
         Returns:
-            What it emitted, on the host, and an array that is ready when it is over.
+            Its emissions, on the host, and an array that is ready when it has finished.
         """
         placement = self._runner.placement
         blocks = CallBlocks(arrays, self.counts, placement.shared_out, placement.replicas)
@@ -119,11 +119,11 @@ class Portions:
 
 
 def joined(parts: Sequence[Mapping[Hashable, Emission]]) -> dict[Hashable, Emission]:
-    """What the portions of a call emitted, as the whole would have: step after step.
+    """The emissions of the portions of a call, joined step by step.
 
-    What the last one alone has belongs to the last step.
+    Values that only the last portion has belong to the last step.
     """
-    # In this order: while the last one computes, what those before it made is read.
+    # In this order, because the earlier ones can be read while the last one computes.
     *body, last = [_on_host(part) for part in parts]
     if not body:
         return last
@@ -134,21 +134,21 @@ def joined(parts: Sequence[Mapping[Hashable, Emission]]) -> dict[Hashable, Emiss
 
 
 def _on_host(part: Mapping[Hashable, Emission]) -> dict[Hashable, Emission]:
-    """What a portion emitted, once it is there."""
+    """The emissions of a portion, on the host."""
     leaves, structure = jax.tree.flatten(list(part.values()))
     values = jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves])
     return dict(zip(part, values, strict=True))
 
 
 def on_accelerator(runner: LoopRunner) -> bool:
-    """Whether elements travel to get where the program runs."""
+    """Whether elements must be transferred to the program's device."""
     return runner.placement.device.platform != "cpu"
 
 
 def _divisible(runner: LoopRunner, sight: Sight) -> bool:
-    """Whether the portions of a call make the same as the whole, to the last bit."""
+    """Whether the portions of a call are bit-equal to the whole."""
     if runner.placement.mesh is not None:
-        return False  # several devices: what they emit has another form
+        return False  # several devices: emissions have other shapes
     places = {place.position: place for place in walk(runner.traced.jaxpr.eqns)}
     for one in sight.chosen:
         mode = one.tap.mode

@@ -1,6 +1,6 @@
-"""The program behind a training model: an engine whose executions are calls.
+"""The program of a training model: an engine whose executions are calls.
 
-What a call emits is handed back by tap, still as it left the program.
+The emissions of a call are returned by tap, unprocessed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tailrace.torch.programs.portions import Portions
 from tailrace.torch.tracing.forward import Forward
 from tailrace.trainer.costs.memory_shortage import within_memory
 from tailrace.trainer.engine import Engine
+from tailrace.trainer.executions import Results
+from tailrace.trainer.lookback.rerun import twin_of
 from tailrace.trainer.observation.description import describe
 from tailrace.trainer.observation.journal import Journal
 
@@ -40,7 +42,7 @@ _HYPER = "optimizer_state/hyper"
 
 @jax.custom_jvp
 def _scale_gradient(value: Any, factor: Any) -> Any:
-    """The value itself, whose gradient is multiplied by a factor."""
+    """The value unchanged, with its gradient multiplied by a factor."""
     return value
 
 
@@ -104,33 +106,40 @@ class TrainingProgram:
             model_state=dict(buffers),
             seed=seed,
             observe=[*own_taps, *parse_taps(options.observe)],
+            fingerprint=options.fingerprint,
         )
         self.engine.step = step
         self.journal = Journal(options.run_dir, leaving_out={tap.kind for tap in own_taps})
         paths = jax.tree_util.tree_flatten_with_path(self.engine.state)[0]
         self._leaves = {path_name(path): number for number, (path, _) in enumerate(paths)}
-        self.engine.use(HandedFeed(forward.form.spec()))
+        self.feed = HandedFeed(forward.form.spec())
+        """Says what the elements of a call look like."""
+        self.latest: Results | None = None
+        """What the latest call left behind."""
+        self.engine.use(self.feed)
         steps, runner, sight = options.device_iterations, self.engine.runner, self.engine.sight
         microbatches = self.engine.accumulation.microbatches
         check_bytes(sight.chosen, steps, microbatches, options.replicas, options.observe_bytes)
         self._open = contextlib.ExitStack()
         self._open.enter_context(self.engine.delivering())
         self._open.enter_context(self.journal.open(lambda: describe(self.engine, steps)))
-        self.portions = Portions(runner, sight, steps, forward.form.resident)
+        # The elements of a call have one fingerprint, so they are dispatched together.
+        whole = forward.form.resident or options.fingerprint
+        self.portions = Portions(runner, sight, steps, whole)
 
     def compile(self) -> None:
         """Compile without running anything."""
         self.portions.compile(self.engine.loop_state)
 
     def run(self, blocks: list[Any]) -> dict[tuple[str, str], Part]:
-        """One execution; returns what its taps emitted."""
+        """Run one execution; returns the emissions of its taps."""
         engine, options = self.engine, self.options
         self.journal.begin(engine.step, options.microbatches, options.replicas)
         numbers = Numbers(engine.seed, engine.step)
         with within_memory(engine, options.device_iterations):
             emitted, ready = self.portions.dispatch(engine.loop_state, numbers, blocks)
         ticket = engine.dispatched(options.device_iterations, emitted, ready)
-        results = engine.collect(ticket)
+        self.latest = results = engine.collect(ticket)
         self.journal.add(results)
         if results.failure is not None:
             raise results.failure
@@ -158,13 +167,22 @@ class TrainingProgram:
 
     def put(self, state: TrainState) -> None:
         """Go on from another state, which is copied."""
-        if self._automatic:
-            factor = state.optimizer_state[FACTOR]
-            state = state._replace(params={**state.params, FACTOR: factor})
-        self.engine.state = state
+        self.engine.state = self._whole(state)
+
+    def _whole(self, state: TrainState) -> TrainState:
+        if not self._automatic:
+            return state
+        factor = state.optimizer_state[FACTOR]
+        return state._replace(params={**state.params, FACTOR: factor})
+
+    def twin(self, observe: Any, state: TrainState) -> Engine:
+        """An engine for the same model, with other taps, in this state."""
+        twin = twin_of(self.engine, observe)
+        twin.state = self._whole(state)
+        return twin
 
     def put_weights(self, values: Mapping[str, Any]) -> None:
-        """Go on from other values of some parameters and buffers."""
+        """Replace the values of some parameters and buffers."""
         state = self.state
         leaves = {}
         for name, value in values.items():
@@ -175,10 +193,15 @@ class TrainingProgram:
 
     def set_hypers(self, values: Any) -> None:
         """Other learning rates and the like, from the next step on."""
-        self.engine.replace({self._leaves[_HYPER]: jnp.asarray(values)})
+        self.engine.replace({self.hypers: jnp.asarray(values)})
+
+    @property
+    def hypers(self) -> int:
+        """The number, among the leaves of the state, of learning rates and the like."""
+        return self._leaves[_HYPER]
 
     def close(self) -> None:
-        """End; history and records on disk are complete after this."""
+        """Close; history and records on disk are complete afterwards."""
         self._open.close()
 
 

@@ -1,6 +1,6 @@
-"""What we know of torch and torchax beyond their public interface.
+"""Everything that relies on undocumented parts of torch and torchax.
 
 In: PyTorch functions called on traced tensors. Out: JAX operations with PyTorch's results.
-Rule: what is private in torch or torchax is used here or named in `torch/torch_internals.py`.
-`versions` says which releases go together.
+Rule: private parts of torch or torchax are used only here, or named in `torch/torch_internals.py`.
+`versions` lists the supported combinations.
 """

@@ -1,7 +1,7 @@
-"""The environment in which a forward pass is traced: torchax's, with lowerings of our own in front.
+"""The environment in which a forward pass is traced: torchax's, with additional lowerings.
 
-They stand below PyTorch's functions, at the operations that these consist of, so that they also
-hold inside of functions that PyTorch composes (`F.normalize` calls a norm, and so on).
+They are below PyTorch's functions, at the level of ATen operations, so that they also apply inside
+functions that PyTorch composes (`F.normalize` calls a norm, and so on).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch.nn.functional as functional
 
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
+from tailrace.torch.torchax.broadcasts import SPREAD, spread, spread_out
 from tailrace.torch.torchax.ops import attention, elementwise, norms, random_numbers
 from tailrace.torch.torchax.ops.compositions import (
     COMPOSITIONS,
     WRAPPED,
+    grid_sampler_3d,
     index_reduce,
     scatter_reduce_of,
 )
@@ -32,14 +34,14 @@ aten = torch.ops.aten
 
 
 def _safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """A softmax that is 0 where nothing is left to choose from: rows of -inf, which give NaN."""
+    """A softmax that is 0 for rows of -inf, which would give NaN."""
     x = x if dtype is None else x.astype(dtype_on_device(dtype))
     nothing = jnp.isneginf(x).all(dim, keepdims=True)
     return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
 
 
 def _first_of(choose: Any, x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    """The largest, or smallest, and where; of several, the first has the gradient, as in PyTorch."""
+    """The maximum, or minimum, and its index; the first of several gets the gradient, as in PyTorch."""
     if not x.ndim:
         return x, jnp.zeros((), int)
     index = choose(x, dim, keepdims=True)
@@ -65,7 +67,7 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.selu: elementwise.selu,
     aten.softplus: elementwise.softplus,
 }
-"""By operation, with all its overloads; their in-place forms follow."""
+"""Lowerings by operation, for all its overloads; in-place forms are derived."""
 
 OTHERS: dict[Any, Callable[..., Any]] = {
     aten._cdist_forward.default: norms.each_with_each,
@@ -98,38 +100,39 @@ DRAWN: dict[Any, Callable[..., Any]] = {
     aten.normal_: random_numbers.normal,
     aten.random_: random_numbers.integers,
 }
-"""What fills a tensor with random numbers."""
+"""Operations that fill a tensor with random numbers."""
 
 
 RESHAPING = (
     *(aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_, aten.unsqueeze_),
 )
-"""What gives a tensor another shape in place."""
+"""Operations that reshape a tensor in place."""
 
 _WIDENED = (
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d "
     "_adaptive_avg_pool2d _adaptive_avg_pool3d cumprod cumsum digamma erfinv lgamma logcumsumexp "
     "logsumexp mvlgamma native_group_norm native_layer_norm polygamma prod sinc std std_mean var "
     "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean fmod remainder i0 "
-    "logaddexp logaddexp2"
+    "logaddexp logaddexp2 hypot _trilinear grid_sampler_2d grid_sampler_3d"
 )
 
 WIDENED = frozenset(
     {
         *(getattr(aten, name) for name in _WIDENED.split()),
         *(getattr(aten, name) for name in dir(aten) if name.startswith("special_")),
+        functional.interpolate,
     }
 )
-"""What PyTorch computes in 32 bits where its tensors have 16."""
+"""Operations that PyTorch computes in 32 bits for 16-bit tensors."""
 
 
 def make_environment() -> Any:
-    """An environment of torchax with these lowerings; torchax's own stays as it is."""
+    """An environment of torchax with these lowerings; torchax's environment is unchanged."""
     from torchax.ops import op_base, ops_registry
     from torchax.tensor import Environment, OperatorNotFound, Tensor
     from torchax.view import View
 
-    # Methods of its own that no mode sees: one casts its tensor in place, one forgets what it is of.
+    # Methods that no mode intercepts: one casts its tensor in place, one loses the base of a view.
     for name in {"flatten", "type_as"} & set(vars(Tensor)):
         delattr(Tensor, name)
     for kind in (Tensor, View):
@@ -145,7 +148,7 @@ def make_environment() -> Any:
         return lowered(func, run, is_jax_function=False, is_view_op=True, **flags)
 
     class Lowerings(Environment):
-        """torchax's environment, in which more has a lowering."""
+        """torchax's environment with more lowerings."""
 
         def load_ops(self) -> None:
             super().load_ops()
@@ -172,13 +175,15 @@ def make_environment() -> Any:
                 self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
             for one in (aten.index_reduce.default, aten.index_reduce):
                 self._ops[one] = lowered(one, index_reduce, is_jax_function=False)
+            for one in _with_overloads(aten.grid_sampler_3d):
+                self._ops[one] = lowered(one, grid_sampler_3d, is_jax_function=False)
             for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
                 self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
             functional_normal = aten.normal_functional.default
             self._ops[functional_normal] = lowered(
                 functional_normal, random_numbers.normal_like, needs_env=True
             )
-            for func, change in WRAPPED.items():
+            for func, change in {**WRAPPED, **SPREAD, aten.pow: elementwise.power_of}.items():
                 for one in [f for f in _with_overloads(func) if f in theirs]:
                     self._ops[one] = lowered(one, change(theirs[one].func))
             reduce = scatter_reduce_of(theirs[aten.scatter_reduce].func)
@@ -208,11 +213,12 @@ def make_environment() -> Any:
             first, rest = results.as_floats(func, first, rest, self._as_dtype)
             if getattr(func, "overloadpacket", func) in WIDENED:
                 first, rest = results.widened(first, rest, self._as_dtype)
+            first, rest = spread_out(func, first, rest, self.j2t_iso)
             try:
                 found = super().dispatch(func, types, first, rest)
             except TypeError as error:
                 if isinstance(error, jax.errors.JAXTypeError):
-                    raise  # about values, not about dtypes
+                    raise  # an error about values, not dtypes
                 found = self._promoted(func, types, args, kwargs, error)
             return results.corrected(func, args, kwargs, found, self.j2t_iso)
 
@@ -229,7 +235,7 @@ def make_environment() -> Any:
             return self.j2t_iso(results.as_dtype(x.jax(), dtype_on_device(dtype)))
 
         def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
-            """A tensor of the program has a dtype; devices that PyTorch's code asks for are names."""
+            """Cast a tensor; devices in PyTorch's code are ignored."""
             if not hasattr(the_tensor, "jax"):
                 return super()._to_copy(the_tensor, new_dtype, new_device)
             if new_dtype is None or dtype_on_device(new_dtype) == the_tensor.jax().dtype:
@@ -237,7 +243,7 @@ def make_environment() -> Any:
             return self._as_dtype(the_tensor, new_dtype)
 
         def _promoted(self, func: Any, types: Any, args: Any, kwargs: Any, error: Any) -> Any:
-            """Once more, with integers as what PyTorch's result is; JAX's functions are stricter."""
+            """Retry with integers promoted to PyTorch's result dtype; JAX's functions are stricter."""
             inner = results.promoted(func, args, kwargs, self._as_dtype)
             if inner is None:
                 raise error
@@ -245,7 +251,7 @@ def make_environment() -> Any:
 
         def _get_op_or_decomp(self, func: Any) -> Any:
             known = func in self._ops or getattr(func, "overloadpacket", None) in self._ops
-            # Compositions of PyTorch's may write through views, which nothing follows in here.
+            # PyTorch's compositions may write through views, which are not tracked here.
             if not known and (plain := _out_of_place(func)) is not None:
                 return mutating(func, op_base.InplaceOp(plain, _reshapes(func)))
             try:
@@ -262,7 +268,7 @@ def make_environment() -> Any:
 
 
 def _is_composed(func: Any) -> bool:
-    """Whether an operation is nothing but others to PyTorch."""
+    """Whether PyTorch composes an operation of others."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
     kernel = "CompositeImplicitAutograd"
@@ -270,7 +276,7 @@ def _is_composed(func: Any) -> bool:
 
 
 def _composed(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's own composition of an operation; some consist of parts that have no lowering."""
+    """PyTorch's composition of an operation; some have parts without a lowering."""
 
     def composed(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -284,7 +290,7 @@ def _composed(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _seen(write: Callable[..., None]) -> Callable[..., None]:
-    """Writing at an index, which no mode sees either, on top of what was written before."""
+    """Indexed assignment, which modes do not intercept, after earlier writes."""
 
     def run(self: Any, *given: Any) -> None:
         if (watch := current_watch()) is not None:
@@ -295,7 +301,7 @@ def _seen(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def _copied(x: Any, source: Any, non_blocking: bool = False, *, env: Any) -> Any:
-    """Write one tensor into another, whose shape and dtype stay; torchax's takes the other shape."""
+    """Copy one tensor into another, keeping its shape and dtype, which torchax's does not."""
     held = x.jax()
     source = source if hasattr(source, "jax") else env.to_xla(source)
     new = jnp.broadcast_to(results.as_dtype(source.jax(), held.dtype), held.shape)
@@ -307,14 +313,14 @@ def _copied(x: Any, source: Any, non_blocking: bool = False, *, env: Any) -> Any
 
 
 def _filled(x: Any, value: Any = 0, *, env: Any) -> Any:
-    """Fill a tensor, or a slice of one, which torchax fills in vain."""
+    """Fill a tensor, or a slice of one, for which torchax's has no effect."""
     held = x.jax()
     value = value.jax() if hasattr(value, "jax") else value
     return x.copy_(env.j2t_iso(jnp.full(held.shape, value, held.dtype)))
 
 
 def _out_of_place(func: Any) -> Any:
-    """The operation that computes what an in-place one writes; None if there is none."""
+    """The out-of-place form of an in-place operation; None if there is none."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     name = func.overloadpacket.__name__
@@ -339,7 +345,7 @@ def _kinds_taken(func: Any) -> list[str]:
 
 
 def _with_overloads(func: Any) -> list[Any]:
-    """An operation and each of its overloads; those that write into `out` are left alone."""
+    """An operation and its overloads, except those with `out`."""
     if not isinstance(func, torch._ops.OpOverloadPacket):
         return [] if func is None else [func]
     names = [name for name in func.overloads() if not name.endswith("out")]
@@ -347,7 +353,10 @@ def _with_overloads(func: Any) -> list[Any]:
 
 
 def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
-    """A convolution whose transposed form is right for groups of several channels as well."""
+    """A convolution whose transposed form is also correct for groups of several channels.
+
+    Its bias is added here, by the rule of `broadcasts`.
+    """
 
     def run(x: Any, weight: Any, bias: Any, *given: Any) -> Any:
         transposed, groups = given[3], given[5]
@@ -355,6 +364,9 @@ def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
             # torchax reads the first two dimensions as [channels of a group, all outputs].
             parts = weight.reshape(groups, -1, *weight.shape[1:])
             weight = jnp.swapaxes(parts, 0, 1).reshape(weight.shape)
-        return convolve(x, weight, bias, *given)
+        out = convolve(x, weight, None, *given)
+        if bias is None:
+            return out
+        return out + spread(bias.reshape(-1, *(1,) * (weight.ndim - 2)), out.shape)
 
     return run

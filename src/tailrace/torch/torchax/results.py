@@ -1,9 +1,8 @@
-"""What PyTorch says a result is: its shape and dtype, found by running the function without values.
+"""The shape and dtype of PyTorch's results, found by running the function without values.
 
-A lowering computes by JAX's rules of promotion, and may not know `dtype=` and `out=`. So each result is
-held against the one that PyTorch's own function gives for tensors without values: another dtype is
-cast, another shape is refused. `out=` is taken off before the function runs, and its result is
-written there.
+A lowering follows JAX's rules of promotion, and may not support `dtype=` and `out=`. So each result is
+compared with that of PyTorch's function on tensors without values: another dtype is cast, another
+shape is refused. `out=` is removed before the function runs, and the result is written to it.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """PyTorch alone, without the modes that trace."""
+    """A context with plain PyTorch, without tracing modes."""
     with modes.no_dispatch(), torch._C.DisableTorchFunction():
         yield
 
 
 def expected(func: Any, args: Any, kwargs: Any) -> Any:
-    """What PyTorch would return, as tensors without values; None where it does not say."""
+    """PyTorch's result, as tensors without values; None if it is unknown."""
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     try:
         with plainly(), torch.device("meta"):
@@ -43,7 +42,7 @@ def expected(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def asks_of_dtypes(func: Any) -> bool:
-    """Whether an operation's answer follows from dtypes alone, such as `torch.can_cast`."""
+    """Whether an operation depends only on dtypes, such as `torch.can_cast`."""
     return getattr(func, "overloadpacket", None) in _QUESTIONS
 
 

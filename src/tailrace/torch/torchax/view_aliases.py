@@ -87,7 +87,7 @@ class Aliases:
             return self._shadow(tensor).is_contiguous()
 
     def settle(self) -> None:
-        """Let views and bases agree again, and forget those that nobody holds."""
+        """Synchronize views and bases, and drop those without references."""
         for view in reversed(self._views):  # views of views first
             if view.tensor._elem is not view.seen[0]:
                 _write(view, view.tensor._elem)

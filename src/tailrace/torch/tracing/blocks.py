@@ -1,4 +1,4 @@
-"""Blocks: parts of a module that run on devices of their own.
+"""Blocks: parts of a module that run on separate devices.
 
 A block says which device what follows runs on. The forward pass is cut where the device (or the stage,
 if stages are listed) changes; the order in which the module computes is what counts. Outside of a

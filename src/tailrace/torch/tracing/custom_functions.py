@@ -1,4 +1,4 @@
-"""`torch.autograd.Function`: a forward pass that brings a backward pass of its own.
+"""`torch.autograd.Function`: a forward pass with a custom backward pass.
 
     y = Reverse.apply(x)        ──▶   y = attach([x], [forward(x)], what backward needs)
                                        attach: the identity, whose gradient is Reverse.backward
@@ -46,7 +46,7 @@ class _Context(autograd.FunctionCtx):
         return self.to_save
 
     def again(self, watch: Watch) -> _Context:
-        """A copy with tensors of its own: what backward changes in place stays in there."""
+        """A copy with separate tensors, so that in-place changes by backward stay inside."""
         same = object.__new__(type(self))
         for name, value in vars(self).items():
             fresh = rebuild(value, lambda v: watch.tensor(v.jax()) if is_traced(v) else v)
@@ -63,7 +63,7 @@ def custom_functions(
     Args:
         watch: the forward pass that is traced.
         trains: whether it will be differentiated; backward is not looked at otherwise.
-        mode: makes a mode like the one that the forward pass runs in, with constants of its own.
+        mode: makes a mode like that of the forward pass, with separate constants.
     """
     before = vars(_BASE).get("apply")
 

@@ -292,6 +292,11 @@ def _explained(error: Exception, watch: Watch, root: torch.nn.Module) -> Excepti
             f"on the value of a tensor, and no shape may depend on one. It does in {where}. "
             f"Use torch.where, or decide by shapes and arguments. ({text.splitlines()[0]})"
         )
+    if isinstance(error, OverflowError):
+        return ProgramError(
+            f"Whole numbers have 32 bits on the device, and one in {where} has more: it cannot run on "
+            f"the device. Use a number between {-(2**31)} and {2**31 - 1}. ({text.splitlines()[0]})"
+        )
     if "privateuseone" in text:
         return ProgramError(
             f"{where.capitalize()} uses a part of PyTorch that needs its own devices, such as "

@@ -1,7 +1,7 @@
-"""What runs on the host while training goes on: `tr.Callback`, and callbacks that are ready made.
+"""Host code that runs during training: `tr.Callback`, and ready-made callbacks.
 
-A callback gets values that have left the device. `trainer.params` and `trainer.step` in it belong to
-the same step as the values.
+In: results of executions, on the host. Out: whatever a callback does with them.
+Rule: inside a callback, `trainer.params` and `trainer.step` belong to the same step as the values.
 """
 
 from tailrace.trainer.callbacks.callback import Callback

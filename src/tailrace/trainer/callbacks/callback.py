@@ -1,4 +1,4 @@
-"""The interface of callbacks, and how they are called."""
+"""The interface of callbacks, and their calls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Execution:
     """One dispatch that has ended.
 
     Attributes:
-        first_step: the number of its first step.
-        steps: how many steps it ran.
-        values: the loss and the scalar metrics, one value a step.
+        first_step: the index of its first step.
+        steps: the number of its steps.
+        values: the loss and the scalar metrics, one value per step.
     """
 
     first_step: int
@@ -68,20 +68,20 @@ class Callback:
         """After the last execution, also when an exception ended the fit."""
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: numbers, strings, lists, and arrays by name."""
+        """The state to keep in a checkpoint: numbers, strings, lists, and arrays by name."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_state` returned; called when a fit is taken up again."""
+        """Restore the result of `get_state`; called when a fit is resumed."""
 
 
 def listens(callback: Callback) -> bool:
-    """Whether a callback wants to be called for executions or steps."""
+    """Whether a callback overrides a method for executions or steps."""
     return _overrides(callback, "on_step_end") or _overrides(callback, "on_execution_end")
 
 
 def tell(callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Execution) -> None:
-    """Tell all callbacks about an execution, step by step where they ask for that."""
+    """Call all callbacks for an execution, and for each step if they override that method."""
     for callback in callbacks:
         with calling(callback):
             if _overrides(callback, "on_step_end"):
@@ -92,7 +92,7 @@ def tell(callbacks: Sequence[Callback], trainer: AnyTrainer, execution: Executio
 
 
 def calling(callback: Callback) -> Any:
-    """While a callback runs: a span in open traces."""
+    """A span in open traces around a callback."""
     return span("callback", callback=type(callback).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Stopping when a value gets no better."""
+"""Stopping when a value no longer improves."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Ends a fit when a value has not become better for some time.
+    """Ends a fit when a value has not improved for some time.
 
-    A value of validations (`val_...`) is looked at after each validation, any other after each epoch.
+    A validation value (`val_...`) is checked after each validation, any other after each epoch.
 
     Args:
         monitor: the name of a logged value: "loss", "val_loss", "val_accuracy", ...
-        patience: after how many looks without a better value to stop.
-        mode: "min", "max", or "auto", which takes "max" for names that speak of accuracy and the
-            like.
-        min_delta: by how much a value must be better to count.
-        restore_best: at the end of the fit, go back to the whole state (parameters, optimizer state,
-            model state, step) of the best look.
+        patience: the number of checks without improvement after which to stop.
+        mode: "min", "max", or "auto", which means "max" for names of accuracies and the like.
+        min_delta: the smallest change that counts as an improvement.
+        restore_best: whether to restore the whole state (parameters, optimizer state, model state,
+            step) of the best check at the end of the fit.
 
     Attributes:
         best: the best value so far.
@@ -53,27 +52,27 @@ class EarlyStopping(Callback):
 
     @property
     def best(self) -> float | None:
-        """The best value so far; None before the first look."""
+        """The best value so far; None before the first check."""
         return self._monitor.best
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Start anew, unless a fit is taken up again."""
+        """Start over, unless a fit is resumed."""
         self._monitor.best, self._waited, self._kept = None, 0, None
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        """Look at a value of a validation."""
+        """Check a validation value."""
         if self._monitor.name.startswith("val_"):
             self._look(trainer, logs)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: dict[str, float]) -> None:
-        """Look at a value of an epoch."""
+        """Check a value of an epoch."""
         if not self._monitor.name.startswith("val_"):
             self._look(trainer, logs)
         else:
-            self._monitor.value(logs)  # says so if there is no such value
+            self._monitor.value(logs)  # raises if there is no such value
 
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
-        """Go back to the best state, if that was asked for."""
+        """Restore the best state, if requested."""
         if self._kept is not None:
             structure = jax.tree.structure(trainer.engine.state)
             trainer.engine.state = jax.tree.unflatten(structure, self._kept)

@@ -1,4 +1,4 @@
-"""Callbacks that hand values on while training runs: to a file, to TensorBoard, to any function."""
+"""Callbacks that forward values during training: to a file, to TensorBoard, to any function."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Metrics(Callback):
-    """Hands every value to a function, as it comes: `fn(values, step=step)`.
+    """Passes every value to a function as it arrives: `fn(values, step=step)`.
 
-    That is the form of `wandb.log` and `mlflow.log_metrics`.
+    That is the signature of `wandb.log` and `mlflow.log_metrics`.
 
     Args:
         fn: called once for each step with loss and metrics, and after each validation with its
@@ -51,10 +51,10 @@ class CSVLogger(Callback):
     """Writes a row for each step to a file, while training runs.
 
     Columns are the step, loss and metrics, and values of validations in the row of the last step
-    before them. A fit that is taken up again continues the file; any other writes it anew.
+    before them. A resumed fit continues the file; any other replaces it.
 
     Args:
-        path: of the file; its directory is made if need be.
+        path: the path of the file; its directory is created if necessary.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -64,7 +64,7 @@ class CSVLogger(Callback):
         self._begun = False
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """The file is begun with the first row: until then a fit may be taken up again."""
+        """Do not create the file yet: until the first row the fit may still be resumed."""
         self._rows, self._names, self._begun = [], ["step"], False
 
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
@@ -85,12 +85,12 @@ class CSVLogger(Callback):
         self._write()
 
     def get_state(self) -> dict[str, Any]:
-        """For a checkpoint: what is in the file up to here."""
+        """For a checkpoint: the length of the file."""
         self._write()
         return {"names": self._names, "bytes": self._path.stat().st_size if self._begun else 0}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """From a checkpoint: rows behind it are cut off, and come again."""
+        """From a checkpoint: later rows are cut off, since they come again."""
         if not state["bytes"]:
             return
         if not self._path.exists():
@@ -132,7 +132,7 @@ class TensorBoard(Callback):
     """Writes event files for TensorBoard while training runs.
 
     Args:
-        directory: where to. Needs the extra `tensorboard`.
+        directory: the log directory. Needs the extra `tensorboard`.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -155,7 +155,7 @@ class TensorBoard(Callback):
             self._writer.add_scalar(name, value, step)
 
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
-        """What was written so far can be looked at."""
+        """Flush, so that TensorBoard can show the values."""
         self._writer.flush()
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""`tr.on_spike`: notice a step whose loss is far above those before it."""
+"""`tr.on_spike`: detects a step whose loss is far above the previous ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Spike:
     """A step with an outlying loss.
 
     Attributes:
-        step: its number.
+        step: its index.
         loss: its loss.
-        score: how many robust standard deviations it is above the median of the steps before.
+        score: the distance to the median of the previous steps, in robust standard deviations.
     """
 
     step: int
@@ -40,7 +40,7 @@ class OnSpike(Callback):
     """Watches the loss; made by `tr.on_spike`.
 
     Attributes:
-        spikes: all that were found, the oldest first.
+        spikes: all spikes so far, oldest first.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class OnSpike(Callback):
             trainer.stop()
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """For a checkpoint."""
         return {
             "window": list(self._window),
             "spikes": [dataclasses.asdict(spike) for spike in self.spikes],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """From a checkpoint."""
         self._window.clear()
         self._window.extend(state["window"])
         self.spikes = [Spike(**spike) for spike in state["spikes"]]
@@ -102,17 +102,17 @@ def on_spike(
     window: int = 100,
     least: int = 20,
 ) -> OnSpike:
-    """A callback that notices when the loss of a step is far above those before it.
+    """A callback that detects steps whose loss is far above the previous ones.
 
-    The score is robust: the distance to the median of the last steps, in units of the median of their
-    distances to it. One spike does not hide the next. A loss that is not finite is a spike.
+    The score is robust: the distance to the median of the last steps, divided by the median of their
+    distances to it. So one spike does not hide the next. A loss that is not finite is a spike.
 
     Args:
-        then: "note" logs it, "stop" ends the fit after that execution, a function is called with the
-            trainer and the `Spike`.
-        score: from which score on.
-        window: how many steps before it is compared with.
-        least: how many there must be.
+        then: "note" logs it, "stop" ends the fit after that execution, and a function is called with
+            the trainer and the `Spike`.
+        score: the smallest score of a spike.
+        window: the number of previous steps to compare with.
+        least: the fewest previous steps for a decision.
 
     >>> import tailrace as tr
     >>> watch = tr.on_spike("stop", score=6.0)  # trainer.fit(..., callbacks=[watch])

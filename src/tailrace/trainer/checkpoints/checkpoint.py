@@ -1,4 +1,4 @@
-"""`tr.Checkpoint`: where a fit keeps its state, how often, and how much of it."""
+"""`tr.Checkpoint`: where and how often a fit saves its state, and how many checkpoints it keeps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tailrace.trainer.observation.monitoring import Monitor
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """How a fit keeps its state, so that a script that was killed can be started again unchanged.
+    """How a fit saves its state, so that a killed script can simply be started again.
 
     Args:
-        directory: where to; made if need be. One directory belongs to one trainer.
-        every: how often: a number of steps, or seconds as `"60s"`; honoured at the next end of an
-            execution. The beginning and the end of a fit are always kept.
-        keep: how many of the latest to keep besides.
-        best: keep the best by this logged value too ("val_loss", "accuracy"); None for none.
+        directory: the directory, created if necessary. One directory belongs to one trainer.
+        every: the period: a number of steps, or seconds as `"60s"`; applied at the next end of an
+            execution. The start and the end of a fit are always saved.
+        keep: the number of latest checkpoints to keep in addition.
+        best: also keep the best by this logged value ("val_loss", "accuracy"); None for none.
 
     Example:
         >>> import tailrace as tr
@@ -62,5 +62,5 @@ class Checkpoint:
 
 
 def as_checkpoint(given: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
-    """What `fit(checkpoint=)` was given."""
+    """Parse the value of `fit(checkpoint=)`."""
     return given if isinstance(given, Checkpoint) else Checkpoint(given)

@@ -1,12 +1,12 @@
-"""The directory of a fit's checkpoints: what is in it, what stays, who may write.
+"""The directory of a fit's checkpoints: its contents, their lifetime, and its lock.
 
     directory/
       lock
       fit-0/step-0  fit-0/step-2000  fit-0/step-3000  fit-0/step-3100-end
       fit-1/step-4000  ...
 
-The fits of a script are numbered. A name says what a checkpoint is, so that choosing and removing
-reads no files: `-end` closes a fit, `-best` was the best when it was written.
+The fits of a script are numbered. Names identify checkpoints, so that selecting and removing reads no
+files: `-end` is the end of a fit, `-best` was the best when it was written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIT = re.compile(r"fit-(\d{1,9})")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Kept:
-    """A checkpoint that is there."""
+    """An existing checkpoint."""
 
     fit: int
     step: int
@@ -44,8 +44,8 @@ class CheckpointDirectory:
     """The checkpoints in a directory.
 
     Args:
-        directory: where they are.
-        keep: how many of the latest of a fit stay, besides its beginning, end and best.
+        directory: the directory.
+        keep: the number of latest checkpoints of a fit to keep, in addition to its start, end and best.
     """
 
     def __init__(self, directory: Any, keep: int = 3) -> None:
@@ -76,7 +76,7 @@ class CheckpointDirectory:
     def write(
         self, fit: int, step: int, snapshot: Snapshot, *, ended: bool = False, best: bool = False
     ) -> None:
-        """Write a checkpoint, then remove what is not to be kept any longer."""
+        """Write a checkpoint, then remove superseded ones."""
         ending = "-end" if ended else "-best" if best else ""
         path = self.directory / f"fit-{fit}" / f"step-{step}{ending}"
         if path.exists():
@@ -90,7 +90,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """While this process may write; refuses a second one."""
+        """Hold the lock of the directory; refuses a second process."""
         with orbax_files.sentence(self.directory, "cannot be written"):
             self.directory.mkdir(parents=True, exist_ok=True)
         held = HeldDirectory(self.directory)
@@ -115,7 +115,7 @@ class CheckpointDirectory:
 
 
 def superseded(kept: list[Kept], keep: int) -> list[Kept]:
-    """Which checkpoints of a fit need not stay: all but the first, the last ones, end and best.
+    """The checkpoints of a fit to remove: all except the first, the last ones, end and best.
 
     >>> steps = [Kept(0, step, False, Path()) for step in (0, 10, 20, 30)]
     >>> [one.step for one in superseded(steps, keep=2)]

@@ -1,7 +1,7 @@
-"""The one file that meets Orbax: arrays by name and a note, in a directory, whole or not at all.
+"""The only module that uses Orbax: arrays by name and a note, in a directory, written atomically.
 
-Orbax writes into a directory of another name and renames it when all is there. Here that directory
-is forced to the disk and renamed once more, so that what has its final name survives a loss of power.
+Orbax writes to a temporary directory and renames it when it is complete. Here that directory is synced
+to disk and renamed again, so that a directory with its final name survives a power failure.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from tailrace.errors import CheckpointError, MissingDependency, TailraceError, V
 from tailrace.runs.storage.durable import force_folder, force_tree
 
 FORMAT = 1
-"""The form of what is written; a later one is refused with a sentence."""
+"""The format version; a later one is refused."""
 
 UNFINISHED = ".unfinished"
-"""The ending of a directory that is being written."""
+"""The suffix of a directory that is being written."""
 
 LIMIT = "TAILRACE_CHECKPOINT_BYTES"
 """The environment variable that raises the limit on what is read."""
 
 MOST_BYTES = 1 << 40
-"""What the arrays of one checkpoint may claim to take, before any of them is read."""
+"""The limit of the declared size of a checkpoint's arrays, checked before any is read."""
 
 Arrays = Mapping[str, np.ndarray]
 
 
 def import_orbax() -> Any:
-    """Orbax's interface, version 1; or what to install."""
+    """Import Orbax's version 1 interface, or raise an error that says what to install."""
     for name in ("orbax.checkpoint.v1", "orbax.checkpoint.experimental.v1"):
         try:
             orbax = importlib.import_module(name)
@@ -62,7 +62,7 @@ def import_orbax() -> Any:
 
 
 def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
-    """Write a checkpoint; `path` is there afterwards, or unchanged if anything went wrong."""
+    """Write a checkpoint; on an error `path` is unchanged."""
     orbax = import_orbax()
     partial = path.with_name(path.name + UNFINISHED)
     forms = {
@@ -70,7 +70,7 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
         for name, array in arrays.items()
     }
     said = {"format": FORMAT, "note": json.loads(json.dumps(note)), "arrays": forms}
-    # Orbax keeps no empty arrays, and no tree without any.
+    # Orbax does not support empty arrays, or a tree without arrays.
     kept = {name: np.asarray(array) for name, array in arrays.items() if array.size}
     kept = kept or {"nothing": np.zeros(1, np.int8)}
     with sentence(path, "cannot be written"), _quiet():
@@ -86,11 +86,11 @@ def write(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
 
 
 # Orbax has barriers for all processes of a program. Here one of them writes in a thread while all
-# train, and each reads by itself: to Orbax, the process that calls is the only one.
+# train, and each reads alone: so Orbax is configured as if the calling process were the only one.
 
 
 def _save_alone(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
-    """Write from one of several processes; version 1 of the interface would ask all of them."""
+    """Write from one of several processes; the version 1 interface would involve all of them."""
     import orbax.checkpoint as ocp
 
     options = ocp.options.MultiprocessingOptions(**_only_this())
@@ -104,7 +104,7 @@ def _save_alone(path: Path, arrays: Arrays, note: Mapping[str, Any]) -> None:
 
 
 def _alone(orbax: Any) -> contextlib.AbstractContextManager[Any]:
-    """While this process reads, whatever the others do."""
+    """A context in which this process reads, independent of the others."""
     if distributed.process_count() == 1:
         return contextlib.nullcontext()
     options = orbax.options.MultiprocessingOptions(**_only_this())
@@ -116,13 +116,13 @@ _calls = itertools.count()
 
 def _only_this() -> dict[str, Any]:
     here = distributed.process_index()
-    key = f"tailrace-{here}-{next(_calls)}"  # no two barriers may be called the same
+    key = f"tailrace-{here}-{next(_calls)}"  # names of barriers must be unique
     return {"primary_host": here, "active_processes": {here}, "barrier_sync_key_prefix": key}
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a checkpoint says of one of its arrays."""
+    """The declared shape and dtype of an array in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -130,12 +130,12 @@ class Form:
 
     @property
     def size(self) -> int:
-        """How many values it has."""
+        """The number of values."""
         return math.prod(self.shape)
 
 
 def read_note(path: Path) -> tuple[dict[str, Any], dict[str, Form]]:
-    """What a checkpoint says of itself, and the forms of its arrays; no array is read."""
+    """The note of a checkpoint, and the shapes of its arrays; reads no array."""
     orbax = import_orbax()
     with sentence(path, "cannot be read"), _quiet(), _alone(orbax):
         found = orbax.metadata(str(path))
@@ -182,12 +182,12 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def checksum(array: Any) -> int:
-    """A number that changes with any bit of an array."""
+    """A checksum of an array's bits."""
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; half of one is never left under its name."""
+    """Remove a checkpoint atomically: renamed first, so that no partial one has its name."""
     partial = path.with_name(path.name + UNFINISHED)
     shutil.rmtree(partial, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def sentence(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever a file system or Orbax raises into one sentence."""
+    """Turn any error of the file system or Orbax into one sentence."""
     try:
         yield
     except TailraceError:
@@ -230,7 +230,7 @@ def _dtype(name: str) -> np.dtype:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax tells of each file it writes; that is for its own developers."""
+    """Silence Orbax's log of each file, which is for its developers."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.ERROR)

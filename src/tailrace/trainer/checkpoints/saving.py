@@ -1,4 +1,4 @@
-"""A fit and its checkpoints: what is saved when, and how a fit is taken up again."""
+"""The checkpoints of a fit: what is saved when, and resuming a fit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import note_once
+from tailrace.program.running.kernel_choices import choices_in
 from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import Callback
@@ -44,7 +45,7 @@ from tailrace.trainer.observation.monitoring import Monitor
 
 
 def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) -> Saving | None:
-    """The checkpoints of a fit, from what `fit(checkpoint=)` was given."""
+    """The checkpoints of a fit, from the value of `fit(checkpoint=)`."""
     return (
         None if checkpoint is None else Saving(as_checkpoint(checkpoint), number, engine, duration)
     )
@@ -52,17 +53,17 @@ def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) 
 
 @dataclasses.dataclass
 class TakenUp:
-    """A fit that a directory holds, ready to go on.
+    """A fit from a checkpoint, ready to resume.
 
     Attributes:
-        progress: how far it is.
-        step: the trainer's step there.
-        history: of all its steps.
-        position: where it is in its dataset.
-        pace: the lengths of executions that were chosen.
+        progress: its progress.
+        step: the trainer's step.
+        history: the history of all its steps.
+        position: its position in the dataset.
+        pace: the chosen length of executions.
         callbacks: the states of its callbacks.
         finished: whether there is nothing left to do.
-        run_end: where its run directory ended.
+        run_end: the end of its run directory.
     """
 
     progress: Progress
@@ -98,10 +99,10 @@ class Saving:
     """The checkpoints of one fit.
 
     Args:
-        checkpoint: where, and how often.
-        number: of the fit, among those of the trainer that keep checkpoints.
-        engine: whose state is kept.
-        duration: what was asked for.
+        checkpoint: the directory and the period.
+        number: the index of the fit among those of the trainer with checkpoints.
+        engine: the engine whose state is saved.
+        duration: the requested duration.
     """
 
     def __init__(
@@ -114,24 +115,26 @@ class Saving:
 
     @property
     def directory(self) -> str:
-        """Where they are."""
+        """The directory."""
         return str(self._writer.directory.directory)
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While this process may write to the directory."""
+        """Hold the lock of the directory."""
         orbax_files.import_orbax()
         with ExitStack() as stack:
             first_does(lambda: stack.enter_context(self._writer.directory.writing()))
+            if self._engine.digests is not None:  # whoever looks back needs the same kernels
+                stack.enter_context(choices_in(self.directory, write=distributed.writes()))
             try:
                 yield
             finally:
                 self._writer.close()
 
-    # -- taking up ------------------------------------------------------------------------------
+    # -- resuming -------------------------------------------------------------------------------
 
     def take_up(self) -> TakenUp | None:
-        """Give the engine the state that the directory holds; None if it holds nothing of this fit."""
+        """Restore the engine's state from the directory; None if it has no checkpoint of this fit."""
         found = first_does(self._newest)
         if found is None:
             return None
@@ -176,7 +179,7 @@ class Saving:
         return None if kept is None else str(kept.path)
 
     def _check(self, note: Mapping[str, Any], progress: Progress) -> None:
-        """Refuse what was saved by another training."""
+        """Refuse a checkpoint of another training."""
         engine, fit = self._engine, note["fit"]
         here = {
             "seed": (engine.seed, note["seed"]),
@@ -197,7 +200,7 @@ class Saving:
                 )
 
     def go_on(self, fit: FitParts, taken: TakenUp, dataset: Any) -> None:
-        """Bring a fit to where the one in the directory was: dataset and callbacks."""
+        """Restore the position in the dataset and the states of callbacks."""
         bring_to(fit.feed, dataset, taken.progress, taken.position)
         for callback, state in zip(fit.callbacks, taken.callbacks, strict=False):
             if state:
@@ -206,7 +209,7 @@ class Saving:
     # -- saving ---------------------------------------------------------------------------------
 
     def begin(self, fit: FitParts, fresh: bool) -> None:
-        """The fit begins; the state before its first step is kept too."""
+        """Start; the state before the first step is saved too."""
         self._fit = fit
         self._writer.started_at(self._engine.step)
         if fresh:
@@ -218,7 +221,7 @@ class Saving:
         return self._writer.due(self._engine.step)
 
     def save(self, *, ended: bool = False, best: bool = False, wait: bool = False) -> None:
-        """Save the state as it is now; nothing may be on its way."""
+        """Save the current state; no execution may be in flight."""
         assert self._fit is not None
         with span("checkpoint", step=self._engine.step):
             self._writer.save(
@@ -231,7 +234,7 @@ class Saving:
                 first_does(lambda: self._writer.wait(last=True))
 
     def look(self, logs: Mapping[str, float]) -> None:
-        """Save if the watched value is better than before."""
+        """Save if the monitored value has improved."""
         if (
             self._monitor is not None
             and self._monitor.name in logs
@@ -274,10 +277,10 @@ class Saving:
 def bring_to(
     feed: InfeedQueue, dataset: Any, progress: Progress, position: Mapping[str, Any]
 ) -> None:
-    """Bring a feed to where a fit was in its dataset."""
+    """Restore the position of a feed in its dataset."""
     source = as_dataset(dataset)
     if source.fast is None and "source" not in position:
-        # Some datasets have another order each time they are iterated: begin as often as before.
+        # Some datasets have another order in each iteration: iterate them as often as before.
         for epoch in range(progress.epochs if source.restartable else 0):
             next(source.iterate(epoch), None)
     feed.start_epoch(dataset, progress.epoch)
@@ -285,7 +288,7 @@ def bring_to(
 
 
 def describe_accumulation(engine: Engine) -> str:
-    """What of the accumulation changes results, besides how many elements a step takes."""
+    """The parts of the accumulation that change results, except the number of elements per step."""
     dtype: Any = engine.accumulation.dtype
     try:
         name = "float of the gradient" if dtype is None else str(np.dtype(dtype))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the state leaf by leaf, and a note of the rest that matters."""
+"""The content of a checkpoint: the state leaf by leaf, and a note with everything else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.errors import CheckpointError
 from tailrace.jaxprs.marks import path_name
 from tailrace.records.history import History
@@ -17,17 +18,17 @@ from tailrace.trainer.checkpoints.device_copies import DeviceCopy, copied
 from tailrace.trainer.engine import Engine
 
 STATE, HISTORY, CALLBACK = "state/", "history/", "callback/"
-"""What the names of arrays begin with."""
+"""The prefixes of the names of arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What is kept, as it was at one moment.
+    """The content of a checkpoint at one moment.
 
     Attributes:
-        arrays: by name, on the device or the host.
-        note: all else, as JSON can hold it.
-        run_end: waits until the run directory has everything before; returns where that ends.
+        arrays: arrays by name, on the device or the host.
+        note: everything else, ready for JSON.
+        run_end: waits until the run directory has everything up to here; returns its end.
     """
 
     arrays: Mapping[str, Any]
@@ -35,8 +36,8 @@ class Snapshot:
     run_end: Callable[[], Any] = lambda: None
 
     def whole_note(self) -> dict[str, Any]:
-        """The note, with the end of the run."""
-        return {**self.note, "run": self.run_end()}
+        """The note, with the end of the run, and what the bits of the state depend on."""
+        return {**self.note, "run": self.run_end(), SURROUNDINGS: surroundings()}
 
     def on_host(self) -> dict[str, np.ndarray]:
         """The arrays on the host; waits for their copies."""
@@ -49,8 +50,8 @@ class Snapshot:
 def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
     """Copies of all leaves of the state by name, on the device; and the kinds of random keys.
 
-    The next execution may overwrite the originals. Whoever writes the copies brings them to the host,
-    in a thread: that takes 0.7 s for 1.5 GB.
+    The next execution may overwrite the originals. The writer thread transfers the copies to the host,
+    which takes 0.7 s for 1.5 GB.
     """
     arrays: dict[str, Any] = {}
     keys: dict[str, str] = {}
@@ -64,7 +65,7 @@ def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[str, Any]) -> None:
-    """Give an engine the state, step and seed of a checkpoint; refuses a form that does not fit."""
+    """Restore an engine's state, step and seed from a checkpoint; refuses other shapes."""
     if "keys" not in note:
         raise CheckpointError(
             "The checkpoint was saved by fit of a Keras model: only that model goes on from it."
@@ -84,7 +85,7 @@ def put_state(engine: Engine, arrays: Mapping[str, np.ndarray], note: Mapping[st
 
 
 def trainer_note(engine: Engine, keys: Mapping[str, str], epochs: int) -> dict[str, Any]:
-    """What every checkpoint says, with or without a fit."""
+    """The note of every checkpoint, with or without a fit."""
     return {"step": engine.step, "seed": engine.seed, "epochs": epochs, "keys": dict(keys)}
 
 
@@ -94,10 +95,10 @@ def check_forms(
     keys: Mapping[str, str],
     own: Mapping[str, Sequence[tuple[int, ...]]],
 ) -> None:
-    """Each leaf of the trainer has one of its name, shape and dtype in the checkpoint.
+    """Check that the checkpoint has each leaf of the trainer, with the same name, shape and dtype.
 
-    Leaves that every replica has its own of may have the replicas as dim 0: a trainer that has not run
-    yet has one value for all.
+    Leaves that differ per replica may have a leading replica dim: a trainer that has not run yet has
+    one value for all.
     """
     wrong: list[str] = []
     for name, leaf in now.items():
@@ -136,7 +137,7 @@ def history_arrays(history: History) -> dict[str, np.ndarray]:
 def history_of(
     arrays: Mapping[str, np.ndarray], first_step: int, microbatches: int, replicas: int
 ) -> History:
-    """The history again; counts may be split otherwise than when it was written."""
+    """The history, possibly with another split into microbatches and replicas."""
     own = {n.removeprefix(HISTORY): a for n, a in arrays.items() if n.startswith(HISTORY)}
     return History.from_arrays(own, first_step, microbatches, replicas)
 

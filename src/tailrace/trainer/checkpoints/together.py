@@ -1,8 +1,9 @@
-"""Checkpoints of several processes: the first one looks and writes, and all hear what came of it.
+"""Checkpoints of several processes: the first one reads and writes, and all get the result.
 
-Every process holds a part of the state, or all of it, and takes part in gathering it. One writes, so a
-checkpoint is there whole or not at all, whichever process dies. What fails in one process fails in all
-of them: none is left waiting for the others.
+Every process holds a part of the state, or all of it, and takes part in gathering it. Only one writes,
+so a checkpoint is complete or absent, whichever process dies. An error in one process is raised in all
+of
+them: none is left waiting for the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def first_does(act: Callable[[], Result]) -> Result:
-    """What `act` returns in the first process, in all of them; JSON must be able to hold it.
+    """The first process's result of `act`, in all processes; it must be JSON.
 
     >>> first_does(lambda: 3)
     3
@@ -40,7 +41,7 @@ def first_does(act: Callable[[], Result]) -> Result:
 
 
 def each_does(act: Callable[[], Result]) -> Result:
-    """What `act` returns here, once it has succeeded everywhere."""
+    """The local result of `act`, once it has succeeded in all processes."""
     if distributed.process_count() == 1:
         return act()
     try:
@@ -55,14 +56,14 @@ def each_does(act: Callable[[], Result]) -> Result:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What each process says, in order; JSON must be able to hold it."""
+    """The values of all processes, in order; they must be JSON."""
     return [answer["value"] for answer in distributed.meet({"value": value})]
 
 
 def own_position(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Where this process goes on in its dataset, of where each process was.
+    """This process's position in its dataset, from the saved positions of all processes.
 
-    In another number of processes each has another share of the elements: as many in all.
+    With another number of processes, each has another share of the elements, with the same total.
     """
     count = distributed.process_count()
     if len(positions) == count:

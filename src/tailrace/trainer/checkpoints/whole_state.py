@@ -1,4 +1,4 @@
-"""Saving and restoring a trainer's state by itself, without a fit."""
+"""Saving and restoring a trainer's state without a fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save_state(engine: Engine, epochs: int, path: str | os.PathLike[str]) -> Non
 
 
 def restore_state(engine: Engine, path: str | os.PathLike[str]) -> int:
-    """Give the engine what is at `path`; returns the number of epochs begun."""
+    """Restore the engine's state from `path`; returns the number of epochs begun."""
     where = Path(first_does(lambda: _found(Path(path).absolute())))
     arrays, note = each_does(lambda: orbax_files.read(where))
     put_state(engine, arrays, note)

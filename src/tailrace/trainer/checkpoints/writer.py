@@ -1,4 +1,4 @@
-"""Writing checkpoints beside the training: one thread, one checkpoint at a time."""
+"""Writes checkpoints during training: one thread, one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ THREAD = "tailrace-checkpoint"
 
 
 class CheckpointWriter:
-    """Decides when a checkpoint is due, and writes it while training goes on.
+    """Decides when a checkpoint is due, and writes it while training continues.
 
-    At most one snapshot is on its way: memory on the host is that of one state, and what Orbax takes
-    to write it. A write that fails (a full disk) is logged, and retried when the next one is due;
-    only the last one of a fit must succeed.
+    At most one snapshot is in flight: the host needs memory for one state, and for Orbax to write it.
+    A write that fails (a full disk) is logged, and retried when the next one is due; only the last one
+    of a fit must succeed.
 
     Args:
-        checkpoint: where, and how often.
-        fit: the number of the fit.
+        checkpoint: the directory and the period.
+        fit: the index of the fit.
     """
 
     def __init__(self, checkpoint: Checkpoint, fit: int) -> None:
@@ -47,13 +47,13 @@ class CheckpointWriter:
         return steps is not None and step - self._last_step >= steps
 
     def save(self, step: int, take: Callable[[], Snapshot], **kind: bool) -> None:
-        """Write a checkpoint in the thread; waits only for the one before. One of several processes
+        """Write a checkpoint in the thread; waits only for the previous one. One of several processes
         writes, and all take part in `take`.
 
         Args:
             step: the trainer's step.
-            take: makes the snapshot, now.
-            kind: what the checkpoint is; see `CheckpointDirectory.write`.
+            take: takes the snapshot.
+            kind: the kind of checkpoint; see `CheckpointDirectory.write`.
         """
         self.wait()
         snapshot = take()
@@ -70,11 +70,11 @@ class CheckpointWriter:
         self._busy = self._worker.submit(write)
 
     def started_at(self, step: int) -> None:
-        """Count from here: the fit begins, or goes on, at this step."""
+        """Start counting: the fit begins, or resumes, at this step."""
         self._last_step, self._last_time = step, time.monotonic()
 
     def wait(self, last: bool = False) -> None:
-        """Wait for the checkpoint that is being written; of the last one, raise what went wrong."""
+        """Wait for the checkpoint that is being written; if it is the last one, raise its error."""
         busy, self._busy = self._busy, None
         if busy is None:
             return

@@ -16,7 +16,7 @@ from tailrace.trainer.engine import Engine
 
 
 def explained(engine: Engine, example: Any, length: int) -> Explanation:
-    """What training on elements like `example` will need, `length` steps to an execution."""
+    """The cost of training on elements like `example`, with `length` steps per execution."""
     feed = engine.use([example])
     state, count = engine.state, engine.accumulation.microbatches
     batch = effective_batch_size(feed.spec(), count * engine.placement.replicas)
@@ -45,7 +45,7 @@ def explained(engine: Engine, example: Any, length: int) -> Explanation:
 
 
 def flops_of_update(engine: Engine) -> float:
-    """The floating-point operations of the optimizer alone, once a step."""
+    """The FLOPs of the optimizer per step."""
     optimizer, state, keeping = engine.optimizer, engine.state, engine.memory.keeping
     update = jax.jit(getattr(optimizer, "apply", None) or optimizer.update)
     held = keeping.forms if keeping is not None else state.optimizer_state

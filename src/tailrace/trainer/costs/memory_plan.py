@@ -1,4 +1,4 @@
-"""Where a training's state lives: which devices, which memory, in shares or whole."""
+"""The placement of a training's state: devices, memory, sharded or replicated."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tailrace.program.running.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What was decided about memory.
+    """Decisions about memory.
 
     Attributes:
-        keeping: how the optimizer's state is held; None: whole, on each device.
-        held_activations: what keeps activations in host memory; None: nothing does.
-        decisions: sentences that say what was decided, and why.
+        keeping: how optimizer state is held; None for replicated on the devices.
+        held_activations: offloads activations to host memory; None for no offload.
+        decisions: messages about the decisions, with reasons.
     """
 
     keeping: StateKeeping | None = None
@@ -34,11 +34,11 @@ class MemoryPlan:
     decisions: tuple[str, ...] = ()
 
     def optimizer_forms(self, forms: Any) -> Any:
-        """The shapes of the optimizer's state as it is held."""
+        """The shapes of optimizer state as it is held."""
         return forms if self.keeping is None else self.keeping.held_forms
 
     def with_fingerprints(self, params: Any) -> MemoryPlan:
-        """The same, and what fingerprints need."""
+        """The same, with the memory of fingerprints."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         sentence = (
             f"Fingerprints: gradients of at most {size / 1e6:,.1f} MB a device are kept until "
@@ -48,12 +48,12 @@ class MemoryPlan:
 
     @property
     def all_decisions(self) -> tuple[str, ...]:
-        """With what was found out while the step was traced."""
+        """All decisions, including those made while the step was traced."""
         return (*self.decisions, *getattr(self.held_activations, "said", ()))
 
 
 def placement_of(pipeline: Pipeline | None, replicas: int | None) -> Placement:
-    """The devices; of a pipeline, as far as they are known before it is traced."""
+    """The placement; a pipeline's as far as it is known before tracing."""
     if pipeline is not None:
         return place_pipeline(pipeline, replicas)
     return Placement(resolve_replicas(replicas))
@@ -70,17 +70,17 @@ def plan_memory(
     microbatches: int,
     pipelined: bool,
 ) -> MemoryPlan:
-    """Decide from what was asked for and what the devices can do.
+    """Decide from the options and the capabilities of the devices.
 
     Args:
-        forms: the shapes of the optimizer's state.
+        forms: the shapes of optimizer state.
         placement: the devices.
-        taps: what is observed; a tapped leaf stays where it can be seen.
-        share: each replica keeps one share of the optimizer's state.
-        offload_state: the state is in host memory between updates; None: where it pays.
-        offload_activations: activations wait in host memory for the backward pass.
-        microbatches: of a step.
-        pipelined: whether stages have devices of their own.
+        taps: the taps; an observed leaf stays on the device.
+        share: whether to shard optimizer state over replicas.
+        offload_state: whether to offload optimizer state; None: where it pays.
+        offload_activations: whether to offload activations.
+        microbatches: the number of microbatches per step.
+        pipelined: whether the model is a pipeline.
     """
     check_options(share, offload_state)
     check_activations(offload_activations)
@@ -102,6 +102,6 @@ def plan_memory(
 
 
 def on_host(value: Any) -> Any:
-    """A copy in the host's memory; a random key stays what it is."""
+    """A copy in host memory; random keys are unchanged."""
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return jnp.copy(value) if is_key else np.array(value)

@@ -1,4 +1,4 @@
-"""A device that has not enough memory for an execution: what took how much, and what would help."""
+"""Errors for a device without enough memory: the use of memory by part, and remedies."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Training(Protocol):
 
 @contextmanager
 def within_memory(engine: Training, length: int) -> Iterator[None]:
-    """Turn XLA's word for a lack of memory into sentences about this training.
+    """Turn XLA's out-of-memory error into a message about this training.
 
     Args:
-        engine: what runs.
-        length: how many steps the execution has.
+        engine: the engine.
+        length: the number of steps of the execution.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def within_memory(engine: Training, length: int) -> Iterator[None]:
 
 
 def describe_shortage(engine: Training, length: int, said: str) -> str:
-    """What took how much on each device, what would help, and what became of the state."""
+    """The use of memory on each device, the remedies, and whether the state survived."""
     parts = _parts(engine, length)
     listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
     wanted = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", said)
@@ -77,7 +77,7 @@ def describe_shortage(engine: Training, length: int, said: str) -> str:
 
 
 def _parts(engine: Training, length: int) -> dict[str, int]:
-    """Bytes on each device by what they hold, largest first."""
+    """Bytes on each device by purpose, largest first."""
     form, keeping = engine.form, engine.memory.keeping
     sizes = {
         "parameters": _bytes(form.params),
@@ -100,7 +100,7 @@ def _parts(engine: Training, length: int) -> dict[str, int]:
 
 
 def _remedies(engine: Training, parts: dict[str, int]) -> list[str]:
-    """Options that would help, of those that are not in use; for the largest part first."""
+    """Options that would help and are not in use, for the largest part first."""
     keeping, memory = engine.memory.keeping, engine.memory
     several = engine.placement.replicas > 1
     options = {
@@ -126,7 +126,7 @@ def _remedies(engine: Training, parts: dict[str, int]) -> list[str]:
 
 
 def _is_whole(engine: Training) -> bool:
-    """Whether the state is still there: what an execution overwrites may go with it."""
+    """Whether the state survived: a failed execution may have consumed its donated arrays."""
     leaves = jax.tree.leaves(engine.runner.carried(engine.loop_state))
     return not any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
 

@@ -1,14 +1,14 @@
-"""How the values of many batches become one: the rules of `evaluate`.
+"""The rules by which `evaluate` combines the values of many batches.
 
-| what the function returns | what `evaluate` makes of it |
+| the function returns | `evaluate` returns |
 |---|---|
-| a scalar | the mean over all rows: each batch counts as much as it has rows |
+| a scalar | the mean over all rows: each batch is weighted by its number of rows |
 | an array of integers (a confusion matrix) | the sum, element by element |
 | an array of floats | the mean over all rows, element by element |
 
-`combine=` chooses another rule: "mean", "sum", "max", "min", "last", a metric (an object with `init()`,
-`update(state, value)` and `result(state)`), or a function of all values, stacked batch by batch. One
-rule is for everything; a dict has rules by name.
+`combine=` selects another rule: "mean", "sum", "max", "min", "last", a metric (an object with `init()`,
+`update(state, value)` and `result(state)`), or a function of all values, stacked by batch. A single
+rule applies to everything; a dict has rules by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tailrace.errors import OptionError, ProgramError
 
 
 class Metric(Protocol):
-    """What collects values batch by batch."""
+    """Collects values batch by batch."""
 
     def init(self) -> Any:
         """The state before the first batch."""
@@ -33,7 +33,7 @@ class Metric(Protocol):
         ...
 
     def result(self, state: Any, /) -> Any:
-        """What the state amounts to."""
+        """The value of a state."""
         ...
 
 
@@ -43,7 +43,7 @@ Rule = str | Metric | Callable[[np.ndarray], Any]
 
 
 class Combined:
-    """The values of batches, taken in as they come.
+    """Combines the values of batches as they arrive.
 
     Args:
         combine: one rule, rules by name, or None for those of the table above.
@@ -56,7 +56,7 @@ class Combined:
             _check_rule(rule)
 
     def add(self, values: Mapping[str, np.ndarray], rows: int) -> None:
-        """Some batches of `rows` rows each: [batches, ...] by name."""
+        """Add some batches of `rows` rows each: [batches, ...] by name."""
         if not self._collectors:
             self._check_names(values)
             self._collectors = {
@@ -90,7 +90,7 @@ class Combined:
 
 
 class _Collector:
-    """Takes in values of batches, stacked, and the rows of each batch."""
+    """Collects stacked values of batches, with the number of rows of each batch."""
 
     def add(self, name: str, values: np.ndarray, rows: int) -> None:
         raise NotImplementedError

@@ -30,11 +30,11 @@ from tailrace.program.step.training_step import Step
 from tailrace.trainer.evaluation.combining import Combined
 
 _MOST_RUNNERS = 16
-"""Programs kept for the next call. A new lambda for each call would fill the memory otherwise."""
+"""The most cached programs: a new lambda for each call would otherwise fill the memory."""
 
 
 class Evaluator:
-    """Programs that read a dataset and send out what a function makes of each element."""
+    """Runs programs that read a dataset and send out a function's result for each element."""
 
     def __init__(self, step: Step, placement: Placement, seed: int) -> None:
         self._step, self._placement, self._seed = step, placement, seed
@@ -43,7 +43,7 @@ class Evaluator:
     def evaluate(
         self, dataset: Any, fn: Callable[..., Any] | None, read: tuple[Any, Any], combine: Any
     ) -> dict[str, Any]:
-        """What the values that `fn` returns for all batches amount to, by name."""
+        """The combined values of `fn` over all batches, by name."""
         combined = Combined(combine)
         shape = _scalars_of if fn is None else _values_of
         for values, spec in self._run(dataset, self._loss if fn is None else fn, read, shape):
@@ -51,7 +51,7 @@ class Evaluator:
         return combined.results()
 
     def predict(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
-        """All results, joined."""
+        """All results, concatenated."""
         parts, sizes = [], []
         for tree, spec in self._run(dataset, fn, read, None):
             parts.append(tree)
@@ -76,8 +76,8 @@ class Evaluator:
         return jax.tree.map(join, *parts)
 
     def stream(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Iterator[Any]:
-        """Results one by one, soon after they are made."""
-        # Closed here: since Python 3.12 a closed generator may keep what it iterates over alive.
+        """Results one by one, soon after they are computed."""
+        # Closed explicitly: since Python 3.12 a closed generator may keep its iterator alive.
         with closing(self._run(dataset, fn, read, None, live=True)) as results:
             for tree, _ in results:
                 leaves, structure = jax.tree.flatten(tree)
@@ -107,14 +107,14 @@ class Evaluator:
         shape: Callable[[Any], Any] | None,
         live: bool = False,
     ) -> Generator[tuple[Any, ElementSpec], None, None]:
-        """Results of every element, some at a time; elements of each form in their own program."""
+        """Results of every element, some at a time; one program per shape of elements."""
         source = as_dataset(dataset)
         if source.endless and not live:
             raise DataError(
                 f"All elements of a dataset are read, but {source.name} repeats without end. Use a "
                 f"dataset that does not repeat, or predict(..., live=True)."
             )
-        # Processes run the same program together: with several, all elements have one form.
+        # Several processes run one program together, so all elements must have one shape.
         alone = self._placement.in_one_process and not isinstance(dataset, InfeedQueue)
         for part in form_runs(dataset) if alone else (dataset,):
             yield from self._run_of_one_form(part, fn, read, shape, live)
@@ -130,7 +130,7 @@ class Evaluator:
         key, runner, out, infeed = self._runner_for(dataset, fn, read, shape)
         state = self._step.begin_evaluating(runner, read)
         replicas = runner.placement.replicas
-        local = runner.elements_per_pass  # of this process
+        local = runner.elements_per_pass  # the number of this process
         spec = infeed.spec()
         most = runner.capacity = piece_within(1000, runner.bytes_per_pass)
         length = 1 if live else most
@@ -181,7 +181,7 @@ class Evaluator:
         infeed = InfeedQueue(dataset)
         infeed.bind_replicas(self._placement.replicas)
         key = (infeed.spec(), fn, shape)
-        # Taken out while it runs: a stream that is read only in part must keep its own infeed.
+        # Removed from the cache while it runs: a partly read stream must keep its infeed.
         found = self._runners.pop(key, None)
         if found is not None:
             runner, out = found
@@ -210,13 +210,13 @@ class Evaluator:
 
 
 def rows_of(spec: ElementSpec) -> int:
-    """How many rows an element has; 1 where its arrays do not agree on that."""
+    """The number of rows of an element; 1 if its arrays have different leading sizes."""
     sizes = {leaf.shape[0] for leaf in spec.leaves if leaf.shape}
     return sizes.pop() if len(sizes) == 1 else 1
 
 
 def _values_of(result: Any) -> dict[str, Any]:
-    """What `evaluate` combines, by name: of a dict, of (loss, aux), or a single value."""
+    """The values to combine, by name: from a dict, (loss, aux), or a single value."""
     if isinstance(result, tuple) and len(result) == 2:
         loss, aux = result
         if isinstance(aux, tuple) and len(aux) == 2:  # (loss, (new_state, aux))
@@ -234,12 +234,12 @@ def _values_of(result: Any) -> dict[str, Any]:
 
 
 def _scalars_of(result: Any) -> dict[str, Any]:
-    """The loss and the scalars beside it, as the history of a fit has them."""
+    """The loss and the other scalars, as in the history of a fit."""
     return {name: value for name, value in _values_of(result).items() if value.ndim == 0}
 
 
 def _counts(found: int) -> list[int]:
-    """How many elements each process has in one execution."""
+    """The number of elements of each process in one execution."""
     return [said["found"] for said in distributed.meet({"found": found})]
 
 
@@ -254,7 +254,7 @@ def _taken(
     found: list[int],
     replicas: int,
 ) -> Any:
-    """The results of the elements that were found, in their order, on the host."""
+    """The results of the elements found, in order, on the host."""
 
     def one(leaf: Any) -> np.ndarray:
         array = by_element(np.asarray(leaf))

@@ -1,4 +1,4 @@
-"""One `fit` while it runs: executions are dispatched, and their results collected, in order."""
+"""One running `fit`: dispatches executions and collects their results, in order."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from tailrace.trainer.observation.nonfinite_guard import too_many_skipped
 class Fit:
     """The loop of `tr.Trainer` around its engine.
 
-    Without callbacks an execution is dispatched while the one before runs, so that the device never
-    waits for the host. Callbacks see the state that belongs to the values they get: with them, an
-    execution is collected before the next one goes out.
+    Without callbacks, an execution is dispatched while the previous one runs, so that the device never
+    waits for the host. Callbacks must see the state that belongs to their values: with them, an
+    execution is collected before the next one is dispatched.
 
     Args:
-        trainer: what callbacks are given.
-        engine: on the program of this dataset.
-        feed: of that program.
-        dataset: what the feed reads.
-        journal: where results go.
-        pace: how long executions are.
-        progress: how far the fit is already.
+        trainer: the argument of callbacks.
+        engine: the engine, with the program of this dataset.
+        feed: the feed of that program.
+        dataset: the dataset that the feed reads.
+        journal: receives the results.
+        pace: the length of executions.
+        progress: the progress so far.
         validation: when to validate.
-        callbacks: whom to tell.
+        callbacks: the callbacks.
         saving: its checkpoints, if it has any.
         bar: the progress bar.
-        timeout_s: the longest wait for an element of the dataset, in seconds; None: any.
+        timeout_s: the longest wait for an element of the dataset, in seconds; None for no limit.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Fit:
         return self._signal if self._together else self.interrupts.asked
 
     def agree(self) -> bool:
-        """Whether a checkpoint is due, for all processes alike. A signal to one is one to all."""
+        """Whether a checkpoint is due, the same in all processes. A signal to one counts for all."""
         due = self.saving is not None and self.saving.due
         if not self._together:
             return due
@@ -113,18 +113,18 @@ class Fit:
 
     @property
     def _leaves(self) -> bool:
-        """Whether the fit ends here: a signal came, or a callback or another thread said so."""
+        """Whether the fit ends here: by a signal, a callback or another thread."""
         return self.stopping or self.interrupts.asked is not None
 
     # -- how long -------------------------------------------------------------------------------
 
     def train(self, duration: Duration, steps_per_epoch: int | None) -> None:
-        """Go on until `duration` is reached, or something stops the fit."""
+        """Train until `duration` is reached, or something stops the fit."""
         progress = self.progress
         if duration.steps is not None:
             if not progress.reached(duration):
                 self._steps(duration.steps, duration.steps)
-                self._end_epoch()  # not counted: a longer fit would go on in the same reading
+                self._end_epoch()  # not counted: a longer fit would continue the same pass
             return
         while not progress.reached(duration) and not self.stopping:
             if progress.epochs and progress.steps == progress.epoch_start:
@@ -147,7 +147,7 @@ class Fit:
             self.feed.restart(self._dataset, self.progress.epoch)
 
     def _steps(self, until: int, asked: int) -> None:
-        """Until exactly `until` steps of this fit are done."""
+        """Train until exactly `until` steps of this fit are done."""
         progress = self.progress
         while progress.steps < until and not self.stopping:
             try:
@@ -160,7 +160,7 @@ class Fit:
                 raise DataExhausted(message) from error
 
     def _epoch(self, count: int | None) -> None:
-        """To the end of the dataset; `count` steps if that is known."""
+        """Train to the end of the dataset; `count` steps if that is known."""
         start = self.progress.epoch_start
         if count is not None:
             self._steps(start + count, count)
@@ -219,13 +219,13 @@ class Fit:
             self.stopping = True
 
     def collect(self, in_flight: int = 0) -> None:
-        """Take in results until at most this many executions are on their way."""
+        """Collect results until at most `in_flight` executions are in flight."""
         while len(self._pending) > in_flight:
             results = self.journal.add(self.engine.collect(self._pending.popleft()))
             self._count_skipped(results)
             if results.failure is not None:
                 keep_bundle(self.engine, results.failure)
-                self._pending.clear()  # what was dispatched after the bad step changed nothing
+                self._pending.clear()  # executions after the bad step changed nothing
                 self.progress.steps = self.engine.step - self.progress.first_step
                 raise results.failure
             if self.callbacks:
@@ -243,7 +243,7 @@ class Fit:
             self.journal.add_compilation(compilation)
 
     def _count_skipped(self, results: Results) -> None:
-        """Stop where more steps were skipped than the guard allows."""
+        """Stop if more steps were skipped than the guard allows."""
         guard = self.engine.guard
         if guard is not None and "skipped" in results.scalars and guard.skips:
             bad = np.flatnonzero(results.scalars["skipped"].max(axis=(1, 2)))
@@ -251,10 +251,10 @@ class Fit:
             if bad.size and len(self._skipped) > guard.limit:
                 raise too_many_skipped(self._skipped, guard.limit)
 
-    # -- what happens between executions --------------------------------------------------------
+    # -- between executions ---------------------------------------------------------------------
 
     def _validate(self) -> None:
-        """Evaluate on the validation data; all values before it have arrived."""
+        """Evaluate on the validation data; all earlier results have arrived."""
         self.collect()
         with span("validation", step=self.engine.step):
             values = self.validation.run()
@@ -266,7 +266,7 @@ class Fit:
             self.saving.look(self.validation.latest)
 
     def _end_epoch(self) -> None:
-        """Validate and tell callbacks, if it was not cut short by an interrupt."""
+        """Validate and call callbacks, unless an interrupt ended the epoch."""
         if self.asked is not None:
             return
         self.collect()
@@ -282,7 +282,7 @@ class Fit:
                 self.saving.look(logs)
 
     def _epoch_means(self) -> dict[str, float]:
-        """Loss and metrics over the steps of the epoch under way."""
+        """The means of loss and metrics over the steps of the current epoch."""
         history, first = self.journal.history, self.progress.epoch_start
         found = {name: history[name][first:] for name in history.step_names}
         return {name: float(v.mean(dtype=np.float64)) for name, v in found.items() if len(v)}

@@ -1,7 +1,7 @@
 """One call of `tr.Trainer.fit`, from its arguments to its end.
 
-It opens what a fit needs (journal, outfeeds, signals, checkpoints), takes up what a checkpoint
-directory holds, lets `Fit` run the steps, and closes everything whatever ended them.
+It opens what a fit needs (journal, outfeeds, signals, checkpoints), resumes from a checkpoint
+directory, lets `Fit` run the steps, and closes everything however they end.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from tailrace.trainer.observation.journal import Journal
 
 @dataclasses.dataclass
 class FitCall:
-    """What one call of `fit` asks for.
+    """The arguments of one call of `fit`.
 
     Attributes:
-        dataset: what to train on.
-        duration: how long.
-        total: how many steps that is; None if only reading the dataset shows it.
-        validation: when, and on what.
-        callbacks: whom to tell.
-        shown: whether there is a progress bar.
+        dataset: the training data.
+        duration: the requested duration.
+        total: the number of steps; None if it is known only by reading the dataset.
+        validation: when to validate, and on which data.
+        callbacks: the callbacks.
+        shown: whether to show a progress bar.
         saving: its checkpoints, if it has any.
         timeout_s: the longest wait for an element of the dataset.
-        progress: how far it is.
-        seconds_per_step: measured over all its steps; None if it made none.
+        progress: its progress.
+        seconds_per_step: the mean over all its steps; None if it made none.
     """
 
     dataset: Any
@@ -61,14 +61,14 @@ class FitCall:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """How many steps an epoch has; None if only reading the dataset shows it."""
+        """The number of steps per epoch; None if it is known only by reading the dataset."""
         if self.total is None or not self.duration.epochs:
             return None
         return self.total // self.duration.epochs
 
     @property
     def epochs_begun(self) -> int:
-        """How many times the data was begun; repeating data begins again and again."""
+        """The number of passes over the data that were begun; repeating data has many."""
         progress = self.progress
         fast = None if isinstance(self.dataset, InfeedQueue) else as_dataset(self.dataset).fast
         if fast is not None and fast.repeat:
@@ -76,7 +76,7 @@ class FitCall:
         return progress.epochs + (progress.steps > progress.epoch_start)
 
     def take_up(self, journal: Journal) -> TakenUp | None:
-        """What the checkpoint directory holds of this fit; its history is the journal's then."""
+        """Resume this fit from the checkpoint directory, if possible; the journal gets its history."""
         taken = self.saving.take_up() if self.saving is not None else None
         if taken is not None:
             self.progress = taken.progress
@@ -84,7 +84,7 @@ class FitCall:
         return taken
 
     def prepare(self, trainer: AnyTrainer, engine: Engine, journal: Journal, pace: Pace) -> Fit:
-        """The fit, ready to run on the program in use."""
+        """The fit, ready to run on the current program."""
         feed = engine.runner.infeeds[0]
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas
         batch = effective_batch_size(feed.spec(), count * replicas)
@@ -121,12 +121,12 @@ class FitCall:
                 if saving is not None:
                     saving.save(wait=True)
                 raise meaning(fit.asked)
-        if saving is not None:  # after callbacks: one of them may go back to the best state
+        if saving is not None:  # after callbacks: one of them may restore the best state
             saving.save(ended=True, wait=True)
 
     @contextmanager
     def _open(self, fit: Fit, steps_per_execution: int | None) -> Iterator[None]:
-        """Results come in whatever ends the fit, and callbacks hear of its end."""
+        """Collect results however the fit ends, and call callbacks at its end."""
         engine, journal = fit.engine, fit.journal
         started, compiled, first = time.perf_counter(), engine.runner.compile_s, engine.step
         directory = None if self.saving is None else self.saving.directory
@@ -141,8 +141,8 @@ class FitCall:
                     yield
                 except BaseException as error:
                     if not isinstance(error, TailraceError):
-                        fit.callbacks = []  # it may come from one of them, or be an interrupt
-                    fit.collect()  # what was computed before the failure is part of the history
+                        fit.callbacks = []  # the error may come from one of them, or be an interrupt
+                    fit.collect()  # steps before the failure are part of the history
                     raise
                 fit.collect()
             if engine.step > first:

@@ -1,4 +1,4 @@
-"""How far a fit is, and how far it is to go."""
+"""The progress of a fit, and its requested duration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tailrace.errors import OptionError
 
 @dataclasses.dataclass(frozen=True)
 class Duration:
-    """What was asked for: a number of steps, or of epochs."""
+    """The requested duration: a number of steps, or of epochs."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -40,10 +40,10 @@ class Progress:
     Attributes:
         first_step: the trainer's step when it began.
         first_epoch: the trainer's count of epochs when it began.
-        steps: done so far.
-        elements: of this process, taken in the steps so far.
-        epochs: completed so far.
-        epoch_start: how many steps were done when the epoch under way began.
+        steps: the steps done so far.
+        elements: the elements of this process consumed so far.
+        epochs: the epochs completed so far.
+        epoch_start: the number of steps done when the current epoch began.
     """
 
     first_step: int
@@ -55,11 +55,11 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch under way, over all fits of the trainer."""
+        """The index of the current epoch, over all fits of the trainer."""
         return self.first_epoch + self.epochs
 
     def reached(self, duration: Duration) -> bool:
-        """Whether that is as far as, or further than, `duration` asks for."""
+        """Whether `duration` is reached."""
         if duration.steps is not None:
             return self.steps >= duration.steps
         return self.epochs >= (duration.epochs or 0)

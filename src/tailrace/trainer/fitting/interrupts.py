@@ -1,8 +1,7 @@
 """Ctrl-C and SIGTERM during a fit: once to finish properly, twice to leave at once.
 
-The first signal lets the execution that runs come to its end; then the fit saves, if it has a
-checkpoint, and raises. A fit that waits for its dataset stops waiting. A second signal does not wait
-for anything.
+After the first signal the running execution finishes; then the fit saves, if it has a checkpoint, and
+raises. A fit that waits for its dataset stops waiting. A second signal raises at once.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """While it is open, signals are taken down instead of raised; in the main thread only.
+    """While it is open, signals are recorded instead of raised; in the main thread only.
 
     Attributes:
-        asked: the signal that came; None before.
+        asked: the received signal; None before.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class Interrupts:
         self._put_back()
 
     def reraise(self) -> None:
-        """Raise what the signal means, if one came."""
+        """Raise the exception of the received signal, if any."""
         if self.asked is not None:
             raise meaning(self.asked)
 
@@ -59,5 +58,5 @@ class Interrupts:
 
 
 def meaning(number: int) -> BaseException:
-    """What a signal is raised as."""
+    """The exception for a signal."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The progress of a fit in a notebook: one output that is redrawn while steps go on."""
+"""The progress of a fit in a notebook: one output that is redrawn during training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from tailrace.trainer.fitting.progress_bar import ProgressBar, ProgressView
 
 EVERY_S = 0.5
-"""How often the output is redrawn at most."""
+"""The shortest time between redraws, in seconds."""
 
 
 class NotebookView(ProgressView):
@@ -20,9 +20,9 @@ class NotebookView(ProgressView):
 
     Args:
         display: shows an object and returns a handle with `update`; `IPython.display.display`.
-        total: how many steps there will be; None if that is unknown.
+        total: the total number of steps; None if unknown.
         batch: the effective batch size; None if elements have no leading dim.
-        done: how many steps were done before.
+        done: the number of steps done before.
     """
 
     def __init__(self, display: Any, total: int | None, batch: int | None, done: int = 0) -> None:
@@ -75,7 +75,7 @@ class NotebookView(ProgressView):
 def progress_view(
     total: int | None, batch: int | None, shown: bool | None, done: int = 0
 ) -> ProgressView:
-    """What shows the progress of a fit: in a notebook an output of its own, else a line."""
+    """The progress view of a fit: an output in a notebook, otherwise a line."""
     display = _notebook_display() if shown is not False else None
     if display is not None:
         return NotebookView(display, total, batch, done)

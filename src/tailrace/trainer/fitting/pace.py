@@ -1,9 +1,9 @@
-"""How many steps one execution runs: given, or found from the time and the bytes of a step.
+"""The number of steps per execution: given, or derived from the time and the bytes of a step.
 
-Each dispatch costs some tens of microseconds on the host; a fraction of a second of steps makes that
-vanish and still lets the host see results often. The elements of an execution are on the device all
-at once, and so are those of the next: bytes set the other limit. Executions of every length run in
-one executable, so that finding the length compiles nothing.
+Each dispatch costs some tens of microseconds on the host; executions of a fraction of a second make
+that negligible and still give the host results often. All elements of an execution are on the device at
+once, and so are those of the next: bytes set the other limit. One executable serves executions of
+every length, so that finding the length does not compile anything.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Pace:
     """Chooses the number of steps of the next execution.
 
     Attributes:
-        steps: what was given, or None to find out.
-        bytes_per_step: bytes of the elements that one step reads.
-        most_bytes: what the elements of one execution may take.
-        most_steps: a limit that something else sets (what taps return); None for none.
-        target_s: how long an execution should take.
-        chosen: what was found, once it is.
-        reason: why, in words.
-        trials: seconds a step, as measured until it is chosen.
-        times_given: whether the first executions are timed also where their length is given.
+        steps: the given number, or None for automatic.
+        bytes_per_step: the bytes of the elements that one step reads.
+        most_bytes: the most bytes of the elements of one execution.
+        most_steps: another limit (the bytes that taps return); None for none.
+        target_s: the target duration of an execution.
+        chosen: the chosen number, once it is known.
+        reason: the reason of the choice, as text.
+        trials: measured seconds per step, until the number is chosen.
+        times_given: whether to time the first executions even if their length is given.
     """
 
     steps: int | None
@@ -56,35 +56,39 @@ class Pace:
         return max(1, min(fitting, most, dispatch_table.LONGEST))
 
     def capacity(self, before: int | None, total: int | None) -> int:
-        """The most steps of an execution: what is compiled has room for that many, and no more.
+        """The most steps of an execution, for which the executable has room.
 
-        It is the same for fits of every length, or each would be compiled for itself. It grows only
-        where an execution as long as was asked for would not fit.
+        It is the same for fits of every length, or each would need a compilation. It grows only if an
+        execution of the given length would not fit.
         """
         if self.steps is None:
             return self.most
+        # A short fit does not need room for a given number of steps that it will never run; but no
+        # less than the automatic limit, so that a longer fit later finds the same capacity.
         needed = self.steps if total is None else min(self.steps, max(total, self.most))
         return max(before or 0, needed)
 
     def chosen_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: records of whole executions depend on their lengths."""
+        """For a checkpoint: records of whole executions depend on their lengths."""
         return {"chosen": self.chosen, "reason": self.reason, "trials": list(self.trials)}
 
     def choose_as(self, state: Mapping[str, Any]) -> None:
-        """Go on with the lengths that a checkpoint kept, unless they were given."""
+        """Continue with the lengths from a checkpoint, unless they are given."""
         if self.steps is None:
             chosen = state["chosen"]
+            # The length of the earlier process, for equal records, but within this device's memory.
             self.chosen = None if chosen is None else min(int(chosen), self.most)
             self.reason, self.trials = state["reason"], list(state["trials"])
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the next execution is timed: a given number needs that on accelerators only."""
+        """Whether to time the next execution: with a given number, only accelerators need that."""
         return len(self.trials) < dispatch_table.TRIALS if self.times_given else self.chosen is None
 
     @property
     def seconds_per_step(self) -> float:
-        """How long a step takes; infinite while that is unknown."""
+        """The seconds per step; infinite while unknown."""
+        # The minimum: whatever else the host does can only make a trial slower.
         return min(self.trials, default=float("inf"))
 
     def next(self, remaining: int | None) -> int:
@@ -94,7 +98,7 @@ class Pace:
         return piece if remaining is None else min(piece, remaining)
 
     def measured(self, steps: int, seconds: float) -> None:
-        """Learn from an execution, without its compilation; after some, choose the length."""
+        """Add the time of an execution, without its compilation; after some, choose the length."""
         if not self.is_measuring:
             return
         self.trials.append(max(seconds / steps, 1e-7))
@@ -116,13 +120,13 @@ class Pace:
 
 
 def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | None) -> Pace:
-    """The pace of fits on the engine's program in use; the one from before where it still holds.
+    """The pace of fits on the engine's current program; `before` if it still applies.
 
     Args:
-        engine: what will run.
-        steps: what was given, or None to find out.
-        most_bytes: what the records of one execution may take on the device.
-        before: what was found earlier.
+        engine: the engine.
+        steps: the given number, or None for automatic.
+        most_bytes: the most bytes of one execution's records on the device.
+        before: the pace found earlier.
     """
     sight, runner = engine.sight, engine.runner
     count, replicas = engine.accumulation.microbatches, engine.placement.replicas
@@ -130,6 +134,7 @@ def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | 
     if steps is not None:
         check_bytes(sight.chosen, steps, count, replicas, most_bytes)
     most = int(most_bytes / recorded) if recorded else None
+    # Periodic taps need executions of at least one period: refuse those that cannot fit.
     if most is not None and most < sight.period:
         check_bytes(sight.chosen, sight.period, count, replicas, most_bytes)
     size = runner.bytes_per_pass

@@ -1,4 +1,4 @@
-"""The progress bar of a fit: quiet unless a person is watching."""
+"""The progress bar of a fit: shown only in a terminal."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class ProgressBar(ProgressView):
     """A line in the terminal: steps, steps a second, loss, effective batch size, what is compiled.
 
     Args:
-        total: how many steps there will be; None if that is unknown.
+        total: the total number of steps; None if unknown.
         batch: the effective batch size; None if elements have no leading dim.
-        shown: None shows it when standard error is a terminal.
-        done: how many steps were done before, in a process that has ended.
+        shown: whether to show it; None if standard error is a terminal.
+        done: the number of steps done before, in an earlier process.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ProgressBar(ProgressView):
             self._bar.update(self._task, advance=steps, rate=rate, loss=f"loss {loss:.4f}")
 
     def compiling(self, text: str) -> None:
-        """A program is being compiled; an empty text: no more."""
+        """Show that a program is being compiled; an empty text ends it."""
         if self._bar is not None:
             described = f"compiling ({text})" if text else "training"
             self._bar.update(self._task, description=described)

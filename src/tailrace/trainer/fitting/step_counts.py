@@ -1,4 +1,4 @@
-"""How many steps a fit has, from its dataset and from what was asked for."""
+"""The number of steps of a fit, from its dataset and the requested duration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tailrace.trainer.engine import Engine
 def total_steps(
     engine: Engine, length: int | None, steps: int | None, epochs: int | None
 ) -> int | None:
-    """The number of steps; None if only reading the dataset shows it."""
-    if not length:  # unknown; or none at all, which reading the first element reports
+    """The number of steps; None if it is known only by reading the dataset."""
+    if not length:  # unknown; or empty, which reading the first element reports
         return steps
     per_epoch = length // engine.elements_per_step
     if steps is not None:
@@ -45,7 +45,7 @@ def agreed_total_steps(
 
 
 def too_short(engine: Engine, steps: int, length: int | str, done: int) -> str:
-    """What to say when a dataset ends before `steps` are done."""
+    """The message for a dataset that ends before `steps` are done."""
     count, replicas = engine.accumulation.microbatches, engine.placement.local_replicas
     return (
         f"fit takes steps x microbatches x replicas elements, {steps} x {count} x {replicas} = "
@@ -56,7 +56,7 @@ def too_short(engine: Engine, steps: int, length: int | str, done: int) -> str:
 
 
 def note_left_out(elements: int, per_step: int) -> None:
-    """Say, once, that elements at the end do not fill a step."""
+    """Log once that elements at the end do not fill a step."""
     if left := elements % per_step:
         note_once(
             f"The last {left} elements of the dataset do not fill a step of {per_step} and are "

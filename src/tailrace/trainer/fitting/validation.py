@@ -1,4 +1,4 @@
-"""Validation during a fit: when, on what, and what comes of it."""
+"""Validation during a fit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tailrace.errors import OptionError
 
 
 class Validation:
-    """Evaluates now and then while a fit runs.
+    """Evaluates periodically during a fit.
 
     Args:
-        data: what to evaluate on, whole; None for no validation.
+        data: the validation data, all of which is used; None for no validation.
         every: "epoch", or a number of steps.
         evaluate: returns values by name.
     """
@@ -29,17 +29,17 @@ class Validation:
             )
         self._data, self._evaluate = data, evaluate
         self.steps = every if isinstance(every, int) and data is not None else None
-        """The period in steps; None where epochs count, or there is nothing to do."""
+        """The period in steps; None if it is an epoch, or there is no validation."""
         self.at_epochs = data is not None and every == "epoch"
         self.latest: dict[str, float] = {}
-        """The values of the latest one, as `val_<name>`."""
+        """The values of the latest validation, as `val_<name>`."""
 
     def until_next(self, done: int) -> int | None:
-        """How many steps may run after `done` of them before the next validation; None: any."""
+        """The number of steps until the next validation, after `done` of them; None for no limit."""
         return None if self.steps is None else self.steps - done % self.steps
 
     def run(self) -> dict[str, float]:
-        """Evaluate now; returns the scalars by their own names."""
+        """Evaluate; returns the scalars by name, without prefix."""
         values = self._evaluate(self._data)
         scalars = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}
         self.latest = {f"val_{name}": value for name, value in scalars.items()}

@@ -1,12 +1,12 @@
 """A module of another library as plain trees of arrays, and its functions as functions of those.
 
-The engine knows parameters, a model state and a loss function of both. A binding makes them of a module
-and the functions that take it: inside a traced function the module is put together from the arrays at
-hand, the user's function is called with it, and what it changed is taken out again.
+The engine knows parameters, a model state and a loss function of both. A binding derives them from a
+module and the functions that take it: inside a traced function the module is rebuilt from arrays, the
+user's function is called with it, and its changes are extracted again.
 
     loss_fn(module, *batch)     becomes     loss_fn(params, model_state, element)
 
-There is one class for each library. `Plain` is that of parameters which are a tree of arrays already.
+There is one class per library. `Plain` is for parameters that are a tree of arrays already.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tailrace.jaxprs.marks import current_trace
 from tailrace.program.in_program import training
 
 _MISMATCH = re.compile(r"[Mm]ismatch|pytree")
-"""What JAX says where two trees are not of one structure."""
+"""JAX's message for trees of different structures."""
 
 
 class Binding(abc.ABC):
     """A model in the form that the engine trains.
 
     Attributes:
-        params: a tree of float arrays, by the names that the model has for them.
-        model_state: a tree of what the model changes itself; None if there is nothing.
-        returns_state: whether functions of the user return the new state, or it is in the module.
+        params: a tree of float arrays, under the model's names.
+        model_state: a tree of the state that the model updates itself; None if there is none.
+        returns_state: whether the user's functions return the new state, or it is in the module.
         scopes: whether modules open scopes with their paths when they are called.
-        has_modes: whether the module is put into evaluation mode: keys drawn then are no dropout.
+        has_modes: whether the module has an evaluation mode, in which dropout draws no keys.
     """
 
     params: Any
@@ -45,30 +45,30 @@ class Binding(abc.ABC):
 
     @abc.abstractmethod
     def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
-        """What a function of the user gets first, inside a traced function."""
+        """The first arguments of a user's function, inside a traced function."""
 
     @abc.abstractmethod
     def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
-        """The state after a call: out of the module, or of what the function returned."""
+        """The state after a call: from the module, or from the function's result."""
 
     @abc.abstractmethod
     def model(self, params: Any, state: Any) -> Any:
         """The module with these values, for the user."""
 
     def shown_params(self, params: Any) -> Any:
-        """The parameters as the user knows them."""
+        """The parameters in the user's form."""
         return params
 
     def shown_state(self, state: Any) -> Any:
-        """The model state as the user knows it."""
+        """The model state in the user's form."""
         return state
 
     def check(self, opened: tuple[Any, ...], params: Any) -> None:
-        """Look at what a call left in the module, once it has returned."""
+        """Check the module after a call."""
         return None
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """What is open while a function of the user is traced."""
+        """A context for tracing a user's function."""
         return contextlib.nullcontext()
 
     def loss(self, fn: Any) -> Any:
@@ -140,13 +140,13 @@ class Function:
     def called(
         self, params: Any, state: Any, values: Sequence[Any], whole_element: bool = True
     ) -> tuple[Any, tuple[Any, ...]]:
-        """What the user's function returns, and the module afterwards.
+        """The result of the user's function, and the module afterwards.
 
         Args:
             params: the parameters.
             state: the model state.
-            values: what the function gets besides the module.
-            whole_element: whether the last of them is an element, to be handed over as arguments.
+            values: the other arguments of the function.
+            whole_element: whether the last of them is an element, to be passed as arguments.
         """
         binding = self.binding
         trace = current_trace("A function of a module")
@@ -176,7 +176,7 @@ class Loss(Function):
     """A loss function of the user; with a model state it returns `(loss, (new_state, aux))`."""
 
     def __call__(self, params: Any, *rest: Any) -> Any:
-        """What the engine wants of a loss function."""
+        """The result of the loss function in the engine's form."""
         binding = self.binding
         before, values = self.split(rest)
         out, opened = self.called(params, before, values)

@@ -33,7 +33,7 @@ def check() -> None:
 def scoped(model: Any, path: Sequence[Any] = ()) -> Any:
     """The same tree, whose modules open a scope with their path when they are called.
 
-    Modules are values: those of the result have classes of their own, and nothing of Equinox, and no
+    Modules are values: those of the result have derived classes, and nothing of Equinox, and no
     class of the user, is changed.
     """
     parts, structure = jax.tree_util.tree_flatten_with_path(

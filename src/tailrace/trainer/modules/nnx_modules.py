@@ -1,7 +1,7 @@
 """An `nnx.Module` in the place of parameters.
 
 The module is split once. Its `nnx.Param`s of floats are trained; the state of its random streams is
-made anew from `tr.key()` for each call; everything else (`nnx.BatchStat` and its like) is the model
+derived from `tr.key()` for each call; everything else (`nnx.BatchStat` and the like) is the model
 state. The module that was given is never changed.
 """
 
@@ -50,7 +50,7 @@ class NnxBinding(Binding):
         self.model_state = nnx.to_pure_dict(state) or None
 
     def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
-        """The module, with random streams of its own for this call."""
+        """The module, with separate random streams for this call."""
         model = self._merged(params, state, self._fresh_streams())
         if not training():
             for module in jax.tree.leaves(model, is_leaf=_is_module):

@@ -1,6 +1,6 @@
 """Which library a model comes from, found without importing any.
 
-A module can only be one of a library's if that library was loaded by whoever made it, so an entry of
+A module can belong to a library only if that library is loaded already, so an entry of
 the table is asked only when its module is in `sys.modules`.
 """
 

@@ -1,6 +1,6 @@
-"""Bundles: one bad step in a directory, that another machine runs: arrays and JSON, nothing that runs.
+"""Bundles: one bad step in a directory, to run on another machine. Only arrays and JSON, no code.
 
-bundle.json           step, seed, forms, versions, what was wrong
+bundle.json           step, seed, shapes, versions, the error
 arrays.safetensors    the state before the step, and the elements of the step
 """
 
@@ -27,7 +27,7 @@ FORMAT = 1
 
 
 def keep_bundle(engine: Engine, failure: NonFiniteError) -> None:
-    """Write the bundle that the guard was given a place for; training has stopped before the step."""
+    """Write the bundle that the guard requests; training has stopped before the step."""
     place = None if engine.guard is None else engine.guard.bundle
     if place is None or failure.elements is None:
         return
@@ -65,7 +65,7 @@ def write_bundle(place: Any, engine: Engine, failure: NonFiniteError) -> None:
         "versions": versions(),
     }
     partial = where.with_name(where.name + ".unfinished")
-    partial.mkdir(parents=True, exist_ok=True)  # one that was never finished may be there
+    partial.mkdir(parents=True, exist_ok=True)  # an unfinished one may exist
     library.save_file({name: _plain(array) for name, array in host.items()}, str(partial / ARRAYS))
     (partial / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
     os.rename(partial, where)
@@ -102,14 +102,14 @@ def put_bundle(engine: Engine, place: Any) -> tuple[list[np.ndarray], dict[str, 
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """An array of a dtype that every reader knows: bfloat16 and its like as integers."""
+    """An array with a dtype that every reader supports: bfloat16 and the like as integers."""
     if array.dtype.isbuiltin == 1:
         return array
     return array.view(f"u{array.dtype.itemsize}")
 
 
 def import_safetensors() -> Any:
-    """The library that reads and writes arrays, or what to install."""
+    """Import safetensors, or raise an error that says what to install."""
     try:
         return importlib.import_module("safetensors.numpy")
     except ImportError:

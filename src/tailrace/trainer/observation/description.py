@@ -1,4 +1,4 @@
-"""An engine in words that go into a file: devices, options, taps, catalogue, plan."""
+"""The description of an engine for a run directory: devices, options, taps, catalogue, plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.devices.devices import available
+from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.showing.optimizer_text import optimizer_text
 
@@ -15,13 +16,14 @@ from tailrace.trainer.showing.optimizer_text import optimizer_text
 def describe(
     engine: Engine, steps_per_execution: int | None, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a run directory says of the fit that writes it, ready for JSON."""
+    """The description of the fit that writes a run directory, ready for JSON."""
     plan, mesh, step = engine.plan, engine.placement.mesh, engine.step_function
     return {
         "devices": [
             {"platform": device.platform, "kind": device.device_kind, "id": device.id}
             for device in (available()[:1] if mesh is None else mesh.devices.flat)
         ],
+        SURROUNDINGS: surroundings(),
         "config": dict(config or {}),
         "options": {
             "optimizer": optimizer_text(engine.optimizer),
@@ -50,7 +52,7 @@ def describe(
 
 
 def describe_select(select: Any) -> Any:
-    """A selection as JSON: globs as they are, the rest in words.
+    """A selection as JSON: globs unchanged, anything else as a description.
 
     >>> describe_select(["grad/*", re.compile("^loss$")])
     ['grad/*', 're.compile(^loss$)']

@@ -1,4 +1,4 @@
-"""Where the results of executions go: history, records, and a run directory if there is one."""
+"""Collects the results of executions: history, records, and a run directory if there is one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tailrace.trainer.observation.logged_values import LoggedValues
 
 
 class Journal:
-    """What a training has left behind so far.
+    """The results of a training so far.
 
     Args:
-        run_dir: a directory that keeps it; None keeps it in memory. With several processes one of
-            them writes.
-        sink: something else that keeps it.
-        leaving_out: kinds of records that are not for the directory.
-        logged: values that the history has besides.
+        run_dir: a directory to store them in; None for memory. With several processes one of them
+            writes.
+        sink: another sink to store them in.
+        leaving_out: kinds of records that are not stored in the directory.
+        logged: additional values of the history.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class Journal:
         self._resumed = False
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
-        """Start a new history; records of before are forgotten."""
+        """Start a new history; earlier records are dropped."""
         self.history = History(first_step, microbatches, replicas)
         self.records.clear()
 
     def take_up(self, history: History, end: Any) -> None:
-        """Go on with a fit of another process, whose run ended at a mark."""
+        """Continue a fit of another process, whose run ended at a mark."""
         self.history, self._resumed = history, True
         if self.sink is not None:
             self.sink.take_up(end)
 
     def rewind(self, step: int, said: Mapping[str, Any]) -> None:
-        """The training went back to a step; a run directory keeps that, and is cut back."""
+        """Record that training went back to a step; a run directory is truncated."""
         if isinstance(self.sink, RunWriter):
             self.sink.rewind(step, said)
 
@@ -68,8 +68,9 @@ class Journal:
             self.sink.flush()
 
     def mark(self) -> Callable[[], Any]:
-        """Mark what has come in so far. The call that is returned waits until the run directory has all
-        of it: a checkpoint must not be ahead of its run."""
+        """Mark the current end. The returned function waits until the run directory has everything
+        before
+        it: a checkpoint must not be ahead of its run."""
         return (lambda: None) if self.sink is None else self.sink.mark()
 
     @contextmanager
@@ -90,7 +91,7 @@ class Journal:
             self.records.runs.end()
 
     def add(self, results: Results) -> Results:
-        """Take in one execution that has just ended; returns it with the values that are logged."""
+        """Add an execution that has just ended; returns it with the logged values."""
         if self._logged is not None:
             results = self._logged.complete(results)
         for part in results.parts:
@@ -115,12 +116,12 @@ class Journal:
         return results
 
     def add_profile(self, text: str) -> None:
-        """Keep a profile in the run directory, if there is one."""
+        """Store a profile in the run directory, if there is one."""
         if isinstance(self.sink, RunWriter):
             self.sink.keep(PROFILE, text)
 
     def _reading(self, results: Results) -> dict[str, int]:
-        """Which elements an execution consumed, as an audit reads it."""
+        """The elements that an execution consumed, for an audit."""
         if results.reading is None:
             return {}
         epoch, first, count = results.reading
@@ -129,7 +130,7 @@ class Journal:
         return dict(zip(READING, (fit, epoch, first, count, resumed), strict=True))
 
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Take in what a validation after `step` steps found."""
+        """Add the results of a validation after `step` steps."""
         self.history.add_validation(step, values)
         if self._logged is not None:
             self._logged.restart()
@@ -141,7 +142,7 @@ class Journal:
             self.sink.compilation(dataclasses.asdict(compilation))
 
     def one(self, results: Results) -> dict[str, Any]:
-        """The values of one execution, one a step: means over microbatches and replicas."""
+        """The values of one execution, one per step: means over microbatches and replicas."""
         alone = History(results.first_step, self.history.microbatches, self.history.replicas)
         alone.add(results.scalars, results.weights)
         return {name: alone[name] for name in alone}

@@ -1,12 +1,12 @@
-"""Values of a step that a history has when they are asked for: `tr.Trainer(..., log=[...])`.
+"""Optional values of a history: `tr.Trainer(..., log=[...])`.
 
     learning_rate          from the optimizer's state (optax.inject_hyperparams), or a schedule
-    grad_norm              of the gradient that the optimizer gets, over all parameters
-    examples_per_second    of all replicas
+    grad_norm              the norm of the optimizer's gradient, over all parameters
+    examples_per_second    over all replicas
     tokens_per_second      examples times the second dim of the first integer array of a batch
-    mfu                    the model's floating-point operations, as a share of the devices' peak
+    mfu                    the model's FLOPs as a fraction of the devices' peak
 
-The first two are taps whose records become columns of the history; the others come from the clock.
+The first two are taps whose records become columns of the history; the others are derived from time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Log = Iterable[str] | Mapping[str, Any]
 
 
 def parse_log(log: Any) -> dict[str, Any]:
-    """What `log=` was given, by name: True, or what the value is made with."""
+    """Parse the value of `log=`, by name: True, or the argument of the value."""
     if isinstance(log, str):
         log = [log]
     asked: dict[str, Any] = (
@@ -88,11 +88,11 @@ def _kept_as(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class LoggedValues:
-    """The values that were asked for, made execution by execution.
+    """The requested values, computed per execution.
 
     Args:
-        asked: as `parse_log` returns it.
-        engine: what is trained.
+        asked: the result of `parse_log`.
+        engine: the engine.
     """
 
     def __init__(self, asked: Mapping[str, Any], engine: Engine) -> None:
@@ -108,11 +108,11 @@ class LoggedValues:
             self._peak()
 
     def restart(self) -> None:
-        """Time from now on counts for what comes next."""
+        """Restart the clock."""
         self._last, self._compiled = time.perf_counter(), self._compile_s()
 
     def complete(self, results: Results) -> Results:
-        """The results of an execution that has just ended, with these values among the scalars."""
+        """The results of an execution that has just ended, with these values as scalars."""
         if not self._asked:
             return results
         now, compiled = time.perf_counter(), self._compile_s()
@@ -148,7 +148,7 @@ class LoggedValues:
         found = {NORM: np.sqrt(sum(squares))} if squares else {}
         if len(rates) == 1:
             found[RATE] = next(iter(rates.values()))
-        else:  # of an optimizer with several parts, each has its own
+        else:  # an optimizer of several parts has a rate for each
             found.update({f"{RATE}/{name.split('/')[1]}": v for name, v in rates.items()})
         return found
 
@@ -183,7 +183,7 @@ class LoggedValues:
 
 
 def _tokens(leaves: Iterable[Any]) -> int:
-    """Tokens of an example: the second dim of the first integer array of a batch."""
+    """The tokens per example: the second dim of the first integer array of a batch."""
     for leaf in leaves:
         if np.issubdtype(leaf.dtype, np.integer) and len(leaf.shape) > 1:
             return int(leaf.shape[1])

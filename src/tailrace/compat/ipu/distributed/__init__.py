@@ -1,4 +1,4 @@
-"""Several processes in the words of the original; collectives between hosts are not here."""
+"""Several processes, with the original's names; collectives between hosts are not supported."""
 
 from tailrace.compat.originals.missing import missing_from
 

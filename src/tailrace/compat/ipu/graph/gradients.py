@@ -59,13 +59,11 @@ def _value(source: Any) -> Any:
 def watched_zero(value: Any) -> Any:
     """A zero of the shape of `value` that a gradient can be asked in."""
     zeros = jnp.zeros(value.shape, value.dtype)
-    return mark(
-        zeros, Tag("captured")
-    )  # an equation of its own, so that it is a value of the trace
+    return mark(zeros, Tag("captured"))  # a separate equation, so that it is a value of the trace
 
 
 class GradientTape:
-    """Gradients in the words of TensorFlow 2; everything in a program can be differentiated.
+    """Gradients with TensorFlow 2's interface; everything in a program can be differentiated.
 
     The block itself does nothing. `watch` takes variables only.
     """

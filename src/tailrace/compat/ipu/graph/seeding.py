@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Seeding:
-    """A seed, and how often one was given: the same one again begins its numbers anew."""
+    """A seed, and how often one was given: giving the same one again restarts its numbers."""
 
     seed: int = 0
     count: int = 0

@@ -27,7 +27,7 @@ class Prepare(BaseException):
     """Something must be made before the program can be traced: variables of an optimizer.
 
     It leaves the trace (so it is no Exception, which a program might catch); `action` is then called
-    where arrays are real, and the trace begins anew.
+    where arrays are concrete, and the trace starts over.
     """
 
     def __init__(self, action: Callable[[], Any]) -> None:
@@ -48,7 +48,7 @@ def prepared(made: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
 class Keep:
     """What optimizers that are made inside of a program keep, from one trace of it to the next.
 
-    Each trace makes them anew, in the same order; so the n-th gets what the n-th had before.
+    Each trace creates them again, in the same order; so the n-th gets the value of the n-th before.
     """
 
     def __init__(self) -> None:

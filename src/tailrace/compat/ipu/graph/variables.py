@@ -204,7 +204,7 @@ def trainable_variables() -> list[Variable]:
 
 
 def forget_variables() -> None:
-    """Let `get_variable` make all variables anew, as in a new graph of the original."""
+    """Let `get_variable` create all variables again, as in a new graph of the original."""
     _store.clear()
 
 
@@ -243,5 +243,5 @@ def _dtype(value: Any) -> Any:
 
 
 def as_array(value: Any) -> jax.Array:
-    """A variable, array or number as an array with a dtype of its own."""
+    """A variable, array or number as an array with a strong dtype."""
     return _array(value, None)

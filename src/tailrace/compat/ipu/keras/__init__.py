@@ -1,7 +1,7 @@
-"""Keras in the words of the original: the same things as in `tailrace.keras`.
+"""Keras with the original's names: the same objects as in `tailrace.keras`.
 
 Models made in the scope of an `IPUStrategy` have the setters themselves (`set_pipelining_options` and
-its sisters); here is what programs import by name.
+similar); this package has what programs import by name.
 """
 
 from __future__ import annotations

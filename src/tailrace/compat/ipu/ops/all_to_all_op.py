@@ -1,4 +1,4 @@
-"""Values of all replicas, on each of them, or shared out anew."""
+"""Values of all replicas, gathered on each of them, or exchanged."""
 
 from __future__ import annotations
 

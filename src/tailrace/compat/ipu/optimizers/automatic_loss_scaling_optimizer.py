@@ -131,7 +131,7 @@ class ALSOptimizer(IpuOptimizer):
         return 1 / self.increase_factor
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start over."""
         self._scale.assign(self.initial_loss_scaling_factor)
         self._before.assign(self.initial_loss_scaling_factor)
         self._counter.assign(0)

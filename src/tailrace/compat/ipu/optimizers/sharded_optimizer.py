@@ -1,4 +1,4 @@
-"""An optimizer whose updates stood beside the operations they belong to."""
+"""An optimizer whose updates were placed next to their operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tailrace.compat.originals.missing import missing_from
 
 
 class ShardedOptimizer(IpuOptimizer):
-    """Placed updates beside the operations they belong to; here the compiler does."""
+    """Placed updates next to their operations; here the compiler does."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, "ShardedOptimizer")

@@ -2,5 +2,5 @@
 
 In: the arguments of `pipelining_ops.pipeline`, checked by `pipeline_options`.
 Out: a training pipeline that drives an `Engine`, or a forward pipeline on its runner.
-Rule: which of them it is, and whether stages get devices of their own, is decided in `pipelines`.
+Rule: `pipelines` decides which of them it is, and whether stages get separate devices.
 """

@@ -1,7 +1,7 @@
 """What `pipelining_ops.pipeline` does in a program.
 
 A program with a pipeline is run on the host up to the pipeline, which is then dispatched as one
-execution, each stage on its device. Only where that cannot be (an inference pipeline beside loops, or
+execution, each stage on its device. Only where that cannot be (an inference pipeline next to loops, or
 whose stages write variables) it is traced into the program like everything else, on one device.
 """
 

@@ -278,7 +278,7 @@ def _check_optimizer(opt: Any) -> None:
 
 
 def _check_minimize(opt: Any) -> None:
-    """Refuse an optimizer with a `minimize` of its own, which nothing would call."""
+    """Refuse an optimizer that overrides `minimize`, which nothing would call."""
     kind = type(opt.optimizer) if isinstance(opt, KerasOptimizer) else type(opt)
     if getattr(kind, "minimize", Optimizer.minimize) is not Optimizer.minimize:
         raise IPUValueError(

@@ -30,7 +30,7 @@ _names: contextvars.ContextVar[dict[int, str] | None] = contextvars.ContextVar(
 def keras_optimizer_in(optimizer: Any, seen: frozenset[int] = frozenset()) -> Any:
     """The optimizer of Keras that an optimizer which a program wrote holds, or one in it; or None.
 
-    The originals' own wrappers are for programs alone: Keras has wrappers of its own for each.
+    The originals' wrappers are for programs only: Keras has its equivalent of each.
     """
     if type(optimizer).__module__.startswith("tailrace."):
         return None
@@ -55,7 +55,7 @@ class InKeras(Wrapper):
     def __init__(self, optimizer: Any, inner_optimizer: Any) -> None:
         _hook_keras()
         super().__init__(inner_optimizer, type(optimizer).__name__)
-        # Not attributes of its own: Keras would take a model in it for a part of the optimizer.
+        # Not plain attributes: Keras would treat a model in it as a part of the optimizer.
         object.__setattr__(self, "_written", optimizer)
         object.__setattr__(self, "_decided", None)
 

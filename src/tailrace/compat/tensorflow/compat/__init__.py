@@ -1,1 +1,1 @@
-"""`tensorflow.compat`: the words of TensorFlow 1."""
+"""`tensorflow.compat`: the interface of TensorFlow 1."""

@@ -1,4 +1,4 @@
-"""Loops and branches over values of the device, written in Python's words.
+"""Loops and branches over device values, written as Python statements.
 
 In: the parts of a `for`, `while` or `if` of a function that AutoGraph has rewritten.
 Out: a loop or a branch of the program.

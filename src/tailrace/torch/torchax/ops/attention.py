@@ -1,9 +1,9 @@
-"""Attention: which form runs where, by shapes, dtypes and device.
+"""Attention: the form that runs, by shapes, dtypes and device.
 
-`F.scaled_dot_product_attention`, and with it `nn.MultiheadAttention` and the transformer layers of
-PyTorch, come here. The fused kernel of cuDNN never writes the scores to memory. Where it does not fit,
-long sequences are computed in blocks of queries, whose scores are computed again in the backward pass;
-short ones plainly. Rows that may look at nothing are 0, as in PyTorch.
+`F.scaled_dot_product_attention`, and with it `nn.MultiheadAttention` and PyTorch's transformer layers,
+are implemented here. cuDNN's fused kernel never writes the scores to memory. If it does not apply, long
+sequences are computed in blocks of queries, whose scores are recomputed in the backward pass; short
+ones directly. Fully masked rows are 0, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from tailrace.devices import devices
 
 BLOCK = 512
-"""Queries of a block."""
+"""The queries per block."""
 
 LONG = 2048 * 2048
 """The number of scores per head from which attention is computed in blocks."""
@@ -57,7 +57,7 @@ def attend(
 
 
 def fits_fused(query: Any, key: Any, value: Any, mask: Any, is_causal: bool) -> bool:
-    """Whether cuDNN's kernel takes these: on a GPU, in 16 bits, with few enough features."""
+    """Whether cuDNN's kernel supports these: on a GPU, in 16 bits, with few enough features."""
     rows, features = query.shape[-2:]
     return (
         devices.available()[0].platform == "gpu"
@@ -98,7 +98,7 @@ def _plain(
     drop: Any,
     first: Any = 0,
 ) -> Any:
-    """Scores, softmax and sum of 16-bit values in 32 bits; `first` is the number of the first row."""
+    """Scores, softmax and sum of 16-bit values in 32 bits; `first` is the index of the first row."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("...le,...se->...ls", query, key, preferred_element_type=wide) * scale
     if is_causal:
@@ -117,7 +117,7 @@ def _plain(
 def _blockwise(
     query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float, drop: Any
 ) -> Any:
-    """Some queries at a time: their scores exist for as long as their block takes."""
+    """Some queries at a time: their scores exist only while their block is computed."""
     count = query.shape[-2] // BLOCK
 
     @jax.checkpoint
@@ -134,7 +134,7 @@ def _blockwise(
 
 
 def _opened(mask: Any) -> tuple[Any, Any]:
-    """The mask with rows of nothing opened, whose softmax would be NaN, and which those are."""
+    """The mask with fully masked rows opened, whose softmax would be NaN, and flags of those rows."""
     if mask is None:
         return None, None
     shut = ~mask if mask.dtype == bool else jnp.isneginf(mask)

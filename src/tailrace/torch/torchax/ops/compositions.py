@@ -1,7 +1,8 @@
-"""Functions that PyTorch composes with looks at values, written without them."""
+"""Functions that PyTorch composes with checks of values, rewritten without them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -107,15 +108,53 @@ def index_reduce(
 
 
 def _polygamma(n: int, x: Any) -> Any:
-    """The n-th derivative of digamma; JAX's zeta is for positive numbers, so others are shifted."""
+    """The n-th derivative of digamma."""
     if n == 0:
         return _digamma(x)
-    shifts = 24
-    negative = x <= 0
-    safe = jnp.where(negative, x + shifts, x)
-    near = sum(jnp.where(negative, (x + k) ** -(n + 1.0), 0) for k in range(shifts))
-    series = jax.scipy.special.zeta(jnp.asarray(n + 1, x.dtype), safe) + near
+    series = _shifted_zeta(jnp.asarray(n + 1, x.dtype), x, n + 1.0)
     return (-1) ** (n + 1) * math.factorial(n) * series
+
+
+def grid_sampler_3d(
+    x: Any, grid: Any, mode: int = 0, padding: int = 0, align_corners: bool = False
+) -> Any:
+    """A composition of PyTorch's kind; that of reflected coordinates is not PyTorch's own."""
+    if padding == 2:
+        raise NotImplementedError("grid_sample in 3D has no lowering for padding_mode='reflection'")
+    table: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
+    return table[aten.grid_sampler_3d.default](x, grid, mode, padding, align_corners)
+
+
+def _shifted_zeta(x: Any, q: Any, exponent: Any) -> Any:
+    """JAX's zeta is for positive numbers, so others are shifted."""
+    shifts = 24
+    negative = q <= 0
+    safe = jnp.where(negative, q + shifts, q)
+    near = sum(jnp.where(negative, (q + k) ** -exponent, 0) for k in range(shifts))
+    return jax.scipy.special.zeta(x, safe) + near
+
+
+def _zeta(x: Any, q: Any) -> Any:
+    """Hurwitz' zeta; below 0 for whole exponents, as in PyTorch."""
+    x, q = jnp.broadcast_arrays(x, q)
+    whole = jnp.floor(x)
+    # The exponent that is used is a safe one: both sides of a `where` are differentiated.
+    usable = (x > 1) & ((q > 0) | ((q != jnp.floor(q)) & (x == whole)))
+    found = _shifted_zeta(jnp.where(usable, x, 2), jnp.where(usable, q, 1), jnp.where(usable, x, 2))
+    poles = (x == 1) | ((x > 1) & (q <= 0) & (q == jnp.floor(q)))
+    return jnp.where(usable, found, jnp.where(poles, jnp.inf, jnp.nan))
+
+
+def _repeat_interleave(
+    x: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> Any:
+    """Each entry so many times; of counts alone, the numbers of the entries.
+
+    With a tensor of counts, `output_size` says how many that makes.
+    """
+    if repeats is None:
+        x, repeats = jnp.arange(x.shape[0]), x
+    return jnp.repeat(x, repeats, axis=dim, total_repeat_length=output_size)
 
 
 def _of_triangle(x: Any, upper: bool) -> Any:
@@ -176,8 +215,12 @@ def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def run(
         x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
     ) -> Any:
-        if jnp.issubdtype(x.dtype, jnp.inexact) or not x.ndim:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
             return theirs(x, dim, index, src, reduce, include_self=include_self)
+        if not x.ndim:
+            row = [jnp.reshape(part, (1,)) for part in (x, index, src)]
+            alone = run(row[0], 0, row[1], row[2], reduce, include_self=include_self)
+            return alone.reshape(())
         wide = x.astype(jnp.int32)
         places = list(jnp.indices(index.shape, sparse=True))
         places[dim] = index
@@ -195,6 +238,28 @@ def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
         return out.astype(x.dtype)
 
     return run
+
+
+def _searchsorted(
+    ordered: Any,
+    values: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """Where values go among sorted ones: rows of both, or one row for all."""
+    if sorter is not None:
+        ordered = jnp.take_along_axis(ordered, sorter, -1)
+    values = jnp.asarray(values, ordered.dtype)
+    before = functools.partial(jnp.searchsorted, side="right" if right else side or "left")
+    if not ordered.size or not values.size:
+        return jnp.zeros(values.shape, int)
+    if ordered.ndim < 2:
+        return before(ordered, values)
+    rows = [part.reshape(-1, part.shape[-1]) for part in (ordered, values)]
+    return jax.vmap(before)(*rows).reshape(values.shape)
 
 
 def _cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> tuple[Any, Any]:
@@ -221,11 +286,15 @@ COMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.max_unpool2d.default: _unpooled,
     aten.max_unpool3d.default: _unpooled,
     aten.polygamma.default: _polygamma,
+    aten.repeat_interleave: _repeat_interleave,
+    aten.searchsorted: _searchsorted,
+    aten.special_zeta: _zeta,
     torch.combinations: _combinations,
     torch.corrcoef: _corrcoef,
     torch.cov: _cov,
     torch.Tensor.corrcoef: _corrcoef,
     torch.Tensor.cov: _cov,
+    torch.Tensor.repeat_interleave: _repeat_interleave,
 }
 """By function or operation."""
 

@@ -1,11 +1,12 @@
-"""Elementwise operations whose gradient is PyTorch's also where a plain formula gives none.
+"""Elementwise operations with PyTorch's gradient, also where a plain formula gives NaN.
 
-Differentiation is JAX's, and it follows both sides of a `where`: an exponential that overflows on
-the side that is not taken makes the gradient NaN. So each side computes only with what it is for.
+JAX differentiates both sides of a `where`: an exponential that overflows on the side that is not
+selected makes the gradient NaN. So each side computes only with its own inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ def mish(x: Any) -> Any:
 
 
 def log_sigmoid(x: Any) -> tuple[Any, Any]:
-    """The value, and what PyTorch keeps for its backward pass, which is not run here."""
+    """The value, and PyTorch's residual for its backward pass, which is not used here."""
     return jax.nn.log_sigmoid(x), jnp.zeros(x.shape, x.dtype)
 
 
@@ -90,3 +91,27 @@ def fmod(x: Any, other: Any) -> Any:
 def bessel_i0(x: Any) -> Any:
     """An even function, flat at 0; JAX's formula is of the absolute value."""
     return jnp.exp(absolute(x)) * jax.scipy.special.i0e(x)
+
+
+def power_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A power; of whole numbers by multiplication, because floats have not all of them."""
+
+    def run(x: Any, exponent: Any) -> Any:
+        if not (_is_whole(x) and _is_whole(exponent)):
+            return theirs(x, exponent)
+        base, exponent = jnp.broadcast_arrays(jnp.int32(x), jnp.int32(exponent))
+        ones = jnp.where((base == 1) | ((base == -1) & (exponent % 2 == 0)), 1, 0)
+        below = jnp.where((base == -1) & (exponent % 2 == 1), -1, ones)  # 1 / x, towards 0
+        found, left = jnp.ones_like(base), jnp.maximum(exponent, 0)
+        for _ in range(31):
+            found = jnp.where(left % 2 == 1, found * base, found)
+            base, left = base * base, left // 2
+        return jnp.where(exponent < 0, below, found)
+
+    return run
+
+
+def _is_whole(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return is_number if dtype is None else jnp.issubdtype(dtype, jnp.integer)

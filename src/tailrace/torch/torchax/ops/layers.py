@@ -1,6 +1,6 @@
-"""Layers that run otherwise here than through torchax: normalisation, embeddings, pooling.
+"""Layers that replace torchax's: normalisation, embeddings, pooling.
 
-Each takes and returns tensors of the forward pass that is being traced.
+Each takes and returns tensors of the traced forward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Batch normalisation that also advances the running statistics, as PyTorch's does."""
+    """Batch normalisation that also updates the running statistics, as PyTorch's does."""
     x = input.jax()
+    if not x.size:  # of nothing there are no statistics
+        return watch.tensor(x)
     axes = (0, *range(2, x.ndim))
     shape = (1, -1, *(1,) * (x.ndim - 2))
     wide = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
@@ -68,7 +70,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Each row by its own statistics; running ones advance by their mean over the rows."""
+    """Normalise each row by its statistics; running ones are updated by their mean over the rows."""
     if not use_input_stats:
         return _batch_norm(watch, input, running_mean, running_var, weight, bias, False, 0, eps)
     x = input.jax()
@@ -110,7 +112,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """With gradients that are divided by how often a row is looked up, if that is asked for."""
+    """An embedding, optionally with gradients divided by the frequency of a row."""
     if max_norm is not None:
         raise ProgramError(
             f"embedding has no max_norm here: it would change the weights during the forward pass. "
@@ -123,7 +125,7 @@ def _embedding(
     index, rows = input.jax(), plain.jax()
     times = jnp.zeros(weight.shape[0], rows.dtype).at[index].add(1)[index][..., None]
     scaled = rows / times
-    # The rows as they are, and the gradient of the scaled ones.
+    # The rows unchanged, with the gradient of the scaled ones.
     return watch.tensor(jax.lax.stop_gradient(rows) + (scaled - jax.lax.stop_gradient(scaled)))
 
 
@@ -176,9 +178,9 @@ def _embedding_bag(
 def _adaptive_max_pool(
     watch: Watch, input: Any, output_size: Any, return_indices: bool = False, *, dims: int
 ) -> Any:
-    """Maxima over windows that share out each of the last dims as evenly as they can.
+    """Maxima over windows that divide each of the last dims as evenly as possible.
 
-    Of several, the first counts, in its gradient and its index: the last dim is reduced first.
+    Of several, the first counts, for the gradient and the index: the last dim is reduced first.
     """
     x = input.jax()
     spatial = x.shape[x.ndim - dims :]
@@ -215,4 +217,4 @@ LAYERS: dict[Any, Callable[..., Any]] = {
     functional.embedding_bag: _embedding_bag,
     functional.instance_norm: _instance_norm,
 }
-"""Which layers of PyTorch are replaced, and by what."""
+"""The replaced layers of PyTorch, and their replacements."""

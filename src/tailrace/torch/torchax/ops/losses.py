@@ -1,6 +1,6 @@
-"""Losses that run otherwise here than through torchax, because it does less.
+"""Losses that replace torchax's, which support less.
 
-Each takes and returns tensors of the forward pass that is being traced.
+Each takes and returns tensors of the traced forward pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _nll_loss(
     chosen = jnp.expand_dims(jnp.where(counted, classes, -1), axis)
     hit = chosen == jnp.arange(x.shape[axis]).reshape(shape)
     loss = -jnp.where(hit, x, 0).sum(axis)
-    # No class of this number: PyTorch would stop with an error.
+    # An invalid class index: PyTorch would raise an error.
     loss = jnp.where(counted & ((classes < 0) | (classes >= x.shape[axis])), jnp.nan, loss)
     if weight is None:
         share = counted.astype(x.dtype)
@@ -223,4 +223,4 @@ LOSSES: dict[Any, Callable[..., Any]] = {
     functional.multilabel_margin_loss: _multilabel_margin_loss,
     functional.nll_loss: _nll_loss,
 }
-"""Which losses of PyTorch are replaced, and by what."""
+"""The replaced losses of PyTorch, and their replacements."""

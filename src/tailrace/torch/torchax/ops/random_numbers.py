@@ -1,7 +1,7 @@
-"""Random numbers of distributions that torchax draws wrongly, or always the same.
+"""Random distributions that torchax draws wrongly, or always the same.
 
-They are drawn from the key of the step, as all others: new in every step, and the same in every
-repetition of it.
+They are drawn from the key of the step, as all others: new in every step, and equal when a step is
+repeated.
 """
 
 from __future__ import annotations

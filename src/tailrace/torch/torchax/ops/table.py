@@ -1,7 +1,7 @@
-"""Functions of PyTorch that run otherwise here than through torchax, because it does less.
+"""Functions of PyTorch that replace torchax's, which support less.
 
-Each takes and returns tensors of the forward pass that is being traced. What is wrong in an
-operation that many functions consist of is put right in `lowerings` instead.
+Each takes and returns tensors of the traced forward pass. Errors in operations that many functions use
+are corrected in `environment` instead.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ from tailrace.torch.torchax.ops.losses import LOSSES
 from tailrace.torch.torchax.ops.tensors import TENSORS
 
 REPLACED: dict[Any, Callable[..., Any]] = {**LAYERS, **LOSSES, **TENSORS}
-"""Which functions of PyTorch are replaced, and by what: called with the watch in front. What returns
-NotImplemented is not replaced."""
+"""The replaced functions of PyTorch, and their replacements, called with the watch as first argument.
+If one returns NotImplemented, the original is used."""

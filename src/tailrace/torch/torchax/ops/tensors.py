@@ -1,4 +1,4 @@
-"""Functions of tensors, and methods, whose arguments torchax does not understand."""
+"""Functions and methods of tensors whose arguments torchax does not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tailrace.torch.tracing.watch import Watch
 
 
 def _cast_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one dimension, such as a softmax, in the dtype that is asked for."""
+    """A function along one dimension, such as a softmax, with a `dtype` argument."""
 
     def run(
         watch: Watch,
@@ -73,13 +73,13 @@ def _type_as(watch: Watch, input: Any, other: Any) -> Any:
 
 
 def _requires_grad(watch: Watch, input: Any, requires_grad: bool = True) -> Any:
-    """A flag: what has a gradient is JAX's business here."""
+    """A no-op flag: JAX decides what has a gradient here."""
     input.requires_grad = requires_grad
     return input
 
 
 def _is_meta(watch: Watch, input: Any) -> bool:
-    """torchax's tensors are, inside; whoever asks wants to know whether there are values."""
+    """False, although torchax's tensors are inside: callers want to know whether there are values."""
     return False
 
 
@@ -104,4 +104,4 @@ TENSORS: dict[Any, Callable[..., Any]] = {
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
 }
-"""Which functions of PyTorch are replaced, and by what."""
+"""The replaced functions of PyTorch, and their replacements."""

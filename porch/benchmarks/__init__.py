@@ -1,1 +1,0 @@
-"""Measurements: `python -m benchmarks.feeds`, `python -m benchmarks.accumulation`."""

@@ -1,3 +1,0 @@
-"""Layers for Keras models."""
-
-from tailrace.compat.ipu_tensorflow_addons.keras import layers as layers

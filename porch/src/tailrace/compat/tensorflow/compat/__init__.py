@@ -1,1 +1,0 @@
-"""`tensorflow.compat`: the words of TensorFlow 1."""

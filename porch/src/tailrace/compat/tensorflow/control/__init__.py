@@ -1,6 +1,0 @@
-"""Loops and branches over values of the device, written in Python's words.
-
-In: the parts of a `for`, `while` or `if` of a function that AutoGraph has rewritten.
-Out: a loop or a branch of the program.
-Rule: `autograph.py` alone knows the package that rewrites functions; the others know names and values.
-"""

@@ -1,9 +1,0 @@
-"""`fit(checkpoint=)` of Keras models, by the files of `tr.Trainer`: `trainer/checkpoints`.
-
-    KeptCallbacks ── when ──▶ Keeping ── Snapshot ──▶ CheckpointWriter ──▶ files
-         ▲                       │
-         └── Keras' loop         └── Kept ──▶ Executions: what to count along and to skip
-
-Keras' own loop runs from the epoch of the checkpoint on. It counts through the batches that were done
-before; they are not computed, and callbacks do not hear of them again.
-"""

@@ -1,5 +1,0 @@
-"""What `set_pipelining_options` and its sisters accept.
-
-In: the setters of a model (`setters`). Out: `Settings`, which programs read.
-Rule: a setting is checked when it is set. Programs read `Settings` and never a setter's arguments.
-"""

@@ -1,6 +1,0 @@
-"""From a `torch.nn.Module` to a JAX function.
-
-In: a module. Out: a pure function of parameters, buffers, arrays and a key, with names.
-Rule: a module is called in `module_function` alone, through torchax; `watch` sees every function
-that it calls.
-"""
