@@ -118,21 +118,27 @@ def test_what_differs_is_not_taken_for_the_same(plain):
     assert "NOT PROVED" in str(found)
 
 
-def test_what_cannot_be_replayed(plain, tmp_path):
+def test_what_cannot_be_replayed(plain):
     model = made()
     for count, last in ((3, 12), (5, 15)):
         with pytest.raises(DataExhausted, match=f"end before step 17: with step {last}"):
             model.replay(17, calls(12, count=count), checkpoint=plain)
     with pytest.raises(CheckpointError, match="has none: the earliest there is of step 6"):
         model.replay(5, calls(12), checkpoint=plain)
+    with pytest.raises(CheckpointError, match="makes 4 steps, and .* was saved after 6"):
+        made(device_iterations=4).replay(7, calls(12), checkpoint=plain)
+
+
+def test_what_is_given_is_checked(tmp_path):
+    model = made()
     with pytest.raises(CheckpointError, match="has none: it holds none"):
         model.replay(5, calls(12), checkpoint=tmp_path)
     with pytest.raises(OptionError, match=r"a file that model\.save\(path\) wrote"):
         model.replay(5, calls(12), checkpoint=None)
+    with pytest.raises(OptionError, match="the number of a step that was trained"):
+        model.replay(-1, calls(12), checkpoint=tmp_path)
     (tmp_path / "wrong").write_text("nothing")
     with pytest.raises(RunError, match="is not a model saved"):
         model.replay(5, calls(12), checkpoint=tmp_path / "wrong")
-    with pytest.raises(CheckpointError, match="makes 4 steps, and .* was saved after 6"):
-        made(device_iterations=4).replay(7, calls(12), checkpoint=plain)
     with pytest.raises(OptionError, match="fingerprint is True or False"):
         made(fingerprint=1)

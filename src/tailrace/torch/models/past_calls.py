@@ -21,7 +21,7 @@ from tailrace.torch.programs.train import TrainingProgram
 from tailrace.trainer.executions import Results
 from tailrace.trainer.lookback.handed import HandedReplay
 from tailrace.trainer.lookback.recorded import recorded_by
-from tailrace.trainer.lookback.replay import Replay
+from tailrace.trainer.lookback.replay import Replay, check_step
 
 
 class CallLog:
@@ -83,6 +83,7 @@ class PastCalls:
         step: int,
         log: CallLog | None,
     ) -> None:
+        check_step(step)
         self._options, self._step = options, step
         files = _files(checkpoint)
         before = [file for file in files if file[0] <= step]

@@ -219,12 +219,17 @@ class Comparison:
 # -- which checkpoint ---------------------------------------------------------------------------
 
 
-def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
-    """The last checkpoint at or before a step."""
+def check_step(step: Any) -> None:
+    """Refuse what is no number of a step."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise OptionError(
             f"step is the number of a step that was trained, counted from 0. Received: step={step!r}."
         )
+
+
+def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
+    """The last checkpoint at or before a step."""
+    check_step(step)
     given = checkpoint.directory if isinstance(checkpoint, Checkpoint) else checkpoint
     if not isinstance(given, str | os.PathLike):
         raise OptionError(
