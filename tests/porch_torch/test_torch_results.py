@@ -95,7 +95,7 @@ def test_promotion_of_every_pair(name):
     check(all_pairs, given)
 
 
-ALL_DTYPES = (*DTYPES, torch.int16, torch.float64, torch.complex64)
+ALL_DTYPES = (*DTYPES, torch.int16, torch.float64)
 
 
 @pytest.mark.parametrize("name", ["add", "div", "where"])
