@@ -92,7 +92,7 @@ def attempt(python: str, jax: str, options: argparse.Namespace) -> Outcome:
     if problem:
         return Outcome(python, jax, f"not tried: {problem}")
     tests = [f"tests/{room}" for room in options.rooms]
-    tier = "quick" if options.quick else "not exhaustive"
+    tier = "quick" if options.quick else "not exhaustive and not long"
     own = str(place / "bin" / "python")
     command = [own, "-m", "pytest", "-q", "-n", options.jobs, "--dist", "worksteal", "-m", tier]
     log = place / "tests.log"
