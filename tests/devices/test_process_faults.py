@@ -146,7 +146,7 @@ def test_who_is_silent_is_named():
         for one in beats:
             one.beat(round_)
     assert all(one.silent(now()) is None for one in beats)
-    beats[1]._heard[2] = ("1", now() - 1)
+    beats[1]._last_signs[2] = ("1", now() - 1)
     assert "process 2 has been silent for 0.5 seconds, of 3 that" in beats[1].silent(now())
     left.add(2)
     beats[1].beat(2)
