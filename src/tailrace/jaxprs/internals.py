@@ -222,7 +222,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[str, int, Jaxpr, tuple[Any, ...]]]
     return found
 
 
-def value_of(known: Mapping[Var, Any], var: Atom) -> Any:
+def value_of(known: Mapping[Any, Any], var: Atom) -> Any:
     """The value of a variable (looked up in `known`) or of a literal."""
     return var.val if isinstance(var, Literal) else known[var]
 
