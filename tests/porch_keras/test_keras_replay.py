@@ -1,4 +1,4 @@
-"""`tk.of(model).replay`: a past step of a Keras fit is the step that happened, or says where it is not."""
+"""`tk.of(model).replay`: a past step of a fit is the step that happened, or says where it is not."""
 
 import re
 
@@ -167,11 +167,16 @@ def test_what_cannot_be_replayed(plain, tmp_path):
         made().replay(99, X, Y, checkpoint=folder, **fit)
     with pytest.raises(CheckpointError, match="has none: it holds none"):
         made().replay(3, X, Y, checkpoint=tmp_path, **fit)
-    with pytest.raises(OptionError, match="the training program of a model again"):
-        tk.adopt(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])).replay(
-            3, X, Y, checkpoint=folder
-        )
     with pytest.raises(CheckpointError, match="belongs to another training: batches of an epoch"):
         made().replay(3, X[:40], Y[:40], checkpoint=folder, **fit)
+
+
+def test_what_is_given_is_checked(tmp_path):
+    model = tk.adopt(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    with pytest.raises(OptionError, match="the training program of a model again"):
+        model.replay(3, X, Y, checkpoint=tmp_path)
     with pytest.raises(OptionError, match="fingerprint is True or False"):
-        made(fingerprint=1)
+        model.compile("sgd", "mse", fingerprint=1)
+    model.compile("sgd", "mse", fingerprint=True)
+    with pytest.raises(OptionError, match="the number of a step that was trained"):
+        model.replay(-1, X, Y, checkpoint=tmp_path)

@@ -96,6 +96,19 @@ def test_with_accumulation_and_replicas(tmp_path):
     assert len(found.rows) == 4 * BATCH
 
 
+def test_inputs_that_the_model_hides_are_named(tmp_path):
+    x, y = arrays(2)
+    x[77] *= 1000  # tanh makes of it what it makes of any other row: no spike
+    y[77] = 0.0
+    data = tr.batches((x, y), BATCH, shuffle=True, seed=2)
+    step = int(np.argwhere(data.rows(0, ROWS // BATCH) == 77)[0, 0])
+    trainer = trainer_of()
+    trainer.fit(data, steps=step + 1, checkpoint=tmp_path)
+    found = trainer.explain_step(step, data, checkpoint=tmp_path)
+    assert found.rows["row"][0] == 77
+    assert found.rows["input_norm"][0] > 100 * found.rows["input_norm"][1:].max()
+
+
 def test_a_dataset_without_numbered_rows_names_the_element(spiked):
     trainer, data, row, step, folder = spiked
     found = trainer.explain_step(step, list(data), checkpoint=folder)

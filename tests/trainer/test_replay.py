@@ -205,3 +205,14 @@ def test_what_cannot_be_replayed(plain, tmp_path):
     other = tr.Trainer(loss_fn, optax.sgd(0.05), mlp(), model_state=STATE)
     with pytest.raises(CheckpointError, match="does not have the form of the trainer's"):
         other.replay(7, data(), checkpoint=folder)
+
+
+def test_it_is_said_what_has_changed_since(plain, monkeypatch):
+    trainer, folder = plain
+    assert trainer.replay(7, data(), checkpoint=folder).changed == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    other = tr.batches((X + 1, Y), 4, shuffle=True, seed=5, repeat=True)
+    found = trainer.replay(7, other, checkpoint=folder)
+    (changed,) = found.changed
+    assert changed.startswith("XLA_FLAGS: ")
+    assert f"not as it was: {changed}" in str(found)

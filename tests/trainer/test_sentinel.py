@@ -1,6 +1,7 @@
 """Silent corruption: flipped bits are found, and the place is named."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,6 +10,7 @@ import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_loss, regression
 from tailrace.errors import CorruptionError, OptionError
 from tailrace.trainer.sentinel import flip
+from tailrace.trainer.sentinel_faults import Fault, Faults
 
 ELEMENTS = regression(40)
 
@@ -72,6 +74,68 @@ def test_every_flip_in_a_checked_execution_is_found():
         assert trainer.step == 12, "what came after it was never dispatched"
         assert len(trainer.history) == 4, "and it is not part of the history"
     assert found > 20
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    """A trainer whose program has a port for faults in each tensor, after its first execution."""
+    trainer = trainer_of()
+    trainer.engine.use(ELEMENTS[:4])
+    faults = Faults(trainer.engine)
+    trainer.fit(ELEMENTS[:4], steps=4)
+    return trainer, faults, trainer.state
+
+
+def test_the_tensor_that_a_fault_hit_is_named(faulty):
+    trainer, faults, start = faulty
+    trainer.engine.state, trainer.engine.step = start, 4
+    assert corruption(trainer) is None
+    clean = trainer.state
+    rng = np.random.default_rng(0)
+    kinds, changed = set(), 0
+    for _ in range(40):
+        entry = faults.entries[rng.integers(len(faults.entries))]
+        size = int(np.prod(entry.shape))
+        fault = Fault(
+            entry.name, int(rng.integers(8, 12)), int(rng.integers(size)), int(rng.integers(32))
+        )
+        trainer.engine.state, trainer.engine.step = start, 4
+        faults.arm(fault)
+        error = corruption(trainer)
+        assert faults.happened
+        if error is None:
+            assert_bits_equal(trainer.state, clean)  # it changed nothing that is kept
+            continue
+        changed += 1
+        kinds.add(entry.kind)
+        assert (error.step, error.names[0]) == (fault.step, fault.name), str(error)
+    assert changed > 20
+    assert {"param", "activation", "grad", "optimizer"} <= kinds
+
+
+def test_in_a_pipeline_leaves_are_named():
+    first = lambda p, x, y: (jnp.tanh(x @ p["kernel"] + p["bias"]), y)  # noqa: E731
+    second = lambda p, h, y: ((h @ p - y) ** 2).mean()  # noqa: E731
+    params = mlp()
+    trainer = tr.Trainer(
+        tr.Pipeline([first, second], accumulation=4),
+        optax.sgd(0.05),
+        [params["hidden"], params["out"]],
+        steps_per_execution=2,
+        sentinel=1.0,
+    )
+    trainer.fit(ELEMENTS[:8], steps=2)
+    count = iter(range(9))
+
+    def inject(state):
+        if next(count) == 0:
+            key = next(iter(k for k in state.values if getattr(k, "kind", "") == "held"))
+            state.values[key] = flip(state.values[key], 0, 20)
+
+    trainer.engine.sentinel.injected = inject
+    with pytest.raises(CorruptionError, match="two runs of it differ") as caught:
+        trainer.fit(ELEMENTS[8:16], steps=2)
+    assert all("/" in name for name in caught.value.names)
 
 
 def test_the_state_at_rest_is_watched_in_every_execution():

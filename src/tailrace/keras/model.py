@@ -17,7 +17,7 @@ from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
 from tailrace.keras.checkpoints.keeping import Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
-from tailrace.keras.checkpoints.past_fit import PastFit, PastTraining, replay_fit
+from tailrace.keras.checkpoints.past_fit import LookingBack, PastFit, PastTraining
 from tailrace.keras.data.batch_counts import (
     batches_in,
     check_accumulation,
@@ -30,7 +30,7 @@ from tailrace.keras.optimizers.wrappers import overrides
 from tailrace.keras.pipelines.assignment import Assigning
 from tailrace.keras.pipelines.stage_scope import in_scope
 from tailrace.keras.programs.logs import Number
-from tailrace.keras.programs.pacing import Pacing
+from tailrace.keras.programs.pacing import Pacing, Watch
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
 from tailrace.keras.programs.train import Training
 from tailrace.keras.settings.options import Settings
@@ -38,7 +38,6 @@ from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
 from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
 from tailrace.trainer.checks import check_fingerprint
-from tailrace.trainer.lookback.replay import Replay
 
 ASSET = "tailrace.json"
 """The file, among the assets of a saved model, that says what the model is set to."""
@@ -51,19 +50,7 @@ _SINGLE = (
 )
 
 
-class Watch(keras.callbacks.Callback):
-    """Tells the program when an epoch begins."""
-
-    def __init__(self, program: Any) -> None:
-        super().__init__()
-        self._pacing = program
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count the batches of this epoch."""
-        self._pacing.begin_epoch()
-
-
-class Adopted(Setters, Assigning):
+class Adopted(Setters, Assigning, LookingBack):
     """What Tailrace adds to one Keras model; `tk.of(model)`.
 
     Keras calls the methods here that have the names of its own, for models that are adopted: what a
@@ -178,41 +165,20 @@ class Adopted(Setters, Assigning):
             self.kept_fits += 1
             return fit_kept(self, keeping, pacing, call)
 
-    def replay(
-        self, step: int, *args: Any, observe: Any = (), checkpoint: Any, **kwargs: Any
-    ) -> Replay:
-        """Run a past step again, look at it with any taps, and say whether it is what happened.
-
-        The fit runs again from the nearest checkpoint before the step, on the same batches, without
-        validation. Losses and, with `compile(fingerprint=True)`, the state after each execution are
-        compared with what was recorded. The model is afterwards as before.
-
-        Args:
-            step: the number of the step: optimizer steps of this model, counted from 0 over all fits.
-            *args: as in the fit that trained it: `x`, `y`, ...
-            observe: taps.
-            checkpoint: the directory that `fit(checkpoint=...)` was given.
-            **kwargs: as in that fit. Of its callbacks, give those that change the training, such as
-                keras.callbacks.LearningRateScheduler: they hear of the steps again.
-
-        Returns:
-            The records of the step by name, with `proved` (None where nothing was recorded) and
-            `differences`; see `tr.Trainer.replay`.
-        """
+    def _fit_again(self, args: Any, kwargs: Any) -> tuple[Pacing, dict[str, Any]]:
         bound = inspect.signature(PLAIN["fit"]).bind(self.model, *args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
         if not self.model.compiled or self._keras_runs("train") or not trains_by_engine(self.model):
             raise OptionError(
                 "A replay runs the training program of a model again. Received: a model that is not "
-                "compiled, or that a loop of Keras or a `train_step` of its own trains. Compile it as "
-                "it was for the fit, without run_eagerly and train_step."
+                "compiled, or is trained by Keras' loop or a `train_step` of its own. Compile it."
             )
         # Validation is left out; its split of the data is not.
         call["verbose"], call["validation_freq"] = 0, call["epochs"] + 1
         pacing = self._pacing_of_fit(call)
         pacing.resident = self._resident_rows(call)
-        return replay_fit(self, step, observe, checkpoint, pacing, call)
+        return pacing, call
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
         """The checkpoints of a fit: what it was given, or what its BackupAndRestore asks for."""

@@ -160,9 +160,14 @@ class Rewriter(Visitor[Any, Frame]):
         around: Frame,
         here: Position,
     ) -> list[Any]:
-        """Send out what is wanted of the equation's results."""
-        for want in self.wanted.get(here, ()):
-            if around.observing or not want.periodic:
+        """Send out what is wanted of the equation's results, as they are once changed."""
+        wants = self.wanted.get(here, ())
+        for want in wants:
+            if want.change is not None:
+                outputs = list(outputs)
+                outputs[want.output] = want.change(outputs[want.output], around.step())
+        for want in wants:
+            if want.change is None and (around.observing or not want.periodic):
                 around.emit(RawKey((want,)), outputs[want.output])
         return outputs
 

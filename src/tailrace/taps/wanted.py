@@ -30,6 +30,7 @@ class Wanted:
         skips: a guard that takes back the step in which it is not finite, and lets the loop go on.
         digest: only the digest of its bits is of interest.
         layers: how many dims in front are passes of the user's own scans, when it is collected.
+        change: nothing leaves; the program goes on with `change(value, step)` in place of the value.
     """
 
     key: Hashable
@@ -41,6 +42,7 @@ class Wanted:
     layers: int = 0
     digest: bool = False
     skips: bool = False
+    change: Callable[[Any, Any], Any] | None = None
 
 
 class FiniteKey(tuple):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.devices.devices import available
+from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.showing.optimizer_text import optimizer_text
 
@@ -23,6 +24,7 @@ def describe(
             {"platform": device.platform, "kind": device.device_kind, "id": device.id}
             for device in (available()[:1] if mesh is None else mesh.devices.flat)
         ],
+        SURROUNDINGS: surroundings(),
         "config": dict(config or {}),
         "options": {
             "optimizer": optimizer_text(engine.optimizer),

@@ -52,7 +52,7 @@ from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.memory_plan import on_host, placement_of, plan_memory
 from tailrace.trainer.memory_shortage import within_memory
 from tailrace.trainer.nonfinite_guard import bad_steps, diagnose, first_bad_step
-from tailrace.trainer.sentinel import Sentinel, check_share
+from tailrace.trainer.sentinel import WATCHED, Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
 
 
@@ -127,6 +127,7 @@ class Engine:
         )
         if fingerprint:
             self.memory = self.memory.with_fingerprints(params)
+        watched = [WATCHED] if check_share(sentinel) and self.pipeline is None else []
         self.step_function = (Step if self.pipeline is None else PipelineStep)(
             loss_fn,
             optimizer,
@@ -134,7 +135,7 @@ class Engine:
             model_state is not None,
             self.scalars,
             check_replica_state(replica_state),
-            tuple(self.taps),
+            (*self.taps, *watched),
             self.memory.keeping,
             self.memory.held_activations,
             *check_numbers(loss_scale, precision, self.taps, params),
@@ -329,6 +330,8 @@ class Engine:
         taps = self.taps if self.digests is None else [*self.taps, GradientDigest()]
         self._sights[spec] = look(runner.traced, taps, found, runner.stage_of)
         runner.wanted = self._sights[spec].wanted
+        if WATCHED in self.step_function.taps and self.sentinel is not None:
+            self.sentinel.watch(runner, look(runner.traced, [WATCHED], found, runner.stage_of))
         self._runners[spec] = runner
         return runner, fresh
 
@@ -392,12 +395,17 @@ class Engine:
         runner, state = self._in_use()
         numbers = Numbers(self.seed, self.step)
 
-        def run(state: LoopState, block: Any = block, following: int | None = following) -> Any:
+        def run(
+            runner: LoopRunner,
+            state: LoopState,
+            block: Any = block,
+            following: int | None = following,
+        ) -> Any:
             return runner.dispatch(state, length, numbers, following, period, block)
 
         with within_memory(self, length):
             if self.sentinel is None:
-                return self.dispatched(length, *run(state))
+                return self.dispatched(length, *run(runner, state))
             emitted, ready, watch = self.sentinel.dispatch(runner, state, self.step, run)
         ticket = self.dispatched(length, emitted, ready)
         self.sentinel.expects(ticket.digests[0])

@@ -6,6 +6,10 @@ A bit that flips in memory or in a processor raises nothing. Two checks find it:
 * at work: an execution that is run again on a copy of its state, with the same elements, has the same
   fingerprints and losses.
 
+An execution that is run twice sends out the digest of every tensor of every step, both times. So the
+first tensor that differs, in the order of the program, is known: what a fault did spreads to all
+others, and cannot be asked for afterwards. In a pipeline the leaves of the state are compared.
+
 A corruption while an unchecked execution runs is missed: with a share of 0.01, in 99 of 100 cases. One
 that recurs (a defective device) is missed n times with a probability of 0.99^n.
 """
@@ -22,9 +26,27 @@ import numpy as np
 from tailrace.errors import CorruptionError, OptionError
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
-from tailrace.taps.bit_digests import host_digest, joined
+from tailrace.program.tracing.tap_selection import Sight
+from tailrace.records.records import Records, take_records
+from tailrace.taps.bit_digests import digest, host_digest, joined
+from tailrace.taps.catalogue import Entry
+from tailrace.taps.tap import Tap
 from tailrace.trainer.executions import Ticket
 from tailrace.trainer.state_digests import StateDigests
+
+
+def is_watched(entry: Entry) -> bool:
+    """All tensors but cotangents, which would need operations of their own to be seen."""
+    return entry.kind != "cotangent"
+
+
+def sentinel_bits(value: Any) -> Any:
+    """What leaves of a tensor: the digest of its bits."""
+    return digest(value, "bits")
+
+
+WATCHED = Tap(is_watched, reduce=sentinel_bits)
+"""What executions that are run twice send out."""
 
 ORDER = ("loss", "gradients", "parameters", "optimizer", "model_state")
 """Groups in the order in which a step makes them."""
@@ -39,12 +61,16 @@ class Watch:
         found: digests before this one.
         emitted: what the second run emitted; None if there was none.
         digests: those after the second run.
+        sight: the tensors whose digests both runs emitted; None if none.
+        replicas: how many replicas ran.
     """
 
     expected: Any
     found: Any
     emitted: Any = None
     digests: Any = None
+    sight: Sight | None = None
+    replicas: int = 1
 
 
 class Sentinel:
@@ -58,6 +84,9 @@ class Sentinel:
 
     def __init__(self, share: float, digests: StateDigests, seed: int) -> None:
         self.share, self.digests, self._seed = share, digests, seed
+        self.sights: dict[LoopRunner, Sight] = {}
+        """The tensors that are compared, by program."""
+        self._loud: dict[LoopRunner, LoopRunner] = {}
         self._after: Any = None
         self.injected: Callable[[LoopState], None] | None = None
         """Called between the checks of a state and its use: where tests flip bits."""
@@ -65,6 +94,10 @@ class Sentinel:
     def expects(self, words: Any) -> None:
         """The digests that the next execution must find; None where the state is set from outside."""
         self._after = words
+
+    def watch(self, runner: LoopRunner, sight: Sight) -> None:
+        """A program's executions that are run twice send out what `sight` has of WATCHED."""
+        self.sights[runner] = sight
 
     def dispatch(
         self, runner: LoopRunner, state: LoopState, step: int, run: Callable[..., Any]
@@ -75,19 +108,43 @@ class Sentinel:
             runner: of the loop.
             state: what it works on.
             step: the first one.
-            run: dispatches on a state; with `block` on given elements.
+            run: `run(runner, state)` dispatches; with `block` on given elements.
         """
         watch = Watch(self._after, self.digests.take(runner, state, None)[0])
         copy = state.copied() if self._chooses(step) else None
         if self.injected is not None:
             self.injected(state)
-        emitted, ready = run(state)
-        if copy is not None:
-            origin, taken = runner.origin, runner.taken
-            watch.emitted, _ = run(copy, block=taken[runner.infeeds[0]], following=0)
-            watch.digests = self.digests.take(runner, copy, None)
-            runner.executions, runner.origin = runner.executions - 1, origin
+        if copy is None:
+            return (*run(runner, state), watch)
+        loud = self._looking(runner)
+        compile_s = loud.compile_s
+        emitted, ready = run(loud, state)
+        origin, taken = loud.origin, loud.taken
+        watch.emitted, _ = run(loud, copy, block=taken[runner.infeeds[0]], following=0)
+        watch.digests = self.digests.take(runner, copy, None)
+        watch.sight, watch.replicas = self.sights.get(runner), runner.placement.replicas
+        runner.origin = origin
+        if loud is runner:
+            runner.executions -= 1  # to everybody else it is one execution
+        else:
+            runner.executions += 1
+            runner.compile_s += loud.compile_s - compile_s
         return emitted, ready, watch
+
+    def _looking(self, runner: LoopRunner) -> LoopRunner:
+        """The same loop, of which the digests of tensors leave as well."""
+        sight = self.sights.get(runner)
+        if sight is None:
+            return runner
+        if runner not in self._loud:
+            wanted = {position: [*wants] for position, wants in runner.wanted.items()}
+            for position, wants in sight.wanted.items():
+                wanted.setdefault(position, []).extend(wants)
+            self._loud[runner] = runner.observing(wanted)
+        loud = self._loud[runner]
+        loud.capacity, loud.muted, loud.packed = runner.capacity, runner.muted, runner.packed
+        loud.keep_elements = runner.keep_elements
+        return loud
 
     def _chooses(self, step: int) -> bool:
         chance = host_digest(np.array([self._seed, step], np.int64), "sentinel")
@@ -118,10 +175,50 @@ class Sentinel:
         second = dataclasses.replace(ticket, emitted=watch.emitted, digests=watch.digests)
         found = self.digests.of(second, others)[0]
         if groups := [group for group in ORDER if marks.get(group) != found.get(group)]:
-            pairs = zip(losses, others, strict=True)
-            differ = [n for n, (one, other) in enumerate(pairs) if one.tobytes() != other.tobytes()]
-            step = first + (differ[0] if differ else ticket.steps - 1)
-            raise _corrupted(step, groups, f"in step {step}: two runs of it differ")
+            step, names = self._first(ticket, second, losses, others)
+            raise _corrupted(step, names or groups, f"in step {step}: two runs of it differ")
+
+    def _first(
+        self, ticket: Ticket, second: Ticket, losses: np.ndarray, others: np.ndarray
+    ) -> tuple[int, list[str]]:
+        """The first step in which two runs differ, and the tensors in the order of the program."""
+        if ticket.watch.sight is not None and (found := _differing(ticket, second)):
+            step = min(found.values())
+            return step, [name for name, first in found.items() if first == step]
+        pairs = zip(losses, others, strict=True)
+        differ = [n for n, (one, other) in enumerate(pairs) if one.tobytes() != other.tobytes()]
+        step = ticket.first_step + (differ[0] if differ else ticket.steps - 1)
+        leaves = zip(
+            self.digests.names, joined(ticket.digests[0]), joined(second.digests[0]), strict=True
+        )
+        return step, [name for name, one, other in leaves if one != other]
+
+
+def _differing(ticket: Ticket, second: Ticket) -> dict[str, int]:
+    """The tensors whose digests differ in two runs of an execution: the first step of each.
+
+    In the order of the program: a value is made behind those that it is made of.
+    """
+    sides = []
+    chosen = sorted(ticket.watch.sight.chosen, key=lambda one: one.entry.position)
+    for emitted in (ticket.emitted, second.emitted):
+        records = Records()
+        for part in take_records(
+            emitted,
+            chosen,
+            first_step=ticket.first_step,
+            steps=ticket.steps,
+            replicas=ticket.watch.replicas,
+        ):
+            records.add(part)
+        sides.append(dict(records.items()))
+    found = {}
+    for key, one in sides[0].items():
+        other = sides[1][key]
+        differ = (one.values != other.values).reshape(len(one), -1).any(axis=1)
+        if differ.any():
+            found[key[0]] = int(one.steps[differ].min())
+    return found
 
 
 def flip(array: Any, index: int, bit: int) -> Any:

@@ -118,6 +118,10 @@ class Keeping:
             with suppress(OSError):
                 shutil.rmtree(directory.directory)
 
+    def choices(self, fingerprint: bool) -> tuple[Any, bool]:
+        """Where XLA's choices of kernels are kept, and whether this fit adds to them."""
+        return (self._writer.directory.directory if fingerprint else None), True
+
     # -- taking up ------------------------------------------------------------------------------
 
     def take_up(self, form: FitForm, initial_epoch: int) -> int:

@@ -14,6 +14,7 @@ from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks
 from tailrace.keras.data.batch_counts import remainders
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.programs.pacing import Pacing
+from tailrace.program.running.kernel_choices import choices_in
 
 
 def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any]) -> Any:
@@ -47,9 +48,10 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
         **params,
     )
     call["callbacks"], call["initial_epoch"] = kept, epoch
-    interrupts = keeping.interrupts
+    interrupts, directory = keeping.interrupts, keeping.choices(adopted.settings.fingerprint)
     pacing.patience = Patience(stopped=lambda: interrupts.asked is not None)
-    with adopted.while_running("train", pacing), remainders(pacing.drops):
+    running = adopted.while_running("train", pacing)
+    with running, remainders(pacing.drops), choices_in(*directory):
         with interrupts:
             try:
                 history = PLAIN["fit"](**call)

@@ -1,7 +1,7 @@
 """A past step of a Keras model: its fit runs again from a checkpoint, up to that step.
 
 Only Keras knows which batches a fit reads in which order, so Keras' own loop reads them again; what
-runs is a program of its own, whose results are compared and not kept. The model is afterwards as before.
+runs is a program of its own, whose results are compared and not kept. The model stays as it was.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PastFit(Keeping):
     def __init__(self, kept: Kept, step: int, recorded: Recorded) -> None:
         super().__init__(Checkpoint(kept.path.parent.parent), kept.fit)
         self._kept, self._read_note = kept, _read(kept)
-        self.replayed = HandedReplay(step, recorded, kept.step)
+        self.replayed = HandedReplay(step, recorded, self._read_note[1])
 
     @property
     def note(self) -> Mapping[str, Any]:
@@ -51,6 +51,10 @@ class PastFit(Keeping):
     def read(self) -> tuple[Kept, Mapping[str, Any], Mapping[str, Any]] | None:
         """The checkpoint."""
         return (self._kept, *self._read_note)
+
+    def choices(self, fingerprint: bool) -> tuple[Any, bool]:
+        """The choices of then, which are read only."""
+        return self._writer.directory.directory, False
 
     @property
     def due(self) -> bool:
@@ -86,16 +90,49 @@ class PastTraining(Training):
             self._sharding = engine.placement.shared_out
             block.on(self._sharding, self.replicas)
         self._dirty = True
-        replayed.take(engine, block.form.feed, block.staged)
+        alone = block.staged.room == self.per_step // self.replicas
+        replayed.take(engine, block.form.feed, block.staged, exact=alone)
         if replayed.done:
             self.model.stop_training = True
         return None, {}
 
 
+class LookingBack:
+    """Past steps of a model, run again."""
+
+    def _fit_again(self, args: Any, kwargs: Any) -> tuple[Pacing, dict[str, Any]]:
+        """How a fit with these arguments is paced, and the arguments as Keras gets them."""
+        raise NotImplementedError
+
+    def replay(
+        self, step: int, *args: Any, observe: Any = (), checkpoint: Any, **kwargs: Any
+    ) -> Replay:
+        """Run a past step again, look at it with any taps, and say whether it is what happened.
+
+        The fit runs again from the nearest checkpoint before the step, on the same batches, without
+        validation. Losses and, with `compile(fingerprint=True)`, the state after each execution are
+        compared with what was recorded. The model is afterwards as before.
+
+        Args:
+            step: the number of the step: optimizer steps of this model, counted from 0 over all fits.
+            *args: as in the fit that trained it: `x`, `y`, ...
+            observe: taps.
+            checkpoint: the directory that `fit(checkpoint=...)` was given.
+            **kwargs: as in that fit. Of its callbacks, give those that change the training, such as
+                keras.callbacks.LearningRateScheduler: they hear of the steps again.
+
+        Returns:
+            The records of the step by name, with `proved` (None where nothing was recorded) and
+            `differences`; see `tr.Trainer.replay`.
+        """
+        pacing, call = self._fit_again(args, kwargs)
+        return replay_fit(self, step, observe, checkpoint, pacing, call)
+
+
 def replay_fit(
     adopted: Any, step: int, observe: Any, checkpoint: Any, pacing: Pacing, call: dict[str, Any]
 ) -> Replay:
-    """Run a past step again; see `Adopted.replay`.
+    """Run a past step again; see `LookingBack.replay`.
 
     Args:
         adopted: the model, as Tailrace sees it.

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
+
 from tailrace.feeds.waiting import Patience
 from tailrace.keras.data.resident_arrays import Rows
 from tailrace.program.running.dispatch_lengths import good_piece, most_bytes
@@ -180,3 +182,15 @@ class Pacing:
                 getattr(callback, f"on_{self.phase}_batch_begin")(number + 1, {})
         if self.bar is not None and not last:
             self.bar.on_train_batch_end(self._number + done + count - 1, logs_of(-1))
+
+
+class Watch(keras.callbacks.Callback):
+    """Tells the program when an epoch begins."""
+
+    def __init__(self, program: Any) -> None:
+        super().__init__()
+        self._pacing = program
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count the batches of this epoch."""
+        self._pacing.begin_epoch()

@@ -15,6 +15,8 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+from tailrace.program.running.kernel_choices import compiled
+
 MOST = 32
 """Programs kept, the latest used ones; beyond, only their owners keep them alive."""
 
@@ -23,12 +25,12 @@ _lock = threading.Lock()
 
 
 def compiled_program(
-    lowered: Any, devices: tuple[int, ...], options: dict[str, str] | None
+    lowered: Any, devices: tuple[int, ...], options: dict[str, str] | None, platform: str
 ) -> tuple[Any, bool]:
     """The executable of a lowered program, and whether it existed already."""
     text = lowered.as_text()
     if "callback" in text:  # it calls Python of its own, which the text does not show
-        return lowered.compile(options), False
+        return compiled(lowered, options, platform), False
     trees = f"{lowered.in_tree}{lowered.out_tree}"
     said = f"{text}{trees}{devices}{sorted((options or {}).items())}"
     key = hashlib.sha256(said.encode()).hexdigest()
@@ -36,7 +38,7 @@ def compiled_program(
         if key in _kept:
             _kept.move_to_end(key)
             return _kept[key], True
-    program = lowered.compile(options)
+    program = compiled(lowered, options, platform)
     with _lock:
         _kept[key] = program
         while len(_kept) > MOST:

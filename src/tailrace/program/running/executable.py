@@ -216,8 +216,9 @@ class Executable:
         if self._compiled is None:
             with compiling(*self.reason) as done, span("compilation", steps=self.length):
                 lowered = self._jitted().lower(*self._arguments(state, staged, Numbers(0, 0)))
-                options = compiler_options(self.segment.equations, devices.platform())
-                found = compiled_program(lowered, self.placement.device_ids, options)
+                platform = devices.platform()
+                options = compiler_options(self.segment.equations, platform)
+                found = compiled_program(lowered, self.placement.device_ids, options, platform)
                 self._compiled, shared = found
                 self.compilation = done(shared)
             self.compile_s = self.compilation.seconds

@@ -14,6 +14,7 @@ from tailrace.program.step.accumulation import Accumulation, Reduction
 from tailrace.taps.tap import MOST_BYTES
 from tailrace.torch.calls.output_modes import OutputMode, Returned
 from tailrace.torch.tracing.blocks import Staging
+from tailrace.trainer.checks import check_fingerprint
 
 
 class Execution(enum.StrEnum):
@@ -51,6 +52,8 @@ class ModelOptions:
         observe: taps; their records are in `model.records` after each call.
         observe_bytes: the most that records of one call may take on the device.
         run_dir: a directory that keeps history and records of all calls.
+        fingerprint: keep 8 bytes for each group of tensors after each call: `model.replay` proves by
+            them what a past step was.
     """
 
     device_iterations: int = 1
@@ -71,6 +74,7 @@ class ModelOptions:
     observe: Any = ()
     observe_bytes: int = MOST_BYTES
     run_dir: Any = None
+    fingerprint: bool = False
     returned: Returned = dataclasses.field(init=False)
     staging: Staging = dataclasses.field(init=False)
 
@@ -94,6 +98,7 @@ class ModelOptions:
                 f"Received: output_return_period={period!r}."
             )
         self._check_pipeline()
+        check_fingerprint(self.fingerprint)
         if not isinstance(self.run_dir, str | os.PathLike | None):
             raise OptionError(
                 f"run_dir is the path of a directory, or None. Received: run_dir={self.run_dir!r}."

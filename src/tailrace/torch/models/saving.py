@@ -11,7 +11,8 @@ import math
 import os
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import jax.numpy as jnp
@@ -59,12 +60,27 @@ def read_state(
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"A model is loaded from the path of a file. Received: {path!r}.")
-    try:
-        with open_regular(path, RunError) as file:
-            arrays = _read_arrays(file)
+    with _reading(path), open_regular(path, RunError) as file:
+        arrays = _read_arrays(file)
         note = parse_json(arrays.pop(_NOTE).tobytes())
         _check_note(note, note_kinds or {})
         return _as_trees(arrays, note["dtypes"]), note
+
+
+def read_note(
+    path: Any, note_kinds: Mapping[str, type | tuple[type, ...]] | None = None
+) -> dict[str, Any]:
+    """The note of a file, without its arrays; arguments as for `read_state`."""
+    with _reading(path), open_regular(path, RunError) as file:
+        note = parse_json(_read_arrays(file, only=_NOTE)[_NOTE].tobytes())
+        _check_note(note, note_kinds or {})
+        return note
+
+
+@contextmanager
+def _reading(path: Any) -> Iterator[None]:
+    try:
+        yield
     except TailraceError:
         raise
     except Exception as error:  # an archive can be wrong in many ways, and says each in its own
@@ -75,7 +91,7 @@ def read_state(
         ) from error
 
 
-def _read_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
+def _read_arrays(file: BinaryIO, only: str | None = None) -> dict[str, np.ndarray]:
     """The arrays of an archive; what each declares fits the file before memory is taken."""
     limit, total = read_limit(), 0
     size = os.fstat(file.fileno()).st_size
@@ -87,8 +103,10 @@ def _read_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
             total += member.file_size
             if total > min(size, limit):
                 raise too_large("A saved model", total, min(size, limit), RunError)
-            with archive.open(member) as content:
-                found[member.filename.removesuffix(".npy")] = _read_array(content, member)
+            name = member.filename.removesuffix(".npy")
+            if only in (None, name):
+                with archive.open(member) as content:
+                    found[name] = _read_array(content, member)
     return found
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.messages import note_once
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
@@ -19,11 +22,13 @@ from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.calls.output_modes import OutputMode
 from tailrace.torch.errors import UsageError
 from tailrace.torch.models.host_sync import FollowingModel
+from tailrace.torch.models.past_calls import CallLog, PastCalls
 from tailrace.torch.models.random_layers import note_what_is_lacking
 from tailrace.torch.models.saving import check_same_form, read_state, write_state
 from tailrace.torch.models.weights import unlink
 from tailrace.torch.programs.train import TrainingProgram
 from tailrace.torch.tracing.forward import Forward, weights_of
+from tailrace.trainer.lookback.replay import Replay
 
 
 class TrainingModel(FollowingModel):
@@ -41,6 +46,7 @@ class TrainingModel(FollowingModel):
         if optimizer is None:
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
         self._programs = 0
+        self._log: CallLog | None = None
         self._begin(optimizer)
 
     # -- weights --------------------------------------------------------------------------------
@@ -104,6 +110,9 @@ class TrainingModel(FollowingModel):
         kind = type(self.optimizer).__name__
         note = {"step": step, "seed": self._seed, "optimizer": kind}
         note |= {"unused": sorted(self._unused), "late": self._device_optimizer.late}
+        if self._log is not None:
+            trees["past"] = self._log.arrays()
+            note[SURROUNDINGS] = surroundings()
         write_state(path, trees, note)
 
     def load(self, path: Any) -> None:
@@ -125,11 +134,42 @@ class TrainingModel(FollowingModel):
         self._drop_program()
         self._held = jax.tree.map(jnp.asarray, saved)
         self._step, self._seed = note["step"], note["seed"]
+        self._log = CallLog.of(trees["past"], self._options) if "past" in trees else None
         self._device_optimizer, self._unused = bound, unused
         self._restructured = self._reloaded = False
         self._note_form()
         self._dirty = True
         self.version += 1
+
+    def replay(
+        self, step: int, calls: Iterable[Any], *, observe: Any = (), checkpoint: Any
+    ) -> Replay:
+        """Run a past step again, look at it with any taps, and say whether it is what happened.
+
+        The calls are made again from the nearest file before the step, on a state of its own; learning
+        rates are those of then. Losses and, with `fingerprint=True`, the state after each call are
+        compared with what was recorded. The model is afterwards as before.
+
+        Args:
+            step: the number of the step, counted from 0 over all calls.
+            calls: the arguments of all calls of the training in order, such as a `tt.DataLoader` that
+                yields the same again; those before the file are passed over.
+            observe: taps.
+            checkpoint: a file that `save` wrote, or a directory of such files.
+
+        Returns:
+            The records of the step by name, with `proved` (None where nothing was recorded) and
+            `differences`; see `tr.Trainer.replay`.
+        """
+        past = PastCalls(self._options, checkpoint, step, self._log)
+        rest = past.skipped(calls)
+        first = next(rest, None)
+        if first is None:
+            raise past.ended(past.started_at)
+        if self._program is None:
+            self._before_call()
+            self._build(first, {})
+        return past.replay(self._program, self._form, itertools.chain([first], rest), observe)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Use another optimizer, or other numbers of the same one, from the next call on.
@@ -199,6 +239,12 @@ class TrainingModel(FollowingModel):
 
     def _after_run(self) -> None:
         self._dirty = True
+        if self._options.fingerprint:
+            options, results = self._options, self._program.latest
+            if self._log is None:
+                first, counts = results.first_step, (options.microbatches, options.replicas)
+                self._log = CallLog(History(first, *counts))
+            self._log.add(results, self._hypers)
         self.version += 1
         # Schedulers ask whether the optimizer has made a step, and it has, elsewhere.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

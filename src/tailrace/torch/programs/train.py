@@ -32,7 +32,9 @@ from tailrace.torch.programs.portions import Portions
 from tailrace.torch.tracing.forward import Forward
 from tailrace.trainer.description import describe
 from tailrace.trainer.engine import Engine
+from tailrace.trainer.executions import Results
 from tailrace.trainer.journal import Journal
+from tailrace.trainer.lookback.rerun import twin_of
 from tailrace.trainer.memory_shortage import within_memory
 
 _HYPER = "optimizer_state/hyper"
@@ -104,19 +106,26 @@ class TrainingProgram:
             model_state=dict(buffers),
             seed=seed,
             observe=[*own_taps, *parse_taps(options.observe)],
+            fingerprint=options.fingerprint,
         )
         self.engine.step = step
         self.journal = Journal(options.run_dir, leaving_out={tap.kind for tap in own_taps})
         paths = jax.tree_util.tree_flatten_with_path(self.engine.state)[0]
         self._leaves = {path_name(path): number for number, (path, _) in enumerate(paths)}
-        self.engine.use(HandedFeed(forward.form.spec()))
+        self.feed = HandedFeed(forward.form.spec())
+        """Says what the elements of a call look like."""
+        self.latest: Results | None = None
+        """What the latest call left behind."""
+        self.engine.use(self.feed)
         steps, runner, sight = options.device_iterations, self.engine.runner, self.engine.sight
         microbatches = self.engine.accumulation.microbatches
         check_bytes(sight.chosen, steps, microbatches, options.replicas, options.observe_bytes)
         self._open = contextlib.ExitStack()
         self._open.enter_context(self.engine.delivering())
         self._open.enter_context(self.journal.open(describe(self.engine, steps)))
-        self._portions = Portions(runner, sight, steps, forward.form.resident)
+        # The elements of a call have one fingerprint, so they are dispatched together.
+        whole = forward.form.resident or options.fingerprint
+        self._portions = Portions(runner, sight, steps, whole)
 
     def compile(self) -> None:
         """Compile without running anything."""
@@ -130,7 +139,7 @@ class TrainingProgram:
         with within_memory(engine, options.device_iterations):
             emitted, ready = self._portions.dispatch(engine.loop_state, numbers, blocks)
         ticket = engine.dispatched(options.device_iterations, emitted, ready)
-        results = engine.collect(ticket)
+        self.latest = results = engine.collect(ticket)
         self.journal.add(results)
         if results.failure is not None:
             raise results.failure
@@ -158,10 +167,19 @@ class TrainingProgram:
 
     def put(self, state: TrainState) -> None:
         """Go on from another state, which is copied."""
-        if self._automatic:
-            factor = state.optimizer_state[FACTOR]
-            state = state._replace(params={**state.params, FACTOR: factor})
-        self.engine.state = state
+        self.engine.state = self._whole(state)
+
+    def _whole(self, state: TrainState) -> TrainState:
+        if not self._automatic:
+            return state
+        factor = state.optimizer_state[FACTOR]
+        return state._replace(params={**state.params, FACTOR: factor})
+
+    def twin(self, observe: Any, state: TrainState) -> Engine:
+        """An engine for the same model, with other taps, in this state."""
+        twin = twin_of(self.engine, observe)
+        twin.state = self._whole(state)
+        return twin
 
     def put_weights(self, values: Mapping[str, Any]) -> None:
         """Go on from other values of some parameters and buffers."""
@@ -175,7 +193,12 @@ class TrainingProgram:
 
     def set_hypers(self, values: Any) -> None:
         """Other learning rates and the like, from the next step on."""
-        self.engine.replace({self._leaves[_HYPER]: jnp.asarray(values)})
+        self.engine.replace({self.hypers: jnp.asarray(values)})
+
+    @property
+    def hypers(self) -> int:
+        """The number, among the leaves of the state, of learning rates and the like."""
+        return self._leaves[_HYPER]
 
     def close(self) -> None:
         """End; history and records on disk are complete after this."""

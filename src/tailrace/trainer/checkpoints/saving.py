@@ -15,6 +15,7 @@ from tailrace.devices.processes import distributed
 from tailrace.errors import CheckpointError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.messages import note_once
+from tailrace.program.running.kernel_choices import choices_in
 from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.checkpoints import orbax_files
@@ -104,6 +105,8 @@ class Saving:
         orbax_files.import_orbax()
         with ExitStack() as stack:
             first_does(lambda: stack.enter_context(self._writer.directory.writing()))
+            if self._engine.digests is not None:  # whoever looks back needs the same kernels
+                stack.enter_context(choices_in(self.directory, write=distributed.writes()))
             try:
                 yield
             finally:

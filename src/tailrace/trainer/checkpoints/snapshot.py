@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.errors import CheckpointError
 from tailrace.jaxprs.marks import path_name
 from tailrace.records.history import History
@@ -35,8 +36,8 @@ class Snapshot:
     run_end: Callable[[], Any] = lambda: None
 
     def whole_note(self) -> dict[str, Any]:
-        """The note, with the end of the run."""
-        return {**self.note, "run": self.run_end()}
+        """The note, with the end of the run, and what the bits of the state depend on."""
+        return {**self.note, "run": self.run_end(), SURROUNDINGS: surroundings()}
 
     def on_host(self) -> dict[str, np.ndarray]:
         """The arrays on the host; waits for their copies."""

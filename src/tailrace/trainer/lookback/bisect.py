@@ -71,8 +71,9 @@ def _rerun(step: int, run: Run, trainer: Any, dataset: Any) -> Rerun:
             f"To name a tensor both runs are replayed from checkpoints, and {str(run.directory)!r} was "
             f"trained without. Train with fit(checkpoint=...)."
         )
-    kept, _ = nearest(where, step)
-    return Rerun(trainer.engine, [Tap("*", reduce=bits)], dataset, *read_fit(kept))
+    kept, directory = nearest(where, step)
+    taps = [Tap("*", reduce=bits)]
+    return Rerun(trainer.engine, taps, dataset, *read_fit(kept), directory.directory)
 
 
 def _digests(results: Any) -> dict[str, bytes]:

@@ -30,6 +30,7 @@ EXAMPLE = np.dtype(
         ("loss", np.float32),
         ("gradient_norm", np.float32),
         ("alignment", np.float32),
+        ("input_norm", np.float32),
     ]
 )
 
@@ -85,7 +86,19 @@ def example_gradients(
     found["element"], found["position"] = places.T
     for name, value in values.items():
         found[name] = np.asarray(value).reshape(-1)
+    found["input_norm"] = [input_norm(row) for row in rows]
     return found
+
+
+def input_norm(row: Any) -> float:
+    """The norm of the numbers in a row that are no integers; 0 if there are none.
+
+    >>> input_norm({"x": np.array([3.0, 4.0]), "label": np.array([7])})
+    5.0
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(row) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    squares = [np.square(np.abs(leaf).astype(np.float64)).sum() for leaf in leaves]
+    return float(np.sqrt(sum(squares)))
 
 
 def examples_of(elements: Sequence[np.ndarray], spec: ElementSpec) -> tuple[list[Any], np.ndarray]:

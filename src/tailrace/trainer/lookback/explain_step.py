@@ -26,6 +26,7 @@ ROW = np.dtype(
         ("loss", np.float32),
         ("gradient_norm", np.float32),
         ("alignment", np.float32),
+        ("input_norm", np.float32),
         ("score", np.float64),
     ]
 )
@@ -54,7 +55,8 @@ class StepExplanation:
         rows: one entry for each example, those that stand out most first: `element` (its number in the
             pass over the dataset), `position` in that element, `row` (its number in the arrays of
             `tr.batches`, else -1), `loss`, `gradient_norm`, `alignment` (the cosine of its gradient and
-            that of the step), `score` (how far loss or gradient are above the median of the step).
+            that of the step), `input_norm` (of the row's own numbers), `score` (how far loss or
+            gradient are above the median of the step, or inputs that are twice the median).
         growth: for each layer and gradient, its norm in this step over the median of the steps
             before, in the order of the program; empty without steps before.
         proved: whether the step is the one that happened; see `tr.Trainer.replay`.
@@ -100,7 +102,10 @@ def explain_step(
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
     taps = [Tap("reduced/*", reduce="tensor"), Tap(may_grow, reduce="norm")]
-    rerun, comparison = Rerun(engine, taps, dataset, arrays, note), Comparison(recorded)
+    rerun, comparison = (
+        Rerun(engine, taps, dataset, arrays, note, directory.directory),
+        Comparison(recorded),
+    )
     before = []
     with rerun.closing():
         comparison.take_all(rerun.advance(max(rerun.step, step - BEFORE)))
@@ -150,7 +155,7 @@ def _growth(before: list[dict[str, float]], now: dict[str, float]) -> dict[str, 
 def _numbered(dataset: Any, reading: Any, found: np.ndarray) -> np.ndarray:
     """Rows with their numbers in the dataset and their scores; those that stand out most first."""
     rows = np.zeros(len(found), ROW)
-    for name in ("position", "loss", "gradient_norm", "alignment"):
+    for name in ("position", "loss", "gradient_norm", "alignment", "input_norm"):
         rows[name] = found[name]
     epoch, first, count = reading or (0, 0, 0)
     rows["element"], rows["row"] = first + found["element"], -1
@@ -160,7 +165,12 @@ def _numbered(dataset: Any, reading: Any, found: np.ndarray) -> np.ndarray:
         rows["row"] = numbers[found["element"], found["position"]]
     with np.errstate(divide="ignore", invalid="ignore"):
         scores = [robust_scores(np.log(np.abs(rows[n]))) for n in ("loss", "gradient_norm")]
-    rows["score"] = np.fmax(*scores)
+        # Inputs that a saturated layer hides from the loss. They are often much alike: so near that
+        # their spread says nothing, and only those count that are plainly larger.
+        inputs = rows["input_norm"]
+        large = inputs > GROWN * np.median(inputs)
+        scores.append(np.where(large, robust_scores(np.log(inputs)), -np.inf))
+    rows["score"] = np.fmax.reduce(scores)
     bad = ~(np.isfinite(rows["loss"]) & np.isfinite(rows["gradient_norm"]))
     rows["score"][bad] = np.inf
     return rows[np.argsort(-rows["score"], kind="stable")]

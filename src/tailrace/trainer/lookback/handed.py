@@ -9,6 +9,7 @@ come here instead of to the program that trains.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,11 +30,11 @@ class HandedReplay:
     Args:
         step: the one to look at.
         recorded: what is known of the training.
-        started_at: the step of the checkpoint.
+        note: of the checkpoint.
     """
 
-    def __init__(self, step: int, recorded: Recorded, started_at: int) -> None:
-        self.step, self._recorded, self._started_at = step, recorded, started_at
+    def __init__(self, step: int, recorded: Recorded, note: Mapping[str, Any]) -> None:
+        self.step, self._recorded, self._note = step, recorded, note
         around = recorded.around(step)
         self._end = step + 1 if around is None else sum(around)
         self._comparison = Comparison(recorded)
@@ -43,13 +44,14 @@ class HandedReplay:
         self.done = False
         """Whether the step was seen, and its execution is over."""
 
-    def take(self, engine: Engine, feed: Feed, block: Staged) -> None:
+    def take(self, engine: Engine, feed: Feed, block: Staged, exact: bool = False) -> None:
         """Run the steps of a block, without those behind the last one that matters.
 
         Args:
             engine: made for looking back, with its state at the block's start.
             feed: says what its elements look like.
             block: elements; its room is what the program of the training had.
+            exact: whether that program was made for exactly these steps, not for any up to them.
         """
         if self.done:
             return
@@ -59,16 +61,19 @@ class HandedReplay:
             self._pairs.setdefault(feed, RunnerPair(engine))
         count, first = engine.accumulation.microbatches, engine.step
         pair = self._pairs[feed]
-        pair.set_longest(max(1, block.room // count))
         end = min(first + block.count // count, self._end)
         inside = (self.step, self.step + 1, *self._recorded.ends(first, end))
         cuts = sorted({first, end, *(cut for cut in inside if first < cut < end)})
         for start, stop in itertools.pairwise(cuts):
-            looking = start == self.step
-            capacity = (pair.loud if looking else pair.silent).capacity
-            assert capacity is not None
-            part = portion(block, (start - first) * count, (stop - start) * count)
-            results = pair.run(stop - start, looking, with_room(part, capacity * count))
+            looking, length = start == self.step, stop - start
+            runner = pair.loud if looking else pair.silent
+            part = portion(block, (start - first) * count, length * count)
+            if exact and part.count == block.room:
+                runner.capacity = None
+            else:
+                pair.set_longest(max(1, block.room // count))
+                part = with_room(part, (runner.capacity or 0) * count)
+            results = pair.run(length, looking, part)
             self._comparison.take(results)
             if looking:
                 self._seen = results
@@ -79,7 +84,7 @@ class HandedReplay:
         """The result; None if the blocks ended before the step."""
         if self._seen is None:
             return None
-        return replay_of(self._seen, self._comparison, self._started_at)
+        return replay_of(self._seen, self._comparison, self._note)
 
 
 def portion(block: Staged, first: int, count: int) -> Staged:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tailrace.devices.processes import distributed
+from tailrace.devices.surroundings import SURROUNDINGS, changed_since
 from tailrace.errors import CheckpointError, OptionError
 from tailrace.records.fingerprints import elements_fingerprint, loss_fingerprint
 from tailrace.records.records import Record, Records
@@ -58,6 +59,8 @@ class Replay(Mapping[Any, Record]):
         differences: what differs, the earliest first.
         evidence: what was compared, in words.
         started_at: the step of the checkpoint that the replay began from.
+        changed: what of versions, flags and devices is not as it was, in words: the first suspects
+            where something differs.
     """
 
     def __init__(
@@ -68,10 +71,11 @@ class Replay(Mapping[Any, Record]):
         differences: list[Difference],
         compared: list[str],
         started_at: int,
+        changed: Sequence[str] = (),
     ) -> None:
         self.step, self.loss, self.started_at = step, loss, started_at
         self._records = records
-        self.differences = differences
+        self.differences, self.changed = differences, list(changed)
         self.evidence = ", ".join(dict.fromkeys(compared))
         self.proved = not differences if compared else None
 
@@ -94,6 +98,8 @@ class Replay(Mapping[Any, Record]):
             f"step {self.step}, loss {self.loss:.7g}, from the checkpoint of {self.started_at}"
         ]
         lines += [said, *(f"  {one}" for one in self.differences[:10])]
+        if not self.proved:
+            lines += [f"  not as it was: {one}" for one in self.changed]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -113,7 +119,7 @@ def replay(
     arrays, note = read_fit(kept)
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
-    rerun = Rerun(engine, observe, dataset, arrays, note)
+    rerun = Rerun(engine, observe, dataset, arrays, note, directory.directory)
     around = recorded.around(step)
     comparison = Comparison(recorded)
     with rerun.closing():
@@ -124,17 +130,24 @@ def replay(
         comparison.take(seen)
         if around is not None:
             comparison.take_all(rerun.advance(sum(around)))
-    return replay_of(seen, comparison, int(note["step"]))
+    return replay_of(seen, comparison, note)
 
 
-def replay_of(seen: Results, comparison: Comparison, started_at: int) -> Replay:
-    """What a replay found: the step that was looked at, and what all steps were compared with."""
+def replay_of(seen: Results, comparison: Comparison, note: Mapping[str, Any]) -> Replay:
+    """What a replay found: the step that was looked at, and what all steps were compared with.
+
+    Args:
+        seen: the step.
+        comparison: with what was recorded.
+        note: of the checkpoint.
+    """
     records = Records()
     for part in seen.parts:
         records.add(part)
     loss = float(np.mean(seen.scalars["loss"]))
     found, compared = comparison.differences, comparison.compared
-    return Replay(seen.first_step, loss, records, found, compared, started_at)
+    changed = changed_since(note.get(SURROUNDINGS))
+    return Replay(seen.first_step, loss, records, found, compared, int(note["step"]), changed)
 
 
 class Comparison:
@@ -206,12 +219,17 @@ class Comparison:
 # -- which checkpoint ---------------------------------------------------------------------------
 
 
-def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
-    """The last checkpoint at or before a step."""
+def check_step(step: Any) -> None:
+    """Refuse what is no number of a step."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise OptionError(
             f"step is the number of a step that was trained, counted from 0. Received: step={step!r}."
         )
+
+
+def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
+    """The last checkpoint at or before a step."""
+    check_step(step)
     given = checkpoint.directory if isinstance(checkpoint, Checkpoint) else checkpoint
     if not isinstance(given, str | os.PathLike):
         raise OptionError(

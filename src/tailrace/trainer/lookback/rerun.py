@@ -15,6 +15,7 @@ from tailrace.errors import DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
+from tailrace.program.running.kernel_choices import choices_in
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.taps.tap import StopOnNonfinite, parse_taps
 from tailrace.trainer.checkpoints.saving import bring_to
@@ -37,6 +38,7 @@ class Rerun:
         dataset: the one that was trained on, or an equal one.
         arrays: of the checkpoint.
         note: of the checkpoint.
+        directory: of the checkpoints: with it, the kernels that XLA chose are those of then.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Rerun:
         dataset: Any,
         arrays: Mapping[str, np.ndarray],
         note: Mapping[str, Any],
+        directory: Any = None,
     ) -> None:
         self.engine = twin_of(engine, observe)
-        self._dataset = dataset
+        self._dataset, self._directory = dataset, directory
         self._progress = Progress(**note["fit"]["progress"])
         self._by_epochs = Duration(**note["fit"]["duration"]).epochs is not None
         self._epoch = self._progress.epoch
@@ -92,7 +95,8 @@ class Rerun:
     def closing(self) -> Iterator[Rerun]:
         """While steps are run; afterwards threads have ended."""
         try:
-            yield self
+            with choices_in(self._directory):
+                yield self
         finally:
             self._feed.rest()
 

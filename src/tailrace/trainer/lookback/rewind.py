@@ -20,7 +20,8 @@ def rewind(
     kept, directory = nearest(checkpoint, step)
     if step - 1 not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
-    rerun, comparison = Rerun(engine, (), dataset, *read_fit(kept)), Comparison(recorded)
+    rerun = Rerun(engine, (), dataset, *read_fit(kept), directory.directory)
+    comparison = Comparison(recorded)
     with rerun.closing():
         for end in (*recorded.ends(rerun.step, step), step):
             comparison.take_all(rerun.advance(end))

@@ -1,0 +1,51 @@
+"""What a program's bits depend on besides the program: versions, flags, the kind of device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from tailrace.devices import devices
+
+SURROUNDINGS = "surroundings"
+"""The entry of a checkpoint's note, and of a run, that keeps them."""
+
+
+def surroundings() -> dict[str, str]:
+    """What must be the same for the same bits, ready for JSON.
+
+    >>> sorted(surroundings())  # doctest: +NORMALIZE_WHITESPACE
+    ['XLA_FLAGS', 'device', 'driver', 'jax', 'jax_default_matmul_precision', 'jax_enable_x64',
+     'jaxlib', 'platform']
+    """
+    device = devices.available()[0]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "driver": str(getattr(device.client, "platform_version", "")),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "jax_enable_x64": str(jax.config.jax_enable_x64),
+        "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
+    }
+
+
+def changed_since(then: Mapping[str, Any] | None) -> list[str]:
+    """What is not as it was, in words.
+
+    >>> changed_since(surroundings()), changed_since(None)
+    ([], [])
+    >>> changed_since({"jax": "0.1"})[0].startswith("jax: 0.1 then, ")
+    True
+    """
+    now = surroundings()
+    return [
+        f"{name}: {str(value) or 'none'} then, {now[name] or 'none'} now"
+        for name, value in (then or {}).items()
+        if name in now and str(value) != now[name]
+    ]

@@ -1,0 +1,76 @@
+"""What XLA chose by timing kernels on a GPU: kept in a file, and used again by later processes.
+
+For a matrix product XLA has several kernels, times them while it compiles, and takes the fastest. The
+next process may choose another, which rounds otherwise. XLA writes all choices of a process to a file
+after each compilation, and reads such a file once, before the first. JAX's compilation cache can keep
+a file for each fusion instead; some choices are not in those (openxla/xla, issue 37902).
+
+Other platforms have nothing to choose: nothing is read or written there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from tailrace.messages import note_once
+
+FILE = "autotune.textproto"
+"""The file in a directory of checkpoints; XLA writes text for this ending."""
+
+_READ, _WRITE = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
+
+_REFUSED = re.compile("autotun|compile option", re.IGNORECASE)
+"""What an error says that is about the options here."""
+
+_kept: ContextVar[tuple[Path, bool] | None] = ContextVar("tailrace_kernel_choices", default=None)
+
+
+@contextmanager
+def choices_in(directory: Any, write: bool = False) -> Iterator[None]:
+    """While programs are compiled with the choices in a directory, if there are any.
+
+    Args:
+        directory: of checkpoints; None: each compilation chooses for itself.
+        write: whether choices that are made now are kept there too.
+    """
+    token = _kept.set(None if directory is None else (Path(directory) / FILE, write))
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def compiled(lowered: Any, options: dict[str, str] | None, platform: str) -> Any:
+    """The executable of a lowered program."""
+    kept = _kept.get()
+    if kept is None or platform not in ("gpu", "cuda"):
+        return lowered.compile(options)
+    file, write = kept
+    partial = file.with_name(f"new-{FILE}")
+    more = choice_options(file, partial if write else None)
+    try:
+        program = lowered.compile({**(options or {}), **more})
+    except Exception as error:  # an XLA without these options, a file it cannot read: go on without
+        if not _REFUSED.search(str(error)):
+            raise
+        note_once(
+            f"XLA's choices of kernels are not kept: it was compiled without {str(file)!r} "
+            f"({type(error).__name__}: {str(error)[:200]}). A replay in another process may differ by "
+            f"rounding."
+        )
+        return lowered.compile(options)
+    if partial.exists():
+        os.replace(partial, file)  # there is a whole file at any time: a process may be killed
+    return program
+
+
+def choice_options(file: Path, write_to: Path | None) -> dict[str, str]:
+    """The options of XLA that read a file of choices, if it exists, and write one."""
+    found = {_READ: str(file)} if file.exists() else {}
+    return found if write_to is None else {**found, _WRITE: str(write_to)}

@@ -1,0 +1,170 @@
+"""A past step of a PyTorch model: its calls run again, from a file that `save` wrote."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.errors import CheckpointError, DataExhausted, OptionError, RunError
+from tailrace.program.step.training_step import TrainState
+from tailrace.records.history import History
+from tailrace.torch.calls.call_blocks import CallBlocks
+from tailrace.torch.calls.inputs import CallForm
+from tailrace.torch.calls.options import ModelOptions
+from tailrace.torch.models.saving import flat, read_note, read_state
+from tailrace.torch.programs.train import TrainingProgram
+from tailrace.trainer.executions import Results
+from tailrace.trainer.lookback.handed import HandedReplay
+from tailrace.trainer.lookback.recorded import recorded_by
+from tailrace.trainer.lookback.replay import Replay, check_step
+
+
+class CallLog:
+    """What a model with fingerprints keeps of all its calls; `save` writes it too.
+
+    Attributes:
+        history: losses and fingerprints.
+        hypers: learning rates and the like, by the step from which on they were others.
+    """
+
+    def __init__(self, history: History, hypers: Mapping[int, np.ndarray] | None = None) -> None:
+        self.history, self.hypers = history, dict(hypers or {})
+
+    def add(self, results: Results, hypers: np.ndarray) -> None:
+        """Take in a call."""
+        first = results.first_step
+        self.history.add({"loss": results.scalars["loss"]})
+        self.history.add_fingerprint(first, results.steps, results.fingerprint)
+        latest = self.hypers[max(self.hypers)] if self.hypers else None
+        if latest is None or latest.tobytes() != hypers.tobytes():
+            self.hypers[first] = np.array(hypers)
+
+    def arrays(self) -> dict[str, Any]:
+        """All of it, for a file."""
+        steps = np.array(sorted(self.hypers), np.int64)
+        values = {str(step): self.hypers[step] for step in sorted(self.hypers)}
+        first = np.array(self.history.first_step, np.int64)
+        return {
+            "history": self.history.to_arrays(),
+            "hypers": values,
+            "steps": steps,
+            "first": first,
+        }
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any], options: ModelOptions) -> CallLog:
+        """From a file."""
+        arrays = flat(tree["history"])
+        history = History.from_arrays(
+            arrays, int(tree["first"]), options.microbatches, options.replicas
+        )
+        return cls(history, {int(step): tree["hypers"][str(step)] for step in tree["steps"]})
+
+
+class PastCalls:
+    """The calls of a training model again, from a file on.
+
+    Args:
+        options: of the model.
+        checkpoint: a file that `save` wrote, or a directory of them.
+        step: the one to look at.
+        log: what the model knows of its calls.
+    """
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        checkpoint: Any,
+        step: int,
+        log: CallLog | None,
+    ) -> None:
+        check_step(step)
+        self._options, self._step = options, step
+        files = _files(checkpoint)
+        before = [file for file in files if file[0] <= step]
+        if not before:
+            there = f"the earliest there is of step {files[0][0]}" if files else "it holds none"
+            raise CheckpointError(
+                f"A replay of step {step} starts from a file that model.save wrote at or before it, "
+                f"and {str(checkpoint)!r} has none: {there}. Save the model more often."
+            )
+        self.started_at, file = before[-1]
+        if self.started_at % options.device_iterations:
+            raise CheckpointError(
+                f"A call of this model makes {options.device_iterations} steps, and {str(file)!r} was "
+                f"saved after {self.started_at}. Make the model with the device_iterations that it was "
+                f"trained with."
+            )
+        self._trees, self._note = read_state(file, {"step": int, "seed": int})
+        if log is None or step not in log.history.steps:
+            later = [path for number, path in files if number > step]
+            trees = read_state(later[-1])[0] if later else {}
+            log = CallLog.of(trees["past"], options) if "past" in trees else log
+        self._log = log
+
+    def skipped(self, calls: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+        """The arguments of the calls from the file on."""
+        count = self.started_at // self._options.device_iterations
+        for number, call in enumerate(calls):
+            if number >= count:
+                yield tuple(call) if isinstance(call, tuple | list) else (call,)
+
+    def replay(
+        self, program: TrainingProgram, form: CallForm, calls: Iterable[Any], observe: Any
+    ) -> Replay:
+        """Run calls up to the one of the step."""
+        recorded, log = recorded_by(program.journal), self._log
+        if log is not None:
+            recorded.add_history(log.history)
+        replayed = HandedReplay(self._step, recorded, self._note)
+        engine = program.twin(observe, self._state())
+        engine.seed, engine.step = int(self._note["seed"]), self.started_at
+        feed = program.feed
+        for call in calls:
+            if log is not None and engine.step in log.hypers:
+                engine.replace({program.hypers: jnp.asarray(log.hypers[engine.step])})
+            arrays = form.blocks(form.tensors_of(call, {}))
+            placement = engine.placement
+            blocks = CallBlocks(arrays, (), placement.shared_out, placement.replicas)
+            count = self._options.device_iterations * self._options.microbatches
+            replayed.take(engine, feed, blocks.take(count), exact=True)
+            if replayed.done:
+                break
+        if replayed.found is None:
+            raise self.ended(engine.step)
+        return replayed.found
+
+    def ended(self, step: int) -> DataExhausted:
+        """What to say of calls that end with a step before the one that is wanted."""
+        return DataExhausted(
+            f"A replay makes the calls of the training again, and these end before step "
+            f"{self._step}: with step {step}. Give the arguments of all calls, from the first one "
+            f"that the model made."
+        )
+
+    def _state(self) -> TrainState:
+        trees = self._trees
+        return TrainState(trees.get("param", {}), trees["optimizer"], trees.get("buffer", {}))
+
+
+def _files(checkpoint: Any) -> list[tuple[int, pathlib.Path]]:
+    """The saved models in a directory, or the one in a file, by step."""
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise OptionError(
+            f"A replay starts from a file that model.save(path) wrote: checkpoint= is its path, or "
+            f"that of a directory of such files. Received: checkpoint={checkpoint!r}."
+        )
+    path = pathlib.Path(checkpoint)
+    found = []
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        try:
+            found.append((int(read_note(file, {"step": int})["step"]), file))
+        except RunError:
+            if file == path:  # in a directory there may be other files
+                raise
+    return sorted(found)
