@@ -15,6 +15,10 @@ SURROUNDINGS = "surroundings"
 """The entry of a checkpoint's note, and of a run, that keeps them."""
 
 
+_CONFIGURED = ("jax_enable_x64", "jax_default_matmul_precision")
+"""JAX's settings that change what programs compute."""
+
+
 def surroundings() -> dict[str, str]:
     """What must be the same for the same bits, ready for JSON.
 
@@ -30,8 +34,7 @@ def surroundings() -> dict[str, str]:
         "device": device.device_kind,
         "driver": str(getattr(device.client, "platform_version", "")),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "jax_enable_x64": str(jax.config.read("jax_enable_x64")),
-        "jax_default_matmul_precision": str(jax.config.read("jax_default_matmul_precision")),
+        **{name: str(getattr(jax.config, name)) for name in _CONFIGURED},
     }
 
 
