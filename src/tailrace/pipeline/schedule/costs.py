@@ -50,8 +50,8 @@ class Costs:
             return virtual  # no concurrent stages: a unit is a virtual stage
         counts = self.first[virtual + 1] - self.first[virtual]
         ends = np.cumsum(counts)
-        units = np.arange(counts.sum()) + np.repeat(self.first[virtual] - ends + counts, counts)
-        return cast(np.ndarray, units)  # numpy's stubs know no type of a sum of these
+        # Numpy's stubs have no type for this sum.
+        return np.arange(counts.sum()) + np.repeat(self.first[virtual] - ends + counts, counts)  # pyright: ignore[reportUnknownVariableType]
 
 
 def costs_of(
