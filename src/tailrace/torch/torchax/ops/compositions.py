@@ -148,7 +148,7 @@ def _zeta(x: Any, q: Any) -> Any:
 def _repeat_interleave(
     x: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
-    """Each entry so many times; of counts alone, the numbers of the entries.
+    """Each entry, repeated by its count; with counts alone, the numbers of the entries.
 
     With a tensor of counts, `output_size` says how many that makes.
     """
