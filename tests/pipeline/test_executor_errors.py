@@ -179,7 +179,7 @@ def test_a_boundary_where_a_model_cannot_be_cut():
         h, _ = jax.lax.scan(layer, x @ p[0]["kernel"], None, length=2)
         return LOSS(h, y)
 
-    with pytest.raises(PipelineError, match="stands inside 'scan', where a model cannot be cut"):
+    with pytest.raises(PipelineError, match="is inside 'scan', where a model cannot be cut"):
         fit(tr.Pipeline(loss, accumulation=4))
 
 

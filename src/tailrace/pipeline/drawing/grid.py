@@ -169,7 +169,7 @@ def _phase_line(plan: PlannedTicks, columns: Sequence[int | None], header: str) 
         if held:
             line = line.ljust(starts[held[0]])
             width = ends[held[-1]] - starts[held[0]] - 1
-            # Nothing stands to the right of the last phase, so its name may run over.
+            # Nothing is to the right of the last phase, so its name may run over.
             fits = len(name) <= width or held[-1] == len(columns) - 1
             line += (name if fits else name[: max(width, 0)]).ljust(width, "-") + " "
     return line

@@ -1,4 +1,4 @@
-"""Where everything in a picture of a plan stands: columns of time, lanes of stages."""
+"""The position of everything in a picture of a plan: columns of time, lanes of stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -30,9 +30,9 @@ class Form:
     Attributes:
         shape: of one of it.
         dtype: of one of it.
-        depth: how many of it there are, told apart by an index.
+        depth: how many there are, distinguished by an index.
         each: whether every replica has its own.
-        hosted: whether it lies in the memory of the device's host.
+        hosted: whether it is in the memory of the device's host.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where a value lies: which buffer, from where on."""
+    """The place of a value: its buffer and offset."""
 
     form: Form
     buffer: int

@@ -173,7 +173,7 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
             return False
         if jit_of(eqn) is None:
             raise PipelineError(
-                f"A tr.stage_boundary stands inside {name_of(eqn)!r}, where a model cannot "
+                f"A tr.stage_boundary is inside {name_of(eqn)!r}, where a model cannot "
                 f"be cut. Move it out of the loop, branch or recomputation, to the top of the "
                 f"model."
             )

@@ -95,7 +95,7 @@ class Assembly:
                 results[out] = frozenset([self.device(owner)])
             elif number not in self.jobs.loose and not isinstance(start, Literal):
                 same[out] = self.before.root(start)
-        # Optimizer state: where the update meets the gradients. This can be told from the equations
+        # Optimizer state: where the update meets the gradients. This follows from the equations
         # alone, and only now, when gradients have their places.
         have = {v: d for v, d in self.before.at.items() if d is not None} | results
         rest = [v for v in self.carry_in if v not in held]

@@ -17,7 +17,7 @@ from jax import lax
 from tailrace.pipeline.lowering.buffers import Form, Layout, unwrapped, wrapped
 
 _SMALL = 1 << 18
-"""Bytes up to which a value stands in a row: copying it costs less than an operation of its own."""
+"""Bytes up to which a value is stored in a shared row: copying it costs less than a separate operation."""
 
 Whose = tuple[int, int]
 """A stage, and a member of it."""
@@ -44,7 +44,7 @@ class StashLayout(Layout):
     Args:
         puts: for each device, what each unit leaves there.
         depths: for each unit, how many slots it has.
-        hosted: whether the stash lies in the memory of the host.
+        hosted: whether the stash is in host memory.
     """
 
     def __init__(

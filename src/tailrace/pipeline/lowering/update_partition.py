@@ -17,7 +17,7 @@ from tailrace.jaxprs.internals import JaxprEqn, Literal, Var, nbytes, variables
 from tailrace.jaxprs.own_equations import is_mark, reduction_in
 
 Devices = frozenset[int]
-"""Numbers of devices; None in their place stands for all of them, everywhere."""
+"""Numbers of devices; None means all of them."""
 
 _SMALL = 65_536
 """Bytes up to which values are sent to all devices rather than the work to one of them."""

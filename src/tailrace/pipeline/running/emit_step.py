@@ -142,7 +142,7 @@ class Machine:
                     kept: dict[int, list[Any]] = kept,
                     scratch: Layout = scratch,
                 ) -> Any:
-                    # What the block overwrites is read from where it lies: read from outside, it
+                    # What the block overwrites is read in place: read from outside, it
                     # would be copied first.
                     inside = values.on(device).reading(layout, buffers)
                     buffers, stores = list(buffers), list(stores)

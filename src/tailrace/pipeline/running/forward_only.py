@@ -29,7 +29,7 @@ Compute = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """`compute(read, changed, element, ())` returns what is sent out, and the next `changed`."""
 
 _ROUNDS = 8
-"""A pass takes so many rounds of microbatches at most: what they send out is kept until its end."""
+"""The most rounds of microbatches per pass: what they send out is kept until its end."""
 
 
 class ForwardPipeline(Pipeline):

@@ -1,7 +1,7 @@
 """Doing something on one device of many, in place, and keeping what it emits.
 
 XLA copies what passes through a conditional, and parameters, stash and accumulators all would. What
-a loop carries it updates in place. So whatever a device does, or leaves out, stands in a loop of at
+a loop carries it updates in place. So whatever a device does, or skips, is in a loop of at
 most one pass.
 """
 

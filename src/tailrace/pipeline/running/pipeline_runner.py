@@ -44,7 +44,7 @@ class PipelineRunner(LoopRunner):
         each: as there.
         training: whether there are backwards.
         hosted: the leaves of `carried` that lie in the memory of the host between updates.
-        stash_on_host: whether what forwards keep for backwards lies there.
+        stash_on_host: whether forwards keep residuals for backwards in host memory.
     """
 
     placement: PipelinePlacement

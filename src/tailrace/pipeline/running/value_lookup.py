@@ -47,7 +47,7 @@ class Values:
         return dataclasses.replace(self, device=device, own={}, frame=self.frame.inner())
 
     def reading(self, layout: Layout, buffers: Sequence[Any]) -> Values:
-        """The same, with what lies in a layout read from other buffers."""
+        """The same, with the values of a layout read from other buffers."""
         stores = [
             (each, buffers if each is layout else held, keys) for each, held, keys in self.stores
         ]

@@ -69,7 +69,7 @@ class Phases(NamedTuple):
     ramp_down: range
 
     def of(self, tick: int) -> str:
-        """The phase that a tick lies in: "ramp-up", "steady" or "ramp-down"."""
+        """The phase of a tick: "ramp-up", "steady" or "ramp-down"."""
         if tick in self.ramp_up:
             return "ramp-up"
         return "steady" if tick in self.steady else "ramp-down"

@@ -123,7 +123,7 @@ class Returned:
         if collected:
             if self.mode is OutputMode.SUM and part.one.loops == 1 and microbatches > 1:
                 value = value * value.dtype.type(microbatches)  # one value represents them all
-            lead: tuple[int, ...] = (replicas,)
+            lead = (replicas,)
         else:
             rows = value.shape[0]
             if loops == 1:
@@ -133,7 +133,7 @@ class Returned:
             value = np.expand_dims(value, len(lead) - 1)
         value = np.broadcast_to(value, (*lead, *shape))
         if not collected:
-            value = value.reshape(lead[0] * lead[1], replicas, *shape)
+            value = value.reshape(int(np.prod(lead[:2])), replicas, *shape)
             stride = self.period * len(value) // (iterations * microbatches)
             value = value[stride - 1 :: stride]
         copies = int(np.prod(value.shape[: value.ndim - len(shape)], dtype=np.int64))
