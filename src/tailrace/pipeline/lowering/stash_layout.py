@@ -17,7 +17,7 @@ from jax import lax
 from tailrace.pipeline.lowering.buffers import Form, Layout, unwrapped, wrapped
 
 _SMALL = 1 << 18
-"""Bytes up to which a value shares a row with others: copying it costs less than a separate operation."""
+"""Bytes up to which a value shares a row with others: copying costs less than a separate operation."""
 
 Whose = tuple[int, int]
 """A stage, and a member of it."""
