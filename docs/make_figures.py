@@ -174,10 +174,10 @@ TAP = (
 )
 PIPELINE = (
     ("cut", "the model in pieces", "lowering/cut.py"),
-    ("halves", "forward, backward", "forward_backward.py"),
-    ("plain step", "a loop of units", "pipeline_step.py"),
+    ("stages", "forward, backward", "lowering/stage.py"),
+    ("plain step", "calls of stages", "pipeline_step.py"),
     ("plan", "which unit when", "schedule/plan.py"),
-    ("jobs", "equations by unit", "lowering/jobs.py"),
+    ("jobs", "calls by unit", "lowering/jobs.py"),
     ("layout", "values in buffers", "device_layout.py"),
     ("machine", "one device program", "running/emit_step.py"),
 )

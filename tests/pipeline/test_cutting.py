@@ -14,7 +14,7 @@ from oracles import assert_bits_equal, assert_close
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.internals import Literal, primitives
 from tailrace.pipeline.lowering.cut import cut
-from tailrace.pipeline.lowering.forward_backward import halve
+from tailrace.pipeline.lowering.forward_backward import training_stages
 
 drawn = settings(deadline=None, max_examples=25)
 
@@ -22,6 +22,12 @@ drawn = settings(deadline=None, max_examples=25)
 def traced(function, *args):
     closed = jax.make_jaxpr(function)(*args)
     return cut(closed, 1, range(1, len(args)))
+
+
+def staged(made, recompute):
+    """The stages of a model that returns its loss and one more value, or its loss alone."""
+    loss, *aux = made.outvars
+    return training_stages(made, jax.tree.structure((loss, None, aux)), recompute).each
 
 
 def run(made, inputs):
@@ -85,25 +91,27 @@ def test_nothing_is_used_before_it_is_made_or_handed_over(seed):
 
 @drawn
 @given(st.integers(0, 10**6), st.sampled_from([False, True, "interleaved"]))
-def test_halves_make_the_gradient_of_the_model(seed, recompute):
+def test_stages_make_the_gradient_of_the_model(seed, recompute):
     model = random_model(seed)
     args = (jnp.float32(0.5), jnp.arange(3.0))
     made = traced(model, *args)
-    halves = halve(made, 1, made.outvars[0], recompute)
+    stages = staged(made, recompute)
     known = {**made.consts, **dict(zip(made.invars, args, strict=True))}
     kept = []
-    for half in halves:
-        inputs = [known[v] for v in half.piece.inputs]
-        outputs = jax.core.eval_jaxpr(half.forward.jaxpr, half.forward.consts, *inputs)
-        known.update(zip(half.piece.outputs, outputs, strict=False))
-        kept.append([(inputs if where == "input" else outputs)[i] for where, i in half.kept])
+    for stage in stages:
+        inputs = [known[v] for v in stage.inputs]
+        outputs = jax.core.eval_jaxpr(stage.forward.jaxpr, stage.forward.consts, *inputs)
+        known.update(zip(stage.outputs, outputs, strict=False))
+        taken = {"input": inputs, "output": outputs}
+        kept.append([taken[source][index] for source, index in stage.residuals])
     gradients = {made.outvars[0]: jnp.float32(1)}
-    for half, residuals in reversed([*zip(halves, kept, strict=True)]):
-        if half.backward is None:
+    for stage, residuals in reversed([*zip(stages, kept, strict=True)]):
+        if stage.backward is None:
             continue
-        back = [gradients.get(v, jnp.zeros(v.aval.shape)) for v in half.sends]
-        found = jax.core.eval_jaxpr(half.backward.jaxpr, half.backward.consts, *residuals, *back)
-        for var, gradient in zip(half.wants, found, strict=True):
+        back = [gradients.get(v, jnp.zeros(v.aval.shape)) for v in stage.sends]
+        found = jax.core.eval_jaxpr(stage.backward.jaxpr, stage.backward.consts, *residuals, *back)
+        assert stage.params == tuple(0 for v in stage.wants if v is made.invars[0])
+        for var, gradient in zip(stage.wants, found, strict=True):
             gradients[var] = gradients[var] + gradient if var in gradients else gradient
     expected = jax.grad(lambda w, x: model(w, x)[0])(*args)
     assert_close(gradients[made.invars[0]], expected)
@@ -203,6 +211,6 @@ def test_residuals_that_are_inputs_are_not_returned_again():
         return (tr.stage_boundary(x * w) ** 2).sum()
 
     made = traced(model, jnp.float32(1), np.arange(3.0, dtype=np.float32))
-    first = halve(made, 1, made.outvars[0], False)[0]
-    assert len(first.forward.jaxpr.outvars) == len(first.piece.outputs)
-    assert {where for where, _ in first.kept} == {"input"}
+    first = staged(made, False)[0]
+    assert len(first.forward.jaxpr.outvars) == len(first.outputs)
+    assert {source for source, _ in first.residuals} == {"input"}

@@ -105,8 +105,11 @@ class Layout:
         for device, forms in enumerate(values):
             shared: dict[Any, int] = {}  # by kind: how far its common buffer is filled
             alone: dict[Any, int] = {}  # by kind: how many have a buffer of their own
+            # Largest first: then the n-th largest values of all devices share a buffer, and what one
+            # device does not use of it is least.
             ordered = sorted(forms.items(), key=lambda item: -item[1].nbytes)
             for key, form in ordered:
+                # Values of one buffer have one dtype, one sharding and one memory.
                 kind = (jnp.dtype(form.stored.dtype), form.each, form.hosted)
                 total = form.size * form.depth
                 if together or form.nbytes <= _SMALL:
@@ -151,6 +154,7 @@ class Layout:
         """The value of a device under `key`."""
         slot = self.slots[device][key]
         form, flat = slot.form, buffers[slot.buffer]
+        # Of slots on the host, one is cut out first: only that one is copied to the device.
         if form.hosted and (index is None or flat.ndim > 1):
             flat = to_device(flat)
         if flat.ndim > 1:
@@ -173,7 +177,7 @@ class Layout:
         flat = jnp.asarray(unwrapped(value, form), form.stored.dtype)
         flat = flat if old.ndim > 1 else flat.reshape(-1)
         flat = to_host(flat) if form.hosted else flat
-        if flat.shape == old.shape:
+        if flat.shape == old.shape:  # all of it: nothing of the old one remains
             buffers[slot.buffer] = flat
             return
         start = slot.offset if index is None else slot.offset + index * form.size

@@ -12,11 +12,10 @@ traced to where they are used, so that nothing needless is kept or sent:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import stretches
@@ -26,6 +25,9 @@ from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.own_equations import ambient_in, has_role, is_mark, tag_in
 from tailrace.jaxprs.stretches import Emit, live_ins, run
 from tailrace.pipeline.boundary import BESIDE, ROLE
+
+Region = tuple[int, int]
+"""A stage, and a member of it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +66,8 @@ class Cut:
         invars: the variables of the whole model's inputs.
         outvars: the variables (or literals) of its outputs.
         consts: values of variables that are constants.
-        parameters: those of the inputs that are.
+        parameters: those of the inputs that are parameters.
+        state: those that are model state.
         everywhere: those that every unit finds where they are: parameters, the element, what is
             equal for all.
     """
@@ -73,12 +76,9 @@ class Cut:
     invars: tuple[Var, ...]
     outvars: tuple[Any, ...]
     consts: dict[Any, Any]
-    parameters: frozenset[Var]
+    parameters: tuple[Var, ...]
+    state: tuple[Var, ...]
     everywhere: frozenset[Var]
-
-    def results(self, values: dict[Any, Any]) -> list[Any]:
-        """The outputs, from the values of variables."""
-        return [values[v] if isinstance(v, Var) else jnp.asarray(v.val) for v in self.outvars]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -112,43 +112,47 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
     jaxpr = closed.jaxpr
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     regions, equations, outvars, passed, order = _regions(jaxpr)
-    anywhere = {jaxpr.invars[i] for i in batch}
+    anywhere = frozenset(jaxpr.invars[i] for i in batch)
     fixed = {*jaxpr.invars[:parameters], *consts}
     homes = _homes(
         equations, regions, {*variables(outvars), *passed}, fixed, anywhere | set(consts)
     )
-    made_in: dict[Any, set[tuple[int, int]]] = {}
-    for eqn, home in zip(equations, homes, strict=True):
-        for var in eqn.outvars:
-            made_in[var] = home
-    results = set(variables(outvars))
-    used_in: dict[Any, set[tuple[int, int]]] = {}
+    made_in = {var: home for eqn, home in zip(equations, homes, strict=True) for var in eqn.outvars}
+    used_in: dict[Any, set[Region]] = {}
     for eqn, home in zip(equations, homes, strict=True):
         for var in variables(eqn.invars):
             used_in.setdefault(var, set()).update(home)
+    results = set(variables(outvars))
     pieces = []
     for region in order:
         own = [e for e, home in zip(equations, homes, strict=True) if region in home]
         inputs = tuple(var for var in live_ins(own) if var not in consts)
         _check_beside(region, inputs, made_in)
-        outputs = tuple(
-            var
-            for var in stretches.made_by(own)
-            # What is computed wherever it is used is nobody's output, except as a result.
-            if (var in results and region == min(made_in[var], key=order.index))
-            or any(
-                region not in made_in[var] or other not in made_in[var]
-                for other in used_in.get(var, ())
-            )
-        )
+
+        def leaves(var: Any, region: Region = region) -> bool:
+            """Whether this piece hands a value that it makes to another, or out of the model."""
+            made = made_in[var]
+            # What is computed wherever it is used is no piece's output. As a result of the model it
+            # is the first one's.
+            if var in results and region == min(made, key=order.index):
+                return True
+            return any(region not in made or user not in made for user in used_in.get(var, ()))
+
+        outputs = tuple(filter(leaves, stretches.made_by(own)))
         pieces.append(Piece(*region, tuple(own), inputs, outputs))
-    own = frozenset(jaxpr.invars[:parameters])
-    return Cut(tuple(pieces), tuple(jaxpr.invars), tuple(outvars), consts, own, own | anywhere)
+    invars = tuple(jaxpr.invars)
+    return Cut(
+        pieces=tuple(pieces),
+        invars=invars,
+        outvars=tuple(outvars),
+        consts=consts,
+        parameters=invars[:parameters],
+        state=invars[parameters : batch.start],
+        everywhere=anywhere.union(invars[:parameters]),
+    )
 
 
-def _check_beside(
-    region: tuple[int, int], inputs: Sequence[Any], made_in: dict[Any, set[tuple[int, int]]]
-) -> None:
+def _check_beside(region: Region, inputs: Sequence[Any], made_in: dict[Any, set[Region]]) -> None:
     for var in inputs:
         for stage, member in made_in.get(var, ()):
             if stage == region[0] and member != region[1]:
@@ -192,11 +196,12 @@ def _is_boundary(eqn: JaxprEqn) -> bool:
 
 def _regions(
     jaxpr: Jaxpr,
-) -> tuple[list[tuple[int, int]], list[JaxprEqn], list[Any], set[Any], list[tuple[int, int]]]:
+) -> tuple[list[Region], list[JaxprEqn], list[Any], set[Any], list[Region]]:
     """(stage, member) of each equation, the equations without boundaries, outputs, what is passed.
 
     Last all regions there are: a stage that only passes values on has no equation.
     """
+    # A boundary is an identity: behind it the value keeps the variable that it had before.
     same: dict[Any, Any] = {}
     passed: set[Any] = set()
     stage = member = 0
@@ -221,12 +226,15 @@ def _regions(
 
 def _homes(
     equations: Sequence[JaxprEqn],
-    regions: Sequence[tuple[int, int]],
+    regions: Sequence[Region],
     claimed: set[Any],
     fixed: set[Any],
-    anywhere: set[Any],
-) -> list[set[tuple[int, int]]]:
+    anywhere: Collection[Any],
+) -> list[set[Region]]:
     """The regions in which each equation is computed; what makes a `claimed` value stays."""
+    # Light: made of parameters alone, so each piece that uses it can make it for itself. Loose: made of
+    # the element alone, so the one piece that uses it can make it instead. What has effects, names a
+    # value or draws a key stays where it was traced.
     light, loose = set(fixed), set(anywhere)
     is_light, is_loose = [], []
     for eqn in equations:
@@ -238,8 +246,10 @@ def _homes(
             light.update(eqn.outvars)
         if is_loose[-1]:
             loose.update(eqn.outvars)
-    users: dict[Any, set[tuple[int, int]]] = {}
-    homes: list[set[tuple[int, int]]] = [set() for _ in equations]
+    # Backwards, so that all users of a value have their homes before the value gets its own: chains of
+    # light or loose equations move together.
+    users: dict[Any, set[Region]] = {}
+    homes: list[set[Region]] = [set() for _ in equations]
     for index in reversed(range(len(equations))):
         eqn, own = equations[index], regions[index]
         used = set().union(*(users.get(var, set()) for var in eqn.outvars))

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from tailrace.errors import PipelineError
-from tailrace.jaxprs.control import as_scan, scan_of
+from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, nbytes, variables
-from tailrace.jaxprs.own_equations import Unit, unit_in
 from tailrace.jaxprs.walk import concerns_us
 from tailrace.pipeline.lowering.buffers import Form, Layout
-from tailrace.pipeline.lowering.jobs import Dissection, Who
+from tailrace.pipeline.lowering.jobs import Jobs
+from tailrace.pipeline.lowering.stage import Who
 from tailrace.pipeline.lowering.stash_layout import StashLayout, Whose
 from tailrace.pipeline.lowering.update_partition import Devices, Spread, guess_homes
 from tailrace.pipeline.schedule.plan import Plan
@@ -32,34 +31,32 @@ class Assembly:
 
     Args:
         loop: the equation of the loop over steps.
+        jobs: the loop over microbatches in it.
         plan: who does what when.
         replicas: how many copies of the pipeline there are.
         each: which of the values that the loop carries every replica has its own of, by number.
-        hosted: which of them lie in the memory of the host between updates.
-        stash_on_host: whether the stash lies there.
+        hosted: which of them are in the memory of the host between updates.
+        stash_on_host: whether the stash is there.
     """
 
     def __init__(
         self,
         loop: JaxprEqn,
+        jobs: Jobs,
         plan: Plan,
         replicas: int,
         each: frozenset[int] = frozenset(),
         hosted: frozenset[int] = frozenset(),
         stash_on_host: bool = False,
     ) -> None:
-        self.plan, self.replicas, self.each = plan, replicas, each
+        self.jobs, self.plan, self.replicas, self.each = jobs, plan, replicas, each
         self.hosted, self.stash_on_host = hosted, stash_on_host
         scan = as_scan(loop)
         self.body: Jaxpr = scan.body.jaxpr
-        self.num_devices = len(plan.devices)
-        self.num_consts, self.num_carried = scan.num_consts, scan.num_carry
+        self.num_consts = scan.num_consts
         _, self.carry_in, _ = scan.split(self.body.invars)
         self.carry_out, _ = scan.split_results(self.body.outvars)
-        self.middle, _ = loop_of_units(self.body)
-        self.inner: JaxprEqn = self.body.eqns[self.middle]
-        sizes = tuple(len(stage) for stage in plan.placement)
-        self.jobs = Dissection(self.inner, sizes, plan.training)
+        self.num_devices = len(plan.devices)
         self.constants = _constants(self.body)
         self._place()
         self._lay_out()
@@ -73,26 +70,33 @@ class Assembly:
     def _place(self) -> None:
         eqns = self.body.eqns
         constant = set(self.constants)
-        before = [(i, e) for i, e in enumerate(eqns[: self.middle]) if not _made_of(e, constant)]
+        before = [
+            (i, e) for i, e in enumerate(eqns[: self.jobs.index]) if not _made_of(e, constant)
+        ]
         after = [
             (i, e)
-            for i, e in enumerate(eqns[self.middle + 1 :], start=self.middle + 1)
+            for i, e in enumerate(eqns[self.jobs.index + 1 :], start=self.jobs.index + 1)
             if not _made_of(e, constant)
         ]
         self.before_indices = [i for i, _ in before]
         self.after_indices = [i for i, _ in after]
+        # Parameters: where stages read them. So before anything else, what stages need.
         needed = self._needed_by_jobs()
         held = _traced_back(needed, [e for _, e in before], self.carry_in)
         self.before = Spread([e for _, e in before], held, needed, self.replicas)
+        # Results of the loop: accumulators and model state are where their unit runs. What no unit
+        # owns came through the loop as it was: a new name of what it started from.
         results: dict[Any, Devices] = {}
         same = dict(self.before.same)
-        for number, out in enumerate(self.inner.outvars[: self.jobs.carried]):
+        for number, out in enumerate(self.jobs.loop.outvars[: self.jobs.carried]):
             owner = self.jobs.owner(number)
-            start = self.inner.invars[self.jobs.consts + number]
+            start = self.jobs.starts[number]
             if owner is not None:
                 results[out] = frozenset([self.device(owner)])
             elif number not in self.jobs.loose and not isinstance(start, Literal):
                 same[out] = self.before.root(start)
+        # Optimizer state: where the update meets the gradients. This can be told from the equations
+        # alone, and only now, when gradients have their places.
         have = {v: d for v, d in self.before.at.items() if d is not None} | results
         rest = [v for v in self.carry_in if v not in held]
         follow = [e for _, e in after]
@@ -100,6 +104,7 @@ class Assembly:
         guessed = guess_homes(follow, have | aliased, rest, self.replicas)
         self.held: dict[Any, Devices] = {**held, **guessed}
         have.update(guessed)
+        # A step ends with every value where it began: the next one finds it there.
         wanted: dict[Any, Devices | None] = {}
         for given, out in zip(self.carry_in, self.carry_out, strict=True):
             if not isinstance(out, Literal):
@@ -119,23 +124,12 @@ class Assembly:
             old = needed.get(var, frozenset())
             needed[var] = None if devices is None or old is None else old | devices
 
-        number = {var: i for i, var in enumerate(jobs.body.invars[: jobs.consts])}
         for who, job in jobs.jobs.items():
-            for index in job.equations:
-                for var in variables(jobs.body.eqns[index].invars):
-                    if var in number:
-                        need(self.inner.invars[number[var]], frozenset([self.device(who)]))
-        for index in jobs.ahead:
-            for var in variables(jobs.body.eqns[index].invars):
-                if var in number:
-                    need(self.inner.invars[number[var]], None)
-        for carry in range(jobs.carried):
-            var = self.inner.invars[jobs.consts + carry]
-            owner = jobs.owner(carry)
-            if owner is not None:
-                need(var, frozenset([self.device(owner)]))
-            elif carry in jobs.loose:
-                need(var, None)
+            here = frozenset([self.device(who)])
+            for var in [*jobs.constants(job.equations), *(jobs.starts[n] for n in job.carries)]:
+                need(var, here)
+        for var in [*jobs.constants(jobs.ahead), *(jobs.starts[n] for n in jobs.loose)]:
+            need(var, None)
         return needed
 
     # -- in which buffers -----------------------------------------------------------------------
@@ -160,6 +154,8 @@ class Assembly:
                 if (owner := jobs.owner(number)) is not None
             }
         )
+        # A forward puts and the backward of the same stage takes, on the same device, so a stash is
+        # never sent. As many slots as the plan has microbatches in flight there.
         stash: list[dict[Whose, list[Any]]] = [{} for _ in devices]
         for who, job in jobs.jobs.items():
             if job.puts:
@@ -181,6 +177,8 @@ class Assembly:
         channels: list[Channel] = []
         for who, job in self.jobs.jobs.items():
             for to, sent in job.sends.items():
+                # One exchange takes at most one message from and to each device. Messages of several
+                # pairs of devices leave together: fewer exchanges in a tick.
                 ends = (self.device(who), self.device(to))
                 for channel in channels:
                     if channel.admits(ends):
@@ -218,19 +216,10 @@ class Channel:
         )
 
 
-def loop_of_units(body: Jaxpr) -> tuple[int, list[Unit]]:
-    """The index of the loop over microbatches in a step, and its units."""
-    for index, eqn in enumerate(body.eqns):
-        scan = scan_of(eqn)
-        inside = () if scan is None else map(unit_in, scan.body.jaxpr.eqns)
-        units = [unit for unit in inside if unit is not None]
-        if units:
-            return index, units
-    raise PipelineError("This program holds no pipeline.")
-
-
 def _constants(body: Jaxpr) -> dict[Any, JaxprEqn]:
     """Large values made of nothing (zeros to accumulate in), by variable."""
+    # Made again wherever they are used: kept, zeros for the accumulators of all stages would fill
+    # every device.
     found: dict[Any, JaxprEqn] = {}
     for eqn in body.eqns:
         operands = variables(eqn.invars)

@@ -1,4 +1,7 @@
-"""The forward and the backward of each piece of a model, as two programs.
+"""Making stages: the forward and the backward of each piece of a model, as two programs.
+
+In: a `Cut`, the variable of the loss, and whether stages recompute.
+Out: `Stages`. Each piece is differentiated alone, once.
 
 The forward returns, besides what the piece makes, what its backward needs of it (the residuals), as
 far as that is not cheaper to compute again (`residuals.py`). What merely is an input of the piece, such
@@ -7,24 +10,22 @@ as a parameter, is not returned: the backward reads it from where it is.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.internals import ClosedJaxpr, Var, nbytes
-from tailrace.jaxprs.marks import unit
+from tailrace.jaxprs.internals import ClosedJaxpr, Var
 from tailrace.jaxprs.operations import checkpoint_of
 from tailrace.jaxprs.stretches import computed_from, made_by, opened, stretches, useful_for
 from tailrace.pipeline.lowering.cut import Cut, Piece
 from tailrace.pipeline.lowering.loop_residuals import emit_lean, has_loop
-from tailrace.pipeline.lowering.residuals import reading, select
+from tailrace.pipeline.lowering.residuals import form_of, reading, select
+from tailrace.pipeline.lowering.stage import Residual, Stage, Stages
 
 _CHECKPOINT = "tailrace_checkpoint"
 
@@ -44,70 +45,56 @@ def recomputation_checkpoint(values: Any) -> Any:
     return jax.tree.map(lambda value: checkpoint_name(value, _CHECKPOINT), values)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Halves:
-    """A piece as two programs.
-
-    Attributes:
-        piece: what is computed.
-        forward: takes the piece's inputs; returns its outputs, then the residuals.
-        backward: takes residuals, then the gradients of `sends`; returns those of `wants`. None if
-            nothing in the piece has a gradient.
-        kept: for each operand of the backward that is a residual: ("input" or "output" of the
-            forward, its index).
-        sends: outputs of the piece through which gradients come back.
-        wants: inputs of the piece whose gradients are computed.
-    """
-
-    piece: Piece
-    forward: ClosedJaxpr
-    backward: ClosedJaxpr | None
-    kept: tuple[tuple[str, int], ...]
-    sends: tuple[Var, ...]
-    wants: tuple[Var, ...]
-
-    def stashed(self, cut: Cut) -> int:
-        """The bytes that a microbatch leaves for the backward."""
-        made = {i for where, i in self.kept if where == "output"}
-        given = {self.piece.inputs[i] for where, i in self.kept if where == "input"}
-        variables = [self.forward.jaxpr.outvars[i] for i in made]
-        variables += [var for var in given if var not in cut.everywhere]
-        return sum(nbytes(var.aval) for var in variables)
-
-
-def halve(cut: Cut, parameters: int, loss: Any, recompute: bool | str) -> tuple[Halves, ...]:
-    """The halves of every piece of a model whose first inputs are parameters."""
+def training_stages(cut: Cut, structure: Any, recompute: bool | str) -> Stages:
+    """The stages of a model whose results are loss, next model state and aux."""
+    loss = cut.outvars[0]
+    if not isinstance(loss, Var):
+        raise PipelineError(
+            "The loss of a pipeline is computed by its last stage, not constant. Received: a "
+            "constant. Return a loss that depends on what the last stage gets."
+        )
     equations = [eqn for piece in cut.pieces for eqn in piece.equations]
-    active = computed_from(equations, cut.invars[:parameters])
+    active = computed_from(equations, cut.parameters)
     if loss not in active:
         raise PipelineError(
             "The loss of a pipeline depends on its parameters. This one does not: check that the "
             "last stage's outputs reach the loss."
         )
+    # Gradients flow through what depends on parameters and what the loss depends on. Nothing else is
+    # differentiated: a stage without such a value has no backward.
     both = active & useful_for(equations, [loss])
-    return tuple(_halve(piece, cut, both, recompute) for piece in cut.pieces)
+    each = tuple(_stage(piece, cut, both, recompute) for piece in cut.pieces)
+    _, after, _ = jax.tree.unflatten(structure, cut.outvars)
+    after = tuple(jax.tree.leaves(after))
+    return Stages(each, cut.invars, cut.outvars, structure, cut.state, after, cut.consts)
 
 
-def only_forward(cut: Cut) -> tuple[Halves, ...]:
-    """The forward of every piece, for a pipeline that has no backward."""
-    return tuple(_halve(piece, cut, set(), False) for piece in cut.pieces)
+def forward_stages(cut: Cut, structure: Any, advances: bool) -> Stages:
+    """The stages of a model that is not trained: no backwards, no residuals.
+
+    With `advances` its results are what it makes of an element, and the next model state.
+    """
+    each = tuple(_stage(piece, cut, set(), False) for piece in cut.pieces)
+    after: tuple[Any, ...] = ()
+    if advances:
+        after = tuple(jax.tree.leaves(jax.tree.unflatten(structure, cut.outvars)[1]))
+    return Stages(each, cut.invars, cut.outvars, structure, cut.state, after, cut.consts)
 
 
-def _halve(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | str) -> Halves:
+def _stage(piece: Piece, cut: Cut, differentiable: set[Any], recompute: bool | str) -> Stage:
     wants = tuple(v for v in piece.inputs if v in differentiable)
     sends = tuple(v for v in piece.outputs if v in differentiable)
     if not wants or not sends:
-        forms = [_form(v) for v in piece.inputs]
+        forms = [form_of(v) for v in piece.inputs]
         closed = jax.make_jaxpr(lambda *ins: _outputs(piece, cut, ins))(*forms)
-        return Halves(piece, closed, None, (), (), ())
-    run = _recomputing(piece, recompute)
-    halves = _differentiated(piece, cut, wants, sends, run)
+        return Stage(piece.stage, piece.member, piece.inputs, piece.outputs, closed)
+    stage = _differentiated(piece, cut, wants, sends, _recomputing(piece, recompute))
     if recompute is not False or not any(map(has_loop, piece.equations)):
-        return halves
+        return stage
     lean = functools.partial(piece.run, emit=emit_lean)
     # In loops nothing is weighed: where keeping what is expensive takes more, they stay as they are.
-    others = _differentiated(piece, cut, wants, sends, lean)
-    return min(halves, others, key=lambda each: each.stashed(cut))
+    other = _differentiated(piece, cut, wants, sends, lean)
+    return min(stage, other, key=lambda each: each.stashed(cut.everywhere))
 
 
 def _differentiated(
@@ -116,9 +103,9 @@ def _differentiated(
     wants: tuple[Var, ...],
     sends: tuple[Var, ...],
     compute: Callable[..., dict[Any, Any]],
-) -> Halves:
-    """A piece that `compute` runs, and what is kept of it."""
-    forms = [_form(v) for v in piece.inputs]
+) -> Stage:
+    """A piece that `compute` runs, differentiated, with what is kept of it."""
+    forms = [form_of(v) for v in piece.inputs]
     structure: list[Any] = []
 
     def forward(*inputs: Any) -> list[Any]:
@@ -129,6 +116,8 @@ def _differentiated(
             made = compute([values[v] for v in piece.inputs], cut.consts)
             return [made[v] for v in sends], [made[v] for v in piece.outputs]
 
+        # `pull` is a tree of arrays: its leaves are what JAX would keep. They leave the forward as
+        # results, and the backward puts the tree together again.
         _, pull, outputs = jax.vjp(run, *(given[v] for v in wants), has_aux=True)
         residuals, form = jax.tree.flatten(pull)
         structure[:] = [form]
@@ -141,7 +130,7 @@ def _differentiated(
         pull = jax.tree.unflatten(structure[0], operands[: len(residuals)])
         return list(pull(list(operands[len(residuals) :])))
 
-    back = jax.make_jaxpr(backward)(*map(_form, [*residuals, *sends]))
+    back = jax.make_jaxpr(backward)(*map(form_of, [*residuals, *sends]))
     # Residuals that turn out to be dead are dropped; the gradients of `sends` stay, in their places.
     keep = [False] * len(residuals) + [True] * len(sends)
     back, needed = internals.without_dead_code(back, [True] * len(wants), keep)
@@ -151,16 +140,27 @@ def _differentiated(
     free = [var for outer, var in inputs if outer in cut.everywhere]
     chosen = select(closed, needed, fixed, free)
     back = reading(closed, back, chosen)
+    # A kept value that the forward takes or returns anyway is not returned a second time.
     outputs: list[Any] = list(closed.jaxpr.outvars[: len(piece.outputs)])
-    places: dict[Any, tuple[str, int]] = {}
-    for where, variables in (("output", outputs), ("input", closed.jaxpr.invars)):
-        places.update((v, (where, i)) for i, v in enumerate(variables) if isinstance(v, Var))
+    places = {v: Residual("output", i) for i, v in enumerate(outputs) if isinstance(v, Var)}
+    places.update((v, Residual("input", i)) for i, v in enumerate(closed.jaxpr.invars))
     for var in chosen.kept:
         if var not in places:
-            places[var] = ("output", len(outputs))
+            places[var] = Residual("output", len(outputs))
             outputs.append(var)
-    kept = tuple(places[var] for var in chosen.kept)
-    return Halves(piece, _with_outputs(closed, outputs), back, kept, sends, wants)
+    numbers = {var: i for i, var in enumerate(cut.parameters)}
+    return Stage(
+        piece.stage,
+        piece.member,
+        piece.inputs,
+        piece.outputs,
+        ClosedJaxpr(closed.jaxpr.replace(outvars=outputs), closed.consts),
+        back,
+        tuple(places[var] for var in chosen.kept),
+        sends,
+        wants,
+        tuple(numbers[v] for v in wants if v in numbers),
+    )
 
 
 def _outputs(piece: Piece, cut: Cut, inputs: Sequence[Any]) -> list[Any]:
@@ -209,37 +209,3 @@ def _at_checkpoints(piece: Piece) -> list[Piece]:
         )
         for part in stretches([group for group in groups if group], piece.outputs)
     ]
-
-
-def call_forward(halves: Halves, values: dict[Any, Any]) -> list[Any]:
-    """Emit the forward as a unit; adds its outputs to `values`, returns the residuals it keeps."""
-    piece = halves.piece
-    inputs = [values[v] for v in piece.inputs]
-    outputs = unit(halves.forward, inputs, "F", piece.stage, piece.member)
-    values.update(zip(piece.outputs, outputs, strict=False))
-    return [(inputs if where == "input" else outputs)[i] for where, i in halves.kept]
-
-
-def call_backward(
-    halves: Halves, residuals: Sequence[Any], gradients: dict[Any, Any]
-) -> dict[Any, Any]:
-    """Emit the backward as a unit; the gradients of what the piece wants, by variable."""
-    assert halves.backward is not None
-    piece = halves.piece
-    back = [
-        gradients[v] if v in gradients else jnp.zeros(*_shape_and_dtype(v)) for v in halves.sends
-    ]
-    outputs = unit(halves.backward, [*residuals, *back], "B", piece.stage, piece.member)
-    return dict(zip(halves.wants, outputs, strict=True))
-
-
-def _with_outputs(closed: ClosedJaxpr, outputs: Sequence[Any]) -> ClosedJaxpr:
-    return ClosedJaxpr(closed.jaxpr.replace(outvars=list(outputs)), closed.consts)
-
-
-def _shape_and_dtype(var: Any) -> tuple[Any, Any]:
-    return var.aval.shape, var.aval.dtype
-
-
-def _form(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

@@ -1,41 +1,41 @@
-"""What each stage does of one microbatch, and which values pass between stages.
+"""What each unit does with one microbatch, and which values go from unit to unit.
 
-The body of the loop over microbatches has one equation for every forward and backward of a stage, and
-equations around them (accumulation, names, results). Here every equation finds the unit it belongs to:
-the last one, in the order F0 F1 ... B1 B0, whose values it uses. What depends on the element and the
-counters alone is computed wherever it is used.
+In: a plain step. The body of its loop over microbatches consists of calls that name their units
+(`stage.py`) and of *free* equations, which depend on the element, the counters and constants alone.
+Out: a `Job` for each unit: the calls it runs, the carried values it owns, what it receives and sends,
+what it takes from the stash and puts there.
 
 A value that another unit needs goes there unit by unit, so that only neighbours talk; from a forward
-to the backward of the same stage it is stashed.
+to the backward of the same stage it is stashed. Free equations are repeated in each unit that needs
+them: each device has the elements.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from tailrace.errors import PipelineError
-from tailrace.jaxprs.control import as_scan
-from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, Var, variables
-from tailrace.jaxprs.own_equations import has_role, is_mark, tag_in, unit_in
+from tailrace.jaxprs.control import as_scan, scan_of
+from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Literal, variables
+from tailrace.jaxprs.own_equations import has_role, unit_in
 from tailrace.jaxprs.stretches import makers, used_by
 from tailrace.jaxprs.walk import concerns_us
-
-Who = tuple[str, int, int]
-"""A unit: "F" or "B", stage, member."""
+from tailrace.pipeline.lowering.stage import AHEAD, Who
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """What one unit does of one microbatch.
+    """What one unit does with one microbatch.
 
     Attributes:
         who: which unit it is.
-        equations: their indices in the body; those in `copies` are also run elsewhere, which has
-            their effects.
-        copies: see there.
-        carries: the carried values that it owns: reads, and writes if they change.
+        equations: their indices in the body, in order.
+        copies: those of them that another job runs too, and whose effects (what taps and outfeeds
+            see) are that job's.
+        carries: the carried values that it owns, by number: it reads them, and writes those that
+            change. No other unit does.
         receives: variables that come with the message of another unit.
         sends: variables that go to another unit.
         takes: variables from the stash.
@@ -57,211 +57,165 @@ class Job:
         return not (self.equations or self.receives or self.sends or self.takes or self.puts)
 
 
-class Dissection:
-    """The body of a loop over microbatches, as jobs.
+class Jobs:
+    """The loop over microbatches of a step, as jobs.
+
+    Args:
+        steps: the equation of the loop over steps.
 
     Attributes:
+        index: where the loop over microbatches is in the body of that loop.
+        loop: its equation.
+        body: of it.
+        microbatches: how many there are in a step.
+        sizes: for each stage, how many members it has.
+        carry_in: the variables of carried values at the start of a microbatch; `carry_out` at its end.
+        outside: for each constant of the body, the variable (or literal) outside that it is.
+        starts: the variables (or literals) outside that carried values start from.
         jobs: by unit, in the order in which a microbatch meets them.
-        loose: carried values that depend on no unit (the sum of weights), which are run ahead.
-        ahead: equations that do that; `from_ahead` are variables they make.
+        loose: carried values, by number, that depend on elements alone (the sum of weights): they
+            are run ahead of all jobs.
+        ahead: the equations that do this.
+        from_ahead: variables they make for jobs, one value for each microbatch.
     """
 
-    def __init__(self, loop: JaxprEqn, sizes: tuple[int, ...], training: bool) -> None:
-        scan = as_scan(loop)
+    def __init__(self, steps: JaxprEqn) -> None:
+        step = as_scan(steps).body.jaxpr
+        self.index = _loop_of_units(step)
+        self.loop: JaxprEqn = step.eqns[self.index]
+        scan = as_scan(self.loop)
         self.body: Jaxpr = scan.body.jaxpr
+        self.microbatches = scan.length
         self.consts, self.carried = scan.num_consts, scan.num_carry
-        self.sizes = sizes
-        order = [("F", s, m) for s, n in enumerate(sizes) for m in range(n)]
-        if training:
-            order += [("B", s, m) for s in reversed(range(len(sizes))) for m in range(sizes[s])]
-        self.jobs: dict[Who, Job] = {who: Job(who) for who in order}
-        self._rank = {who: self._position(who) for who in order}
         _, self.carry_in, _ = scan.split(self.body.invars)
         self.carry_out, _ = scan.split_results(self.body.outvars)
+        self.outside = dict(zip(self.body.invars[: self.consts], self.loop.invars, strict=False))
+        self.starts = self.loop.invars[self.consts : self.consts + self.carried]
+        self._home: dict[int, Who] = {
+            index: unit.who
+            for index, eqn in enumerate(self.body.eqns)
+            if (unit := unit_in(eqn)) is not None
+        }
+        self.sizes = _sizes(self._home.values())
+        self.jobs: dict[Who, Job] = {who: Job(who) for who in self._order()}
+        for index, who in self._home.items():
+            if who != AHEAD:
+                self.jobs[who].equations.append(index)
         self._made: dict[Any, int] = makers(self.body.eqns)
-        self._home: dict[int, Who | None] = {}
-        self._owner: dict[int, Who] = {}
-        self._find_loose()
-        self._place_equations()
+        self._own_carried()
+        self._run_ahead()
         self._copy_free_equations()
         self._route()
 
     def owner(self, carry: int) -> Who | None:
-        """The unit that holds a carried value; None if no unit uses it."""
+        """The unit that owns a carried value; None if no unit uses it."""
         return self._owner.get(carry)
 
-    # -- which unit an equation belongs to ------------------------------------------------------
+    def programs(self, who: Who) -> list[Any]:
+        """What a unit calls: the forward or backward of its stage, and what is around it."""
+        units = filter(None, map(unit_in, self.body.eqns))
+        return [unit.program for unit in units if unit.who == who]
 
-    def _position(self, who: Who) -> int:
-        kind, stage, _ = who
-        return stage if kind == "F" else 2 * len(self.sizes) - 1 - stage
+    def constants(self, equations: Iterable[int]) -> list[Any]:
+        """What some equations use from outside the loop, carried values excepted."""
+        used = used_by(self.body.eqns[i] for i in equations)
+        return [self.outside[var] for var in used if var in self.outside]
 
-    def _find_loose(self) -> None:
-        """Carried values that change, and depend on nothing that a unit makes."""
-        number = {var: i for i, var in enumerate(self.carry_in)}
-        depends: dict[Any, set[Any]] = {var: {i} for var, i in number.items()}
-        same: dict[Any, Any] = {}
-        for eqn in self.body.eqns:
-            found: set[Any] = set() if unit_in(eqn) is None else {"unit"}
-            for var in variables(eqn.invars):
-                found |= depends.get(var, set())
-            depends.update((var, found) for var in eqn.outvars)
-            if is_mark(eqn):  # the same value by another name
-                given = zip(eqn.outvars, eqn.invars, strict=True)
-                same.update((out, same.get(var, var)) for out, var in given if isinstance(var, Var))
-        loose = {
-            i
-            for i, var in enumerate(self.carry_out)
-            if not isinstance(var, Literal) and same.get(var, var) is not self.carry_in[i]
-        }
-        while True:
-            kept = {
-                i
-                for i in loose
-                if "unit" not in depends.get(self.carry_out[i], set())
-                and depends.get(self.carry_out[i], set()) <= loose
-            }
-            if kept == loose:
-                break
-            loose = kept
-        self.loose = sorted(loose)
-        self._depends, self._number = depends, number
+    def _order(self) -> Iterable[Who]:
+        """All units, as a microbatch meets them."""
+        stages = range(len(self.sizes))
+        yield from (("F", s, m) for s in stages for m in range(self.sizes[s]))
+        if any(kind == "B" for kind, _, _ in self._home.values()):
+            yield from (("B", s, m) for s in reversed(stages) for m in range(self.sizes[s]))
 
-    def _is_free(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation depends on the element, the counters and what is loose alone."""
-        if unit_in(eqn) is not None:
-            return False
-        found = set().union(*(self._depends.get(v, set()) for v in variables(eqn.invars)))
-        return found <= set(self.loose)
+    # -- which equations a unit runs ------------------------------------------------------------
 
-    def _place_equations(self) -> None:
-        waiting: set[int] = set()
-        for index, eqn in enumerate(self.body.eqns):
-            if self._is_free(eqn):
-                self._home[index] = None
+    def _own_carried(self) -> None:
+        """A carried value is the first reader's, or the writer's; both are one unit."""
+        self._number = {var: number for number, var in enumerate(self.carry_in)}
+        self._owner: dict[int, Who] = {}
+        for who, job in self.jobs.items():
+            for var in used_by(self.body.eqns[i] for i in job.equations):
+                if var in self._number:
+                    self._owner.setdefault(self._number[var], who)
+        # Two units would see each other's values in the order of ticks, not of microbatches: only one
+        # unit may keep a value from one microbatch to the next.
+        for number, var in enumerate(self.carry_out):
+            if isinstance(var, Literal) or var not in self._made:
+                continue  # it stays as it is
+            writer = self._home[self._made[var]]
+            if writer == AHEAD:
                 continue
-            if (unit := unit_in(eqn)) is not None:
-                self._settle(index, unit.who, waiting)
-                continue
-            homes = [
-                self._home[self._made[v]]
-                for v in variables(eqn.invars)
-                if v in self._made and self._made[v] not in waiting
-            ]
-            homes = [home for home in homes if home is not None]
-            if homes:
-                self._settle(index, self._latest(homes), waiting)
-            else:
-                waiting.add(index)  # it depends on what is carried alone: whoever uses it first
-        for index, var in enumerate(self.carry_out):
-            if isinstance(var, Literal) or index in self.loose:
-                continue
-            writer = self._home.get(self._made[var]) if var in self._made else None
-            if writer is None:
-                continue
-            reader = self._owner.setdefault(index, writer)
+            reader = self._owner.setdefault(number, writer)
             if reader != writer:
                 raise PipelineError(
-                    f"Model state is read and written by one stage. Leaf {index} of what the loop "
+                    f"Model state is read and written by one stage. Leaf {number} of what the loop "
                     f"carries is read first in stage {reader[1]} and written in stage {writer[1]}. "
                     f"Update it where it is read, or give each stage its own."
                 )
-        for index in sorted(waiting):
-            if concerns_us(self.body.eqns[index]):
-                self._settle(index, next(iter(self.jobs)), waiting)
+        for number, who in self._owner.items():
+            self.jobs[who].carries.append(number)
 
-    def _latest(self, homes: Sequence[Who]) -> Who:
-        """The last of some units; behind them, if several members of a stage come last."""
-        rank = max(self._rank[home] for home in homes)
-        last = {home for home in homes if self._rank[home] == rank}
-        if len(last) == 1:
-            return last.pop()
-        for who, position in self._rank.items():
-            if position == rank + 1:
-                return who
-        raise PipelineError(
-            f"Members of the group of concurrent stages {next(iter(last))[1]} make values that are "
-            f"used together, and no stage comes after them to do that. Add a stage behind the group."
+    def _run_ahead(self) -> None:
+        eqns = self.body.eqns
+        # They run for all microbatches before the first tick, on all devices alike: in the order of
+        # ticks, the backward of one microbatch could come before the element of the one before it.
+        units = [index for index, who in self._home.items() if who == AHEAD]
+        self.ahead = sorted({*units, *self._free_for(units)})
+        self.from_ahead = [var for index in units for var in eqns[index].outvars]
+        self.loose = sorted(
+            self._number[v] for v in used_by(eqns[i] for i in units) if v in self._number
         )
 
-    def _settle(self, index: int, who: Who, waiting: set[int]) -> None:
-        """An equation belongs to a unit, and so does what waits to be used first."""
-        waiting.discard(index)
-        self._home[index] = who
-        self.jobs[who].equations.append(index)
-        for var in variables(self.body.eqns[index].invars):
-            if var in self._number and self._number[var] not in self.loose:
-                self._owner.setdefault(self._number[var], who)
-            elif self._made.get(var) in waiting:
-                self._settle(self._made[var], who, waiting)
-
     def _copy_free_equations(self) -> None:
-        """Into each job the free equations that it needs; the first to need one has its effects."""
-        eqns = self.body.eqns
-        seen: set[int] = set()
-        counter = [i for i, e in enumerate(eqns) if has_role(e, "loop")]
-        used: dict[Who, set[int]] = {}
-        for who, job in self.jobs.items():
-            needed: set[int] = set(counter) if job.equations else set()
-            stack = list(job.equations)
-            while stack:
-                for var in variables(eqns[stack.pop()].invars):
-                    made = self._made.get(var)
-                    if made is not None and self._home[made] is None and made not in needed:
-                        needed.add(made)
-                        stack.append(made)
-            used[who] = needed
-        first = next(iter(self.jobs))
-        everyone = set().union(*used.values())
-        for index, eqn in enumerate(eqns):
-            # An enqueue or a named value of the element that no unit uses still has its effect.
-            if self._home[index] is None and index not in everyone and concerns_us(eqn):
-                used[first] |= self._closure(index)
-        for who, job in self.jobs.items():
-            job.copies = {i for i in used[who] if i in seen}
-            seen |= used[who]
-            job.equations = sorted({*job.equations, *used[who]})
-        for carry, who in self._owner.items():
-            self.jobs[who].carries.append(carry)
-        loose = set(self.loose)
-        self.ahead = [
-            i
-            for i, e in enumerate(eqns)
-            if self._home[i] is None
-            and loose
-            and not ((tag := tag_in(e)) is not None and tag.role not in ("loop", "value"))
-        ]
-        self.from_ahead = [
-            var
-            for i in self.ahead
-            for var in eqns[i].outvars
-            if self._depends.get(var, set()) & loose
-        ]
+        """Into each job the free equations that it needs.
 
-    def _closure(self, index: int) -> set[int]:
-        found = {index}
-        for var in variables(self.body.eqns[index].invars):
-            if var in self._made:
-                found |= self._closure(self._made[var])
+        The first job also has those that send something out, used by a job or not: what they send
+        leaves once.
+        """
+        free = [
+            i for i, eqn in enumerate(self.body.eqns) if i not in self._home and concerns_us(eqn)
+        ]
+        first, *others = self.jobs.values()
+        first.equations = sorted(
+            {*first.equations, *free, *self._free_for([*first.equations, *free])}
+        )
+        for job in others:
+            if job.equations:
+                job.copies = self._free_for(job.equations)
+                job.equations = sorted({*job.equations, *job.copies})
+
+    def _free_for(self, equations: Iterable[int]) -> set[int]:
+        """The free equations behind the operands of some equations, and the loop's counter."""
+        eqns = self.body.eqns
+        waiting = list(equations)
+        found = {i for i, eqn in enumerate(eqns) if has_role(eqn, "loop")} if waiting else set()
+        while waiting:
+            for var in variables(eqns[waiting.pop()].invars):
+                made = self._made.get(var)
+                if made is not None and made not in self._home and made not in found:
+                    found.add(made)
+                    waiting.append(made)
         return found
 
     # -- which values pass between units --------------------------------------------------------
 
     def _route(self) -> None:
-        made: dict[Any, Who] = {}
-        for who, job in self.jobs.items():
-            for index in job.equations:
-                if self._home[index] is not None:
-                    made.update((var, who) for var in self.body.eqns[index].outvars)
-        for var, number in self._number.items():
-            if number in self._owner:
-                made[var] = self._owner[number]
+        made: dict[Any, Who] = {
+            var: who
+            for index, who in self._home.items()
+            if who != AHEAD
+            for var in self.body.eqns[index].outvars
+        }
+        made.update((self.carry_in[number], who) for number, who in self._owner.items())
         for who, job in self.jobs.items():
             for var in used_by(self.body.eqns[i] for i in job.equations):
                 if var in made and made[var] != who:
                     self._send(var, made[var], who)
 
     def _send(self, var: Any, start: Who, end: Who) -> None:
+        # A value that several units need travels once: it is added to a message that does not have
+        # it yet, and found there by the units on the way.
         here = start
         for there in self._path(start, end):
             sender, receiver = self.jobs[here], self.jobs[there]
@@ -275,26 +229,41 @@ class Dissection:
             here = there
 
     def _path(self, start: Who, end: Who) -> Iterable[Who]:
-        """The units that a value passes on its way, without the first."""
+        """The units that a value passes on its way, without the first.
+
+        Forwards hand on to forwards and backwards to backwards, one stage at a time. From a forward
+        to a backward a value changes over in the stash of one stage: that of the receiver, or of the
+        maker where the receiver comes before it.
+        """
         (kind, stage, member), (end_kind, end_stage, end_member) = start, end
-        if kind == "F" and end_kind == "F":
-            yield from self._forward(stage, end_stage, end_member)
-        elif kind == "F" and (stage < end_stage or (stage, member) == end[1:]):
-            yield from self._forward(stage, end_stage, end_member)
-            yield end
-        elif kind == "F":
+        if end_kind == "F" or (kind == "F" and stage < end_stage) or start[1:] == end[1:]:
+            yield from _through("F", range(stage + 1, end_stage + 1), end_member)
+            if end_kind == "B":
+                yield end
+            return
+        if kind == "F":
             if stage == end_stage:  # another member of the same stage: by way of the next one
-                yield from self._forward(stage, stage + 1, 0)
                 stage, member = stage + 1, 0
+                yield ("F", stage, member)
             yield ("B", stage, member)
-            yield from self._backward(stage, end_stage, end_member)
-        else:
-            yield from self._backward(stage, end_stage, end_member)
+        yield from _through("B", range(stage - 1, end_stage - 1, -1), end_member)
 
-    def _forward(self, start: int, end: int, member: int) -> Iterable[Who]:
-        for stage in range(start + 1, end + 1):
-            yield ("F", stage, member if stage == end else 0)
 
-    def _backward(self, start: int, end: int, member: int) -> Iterable[Who]:
-        for stage in reversed(range(end, start)):
-            yield ("B", stage, member if stage == end else 0)
+def _through(kind: str, stages: range, member: int) -> Iterable[Who]:
+    """Units of some stages: member 0 of each on the way, then `member` of the last."""
+    yield from ((kind, stage, member if stage == stages[-1] else 0) for stage in stages)
+
+
+def _loop_of_units(step: Jaxpr) -> int:
+    for index, eqn in enumerate(step.eqns):
+        scan = scan_of(eqn)
+        if scan is not None and any(unit_in(inner) for inner in scan.body.jaxpr.eqns):
+            return index
+    raise PipelineError("This program holds no pipeline.")
+
+
+def _sizes(units: Iterable[Who]) -> tuple[int, ...]:
+    members: dict[int, int] = {}
+    for _, stage, member in units:
+        members[stage] = max(members.get(stage, 0), member + 1)
+    return tuple(members[stage] for stage in sorted(members) if stage >= 0)

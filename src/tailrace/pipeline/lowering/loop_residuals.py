@@ -29,7 +29,7 @@ def emit_lean(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Emit an equation; if it is a loop, so that its backward computes again what is cheap."""
     if not has_loop(eqn):
         return internals.bind_again(eqn, inputs)
-    if (call := jit_of(eqn)) is not None:
+    if (call := jit_of(eqn)) is not None:  # its contents, to reach the loop inside
         return _contents(call.program, inputs)
     scan = scan_of(eqn)
     assert scan is not None

@@ -30,6 +30,7 @@ def minimum_cut(
     number = {node: index for index, node in enumerate(weights)}
     network = _Network(2 * len(number) + 2)
     start, end = 2 * len(number), 2 * len(number) + 1
+    # Only nodes are cut, never edges: an edge has more room than all nodes together.
     unlimited = sum(weights.values()) + 1
     for node, index in number.items():
         network.connect(2 * index, 2 * index + 1, weights[node])
@@ -40,6 +41,8 @@ def minimum_cut(
     for node in targets:
         network.connect(2 * number[node] + 1, end, unlimited)
     network.fill(start, end)
+    # Nearest to the targets: as little as possible is left to be computed again behind the cut. A
+    # node is cut whose way out reaches the end while its way in does not: its own edge is full.
     near = network.reaching(end)
     return {
         node for node, index in number.items() if 2 * index + 1 in near and 2 * index not in near
@@ -98,6 +101,7 @@ class _Network:
                 for edge in path:
                     self.room[edge] -= amount
                     self.room[edge ^ 1] += amount
+                # Go on from the first edge that is full now; what comes before it can be used again.
                 full = next(place for place, edge in enumerate(path) if not self.room[edge])
                 here = self.ends[path[full] ^ 1]
                 del path[full:]
@@ -109,7 +113,7 @@ class _Network:
                     here = there
                 else:
                     tried[here] += 1
-            elif path:
+            elif path:  # a dead end: step back, and do not try this edge again in this round
                 here = self.ends[path.pop() ^ 1]
                 tried[here] += 1
             else:

@@ -1,27 +1,29 @@
 """One training step of a pipeline, written as the plain accumulated step that it must equal.
 
-The forward of the model is traced, cut into pieces, and each piece is differentiated on its own. The
-program that results is a plain loop over microbatches in which every forward and every backward of a
-stage is one equation (`marks.unit`):
+The model is made into stages (`stage.py`) once. The step is then a plain loop over microbatches, with a
+call for each forward and backward, and calls for what is around them:
 
-    F0  F1  F2  B2  B1  B0  accumulate
+    F0  F1  F2  B2  B1  B0  results  accumulate
 
-Run as it stands it is the plain step, the oracle. The executor runs the same equations on other
-devices and at other times.
+Each call names the unit it belongs to. Run in this order it is the plain step, the oracle. The executor
+runs the same calls on other devices and at other times.
+
+Two rules for whoever writes here. What a microbatch computes is in a unit, or depends on the element,
+the counters and constants of the loop alone (such equations run in every unit that needs them). And a
+unit uses only values of units before it in the order above.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from tailrace.errors import PipelineError
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.jaxprs.internals import Tracer, Var
 from tailrace.jaxprs.marks import (
     ProgramTrace,
     Tag,
@@ -29,11 +31,10 @@ from tailrace.jaxprs.marks import (
     inside_loop,
     mark,
     name_values,
-    path_name,
     tracing,
 )
-from tailrace.pipeline.lowering.cut import Cut, cut_function
-from tailrace.pipeline.lowering.forward_backward import Halves, call_backward, call_forward, halve
+from tailrace.pipeline.lowering.stage import AHEAD, Stage, in_unit
+from tailrace.pipeline.lowering.staged_model import Microbatch, Model
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_step import forward_pass, microbatches_of, stages_of
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
@@ -42,7 +43,7 @@ from tailrace.program.loops import repeat, repeat_with, whole
 from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
-from tailrace.program.step.loss_scale import ScaleState, unscaled
+from tailrace.program.step.loss_scale import unscaled
 from tailrace.program.step.training_step import Step, TrainState, Yield, share_of
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.probe import probed
@@ -122,42 +123,50 @@ class PipelineStep(Step):
         return runner.begin(read, self._inputs)
 
     def accumulated(self, state: TrainState, infeed: Feed, inputs: Any = ()) -> TrainState:
-        """A step; every piece accumulates the gradients of the parameters that it uses."""
+        """A step; every stage accumulates the gradients of the parameters that it uses."""
         named = self._named(state)
         accumulation = self.accumulation
         weighted = accumulation.weight is not None
+        # Traced outside of the loop over microbatches, for use inside of it: keys and counters that
+        # the model asks for count that loop.
         with inside_loop(current_trace("tr.Pipeline")):
             model = self.model(named, infeed.spec().tree(), inputs)
-        change = getattr(self.optimizer, "each_alone", None)
-        uses = (*model.uses, model.idle) if callable(change) else model.uses
+        params = self._params_by_stage(model)
         structure = jax.tree.structure(named.params)
         zeros = jax.tree.leaves(accumulation.zeros(named.params))
 
         def one(carry: Any, batch: Any) -> Any:
             accumulated, model_state, total = carry
             batch = name_values("input", batch)
-            before = name_values("buffer", model_state)
-            state = named._replace(model_state=before)
-            grads, model_state, out = model.run(state, batch, inputs)
-            if callable(change):
-                grads = model.changed(grads, named.params, change)
-            out = out._replace(weight=self._weight(batch))
-            self._send(out, named)
-            after = total + out.weight if weighted else None
-            share = share_of(out.weight, after) if weighted else None
-            accumulated = [
-                accumulation.add(acc, grad, microbatch(), share)
-                for acc, grad in zip(accumulated, grads, strict=True)
+            weight = self._weight(batch)
+            after = share = None
+            if weighted:
+                # The share of a microbatch depends on all before it, and on no stage. Computed ahead,
+                # it lets no device wait for another.
+                after, share = in_unit(AHEAD, lambda: _share_so_far(total, weight))
+            run = model.run(named._replace(model_state=model_state), batch, inputs)
+            self._send_from(model, run, weight, named)
+
+            def add(stage: Stage, used: tuple[int, ...], acc: list[Any]) -> list[Any]:
+                grads = self._gradients(model, stage, used, run, named)
+                return accumulation.add(acc, grads, microbatch(), share)
+
+            added = [
+                in_unit(stage.backward_unit, functools.partial(add, stage, used, acc))
+                if used
+                else []
+                for stage, used, acc in zip(model.stages.each, params, accumulated, strict=True)
             ]
-            return accumulated, model_state, after
+            return added, run.model_state, after
 
         total = jnp.float32(0) if weighted else None
-        start = ([[zeros[i] for i in used] for used in uses], named.model_state, total)
+        start = ([[zeros[i] for i in used] for used in params], named.model_state, total)
         accumulated, model_state, total = repeat_with(
             whole, accumulation.microbatches, one, start, infeed
         )
+        # A weight of several stages has an accumulator in each. They meet here, once a step.
         sums: dict[int, Any] = {}
-        for acc, used in zip(accumulated, uses, strict=True):
+        for acc, used in zip(accumulated, params, strict=True):
             for index, grad in zip(used, acc, strict=True):
                 sums[index] = sums[index] + grad if index in sums else grad
         grads = jax.tree.unflatten(structure, [sums.get(i, zero) for i, zero in enumerate(zeros)])
@@ -172,128 +181,47 @@ class PipelineStep(Step):
         with tracing_training():
             return Model.trace(forward, args, self.pipeline.sizes, self.pipeline.recompute)
 
+    def _send_from(self, model: Model, run: Microbatch, weight: Any, state: TrainState) -> None:
+        """Send out loss and scalars, where the last of them is made."""
+        _, _, aux = model.stages.results
+        # Only scalars are sent: what else is in aux stays on the device that makes it.
+        scalars = [var for var in jax.tree.leaves(aux) if var.aval.shape == ()]
+        home = model.stages.home([model.loss, *scalars])
+        in_unit(home, lambda: self._send(Yield(run.loss, run.aux, weight), state))
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Model:
-    """A traced model in halves of pieces, ready to be called microbatch by microbatch.
+    def _params_by_stage(self, model: Model) -> list[tuple[int, ...]]:
+        """The parameters whose gradients each stage accumulates."""
+        params = [stage.params for stage in model.stages.each]
+        if callable(getattr(self.optimizer, "each_alone", None)):
+            model.check_alone()
+            # What an optimizer makes of a gradient of zeros need not be zeros.
+            params[0] += model.idle
+        return params
 
-    Attributes:
-        cut: its pieces.
-        halves: forward and backward of each piece.
-        names: of the parameters, in order.
-        structure: of what it returns: loss, model state, aux.
-        uses: for each piece, which parameters it has gradients of, by number.
-    """
-
-    cut: Cut
-    halves: tuple[Halves, ...]
-    names: tuple[str, ...]
-    structure: Any
-    uses: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def trace(cls, forward: Any, args: Any, sizes: tuple[int, ...], recompute: bool | str) -> Model:
-        """Trace `forward(params, model_state, batch, inputs)` on the forms of `args`."""
-        closes_over = PipelineError(
-            "A stage of a pipeline uses a traced value that it was not given: it closes over it. "
-            "Pass it through the stages, the dataset, or inputs=."
-        )
-        try:
-            made, structure = cut_function(forward, args)
-        except jax.errors.UnexpectedTracerError as error:
-            raise closes_over from error
-        if any(isinstance(const, Tracer) for const in made.consts.values()):
-            raise closes_over
-        _check_sizes(made, sizes)
-        loss = made.outvars[0]
-        if not isinstance(loss, Var):
-            raise PipelineError(
-                "The loss of a pipeline is computed by its last stage, not constant. Received: a "
-                "constant. Return a loss that depends on what the last stage gets."
-            )
-        paths = jax.tree_util.tree_flatten_with_path(args[0])[0]
-        names = tuple(path_name(path) or "params" for path, _ in paths)
-        halves = halve(made, len(names), loss, recompute)
-        index = {var: i for i, var in enumerate(made.invars[: len(names)])}
-        uses = tuple(tuple(index[v] for v in h.wants if v in index) for h in halves)
-        return cls(made, halves, names, structure, uses)
-
-    def run(self, state: TrainState, batch: Any, inputs: Any) -> tuple[list[list[Any]], Any, Yield]:
-        """Gradients by piece, next model state and yield of one microbatch."""
-        leaves = jax.tree.leaves((state.params, state.model_state, batch, inputs))
-        values: dict[Any, Any] = dict(zip(self.cut.invars, leaves, strict=True))
-        residuals = [call_forward(halves, values) for halves in self.halves]
-        loss = self.cut.outvars[0]
-        scale = state.loss_scale
-        dtype = loss.aval.dtype
-        gradients = {loss: jnp.ones((), dtype) if scale is None else scale.scale.astype(dtype)}
-        parts: list[list[Any]] = []
-        for number in reversed(range(len(self.halves))):
-            halves = self.halves[number]
-            back: dict[Any, Any] = {}
-            if halves.backward is not None:
-                back = call_backward(halves, residuals[number], gradients)
-            parts.insert(0, self._named(number, back, scale))
-            for var, gradient in back.items():
-                before = gradients.get(var)
-                gradients[var] = gradient if before is None else before + gradient
-        loss, after, aux = jax.tree.unflatten(self.structure, self.cut.results(values))
-        loss = mark(loss, Tag("value", "loss"))
-        return parts, after, Yield(loss, name_values("aux", aux), None)
-
-    @property
-    def idle(self) -> tuple[int, ...]:
-        """The parameters that no piece has a gradient of, by number."""
-        return tuple(i for i in range(len(self.names)) if all(i not in used for used in self.uses))
-
-    def changed(self, grads: list[list[Any]], params: Any, change: Any) -> list[list[Any]]:
-        """Gradients by piece, then of `idle`, each made another by `change(name, gradient, value)`."""
-        values = jax.tree.leaves(params)
-        stages: dict[int, list[int]] = {}
-        for halves, used in zip(self.halves, self.uses, strict=True):
-            for index in used:
-                stages.setdefault(index, []).append(halves.piece.stage)
-        for index, several in stages.items():
-            if len(several) > 1:
-                raise PipelineError(
-                    f"The gradient of one microbatch is changed by a function of it, but that of "
-                    f"{self.names[index]!r} is the sum of parts that stages {several} make on devices "
-                    f"of their own: they meet once a step. Use the weight in one stage only, or "
-                    f"change the gradients of a step."
-                )
-        none = [jnp.zeros_like(values[i]) for i in self.idle]
-        return [
-            [change(self.names[i], grad, values[i]) for i, grad in zip(used, each, strict=True)]
-            for used, each in zip((*self.uses, self.idle), (*grads, none), strict=True)
-        ]
-
-    def _named(self, piece: int, back: dict[Any, Any], scale: ScaleState | None) -> list[Any]:
-        """The gradients of a piece's parameters; without the scale, marked with their names."""
+    def _gradients(
+        self, model: Model, stage: Stage, used: tuple[int, ...], run: Microbatch, state: TrainState
+    ) -> list[Any]:
+        """The gradients that a stage accumulates, named."""
+        values = jax.tree.leaves(state.params)
+        change = getattr(self.optimizer, "each_alone", None)
         grads = []
-        for index in self.uses[piece]:
-            shared = sum(index in used for used in self.uses) > 1
-            # A weight that several stages use has a gradient in each; their sum exists once a step.
-            stage = self.halves[piece].piece.stage
-            name = self.names[index] + (f"@{stage}" if shared else "")
-            tag = Tag("value", f"grad/{name}", payload=stage)
-            grad = back[self.cut.invars[index]]
-            if scale is None:
-                grads.append(mark(grad, tag))
+        for index in used:
+            grad = run.gradients[stage].get(index)
+            if grad is None:
+                grad = jnp.zeros_like(values[index])
             else:
-                mark(unscaled(grad, scale), tag)
-                grads.append(grad)
+                tag = Tag("value", f"grad/{model.gradient_name(index, stage)}")
+                if state.loss_scale is None:
+                    grad = mark(grad, tag)
+                else:  # observers see it without the scale
+                    mark(unscaled(grad, state.loss_scale), tag)
+            grads.append(
+                change(model.names[index], grad, values[index]) if callable(change) else grad
+            )
         return grads
 
 
-def _check_sizes(made: Cut, sizes: tuple[int, ...]) -> None:
-    if len(made.sizes) < 2:
-        raise PipelineError(
-            "A pipeline has at least two stages. Received: one. Give a list of at least two stage "
-            "functions, or mark where stages end with tr.stage_boundary."
-        )
-    if sizes and made.sizes != sizes:
-        raise PipelineError(
-            f"This pipeline was given {list(sizes)} functions for its stages, but cutting at "
-            f"tr.stage_boundary finds {list(made.sizes)}. Do not call tr.stage_boundary inside a "
-            f"stage."
-        )
+def _share_so_far(total: Any, weight: Any) -> tuple[Any, Any]:
+    """The weight of all microbatches so far, and the share of this one in it."""
+    after = total + weight
+    return after, share_of(weight, after)

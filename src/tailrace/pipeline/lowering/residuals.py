@@ -60,6 +60,8 @@ def select(
         free: those that the backward can read without their being kept, parameters among them.
     """
     jaxpr = forward.jaxpr
+    # A mark is an identity that taps add. It must not change what is kept, or an observed pipeline
+    # would need other memory.
     equations, same = _without_marks(jaxpr.eqns)
     wanted = [same.get(var, var) for var in variables(residuals)]
     wanted = list(dict.fromkeys(variables(wanted)))
@@ -67,6 +69,8 @@ def select(
     cut = _cheapest(equations, wanted, {*constant, *free})
     made = makers(equations)
     inputs = {*jaxpr.constvars, *jaxpr.invars}
+    # From what is wanted back to the cut: what is passed on the way is computed again. What depends
+    # on parameters alone is not in the cut, so it is computed again down to the parameters.
     again: set[int] = set()
     kept: dict[Any, None] = {}
     waiting = list(reversed(wanted))
@@ -99,6 +103,7 @@ def _cheapest(
         if var in weights:
             continue
         weights[var] = nbytes(var.aval) + _EACH
+        # An input, or the result of something expensive: no way goes past it, it can only be kept.
         if made.get(var) not in cheap:
             sources.append(var)
             continue
@@ -122,7 +127,7 @@ def reading(forward: ClosedJaxpr, backward: ClosedJaxpr, chosen: Selection) -> C
         return results_of(inside, backward.jaxpr.outvars)
 
     gradients = backward.jaxpr.invars[len(chosen.residuals) :]
-    return jax.make_jaxpr(call)(*map(_form, [*chosen.kept, *gradients]))
+    return jax.make_jaxpr(call)(*map(form_of, [*chosen.kept, *gradients]))
 
 
 def _without_marks(equations: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
@@ -163,5 +168,6 @@ def _made_of(equations: Sequence[JaxprEqn], start: Collection[Any]) -> set[Any]:
     return known
 
 
-def _form(var: Any) -> jax.ShapeDtypeStruct:
+def form_of(var: Any) -> jax.ShapeDtypeStruct:
+    """The form of a variable, to trace on; no weak type, which what is stashed does not keep."""
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

@@ -69,7 +69,7 @@ class StashLayout(Layout):
         """Write what a unit leaves, from values by variable."""
         for row in self.rows.get(whose, ()):
             values = [known[var] for var in row.variables]
-            if len(values) > 1:
+            if len(values) > 1:  # side by side, as one operation
                 kept = [
                     jnp.ravel(jnp.asarray(unwrapped(value, form), form.stored.dtype))
                     for value, form in zip(values, row.forms, strict=True)
@@ -94,6 +94,7 @@ class StashLayout(Layout):
 
 
 def _rows(whose: Whose, variables: Sequence[Any], depth: int) -> list[Row]:
+    # A large value alone: put into a row, it would be copied once more.
     found: list[Row] = []
     small: dict[Any, list[tuple[Any, Form]]] = {}
     for var in variables:

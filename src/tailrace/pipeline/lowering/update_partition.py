@@ -86,6 +86,8 @@ class Spread:
                 root = self.root(var)
                 old = self.needed.get(root, frozenset())
                 self.needed[root] = None if need is None or old is None else old | need
+        # Everything has its place now. What is needed elsewhere at the end is sent, too; only then it
+        # is known how many phases there are.
         for var, need in self.needed.items():
             self.ready(var, need)
         last = max([0, *self._when.values(), *self.sent_at.values()])
@@ -118,6 +120,8 @@ class Spread:
         var = self.root(var)
         at = self.at.get(var)
         made = self.made_at.get(var, 0)
+        # Sent once, to all: a second device that needs it finds it there. An exchange comes before a
+        # phase, so what is made in one phase is elsewhere in the next.
         if at is None or (where is not None and where <= at):
             return made
         return self.sent_at.setdefault(var, made + 1)
@@ -130,21 +134,19 @@ class Spread:
     def _place(self, index: int, eqn: JaxprEqn) -> None:
         operands = [self.root(v) for v in variables(eqn.invars)]
         if is_mark(eqn) or (reduction_in(eqn) is not None and self.replicas == 1):
+            # Nothing is computed: the result is another name of the operand, and is where it is.
             for out, given in zip(eqn.outvars, eqn.invars, strict=True):
                 if not isinstance(given, Literal) and _dtype(out) == _dtype(given):
                     self.same[out] = self.root(given)
         local = [v for v in operands if self.at.get(v) is not None]
-        where = _common([self.at[v] for v in local])
-        if where is None and any(nbytes(v.aval) > _SMALL for v in local):
-            largest = self.at[max(local, key=lambda v: nbytes(v.aval))]
-            assert largest is not None
-            where = frozenset([min(largest)])
+        where = _meeting_place(local, self.at)
         # Numbers that meet others which were sent go the same way: a norm over all stages, summed leaf
         # by leaf, takes one exchange and not one for each stage.
         sent = any(self.at.get(v) is None and self.made_at.get(v, 0) for v in operands)
         if sent and all(nbytes(v.aval) <= _NUMBER for v in [*operands, *eqn.outvars]):
             where = None
         when = max([self.ready(v, where) for v in operands], default=0)
+        # Replicas exchange before a phase, too, what the phase before it made.
         if self._is_reduction(eqn) and where is not None:
             when += 1
         self._where[index], self._when[index] = where, when
@@ -154,6 +156,7 @@ class Spread:
 
     def _delay(self, last: int) -> None:
         """Run what a device computes for itself as late as it may: less is kept between phases."""
+        # `late`: the last phase in which a value may be made, from its users back to its maker.
         late: dict[Any, int] = {}
         for var in self.needed:
             late[var] = last
@@ -184,6 +187,8 @@ def guess_homes(
     replicas: int,
 ) -> dict[Any, Devices]:
     """The one device that needs each unknown variable; those that several need are not named."""
+    # Optimizer state is made like parameters, and nothing says whose it is. But the equation in which
+    # it meets a gradient has a place. `wild`: what a value is computed from that has no place yet.
     at: dict[Any, Devices | None] = dict(held)
     wild: dict[Any, set[Any]] = {var: {var} for var in unknown}
     needs: dict[Any, set[int]] = {var: set() for var in unknown}
@@ -195,11 +200,7 @@ def guess_homes(
         if not local:
             wild.update((v, leaves) for v in eqn.outvars)
             continue
-        where = _common([at[v] for v in local])
-        if where is None and any(nbytes(v.aval) > _SMALL for v in local):
-            largest = at[max(local, key=lambda v: nbytes(v.aval))]
-            assert largest is not None
-            where = frozenset([min(largest)])
+        where = _meeting_place(local, at)
         for leaf in leaves:
             if where is None:
                 everybody.add(leaf)
@@ -217,12 +218,18 @@ def _dtype(var: Any) -> Any:
     return var.aval.dtype  # the mean of integers is a float
 
 
-def _common(places: Iterable[Devices | None]) -> Devices | None:
-    """The devices that are among all of these; None (everywhere) if there is none."""
-    found: Devices | None = None
-    for place in places:
-        assert place is not None
-        found = place if found is None else found & place
-        if not found:
-            return None
-    return found
+def _meeting_place(local: Sequence[Any], at: Mapping[Any, Devices | None]) -> Devices | None:
+    """Where an equation runs whose operands `local` are not everywhere; None: everywhere.
+
+    Where all operands are, if there is such a device. Otherwise large values stay: the equation runs
+    where the largest is. Small values are sent to all, and all devices run it.
+    """
+    places = [place for v in local if (place := at[v]) is not None]
+    common = frozenset.intersection(*places) if places else None
+    if common:
+        return common
+    if any(nbytes(v.aval) > _SMALL for v in local):
+        largest = at[max(local, key=lambda v: nbytes(v.aval))]
+        assert largest is not None
+        return frozenset([min(largest)])
+    return None

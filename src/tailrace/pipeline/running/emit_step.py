@@ -72,18 +72,21 @@ class Machine:
         values = Values(lax.axis_index(STAGE), known, a.constants, frame, dict(a.before.same))
         numbers = {var: i for i, var in enumerate(a.carry_in) if var in a.held}
         values.add_store(a.held_layout, held, numbers)
-        starts = self._results(a.carry_layout, a.inner.invars[jobs.consts :])
+        # Before: what the loop starts from lands in the buffers that jobs carry.
+        starts = self._results(a.carry_layout, jobs.starts)
         start = self._run(
             values, a.before, a.before_indices, a.carry_layout, a.carry_layout.zeros(), starts
         )
-        position = (*self.position, a.middle, 0)
+        position = (*self.position, jobs.index, 0)
+        # The ticks. What no job owns was run ahead, and all devices know it.
         ticking = Ticking(a, self.rewriter, self.silent, position, self.emitting)
         empty_stash = a.stash_layout.zeros() if stash is None else stash
         buffers, loose, used = ticking.run(values, start, empty_stash)
-        outs = a.inner.outvars[: jobs.carried]
+        outs = jobs.loop.outvars[: jobs.carried]
         values.known.update((outs[number], value) for number, value in loose.items())
         owned = {outs[n]: n for n in range(jobs.carried) if jobs.owner(n) is not None}
         values.add_store(a.carry_layout, buffers, owned)
+        # After: the update, from these buffers to those of what devices hold.
         values.same = dict(a.after.same)
         results = self._results(a.held_layout, a.carry_out)
         results = {  # without what stays as it is
@@ -118,6 +121,8 @@ class Machine:
             self._reduce(values, spread, phase)
             for index in phase.everywhere:
                 self._equation(values, spread, indices, index, self.rewriter)
+            # What a device makes for a later phase has to leave its block: into buffers again, because
+            # all devices run one program and have unequal values.
             is_last = number == len(spread.phases) - 1
             kept = _kept(spread, number)
             scratch = Layout([{v: Form.of(v.aval) for v in kept.get(d, ())} for d in self._devices])
@@ -142,12 +147,14 @@ class Machine:
                     inside = values.on(device).reading(layout, buffers)
                     buffers, stores = list(buffers), list(stores)
                     for index in equations:
+                        # Several devices may run an equation; what it sends out leaves once.
                         first = device == spread.where(index)[0]
                         rewriter = self.rewriter if first else self.silent
                         self._equation(inside, spread, indices, index, rewriter)
                     condense(inside.frame)
                     for var in kept.get(device, ()):
                         scratch.write(device, stores, var, inside.fetch(var))
+                    # All are read before one is written: results may be each other's operands.
                     made = [(key, inside.fetch(var)) for key, var in due]
                     for key, value in made:
                         layout.write(device, buffers, key, value)
@@ -173,6 +180,7 @@ class Machine:
 
     def _on(self, values: Values, device: int, block: Callable[..., Any], state: Any) -> Any:
         """Run a block on one device; what it emits leaves with the step."""
+        # A loop of at most one pass carries what the block emits, so its shapes come first.
         emitted = empty(self.emitting.room(block, state, device))
 
         def run(carry: Any) -> Any:
@@ -189,6 +197,8 @@ class Machine:
             chosen = [i for i in phase.reduced if reduction_in(spread.equations[i]) == reduction]
             if not chosen:
                 continue
+            # Each device fills its own buffers of a common layout, then all buffers are reduced at
+            # once: as many exchanges as there are buffers, not as there are gradients.
             outs = {i: spread.equations[i].outvars[0] for i in chosen}
             layout = Layout(
                 [
@@ -233,6 +243,7 @@ class Machine:
 
 def _kept(spread: Spread, phase: int) -> dict[int, list[Any]]:
     """For each device, the variables that it makes in a phase and that are wanted after it."""
+    # Also what an equation that all devices run takes: it was sent, so it is in `sent`.
     later: set[Any] = set()
     for following in spread.phases[phase + 1 :]:
         later.update(following.sent)

@@ -58,6 +58,8 @@ class Ticking:
         a, frame = self.assembly, values.frame
         count = a.plan.microbatches
         counts = elements_read(self.jobs.body.eqns)
+        # All devices have all elements of the step. A job cuts out that of its own microbatch: in one
+        # tick, stages work on different ones.
         elements = {queue: frame.blocks[queue].take_many(count) for queue in counts}
         ahead, loose = self._ahead(values, elements)
         table = a.plan.timetable()
@@ -76,6 +78,8 @@ class Ticking:
         emitted: Emissions = Emissions()
         for job in active:
             bodies[job.who] = self._body(job, values, elements, ahead)
+            # The loop over ticks carries what jobs send out, one row for each microbatch, so it must
+            # know the shapes before any job is traced.
             sketch, forms = self._sketch(job, values, elements, ahead)
             shapes = self.emitting.room(sketch, (forms,), a.device(job.who))
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
@@ -86,7 +90,7 @@ class Ticking:
                 kind, stage, _ = job.who
                 microbatches, slots = (row[0], row[2]) if kind == "F" else (row[1], row[3])
                 m, slot = microbatches[stage], slots[stage]
-                mine = m >= 0
+                mine = m >= 0  # -1: the stage waits in this tick
                 if a.num_devices > 1:
                     mine = mine & (values.me == a.device(job.who))
 
@@ -98,6 +102,8 @@ class Ticking:
                 with jax.named_scope(unit_scope(*job.who)):
                     carry, emitted = once_if(mine, once, (carry, emitted))
             if a.num_devices > 1:
+                # The only place where devices wait for each other. All take part in all ticks: what a
+                # device did not send in this one is what it sent before, and is not read.
                 with jax.named_scope(STAGES):
                     carry["in"] = [
                         [lax.ppermute(buffer, STAGE, channel.pairs) for buffer in out]
@@ -123,11 +129,7 @@ class Ticking:
             (i, eqn)
             for i, eqn in ((i, body.eqns[i]) for i in job.equations)
             if has_role(eqn, "loop")
-            or (
-                i not in job.copies
-                and not (eqn.outvars and done.issuperset(eqn.outvars))
-                and self.rewriter.sends(eqn, (*self.position, i))
-            )
+            or (i not in job.copies and self.rewriter.sends(eqn, (*self.position, i)))
         ]
         wanted = list(used_by(eqn for _, eqn in chosen))
         carried = [self.jobs.carry_in[number] for number in job.carries]
@@ -172,11 +174,8 @@ class Ticking:
                         for var in channel.variables[number]:
                             known[var] = channel.layout.read(number, buffers, var)
             for index in job.equations:
-                eqn = body.eqns[index]
-                if all(var in known for var in eqn.outvars) and eqn.outvars:
-                    continue  # it was run ahead
                 rewriter = self.silent if index in job.copies else self.rewriter
-                rewriter.run_equations([eqn], known, frame, self.position, index)
+                rewriter.run_equations([body.eqns[index]], known, frame, self.position, index)
             condense(frame)
             for number in job.carries:
                 value = value_of(known, jobs.carry_out[number])
@@ -195,12 +194,9 @@ class Ticking:
 
     def _given(self, view: Values, used: set[Any]) -> dict[Any, Any]:
         """Values from before the loop that are used inside, by the variables of its body."""
-        loop, body = self.assembly.inner, self.jobs.body
-        program = as_scan(loop).body
+        program = as_scan(self.jobs.loop).body
         known = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-        for var, outside in zip(body.invars[: self.jobs.consts], loop.invars, strict=False):
-            if var in used:
-                known[var] = view.fetch(outside)
+        known.update((v, view.fetch(given)) for v, given in self.jobs.outside.items() if v in used)
         return known
 
     def _ahead(self, values: Values, elements: Any) -> tuple[dict[Any, Any], dict[int, Any]]:
@@ -213,7 +209,7 @@ class Ticking:
         used = set(used_by(body.eqns[i] for i in jobs.ahead))
         given = self._given(values, used)
         chosen = jobs.from_ahead
-        start = [values.fetch(self.assembly.inner.invars[jobs.consts + n]) for n in jobs.loose]
+        start = [values.fetch(jobs.starts[n]) for n in jobs.loose]
 
         def one(carry: Any, m: Any) -> Any:
             known = {**given, **dict(zip(inputs, carry, strict=True)), body.invars[-1]: m}

@@ -11,7 +11,8 @@ from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, current_trace, inside_loop, mark
 from tailrace.pipeline.lowering.cut import cut_function
-from tailrace.pipeline.lowering.forward_backward import call_forward, only_forward
+from tailrace.pipeline.lowering.forward_backward import forward_stages
+from tailrace.pipeline.lowering.stage import in_unit, value_in
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.schedule.device_mapping import placement_of, read_mapping
 from tailrace.pipeline.schedule.schedules import schedule_offsets, virtual_placement
@@ -55,18 +56,19 @@ def forward_pass(
         params, model_state = read
         with inside_loop(current_trace("tr.Pipeline")):
             made, structure = cut_function(compute, (*read, infeed.spec().tree(), inputs))
-        halves = only_forward(made)
+        stages = forward_stages(made, structure, advances)
 
         def one(carry: Any, batch: Any) -> Any:
             state = carry if advances else model_state
-            leaves = jax.tree.leaves((params, state, batch, inputs))
-            values: dict[Any, Any] = dict(zip(made.invars, leaves, strict=True))
-            for each in halves:
-                call_forward(each, values)
-            sent = jax.tree.unflatten(structure, made.results(values))
+            values = stages.start(params, state, batch, inputs)
+            for stage in stages.each:
+                stage.call_forward(values)
+            sent = stages.results[0] if advances else stages.results
+            home = stages.home(jax.tree.leaves(sent))
+            in_unit(home, lambda: out.enqueue(jax.tree.map(lambda v: value_in(values, v), sent)))
             if advances:
-                sent, carry = sent
-            out.enqueue(sent)
+                leaves, form = jax.tree.flatten(carry)
+                carry = jax.tree.unflatten(form, stages.next_state(leaves, values))
             return carry
 
         after = repeat_with(whole, count, one, model_state if advances else (), infeed)

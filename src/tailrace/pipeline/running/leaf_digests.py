@@ -59,6 +59,8 @@ def leaf_digests(
 
     def one(buffers: Any, values: Any) -> Any:
         mine = [b.reshape(form.shape) for b, form in zip(buffers, layout.buffers, strict=True)]
+        # Each device digests what it alone holds; the others have zeros in that place, so a sum over
+        # stages has all digests, and no state moves.
         branches = [functools.partial(on_device, d) for d in range(assembly.num_devices)]
         found = lax.psum(lax.switch(lax.axis_index(STAGE), branches, mine), STAGE)
         for leaf, number in enumerate(results):

@@ -160,6 +160,7 @@ class PipelineExecutable(Executable):
             return after, ([], inside.emitted)
 
         # Filled with zeros once in an execution; where a step may be skipped, at every step.
+        # Nothing reads what a step before left there: slots are written before they are read.
         start = (held, alike, None if self._skips else a.stash_layout.zeros())
         if self._skips:
             one_pass = skipping(one_pass, functools.partial(_is_good, machine))
@@ -172,6 +173,7 @@ class PipelineExecutable(Executable):
         held, alike, _ = ran.carry
         frame.take(ran.each, ran.looks, ran.once, period)
         for key, emission in ran.emitted.items():
+            # One device made it. The outputs of the program are alike on all of them.
             source = machine.emitting.sources.get(key)
             if source is not None:
                 emission = jax.tree.map(functools.partial(from_device, source), emission)

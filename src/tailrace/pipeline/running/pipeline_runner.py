@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tailrace.devices.devices import REPLICA, STAGE, available, resolve_replicas
 from tailrace.errors import PipelineError
-from tailrace.jaxprs.control import as_scan
-from tailrace.jaxprs.internals import JaxprEqn, Var, value_of
+from tailrace.jaxprs.internals import value_of, variables
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.lowering.buffers import Slot, wrapped
-from tailrace.pipeline.lowering.device_layout import Assembly, loop_of_units
+from tailrace.pipeline.lowering.device_layout import Assembly
+from tailrace.pipeline.lowering.jobs import Jobs
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.buffer_writes import Patches, cut_out, patched
 from tailrace.pipeline.running.leaf_digests import leaf_digests
@@ -63,18 +63,21 @@ class PipelineRunner(LoopRunner):
     ) -> None:
         super().__init__(function, carried, read, placement, each)
         loop = self._loop.equations[0]
-        sizes, count = _sizes(loop)
-        plan = pipeline.plan(sizes, training, count)
+        jobs = Jobs(loop)
+        self.plan = plan = pipeline.plan(jobs.sizes, training, jobs.microbatches)
         self.placement = PipelinePlacement(placement.replicas, len(plan.devices))
         require_devices(plan.devices, placement.replicas, len(available()))
         self._consts = self.placement.put(self.traced.consts)
         own = frozenset(i for i, flag in enumerate(each or ()) if flag and placement.replicas > 1)
+        # Three numberings: leaves of the tree, results of the loop, places in buffers. `_results` goes
+        # from the first to the second (-1: the loop leaves that leaf alone), the assembly to the third.
         number: dict[Any, int] = {var: i for i, var in enumerate(loop.outvars)}
         results = [number.get(var, -1) for var in self.traced.jaxpr.outvars]
         self._own = frozenset(results[i] for i in own if results[i] >= 0)
-        self.plan = plan
         away = frozenset(results[i] for i in hosted if results[i] >= 0)
-        self.assembly = Assembly(loop, plan, placement.replicas, self._own, away, stash_on_host)
+        self.assembly = Assembly(
+            loop, jobs, plan, placement.replicas, self._own, away, stash_on_host
+        )
         if stash_on_host:
             device, mesh = self.placement.device, self.placement.mesh
             local = len(mesh.local_devices)
@@ -92,6 +95,7 @@ class PipelineRunner(LoopRunner):
         self.read(state, read)
         for segment in self._before:
             self._executable(segment, None).run(state, Numbers(0, 0))
+        # From here on, what the loop carries is in buffers and no longer found by variable.
         starts = [value_of(known, start) for _, start in self._loop.start]
         for var in jaxpr.invars[: self._num_carried]:
             value = known.pop(var)
@@ -189,20 +193,12 @@ class PipelineRunner(LoopRunner):
         """The one stage that uses each parameter and each leaf of the model state."""
         a = self.assembly
         numbers: dict[Any, int] = {var: i for i, var in enumerate(a.carry_in)}
-        outside = dict(zip(a.jobs.body.invars[: a.jobs.consts], a.inner.invars, strict=False))
         users: dict[int, set[int]] = {}
-
-        def note(var: Any, stage: int) -> None:
-            if isinstance(var, Var) and (number := numbers.get(a.before.root(var))) is not None:
-                users.setdefault(number, set()).add(stage)
-
         for (_, stage, _), job in a.jobs.jobs.items():
-            for index in job.equations:
-                for var in a.jobs.body.eqns[index].invars:
-                    if isinstance(var, Var) and var in outside:
-                        note(outside[var], stage)
-            for carry in job.carries:
-                note(a.inner.invars[a.jobs.consts + carry], stage)
+            starts = [a.jobs.starts[carry] for carry in job.carries]
+            for var in variables([*a.jobs.constants(job.equations), *starts]):
+                if (number := numbers.get(a.before.root(var))) is not None:
+                    users.setdefault(number, set()).add(stage)
         found = {}
         paths = jax.tree_util.tree_flatten_with_path(carried)[0]
         for (path, _), number in zip(paths, self._results, strict=True):
@@ -339,18 +335,6 @@ def place_pipeline(pipeline: Pipeline, replicas: int | None) -> PipelinePlacemen
             "replicas=, or tr.Pipeline(device_mapping=...)."
         )
     return PipelinePlacement(resolve_replicas(replicas), 0)
-
-
-def _sizes(loop: JaxprEqn) -> tuple[tuple[int, ...], int]:
-    """For each stage how many members it has, and the number of microbatches, of a traced loop."""
-    body = as_scan(loop).body.jaxpr
-    index, units = loop_of_units(body)
-    stages = max(unit.stage for unit in units) + 1
-    sizes = [
-        max((unit.member for unit in units if unit.stage == stage), default=0) + 1
-        for stage in range(stages)
-    ]
-    return tuple(sizes), as_scan(body.eqns[index]).length
 
 
 def _owned(value: Any) -> Any:

@@ -68,6 +68,7 @@ class Values:
         if isinstance(var, Literal):
             return var.val
         var = self.root(var)
+        # Nearest first: made in this block, known to all, made of nothing, in a buffer.
         if var in self.own:
             return self.own[var]
         if var in self.known:
@@ -76,6 +77,7 @@ class Values:
             return self._make(var)
         whose = self.device if device is None else device
         assert whose is not None, f"{var} is on one device only"
+        # The latest store first: after the loop, a carried value is not what it started from.
         for layout, buffers, keys in reversed(self.stores):
             if var in keys and keys[var] in layout.slots[whose]:
                 return layout.read(whose, buffers, keys[var])
@@ -104,6 +106,7 @@ class Values:
 
 def from_device(source: int, value: Any) -> Any:
     """What one device of the stages has, on all of them."""
+    # A sum to which all others add zeros: one exchange, whichever device the source is.
     is_bool = value.dtype == jnp.bool_
     number = value.astype(jnp.int8) if is_bool else value
     mine = lax.axis_index(STAGE) == source

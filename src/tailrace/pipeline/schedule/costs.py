@@ -6,7 +6,7 @@ device. Arrays indexed by unit: `virtual`, `device` (a row, not a device number)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
@@ -52,7 +52,8 @@ class Costs:
             return virtual  # no concurrent stages: a unit is a virtual stage
         counts = self.first[virtual + 1] - self.first[virtual]
         ends = np.cumsum(counts)
-        return np.arange(counts.sum()) + np.repeat(self.first[virtual] - ends + counts, counts)
+        # Numpy's stubs have no type for this sum.
+        return np.arange(counts.sum()) + np.repeat(self.first[virtual] - ends + counts, counts)  # pyright: ignore[reportUnknownVariableType]
 
 
 def costs_of(
@@ -73,7 +74,11 @@ def costs_of(
         back = member_times(plan, backward, "backward")
     rows = {device: row for row, device in enumerate(plan.devices)}
     hops = _hops(plan, transfer)
-    virtual, device, time, hop, first = [], [], [], [], [0]
+    virtual: list[int] = []
+    device: list[int] = []
+    time: list[float] = []
+    hop: list[float] = []
+    first = [0]
     for index in range(plan.virtual_stages):
         stage = index if index < plan.stages else 2 * plan.stages - 1 - index
         times = (ahead if index < plan.stages else back)[stage]
@@ -103,9 +108,9 @@ def costs_of(
 
 def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
     """Times for each member of each stage, from one number, one a stage, or lists for groups."""
-    if isinstance(times, int | float | np.number):
+    if _is_number(times):
         times = [times] * plan.stages
-    if not _is_list(times):
+    if not is_list(times):
         raise PlanError(
             f"`{name}` is one time for all stages or a list with one for each; received {times!r}."
         )
@@ -119,8 +124,7 @@ def member_times(plan: "Plan", times: Any, name: str) -> list[list[float]]:
 
 def _stage_times(plan: "Plan", stage: int, given: Any, name: str) -> list[float]:
     members = len(plan.placement[stage])
-    single = isinstance(given, int | float | np.number)
-    each = [given] * members if single else given
+    each: Any = [given] * members if _is_number(given) else given
     if not _are_times(each) or len(each) != members:
         raise PlanError(
             f"`{name}` of stage {stage} is a time of zero or more, or a list with one for each of "
@@ -129,15 +133,21 @@ def _stage_times(plan: "Plan", stage: int, given: Any, name: str) -> list[float]
     return [float(time) for time in each]
 
 
-def _is_list(given: Any) -> bool:
-    listed = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes)
-    return listed and getattr(given, "ndim", 1) > 0  # an array without a dim is none
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | float | np.number)
+
+
+def is_list(given: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a user gave several numbers: a sequence or an array, no text."""
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence | np.ndarray):
+        return False
+    return getattr(cast(Any, given), "ndim", 1) > 0  # an array without a dim is none
 
 
 def _are_times(given: Any) -> bool:
     """Whether it is a list of finite numbers of zero or more."""
-    return _is_list(given) and all(
-        isinstance(time, int | float | np.number)
+    return is_list(given) and all(
+        _is_number(time)
         and not isinstance(time, complex | np.complexfloating)
         and 0.0 <= time < float("inf")
         for time in given
@@ -147,8 +157,7 @@ def _are_times(given: Any) -> bool:
 def _hops(plan: "Plan", transfer: float | Sequence[float]) -> list[float]:
     """For each virtual stage, how long its result travels to the next one."""
     boundaries = plan.stages - 1
-    single = isinstance(transfer, int | float | np.number)
-    given = [transfer] * boundaries if single else transfer
+    given: Any = [transfer] * boundaries if _is_number(transfer) else transfer
     if not _are_times(given) or len(given) != boundaries:
         raise PlanError(
             f"`transfer` is a time of zero or more, or a list with one for each of the "

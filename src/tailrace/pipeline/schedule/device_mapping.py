@@ -7,7 +7,7 @@ member.
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
@@ -16,6 +16,11 @@ from tailrace.errors import PlanError
 Placement = tuple[tuple[int, ...], ...]
 DeviceMapping = tuple[int | tuple[int, ...], ...]
 Names = tuple[str | tuple[str, ...], ...]
+
+
+def is_group(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a user wrote several things in a list or a tuple."""
+    return isinstance(value, list | tuple)
 
 
 def _plain(members: Sequence[Any]) -> Any:
@@ -39,9 +44,9 @@ def read_microbatches(value: Any) -> int:
 
 def read_flag(value: Any, name: str) -> bool:
     """`value` as a bool, or a PlanError that names the argument."""
-    if isinstance(value, int | np.bool_):
-        return bool(value)
-    raise PlanError(f"`{name}` is True or False; received {value!r}.")
+    if not isinstance(value, int | np.bool_):
+        raise PlanError(f"`{name}` is True or False; received {value!r}.")
+    return bool(cast(Any, value))
 
 
 def whole_number(value: Any, name: str) -> int:
@@ -61,7 +66,8 @@ def read_stages(stages: Any) -> tuple[list[int | None], Names]:
     A list may hold group sizes (`[1, 2, 1]`) or the stages themselves (names, functions), where
     a list within the list is a group of concurrent stages.
     """
-    if not isinstance(stages, list | tuple):
+    # A number of stages leaves their sizes to the mapping: [0, (1, 2)] makes a group of two.
+    if not is_group(stages):
         sizes: list[int | None] = [None] * _within(max(whole_number(stages, "stages"), 0), stages)
         entries: Sequence[Any] = ()
     else:
@@ -89,8 +95,8 @@ def _within(members: int, stages: Any) -> int:
 
 
 def _group_size(entry: Any, index: int) -> int:
-    if isinstance(entry, list | tuple):
-        if any(isinstance(member, list | tuple) for member in entry):
+    if is_group(entry):
+        if any(is_group(member) for member in entry):
             raise PlanError(
                 "A group of concurrent stages cannot hold another group: nested lists are not "
                 f"supported. Stage {index} is {entry!r}. Write its members in one flat list."
@@ -112,7 +118,7 @@ def _names(entries: Sequence[Any]) -> Names:
     """The names, where every stage has one; functions and sizes do not name a stage."""
     names: list[str | tuple[str, ...]] = []
     for entry in entries:
-        if isinstance(entry, list | tuple) and all(isinstance(each, str) for each in entry):
+        if is_group(entry) and all(isinstance(each, str) for each in entry):
             names.append(_plain(entry))
         elif isinstance(entry, str):
             names.append(entry)
@@ -135,7 +141,7 @@ def read_mapping(mapping: Any, sizes: Sequence[int | None]) -> DeviceMapping:
     """The device (or devices) of each stage; without a mapping, devices are numbered in order."""
     if mapping is None:
         return _default_mapping(sizes)
-    if not isinstance(mapping, list | tuple | range):
+    if not is_group(mapping) and not isinstance(mapping, range):
         raise PlanError(
             "device_mapping argument needs to be a list or a tuple with a device for each stage; "
             f"received {mapping!r}."
@@ -163,8 +169,8 @@ def _default_mapping(sizes: Sequence[int | None]) -> DeviceMapping:
 
 
 def _read_entry(entry: Any, size: int | None, stage: int) -> int | tuple[int, ...]:
-    given = entry if isinstance(entry, list | tuple) else [entry]
-    if any(isinstance(each, list | tuple) for each in given):
+    given: Sequence[Any] = entry if is_group(entry) else [entry]
+    if any(is_group(each) for each in given):
         raise PlanError(
             "device_mapping cannot be nested more than once: nested lists are not supported. "
             f"Stage {stage} is mapped to {entry!r}. Write one flat list of devices for its group."

@@ -61,6 +61,7 @@ def _run_waves(plan: "Plan", costs: Costs, clock: _Clock) -> None:
     waves = _waves(plan, costs)
     arrived = np.zeros(length + 1)  # arrived[v]: when the input of virtual stage v is there
     for t in range(plan.num_ticks):
+        # As in lockstep, the plan says what runs; only when it starts is computed.
         turn, virtual = np.divmod(t - offsets, length)
         running = np.zeros(length, dtype=bool)
         running[virtual[(turn >= 0) & (turn < rounds)]] = True
@@ -78,10 +79,12 @@ def _run_waves(plan: "Plan", costs: Costs, clock: _Clock) -> None:
 
 def _waves(plan: "Plan", costs: Costs) -> list[np.ndarray]:
     """The units by their rank on their device, in the order in which a tick runs them."""
+    # Other schedules give a device one unit a tick: all units are one wave.
     if plan.schedule is not PipelineSchedule.GROUPED:
         return [np.arange(len(costs.virtual))]
     rank: dict[int, int] = {}
     waves: list[list[int]] = []
+    # Later virtual stages first, as the executor does: backwards, then forwards.
     for unit in reversed(range(len(costs.virtual))):
         device = int(costs.device[unit])
         place = rank.get(device, 0)

@@ -15,10 +15,11 @@ A line after `ticks:` is one tick; `F1.3@2` is the forward of microbatch 3 at st
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tailrace.data.files import parse_json
 from tailrace.errors import PlanError
+from tailrace.pipeline.schedule.device_mapping import is_group
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def to_json(plan: "Plan", ticks: bool = True, indent: int | None = None) -> str:
     }
     if plan.names:
         value["names"] = plan.names
+    # Ticks that follow from the schedule may be left out; those written by hand are the plan.
     if ticks or plan.own_ticks is not None:
         value["ticks"] = plan.ticks
     return json.dumps(value, indent=indent)
@@ -48,15 +50,16 @@ def to_json(plan: "Plan", ticks: bool = True, indent: int | None = None) -> str:
 def from_json(text: str) -> dict[str, Any]:
     """The fields of a plan, `ticks` None where the text has none."""
     try:
-        value = parse_json(text)
+        value: Any = parse_json(text)
     except (ValueError, TypeError) as error:
         raise PlanError(f"This is not the JSON of a plan: {error}.") from error
-    if not isinstance(value, dict) or value.get("tailrace_plan") != _VERSION:
+    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    if fields.get("tailrace_plan") != _VERSION:
         raise PlanError(
             f'The JSON of a plan is an object with "tailrace_plan": {_VERSION}. '
             f"Received {text[:60]!r}. Write it with `plan.to_json()`."
         )
-    return _fields(value)
+    return _fields(fields)
 
 
 def to_text(plan: "Plan") -> str:
@@ -120,7 +123,7 @@ def _read_ticks(lines: list[str], count: str, first: int) -> list[list[tuple[Any
 
 
 def _read_tick(line: str, number: int) -> list[tuple[Any, ...]]:
-    units = []
+    units: list[tuple[Any, ...]] = []
     for word in line.split() if line.strip() != "-" else ():
         match = _UNIT.fullmatch(word)
         if match is None:
@@ -159,6 +162,6 @@ def _fields(value: dict[str, Any]) -> dict[str, Any]:
 
 def _tuples(value: Any) -> Any:
     """Lists as tuples, one level down too: JSON has no tuples, and a plan must be hashable."""
-    if not isinstance(value, list):
+    if not is_group(value):
         return value
-    return tuple(tuple(each) if isinstance(each, list) else each for each in value)
+    return tuple(tuple(each) if is_group(each) else each for each in value)

@@ -217,7 +217,7 @@ class Plan:
         if self.schedule is PipelineSchedule.GROUPED:
             first = max(0, t - length + 1)
             return [(t - m, m) for m in range(first, min(t + 1, self.microbatches))]
-        running = []
+        running: list[tuple[int, int]] = []
         for row, offset in enumerate(self.offsets):
             turn, virtual = divmod(t - offset, length)
             if 0 <= turn < self.microbatches // overlap:

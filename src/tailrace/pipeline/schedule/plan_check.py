@@ -57,6 +57,7 @@ class _Progress:
 
     def end_tick(self, tick: Tick) -> None:
         for kind, stage in {(unit.kind, unit.stage) for unit in tick}:
+            # A concurrent stage has done a microbatch when its last member has.
             self.visible[kind, stage] = min(
                 self.done[kind, stage, device] for device in self.devices[stage]
             )
@@ -119,6 +120,8 @@ class _Progress:
     def _overwrites(self, unit: Unit) -> str | None:
         if not self.plan.training:
             return None
+        # Backwards of this tick count: they come before its forwards, so that a slot may be read and
+        # written again in one tick.
         slots = self.plan.slots(unit.stage)
         owner = unit.microbatch - slots
         if owner >= self.done["B", unit.stage, unit.device]:
@@ -131,6 +134,8 @@ class _Progress:
 
 def _check_crowding(plan: "Plan", t: int, tick: Tick) -> None:
     """Refuse more work in a tick than the schedule allows."""
+    # A schedule is also a promise about memory and time in a tick, which the stash and the executor
+    # rely on: units that could run, but not together, are refused.
     seen: dict[tuple[object, ...], Unit] = {}
     for unit in tick:
         if plan.schedule is PipelineSchedule.GROUPED:

@@ -101,9 +101,11 @@ def schedule_offsets(
         return (0,)
     if schedule is PipelineSchedule.GROUPED:
         return tuple(range(len(virtual)))
+    # Greedy, from rotation 0 on: for one stage a device this is 1F1B, and the same answer on every
+    # machine. `blocked` are the rotations that clash with one accepted before.
     clash = _clashing_rotations(virtual)
     blocked = np.zeros(len(virtual), dtype=bool)
-    accepted = []
+    accepted: list[int] = []
     for rotation in range(len(virtual)):
         if not blocked[rotation]:
             accepted.append(rotation)
@@ -123,6 +125,7 @@ def _clashing_rotations(virtual: tuple[tuple[int, ...], ...]) -> np.ndarray:
             visits.setdefault(device, []).append(position)
     clash = np.zeros(count, dtype=bool)
     for positions in visits.values():
+        # A rotation by the distance of two visits of a device brings both to one tick.
         places = np.array(positions)
         for place in positions:
             clash[(places - place) % count] = True
@@ -139,6 +142,7 @@ def require_count(
         rule = f"must be at least {overlap}, but it is {microbatches}."
     else:
         return
+    # The counts to try instead: the multiples on both sides, as far as they are counts.
     below = microbatches // overlap * overlap
     choices = [count for count in (below, below + overlap) if count >= overlap] or [overlap]
     use = " or ".join(f"microbatches={count}" for count in choices)

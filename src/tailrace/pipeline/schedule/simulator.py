@@ -140,10 +140,13 @@ def simulate(
     """
     mode = SimulationMode.parse(mode)
     costs = costs_of(plan, forward, backward, transfer, update)
+    # How long devices work does not depend on how they keep step; only how long they wait does.
     work = plan.microbatches * np.bincount(costs.device, costs.time, costs.devices) + costs.update
     last = float(costs.update.max())
     if mode is SimulationMode.FREE:
         total, up, down = free_running(plan, costs)
+        # Without a clock a device updates when it is through, while others still work: the parts
+        # overlap, and are cut so that they add up to the total.
         last = min(last, total - up)
         parts = {"ramp-up": up, "ramp-down": down, "steady": max(total - up - down - last, 0.0)}
     else:
@@ -193,6 +196,7 @@ class _Price:
     def of(self, units: np.ndarray) -> float:
         back = self.backward[units]
         kinds = [kind for kind in (True, False) if (back == kind).any()]
+        # All backwards, then all forwards; or both at once, on different devices.
         join = sum if self.two_phases else max
         if self.mode is SimulationMode.UNGATED:
             return join(self.full.values())
@@ -205,6 +209,8 @@ class _Price:
         if not len(units):
             return 0.0
         costs = self.costs
+        # A device that has several units runs them one after the other; values travel when all
+        # devices are through.
         load = np.bincount(costs.device[units], costs.time[units])
         return float(load.max() + costs.hop[units].max())
 
@@ -232,6 +238,7 @@ def _running(plan: "Plan", t: int, offsets: np.ndarray) -> np.ndarray:
     length = plan.virtual_stages
     if plan.schedule is PipelineSchedule.GROUPED:
         return np.arange(max(0, t - plan.microbatches + 1), min(t, length - 1) + 1)
+    # Each offset is a row of microbatches, one every `length` ticks: which one, and how far it is.
     turn, virtual = np.divmod(t - offsets, length)
     return virtual[(turn >= 0) & (turn < plan.microbatches // plan.overlap)]
 
@@ -244,7 +251,7 @@ def _own_rounds(plan: "Plan", costs: Costs) -> Iterator[_Round]:
         for unit, (virtual, device) in enumerate(zip(costs.virtual, costs.device, strict=True))
     }
     for t, tick in enumerate(plan.iter_ticks()):
-        units = []
+        units: list[int] = []
         for unit in tick:
             virtual = unit.stage if unit.kind == "F" else 2 * plan.stages - 1 - unit.stage
             key = (virtual, rows.get(unit.device, -1))

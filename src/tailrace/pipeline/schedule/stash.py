@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import PlanError
+from tailrace.pipeline.schedule.device_mapping import is_group
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def depth(plan: "Plan", stage: int) -> int:
     _require_stage(plan, stage)
     if not plan.training:
         return 0
+    # Between a forward and its backward a microbatch travels to the last stage and back: 2 (S-1-s)
+    # ticks. Grouped starts a forward in each of them, Interleaved in every second one.
     return _FORWARDS_PER_STAGE[plan.schedule] * (plan.stages - 1 - stage)
 
 
@@ -83,7 +86,7 @@ def in_bytes(plan: "Plan", sizes: Sequence[Any]) -> StashBytes:
             f"Stash sizes are given for each stage: {len(sizes)} sizes for {plan.stages} stages. "
             "Give the bytes that one microbatch leaves behind at each stage."
         )
-    stages = []
+    stages: list[int] = []
     devices = dict.fromkeys(plan.devices, 0)
     for stage, size in enumerate(sizes):
         each = _member_sizes(plan, stage, size)
@@ -96,7 +99,7 @@ def in_bytes(plan: "Plan", sizes: Sequence[Any]) -> StashBytes:
 
 def _member_sizes(plan: "Plan", stage: int, size: Any) -> list[int]:
     members = len(plan.placement[stage])
-    each = list(size) if isinstance(size, list | tuple) else [size] * members
+    each: list[int] = list(size) if is_group(size) else [size] * members
     if len(each) != members or any(one < 0 for one in each):
         raise PlanError(
             f"Stage {stage} has {members} member(s); received {size!r} as its stash size. Give "

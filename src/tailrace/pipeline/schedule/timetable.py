@@ -30,6 +30,7 @@ def timetable(plan: "Plan") -> Timetable:
     forward = np.full(shape, IDLE, dtype=np.int32)
     backward = np.full(shape, IDLE, dtype=np.int32)
     if plan.own_ticks is None:
+        # By the formula of `schedules`, without making the units: plans may have millions of them.
         microbatches = np.arange(plan.microbatches)
         turn, row = np.divmod(microbatches, plan.overlap)
         start = plan.virtual_stages * turn + np.array(plan.offsets)[row]

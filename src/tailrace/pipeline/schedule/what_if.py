@@ -5,13 +5,14 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from tailrace.data.counts import check_number
 from tailrace.errors import PlanError
 from tailrace.pipeline.balance_cuts import balanced_cut, stage_sums
+from tailrace.pipeline.schedule.costs import is_list
 from tailrace.pipeline.schedule.device_mapping import read_flag, whole_number
 from tailrace.pipeline.schedule.plan import Plan, plan
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
@@ -102,7 +103,7 @@ class WhatIf:
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
-        body = []
+        body: list[str] = []
         for case in self.cases:
             cells = case.cells()
             span = len(_COLUMNS) - len(cells) + 1
@@ -176,7 +177,7 @@ def what_if(
                 f"{len(forward)} layers."
             )
     alone = sum(forward) + sum(back)
-    cases = []
+    cases: list[Case] = []
     for cut, schedule, mode, count in itertools.product(
         _all_cuts(np.add(forward, back).tolist(), stages, cuts),
         map(PipelineSchedule.parse, _listed("schedules", schedules)),
@@ -215,7 +216,7 @@ class _Layers:
                 _folded(case.stages, case.devices),
                 self.training,
             )
-        except PlanError as error:
+        except PlanError as error:  # a row of the table like others, with the rule in its place
             return Case(*question, problem=re.split(r"\. |, because", str(error))[0])
         simulation = made.simulate(
             stage_sums(self.forward, case.cut),
@@ -248,8 +249,8 @@ def _all_cuts(
 
 def _several(name: str, value: Any) -> list[int]:
     """One whole number, or several."""
-    single = not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
-    return [whole_number(one, name) for one in ([value] if single else value)]
+    several: Sequence[Any] = value if is_list(value) else [value]
+    return [whole_number(one, name) for one in several]
 
 
 def _times(name: str, given: Any) -> list[float]:
@@ -261,7 +262,7 @@ def _listed(name: str, given: Any) -> list[Any]:
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise PlanError(f"`{name}` is a list; received {given!r}.")
     try:
-        return list(given)
+        return list(cast(Iterable[Any], given))
     except TypeError as error:  # an array without a dim
         raise PlanError(f"`{name}` is a list; received {given!r}.") from error
 
