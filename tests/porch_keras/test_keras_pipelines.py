@@ -113,19 +113,6 @@ def test_models_inside_a_model():
 
 
 class Subclassed(keras.Model):
-    class Inner(keras.Model):
-        """Cut in its own call."""
-
-        def __init__(self):
-            super().__init__()
-            self.middle, self.last = dense(5, "middle"), L.Dense(4, activation="softmax")
-
-        def call(self, x):
-            with tk.PipelineStage(1):
-                x = self.middle(x)
-            with tk.PipelineStage(2):
-                return self.last(x)
-
     def __init__(self):
         super().__init__()
         with tk.PipelineStage(0):
@@ -142,37 +129,6 @@ def subclassed():
     model = Subclassed()
     model(digits_like(8)[0])
     return model
-
-
-class Holder(keras.Model):
-    """A subclassed model of models: a functional one, a Sequential, and a subclassed one."""
-
-    def __init__(self):
-        super().__init__()
-        inputs = keras.Input((6,))
-        self.functional = keras.Model(inputs, dense(5, "f")(inputs) + 1.0, name="functional")
-        self.chain = keras.Sequential([keras.Input((5,)), dense(5, "c"), L.BatchNormalization()])
-        self.inner = Subclassed.Inner()
-
-    def call(self, x, training=None):
-        with tk.PipelineStage(0):
-            x = self.functional(x)
-        with tk.PipelineStage(1):
-            x = self.chain(x, training=training)
-        return self.inner(x)
-
-
-def holder():
-    model = Holder()
-    model(digits_like(8)[0])
-    return model
-
-
-def test_models_inside_a_subclassed_model():
-    staged = assert_equal_to_plain(holder)
-    stages = [one.pipeline_stage for one in staged.get_pipeline_stage_assignment()]
-    assert stages[0] == 0
-    assert stages[-1] == 2
 
 
 def four():
