@@ -162,7 +162,7 @@ def test_reductions_where_some_replicas_would_not_come():
     refused(
         lambda v: jax.lax.cond(tr.replica() > 0, lambda v: tr.cross_replica_sum(v), lambda v: v, v),
         0.0,
-        text="stands in a branch whose predicate differs between replicas: some would wait",
+        text="is inside a branch whose predicate differs between replicas: some would wait",
     )
     refused(
         lambda v: jax.lax.while_loop(
