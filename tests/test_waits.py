@@ -19,7 +19,6 @@ ALLOWED = {
         "self._server.accept()"
     },  # the selector says that one is there
     "feeds/background.py": {"calls.get()"},  # a thread without work; nobody waits for it
-    "feeds/benchmark/measure.py": {"producer.get()"},  # has timeout_s itself
     "feeds/infeed.py": {"future.result()", "future.exception()"},  # after `Patience.wait_for`
     "keras/data/batch_source.py": {"waiting.result()", "future.result()"},  # likewise
     "runs/writer.py": {"self._lock.acquire()"},  # a lock of files: refused at once

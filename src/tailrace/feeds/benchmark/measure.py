@@ -106,6 +106,7 @@ def infeed_benchmark(
     has only one stream of elements: the infeed will not see those that the benchmark reads.
 
     >>> import tailrace as tr
+    >>> import numpy as np
     >>> text = infeed_benchmark(tr.InfeedQueue([np.zeros(4)] * 20), epochs=2, elements_per_epoch=10)
     >>> len(json.loads(text)["epochs"])
     2

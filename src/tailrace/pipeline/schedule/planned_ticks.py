@@ -148,6 +148,7 @@ class PlannedTicks(ABC):
         Grouped runs later virtual stages first, so each device does its backward before its
         forward; the others go by the microbatch's place in its round.
 
+        >>> from tailrace.pipeline.schedule.plan import plan
         >>> [str(unit) for unit in plan(stages=2, microbatches=4).tick(3)]
         ['B0.0@0', 'B1.1@1', 'F1.2@1', 'F0.3@0']
         """
