@@ -169,7 +169,7 @@ def test_reductions_where_some_replicas_would_not_come():
             lambda v: v < tr.replica(), lambda v: tr.cross_replica_sum(v) + 1, v
         ),
         jnp.int32(0),
-        text="stands in a while loop whose condition differs between replicas",
+        text="is inside a while loop whose condition differs between replicas",
     )
 
 
