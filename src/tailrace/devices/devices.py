@@ -28,8 +28,8 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     be used.
 
     A `platform` becomes JAX's default too, so that plain JAX code in the same process uses the same
-    kind of device: with `platform="cpu"` on a machine with a GPU, `jnp.ones(3)` is on the CPU. An explicit
-    choice for JAX (`JAX_PLATFORMS`, `jax_default_device`) is kept.
+    kind of device: with `platform="cpu"` on a machine with a GPU, `jnp.ones(3)` is on the CPU. An
+    explicit choice for JAX (`JAX_PLATFORMS`, `jax_default_device`) is kept.
 
     Args:
         devices: the number of devices; with several processes, in each of them. None for all.
