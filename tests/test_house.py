@@ -250,9 +250,8 @@ def test_below_jax_s_public_surface_only_one_file_reaches():
 
 def test_what_depends_on_the_platform_asks_the_devices_chosen():
     asking = {shown(path) for path in FILES if "jax.default_backend()" in path.read_text()}
-    # One compares with JAX's preference, two ask where Keras' own `device_put` goes.
-    keras = {"keras/data/batch_source.py", "keras/data/copied_batches.py"}
-    assert asking == {"devices/devices.py", *keras}
+    # One compares with JAX's preference, one asks where Keras' own `device_put` goes.
+    assert asking == {"devices/devices.py", "keras/data/copied_batches.py"}
 
 
 # -- who reads equations --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tailrace.keras.checkpoints.past_fit import LookingBack, PastFit, PastTraini
 from tailrace.keras.data.batch_counts import (
     remainders,
 )
-from tailrace.keras.data.copied_batches import copied
+from tailrace.keras.data.copied_batches import copy_batches
 from tailrace.keras.keras_internals import PLAIN
 from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.pipelines.assignment import Assigning
@@ -159,10 +159,7 @@ class Adopted(Setters, Assigning, LookingBack):
         bound.apply_defaults()
         call = bound.arguments
         keeping = self._keeping_of(checkpoint, call)
-        pacing = pacing_of_fit(self.model, self.settings, call)
-        pacing.resident = resident_rows(self.settings, call)
-        call["x"] = copied(call["x"])
-        call["validation_data"] = copied(call["validation_data"])
+        pacing = self._pacing_of(call)
         if keeping is None:
             listen(self.model, self.settings, pacing, call)
             with self.while_running("train", pacing), remainders(pacing.drops):
@@ -182,9 +179,14 @@ class Adopted(Setters, Assigning, LookingBack):
             )
         # Validation is left out; its split of the data is not.
         call["verbose"], call["validation_freq"] = 0, call["epochs"] + 1
+        return self._pacing_of(call), call
+
+    def _pacing_of(self, call: dict[str, Any]) -> Pacing:
+        """How a fit takes its batches, and its data as it may be read."""
         pacing = pacing_of_fit(self.model, self.settings, call)
         pacing.resident = resident_rows(self.settings, call)
-        return pacing, call
+        copy_batches(call, "x", "validation_data")
+        return pacing
 
     def _keeping_of(self, checkpoint: Any, call: dict[str, Any]) -> Keeping | None:
         """The checkpoints of a fit: as given, or as its BackupAndRestore requests."""
@@ -211,8 +213,7 @@ class Adopted(Setters, Assigning, LookingBack):
         )
         listen_to_steps(self.settings, "test", pacing, bound.arguments)
         several = self.settings.replicas > 1
-        if "x" in bound.arguments:
-            bound.arguments["x"] = copied(bound.arguments["x"])
+        copy_batches(bound.arguments, "x")
         with self.while_running("test", pacing, same_execution=validating), remainders(several):
             return plain(*bound.args, **bound.kwargs)
 
@@ -224,8 +225,7 @@ class Adopted(Setters, Assigning, LookingBack):
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
         pacing = pacing_of_test(model, self.settings, bound.arguments)
         listen_to_steps(self.settings, "predict", pacing, bound.arguments)
-        if "x" in bound.arguments:
-            bound.arguments["x"] = copied(bound.arguments["x"])
+        copy_batches(bound.arguments, "x")
         with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
             return plain(*bound.args, **bound.kwargs)
 

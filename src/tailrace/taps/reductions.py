@@ -152,50 +152,53 @@ def _joined(values: Sequence[Any]) -> list[Any]:
     A large tensor is reduced in place by its own kernel: packing would copy it. Small tensors, and the
     ends of large tensors that fill no row, are packed. Then the rows of all tensors are merged at once.
     """
-    packed, lengths = [], []  # rows of the packed array
-    pieces: list[tuple[Any, int]] = []  # of each large tensor: its whole rows, and their number
-    order: list[list[tuple[int, int, int]]] = []  # of each tensor: (piece, first row, rows)
+    blocks: list[Any] = [None]  # rows to reduce: the packed ones first, then those of large tensors
+    counts = [np.zeros(0, np.int32)]  # of each block: how many values each row has
+    packed: list[Any] = []
+    order: list[list[tuple[int, int, int]]] = []  # of each tensor: (block, first row, rows)
     for value in values:
         flat = jnp.ravel(_wide(value))
         whole = flat.size // LONG_ROW if flat.size >= LARGE else 0
-        parts = []
+        parts: list[tuple[int, int, int]] = []
         if whole:
-            pieces.append((flat[: whole * LONG_ROW].reshape(whole, LONG_ROW), whole))
-            parts.append((len(pieces), 0, whole))
-        if flat.size > whole * LONG_ROW:
-            rest = flat[whole * LONG_ROW :]
+            parts.append((len(blocks), 0, whole))
+            blocks.append(flat[: whole * LONG_ROW].reshape(whole, LONG_ROW))
+            counts.append(np.full(whole, LONG_ROW, np.int32))
+        rest = flat[whole * LONG_ROW :]
+        if rest.size:
             own = _lengths(rest.size, LONG_ROW)
-            parts.append((0, sum(map(len, lengths)), len(own)))
+            parts.append((0, len(counts[0]), len(own)))
             packed.append(_rows(rest, LONG_ROW))
-            lengths.append(own)
+            counts[0] = np.concatenate([counts[0], own])
         order.append(parts)
-    counts = [np.full(number, LONG_ROW, np.int32) for _, number in pieces]
-    counts.insert(0, np.concatenate(lengths) if lengths else np.zeros(0, np.int32))
-    blocks = [rows for rows, _ in pieces]
-    blocks.insert(
-        0, jnp.concatenate(packed) if packed else jnp.zeros((0, LONG_ROW), blocks[0].dtype)
-    )
+    blocks[0] = jnp.concatenate(packed) if packed else None
     found = [
         _careful(rows, jnp.asarray(count), jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0))
         for rows, count in zip(blocks, counts, strict=True)
-        if len(count)
+        if rows is not None
     ]
-    # The rows that each returned row merges. The index after the last row is an empty row.
-    starts = np.cumsum([0, *map(len, counts)])
-    groups = []
-    for parts in order:
-        rows = np.concatenate(
-            [starts[p] + np.arange(a, a + n) for p, a, n in parts] or [np.zeros(0)]
-        )
-        rows = np.append(rows, np.full(-len(rows) % JOINED, starts[-1]))
-        groups.append(rows.reshape(-1, JOINED))
-    index = np.concatenate(groups).astype(np.int32)
+    index = _groups(order, np.cumsum([0, *map(len, counts)]))
     columns = [
         jnp.concatenate([*column, jnp.zeros(1, column[0].dtype)])
         for column in zip(*found, strict=True)
     ]
     sizes = np.append(np.concatenate(counts), 0)[index]
     return _join([column[index] for column in columns], jnp.asarray(sizes))
+
+
+def _groups(order: list[list[tuple[int, int, int]]], starts: np.ndarray) -> np.ndarray:
+    """The rows that each returned row merges; the index after the last row is an empty row.
+
+    Args:
+        order: for each tensor its parts: (block, first row in it, rows).
+        starts: where each block starts among all rows, and where the last one ends.
+    """
+    groups: list[np.ndarray] = []
+    for parts in order:
+        rows = [np.arange(first, first + count) + starts[block] for block, first, count in parts]
+        missing = -sum(map(len, rows)) % JOINED
+        groups.append(np.concatenate([*rows, np.full(missing, starts[-1])]).reshape(-1, JOINED))
+    return np.concatenate(groups).astype(np.int32)
 
 
 def _join(columns: Sequence[Any], sizes: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from tailrace.feeds.feed import HandedFeed, Staged
 from tailrace.feeds.reader import SHOWN_EVERY_S
 from tailrace.feeds.transfer import put, with_room
 from tailrace.feeds.waiting import Patience
+from tailrace.keras.data.copied_batches import reads_ahead
 from tailrace.messages import logger
 
 
@@ -289,7 +290,7 @@ def on_host(iterator: Iterator[Any]) -> Callable[[], Any]:
     On an accelerator Keras transfers each batch with `jax.device_put(batch)`. Blocks are stacked on the
     host, so the default device is the host while a batch is taken.
     """
-    if jax.default_backend() == "cpu":
+    if not reads_ahead():
         return lambda: next(iterator)
     try:
         host = jax.devices("cpu")[0]

@@ -17,18 +17,23 @@ import keras
 import numpy as np
 
 
-def copied(data: Any) -> Any:
+def reads_ahead() -> bool:
+    """Whether Keras transfers each batch, and reads the next one before it hands it out."""
+    return jax.default_backend() != "cpu"
+
+
+def copy_batches(call: dict[str, Any], *names: str) -> None:
+    """Replace some arguments of a call, where Keras reads ahead, by data whose batches are copies."""
+    for name in names:
+        if name in call and reads_ahead():
+            call[name] = copying(call[name])
+
+
+def copying(data: Any) -> Any:
     """Data for Keras whose batches nobody overwrites; only what makes its own arrays is wrapped.
 
     Keras slices arrays, and tensors of other libraries are fresh for each batch.
     """
-    if jax.default_backend() == "cpu":  # there Keras reads nothing ahead
-        return data
-    return copying(data)
-
-
-def copying(data: Any) -> Any:
-    """`copied`, on any platform."""
     if isinstance(data, keras.utils.PyDataset):
         return data if isinstance(data, _CopiedDataset) else _CopiedDataset(data)
     if inspect.isgenerator(data):

@@ -34,16 +34,7 @@ from tailrace.pipeline.schedule.units import Tick, Unit, read_ticks
 
 @dataclass(frozen=True, repr=False)
 class PlannedTicks(ABC):
-    """What a plan says: which device does what in which tick. There is no more to it than its fields.
-
-    Attributes:
-        microbatches: how many microbatches one execution takes.
-        schedule: which of the three schedules.
-        device_mapping: for each stage its device, or a tuple of devices for a concurrent group.
-        training: whether there are backward units.
-        names: a name for each stage, or empty.
-        own_ticks: ticks that replace the schedule's own (see `with_ticks`), or None.
-    """
+    """What a plan says: which device does what in which tick. `Plan` describes its fields."""
 
     microbatches: int
     schedule: PipelineSchedule

@@ -40,20 +40,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement(ABC):
-    """A training step by scope, as numbers.
-
-    Attributes:
-        rows: each scope in each phase, most expensive first.
-        steps: how many steps were watched.
-        executions: in how many executions.
-        wall_s: how long those took.
-        named: the share of the operations' own time that has a place.
-        device: what it ran on.
-        peak_flops: floating-point operations a second that the device reaches.
-        peak_bytes: bytes a second that it moves.
-        memory: bytes at the peak of memory, by owner, largest first.
-        pipeline: what the cells of a pipeline's grid took, if it is one and they could be seen.
-    """
+    """A training step by scope, as numbers. `Profile` describes its fields."""
 
     rows: tuple[Row, ...]
     steps: int
