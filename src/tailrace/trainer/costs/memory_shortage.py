@@ -30,7 +30,11 @@ class Training(Protocol):
     step: int
     memory: MemoryPlan
     form: TrainState
-    placement: Placement
+
+    @property
+    def placement(self) -> Placement:
+        """The devices."""
+        ...
 
     @property
     def runner(self) -> LoopRunner:
