@@ -32,7 +32,7 @@ from tailrace.devices.devices import local_replicas
 from tailrace.errors import FeedError, OptionError, WaitStopped
 from tailrace.feeds import buffers
 from tailrace.feeds.background import STOP_S, Worker
-from tailrace.feeds.device_dataset import ResidentReader, resident_pays
+from tailrace.feeds.device_dataset import IndexBlocks, resident_pays
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block, Feed, Staged
 from tailrace.feeds.reader import Reader
@@ -91,7 +91,7 @@ class InfeedQueue(Feed):
         self.patience = Patience(timeout_s)
         self.replicas: int | None = None
         self._resident = resident
-        self._reader: Reader | ResidentReader | None = None
+        self._reader: Reader | None = None
         self._epoch: int | None = None
         self._staged: deque[tuple[tuple[int, Any, int | None], Future[Staged]]] = deque()
         self._late: tuple[Any, Future[Any]] | None = None  # a read that the caller gave up on
@@ -279,14 +279,14 @@ class InfeedQueue(Feed):
 
     # -- staging --------------------------------------------------------------------------------
 
-    def _open(self) -> Reader | ResidentReader:
+    def _open(self) -> Reader:
         self._check_open()
         if self._reader is None:
             resident = self._resident
             if resident is None:
                 resident = isinstance(self.dataset, Batches) and resident_pays(self.dataset)
-            make = ResidentReader if resident else Reader
-            self._reader = make(self.dataset, self._epoch)
+            blocks = IndexBlocks(self.dataset) if resident else None
+            self._reader = Reader(self.dataset, self._epoch, blocks)
         return self._reader
 
     def _check_open(self) -> None:
@@ -298,9 +298,7 @@ class InfeedQueue(Feed):
         future = self._worker().submit(self._stage_now, reader, count, sharding, room)
         self._staged.append(((count, sharding, room), future))
 
-    def _stage_now(
-        self, reader: Reader | ResidentReader, count: int, sharding: Any, room: int | None
-    ) -> Staged:
+    def _stage_now(self, reader: Reader, count: int, sharding: Any, room: int | None) -> Staged:
         """In the thread: wait for a free block, read elements into it, transfer it."""
         while self._running and self._blocks_alive() > self.prefetch:
             with span("room wait"):

@@ -29,7 +29,7 @@ PIECE, MOST_PIECES = 1 << 21, 16
 
 def put(array: np.ndarray, sharding: Any, room: int = 0) -> Any:
     """Transfer an array to `sharding`; it must not change until the transfer has finished."""
-    if _on_cpu():
+    if on_cpu():
         return jax.device_put(with_room(array, room), sharding)
     pieces = min(MOST_PIECES, array.nbytes // PIECE, len(array)) if array.ndim else 1
     spread = isinstance(sharding, jax.sharding.Sharding) and len(sharding.device_set) > 1
@@ -63,5 +63,6 @@ def _padded(array: Any, room: int, sharding: Any) -> Any:
     return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Whether programs run on the host itself, where nothing is transferred."""
     return devices.platform() == "cpu"

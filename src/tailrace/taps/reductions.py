@@ -131,7 +131,7 @@ def pack_statistics(values: Sequence[Any]) -> Any:
     """Partial statistics of several tensors: [rows, 8], the rows of each tensor in turn."""
     if devices.platform() != "cpu":
         return jnp.stack(_joined(values), axis=1)
-    rows = jnp.concatenate([_rows(value, ROW) for value in values])
+    rows = jnp.concatenate([padded_rows(value, ROW) for value in values])
     lengths = jnp.asarray(np.concatenate([row_lengths(value.size) for value in values]))
     # Materialized once; XLA would otherwise fuse the packing into each reduction: half the time.
     rows = lax.optimization_barrier(rows)
@@ -139,10 +139,12 @@ def pack_statistics(values: Sequence[Any]) -> Any:
     shift = jnp.where(jnp.isfinite(first), first, 0)
     # On a CPU, testing each value for finiteness costs more than everything else together. A finite
     # sum of squares proves that all values are finite.
-    quick = _quick(rows, lengths, shift)
+    quick = quick_statistics(rows, lengths, shift)
     fine = jnp.isfinite(quick[:, 1]).all()
     return lax.cond(
-        fine, lambda: quick, lambda: jnp.stack(_careful(rows, lengths, _any_finite(rows)), axis=1)
+        fine,
+        lambda: quick,
+        lambda: jnp.stack(careful_statistics(rows, lengths, any_finite(rows)), axis=1),
     )
 
 
@@ -168,12 +170,14 @@ def _joined(values: Sequence[Any]) -> list[Any]:
         if rest.size:
             own = _lengths(rest.size, LONG_ROW)
             parts.append((0, len(counts[0]), len(own)))
-            packed.append(_rows(rest, LONG_ROW))
+            packed.append(padded_rows(rest, LONG_ROW))
             counts[0] = np.concatenate([counts[0], own])
         order.append(parts)
     blocks[0] = jnp.concatenate(packed) if packed else None
     found = [
-        _careful(rows, jnp.asarray(count), jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0))
+        careful_statistics(
+            rows, jnp.asarray(count), jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0)
+        )
         for rows, count in zip(blocks, counts, strict=True)
         if rows is not None
     ]
@@ -227,14 +231,14 @@ def _join(columns: Sequence[Any], sizes: Any) -> list[Any]:
     ]
 
 
-def _any_finite(rows: Any) -> Any:
+def any_finite(rows: Any) -> Any:
     """A finite value of each row: the first, if it is finite, or the smallest; 0 if there is none."""
     low = jnp.where(jnp.isfinite(rows), rows, jnp.inf).min(axis=1, keepdims=True)
     first = rows[:, :1]
     return jnp.where(jnp.isfinite(first), first, jnp.where(jnp.isfinite(low), low, 0))
 
 
-def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
+def quick_statistics(rows: Any, lengths: Any, shift: Any) -> Any:
     """Statistics of rows that hold finite values only. Padding repeats a row's first value."""
     moved = rows - shift
     return jnp.stack(
@@ -254,7 +258,7 @@ def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
     )
 
 
-def _careful(rows: Any, lengths: Any, shift: Any) -> list[Any]:
+def careful_statistics(rows: Any, lengths: Any, shift: Any) -> list[Any]:
     """Statistics of any rows: eight arrays with one number per row.
 
     Padding repeats a row's first value: only counts must exclude it.
@@ -278,7 +282,8 @@ def _careful(rows: Any, lengths: Any, shift: Any) -> list[Any]:
     ]
 
 
-def _rows(value: Any, width: int) -> Any:
+def padded_rows(value: Any, width: int) -> Any:
+    """A tensor as rows of `width` values, as wide floats."""
     flat = jnp.ravel(_wide(value))
     missing = -flat.size % width
     if missing:

@@ -172,6 +172,11 @@ class Engine:
         self.replace(dict(enumerate(jax.tree.leaves(state))))
 
     @property
+    def held_state(self) -> TrainState:
+        """The state as it is held: optimizer state may be sharded or offloaded."""
+        return self._state.held
+
+    @property
     def placement(self) -> Placement:
         """The devices."""
         return self._programs.placement

@@ -111,7 +111,7 @@ class Sentinel:
             run: `run(runner, state)` dispatches; with `block` on given elements.
         """
         watch = Watch(self._after, self.digests.take(runner, state, None)[0])
-        copy = state.copied() if self._chooses(step) else None
+        copy = state.copied() if self.chooses(step) else None
         if self.injected is not None:
             self.injected(state)
         if copy is None:
@@ -146,7 +146,8 @@ class Sentinel:
         loud.keep_elements = runner.keep_elements
         return loud
 
-    def _chooses(self, step: int) -> bool:
+    def chooses(self, step: int) -> bool:
+        """Whether the execution that begins with a step runs twice; all processes choose alike."""
         chance = host_digest(np.array([self._seed, step], np.int64), "sentinel")
         return chance < self.share * 2**64
 

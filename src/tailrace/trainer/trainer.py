@@ -1,14 +1,12 @@
 """`tr.Trainer`: training with optax, many steps per dispatch.
 
-It is long because it is one thing, the user's view of a training: most of it is documentation of
-options.
+The user's view of a training: each method checks its arguments and calls the file that does the work.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -17,7 +15,6 @@ import jax.numpy as jnp
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, OptionError, ProgramError
-from tailrace.feeds.infeed import InfeedQueue
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
@@ -25,7 +22,6 @@ from tailrace.pipeline.running.report import PipelineReport
 from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.profiling.profile.profile import Profile
-from tailrace.profiling.timeline.trace import as_trace
 from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
@@ -36,7 +32,6 @@ from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import MOST_BYTES, guarding, parse_taps
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
-from tailrace.trainer.checkpoints.saving import saving_of
 from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
 from tailrace.trainer.checks import (
     check_callbacks,
@@ -49,10 +44,10 @@ from tailrace.trainer.costs.explanation import Explanation
 from tailrace.trainer.costs.profiled import profiled
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
-from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_call import FitCall
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
-from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
+from tailrace.trainer.fitting.fits import Fits
+from tailrace.trainer.fitting.pace import parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.lookback.methods import LookingBack
@@ -175,14 +170,9 @@ class Trainer(LookingBack):
             sentinel=sentinel,
         )
         self._steps_per_execution = parse_steps(steps_per_execution)
-        self._observe_bytes = observe_bytes
         self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine))
+        self._fits = Fits(self.engine, self._journal, self._steps_per_execution, observe_bytes)
         self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
-        self._pace: Pace | None = None
-        self._fit: Fit | None = None
-        self._seconds_per_step: float | None = None
-        self._epochs = 0  # the number of epochs begun, over all fits
-        self._kept_fits = 0  # the number of fits with checkpoints
         self._eval_fn = check_eval_fn(eval_fn) and self._bound.function(eval_fn)
 
     # -- state ----------------------------------------------------------------------------------
@@ -271,9 +261,7 @@ class Trainer(LookingBack):
     @property
     def decisions(self) -> tuple[str, ...]:
         """Messages about decisions: on memory, and on the length of executions."""
-        pace = self._pace if self._steps_per_execution is None else None
-        lengths = (pace.reason,) if pace is not None else ()
-        return (*self.engine.memory.decisions, *lengths)
+        return (*self.engine.memory.decisions, *self._fits.length_reasons)
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:
@@ -294,8 +282,7 @@ class Trainer(LookingBack):
 
     def stop(self) -> None:
         """End the current fit after the running execution."""
-        if self._fit is not None:
-            self._fit.stopping = True
+        self._fits.stop()
 
     # -- training -------------------------------------------------------------------------------
 
@@ -355,64 +342,15 @@ class Trainer(LookingBack):
             Validation(validation_data, validation_every, self.evaluate),
             check_callbacks(callbacks),
             progress if distributed.writes() else False,
-            saving_of(checkpoint, self._kept_fits, engine, duration),
+            self._fits.saving(checkpoint, duration),
             timeout_s,
-            Progress(engine.step, self._epochs),
+            Progress(engine.step, self._fits.epochs),
         )
-        with (
-            as_trace(trace) if trace is not None else nullcontext(),
-            call.saving.open() if call.saving is not None else nullcontext(),
-        ):
-            self._kept_fits += call.saving is not None
-            self._train(call)
+        self._fits.run(self, call, trace)
         return self.history
 
     def _check_alone(self) -> None:
-        if self._fit is not None:
-            raise ProgramError(
-                "A trainer runs one fit at a time, and one is running. Call fit after it has ended, "
-                "or make a second trainer."
-            )
-
-    def _train(self, call: FitCall) -> None:
-        """One fit, from the beginning or from a checkpoint."""
-        engine, journal, feed = self.engine, self._journal, None
-        taken = call.take_up(journal)
-        try:
-            if taken is not None and taken.finished:
-                self._pass_by(call.dataset, taken.position)
-                return
-            feed = engine.use(call.dataset)
-            assert isinstance(feed, InfeedQueue)
-            if call.progress.epoch and feed is not call.dataset:
-                feed.start_epoch(call.dataset, call.progress.epoch)
-            self._pace = pace_for(
-                engine, self._steps_per_execution, self._observe_bytes, self._pace
-            )
-            engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
-            if taken is None:
-                journal.begin(engine.step, self.accumulation.microbatches, self.replicas)
-            else:
-                journal.records.clear()
-                self._pace.choose_as(taken.pace)
-            self._fit = call.prepare(self, engine, journal, self._pace)
-            call.run(self._fit, taken, self._steps_per_execution)
-            self._seconds_per_step = call.seconds_per_step or self._seconds_per_step
-        finally:
-            self._fit = None
-            self._epochs = call.progress.first_epoch + call.epochs_begun
-            if feed is not None:
-                engine.let_go(call.dataset, feed)
-
-    def _pass_by(self, dataset: Any, position: Mapping[str, Any]) -> None:
-        """Skip what a finished fit has read of a one-shot iterator: later fits must not see it."""
-        if isinstance(dataset, InfeedQueue) or as_dataset(dataset).restartable:
-            return
-        with suppress(DataError):  # if it has become shorter, the next fit reports it
-            feed = self.engine.use(dataset)
-            assert isinstance(feed, InfeedQueue)
-            feed.set_state(position)
-            self.engine.let_go(dataset, feed)
+        self._fits.check_alone()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save parameters, optimizer and model state, step, seed and the count of epochs.
@@ -420,7 +358,7 @@ class Trainer(LookingBack):
         Args:
             path: a new directory.
         """
-        save_state(self.engine, self._epochs, path)
+        save_state(self.engine, self._fits.epochs, path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restore the state, step and seed of a checkpoint; the next fit reads its dataset from the
@@ -430,7 +368,7 @@ class Trainer(LookingBack):
             path: a directory of `save`, or of `fit(checkpoint=...)`, whose newest checkpoint is used.
         """
         self._check_alone()
-        self._epochs = restore_state(self.engine, path)
+        self._fits.epochs = restore_state(self.engine, path)
 
     # -- using the model ------------------------------------------------------------------------
 
@@ -511,10 +449,7 @@ class Trainer(LookingBack):
             directory, for `tailrace report` and `tailrace compare`.
         """
         self._check_alone()
-        steps, most_bytes, before = self._steps_per_execution, self._observe_bytes, self._pace
-        found = profiled(
-            self.engine, dataset, executions, lambda e: pace_for(e, steps, most_bytes, before)
-        )
+        found = profiled(self.engine, dataset, executions, self._fits.pace)
         self._journal.add_profile(found.to_json())
         return found
 
@@ -549,4 +484,4 @@ class Trainer(LookingBack):
                     else "a trainer without a pipeline. Use trainer.explain(example)."
                 )
             )
-        return pipeline_report(runner.assembly, measured=self._seconds_per_step)
+        return pipeline_report(runner.assembly, measured=self._fits.seconds_per_step)

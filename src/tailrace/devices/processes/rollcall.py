@@ -47,7 +47,7 @@ def call_roll(address: str, count: int, number: int, timeout_s: float, token: st
     host, _, port = address.rpartition(":")
     give_up = time.monotonic() + timeout_s
     if number == 0:
-        with _server(host, int(port)) as server:
+        with listening_at(host, int(port)) as server:
             _Roll(server, count, token).call(give_up, timeout_s)
     else:
         report = {"process": number, "count": count, "token": token}
@@ -192,7 +192,7 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
         raise DistributedError(str(answer["error"]))
 
 
-def _server(host: str, port: int) -> socket.socket:
+def listening_at(host: str, port: int) -> socket.socket:
     """A socket at the address; at all addresses of this machine if it is not a local one."""
     try:
         return socket.create_server((host.strip("[]"), port), backlog=128)

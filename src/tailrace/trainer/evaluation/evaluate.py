@@ -29,7 +29,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import Step
 from tailrace.trainer.evaluation.combining import Combined
 
-_MOST_RUNNERS = 16
+MOST_RUNNERS = 16
 """The most cached programs: a new lambda for each call would otherwise fill the memory."""
 
 
@@ -168,7 +168,7 @@ class Evaluator:
         finally:
             infeed.rest()
             self._runners[key] = (runner, out)
-            while len(self._runners) > _MOST_RUNNERS:
+            while len(self._runners) > MOST_RUNNERS:
                 del self._runners[next(iter(self._runners))]
 
     def _runner_for(
