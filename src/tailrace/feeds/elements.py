@@ -60,6 +60,8 @@ class ElementSpec:
                     f"Received: {leaf_called(path)} of shape {array.shape}. Remove it from the "
                     f"dataset, or use drop_remainder=True if it is an empty last batch."
                 )
+        # The dtype on the device and that of the data: elements are compared by the latter, because a
+        # dataset that changes between 32 and 64 bits is a mistake even if both are narrowed alike.
         leaves = tuple(jax.ShapeDtypeStruct(a.shape, _narrowed(a.dtype)) for a in arrays)
         return cls(structure, leaves, paths, tuple(a.dtype for a in arrays))
 
@@ -78,6 +80,7 @@ class ElementSpec:
             leaves, structure = jax.tree.flatten(element)
         except ValueError:  # keys that cannot be sorted
             leaves, structure = [], f"keys that cannot be sorted: {element!r:.80}"
+        # Not converted to fit: a dataset whose elements differ is more often wrong than meant.
         if structure != self.structure:
             raise ElementError(
                 f"All elements of a dataset have the structure of the first one, {self.structure}. "
@@ -151,6 +154,7 @@ def bind_element(
         ways.insert(1 if named else 0, (tuple(element), {}))
     if isinstance(element, dict) and all(isinstance(key, str) for key in element):
         ways.insert(0, ((), dict(element)))
+    # In the order of what users mean most often; the first that the signature can be called with.
     for args, kwargs in ways:
         try:
             signature.bind(*before, *args, **kwargs)

@@ -139,6 +139,8 @@ class InfeedQueue(Feed):
                 self._wait_for(future)  # popped only afterwards: an interrupt here loses nothing
             self._staged.popleft()
             staged = future.result()
+            # Between this and `started` the block is alive without an execution that could be waited
+            # for.
             self._handed = 1
             self.reading = (self._epoch or 0, staged.first, count * staged.replicas)
             self._taken += count * staged.replicas
@@ -234,6 +236,7 @@ class InfeedQueue(Feed):
         with self._lock:
             self._settle()
             other._settle()
+            # With the reader: elements that it has buffered belong to the dataset, and would be lost.
             self.dataset, self._reader, self._epoch = other.dataset, other._reader, other._epoch
             self._taken = other._taken
 
@@ -248,6 +251,7 @@ class InfeedQueue(Feed):
                 fill = [leaf[-1:].repeat(count - found, axis=0) for leaf in block]
             else:  # another process has elements left, and this one must take part in its steps
                 fill = [np.zeros((count, *leaf.shape[1:]), leaf.dtype) for leaf in block]
+            # In this order: what is put back last is read first.
             reader.put_back(fill)
             reader.put_back(block)
 
@@ -300,6 +304,8 @@ class InfeedQueue(Feed):
 
     def _stage_now(self, reader: Reader, count: int, sharding: Any, room: int | None) -> Staged:
         """In the thread: wait for a free block, read elements into it, transfer it."""
+        # Memory is bounded here, not by the length of the queue: a block is free only when its
+        # execution has ended, which a dispatch does not wait for.
         while self._running and self._blocks_alive() > self.prefetch:
             with span("room wait"):
                 _wait(self._running.popleft())
@@ -307,6 +313,7 @@ class InfeedQueue(Feed):
         if isinstance(sharding, jax.sharding.NamedSharding):
             mesh: Any = sharding.mesh
             replicas = local_replicas(mesh)  # each process feeds its replicas
+        # In the thread, before the read: another block may be read ahead while this one is in use.
         first = reader.number
         with span("dataset read", elements=count * replicas):
             host = reader.read(count * replicas)

@@ -10,7 +10,6 @@ execution runs, and is split into elements only when it is read.
 from __future__ import annotations
 
 import enum
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
+from tailrace.feeds.sent_block import SentBlock
 from tailrace.feeds.waiting import Runs
 from tailrace.jaxprs.marks import Tag, WeakQueue, current_trace, mark
 from tailrace.messages import note_once
@@ -103,7 +103,7 @@ class OutfeedQueue:
             )
         self.most_bytes, self.when_full = most_bytes, when_full
         self.dropped = 0
-        self._blocks: deque[_Block] = deque()
+        self._blocks: deque[SentBlock] = deque()
         self._structure: Any = None
         self._shapes: Any = None
         self._runs = Runs()
@@ -122,6 +122,7 @@ class OutfeedQueue:
         for path, value in jax.tree_util.tree_flatten_with_path(values)[0]:
             _check_can_leave(_path_called(path), jnp.asarray(value))
         site = trace.new_site("OutfeedQueue.enqueue")
+        # The program keeps its queues alive: the mark refers to them weakly.
         trace.feeds.append(self)
         return mark(values, Tag("outfeed", payload=OutfeedTarget(self, structure), site=site))
 
@@ -130,6 +131,8 @@ class OutfeedQueue:
     def dequeue(self) -> Any:
         """Remove all queued elements and return them as one tree of arrays."""
         with self._changed:
+            # Taken under the lock, converted outside of it: copying to the host may wait for an
+            # execution, which must be able to deliver meanwhile.
             blocks, structure, shapes = list(self._blocks), self._structure, self._shapes
             self._blocks.clear()
             if self.mode is OutfeedMode.LAST:
@@ -206,12 +209,16 @@ class OutfeedQueue:
 
         With several replicas, the replica dim comes first; it is moved behind the loop dims here.
         """
-        block = _Block(structure, leaves, valid, loops, replicas)
+        block = SentBlock(structure, leaves, valid, loops, replicas)
         with self._changed:
+            # A block whose elements all depend on a branch may turn out to be empty: older ones then
+            # count, and asking now would wait for the device.
             if self.mode is OutfeedMode.LAST and block.surely_has_elements():
                 self._blocks.clear()
             self._structure, self._shapes = structure, block.element_shapes()
             self._make_room(block.nbytes)
+            # The block before, not this one: its execution has ended or is about to, so that this
+            # hardly waits, and at most one block stays on the device.
             if self._blocks:
                 self._blocks[-1].settle()
             self._blocks.append(block)
@@ -239,11 +246,11 @@ class OutfeedQueue:
             waiting -= self._blocks.popleft().nbytes
             self.dropped += 1
 
-    def _next_block(self) -> _Block | None:
+    def _next_block(self) -> SentBlock | None:
         with self._changed:
             return self._blocks.popleft() if self._blocks else None
 
-    def _last(self, blocks: list[_Block]) -> Any:
+    def _last(self, blocks: list[SentBlock]) -> Any:
         for block in reversed(blocks):
             leaves = block.to_host()
             if len(leaves[0]):
@@ -304,70 +311,3 @@ class OutfeedTarget(WeakQueue):
     def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
         super().__init__(queue)
         self.structure = structure
-
-
-class _Block:
-    """Values of one execution: [loops..., *T] on the device, or [count, *T] once on the host."""
-
-    def __init__(
-        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
-    ) -> None:
-        self.structure = structure
-        self._leaves, self._valid, self._loops, self._replicas = leaves, valid, loops, replicas
-        self._settled: list[np.ndarray] | None = None
-        for leaf in leaves:
-            if hasattr(leaf, "copy_to_host_async"):
-                leaf.copy_to_host_async()
-
-    def element_shapes(self) -> list[tuple[tuple[int, ...], Any]]:
-        lead = self._loops + (self._replicas > 1)
-        replica = (self._replicas,) if self._replicas > 1 else ()
-        return [((*replica, *leaf.shape[lead:]), leaf.dtype) for leaf in self._leaves]
-
-    def surely_has_elements(self) -> bool:
-        """Whether it certainly has an element, as far as is known without waiting for the device."""
-        looped = self._leaves[0].shape[(self._replicas > 1) :][: self._loops]
-        return self._valid is None and 0 not in looped
-
-    def count(self) -> int:
-        return len(self.to_host()[0])
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes it occupies."""
-        held = self._leaves if self._settled is None else self._settled
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in held)
-
-    def settle(self) -> None:
-        """Release the device's memory."""
-        self.to_host()
-
-    def to_host(self) -> list[np.ndarray]:
-        if self._settled is None:
-            self._settled = [self._flatten(np.asarray(leaf)) for leaf in self._leaves]
-            if self._valid is not None:
-                made = self._flatten(np.asarray(self._valid))
-                # All replicas take a branch or none does; otherwise elements would have no order.
-                made = made.reshape(len(made), -1).all(axis=1)
-                self._settled = [leaf[made] for leaf in self._settled]
-            self._leaves, self._valid = [], None
-        return self._settled
-
-    def elements(self) -> Iterator[Any]:
-        for row in zip(*self.to_host(), strict=True):
-            yield jax.tree.unflatten(self.structure, row)
-
-    def _flatten(self, array: np.ndarray) -> np.ndarray:
-        replica = ()
-        if self._replicas > 1:
-            array = np.moveaxis(array, 0, self._loops)
-            replica = (self._replicas,)
-        return _alone(array.reshape(-1, *replica, *array.shape[self._loops + len(replica) :]))
-
-
-def _alone(array: np.ndarray) -> np.ndarray:
-    """A copy if the array would keep a much larger one alive: results of one run share a buffer."""
-    whole: Any = array
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    return array.copy() if 2 * array.nbytes < whole.nbytes else array

@@ -162,6 +162,7 @@ class Reader:
         """The index of the next element, by the source's count, which an audit relies on."""
         source = self._source
         made = source.position if isinstance(source, BatchIterator) else self._produced
+        # What is put back counts as not read; so does a first element that was read for its spec.
         waiting = sum(len(block[0]) for block in self._waiting)
         return made - waiting - (self._first is not None)
 
@@ -170,6 +171,8 @@ class Reader:
 
         For a source that can seek (`tr.batches`) the index is enough.
         """
+        # States are kept from the last one before the position: elements that were read ahead of it,
+        # and put back, are between a state and what a program has taken.
         while len(self._states) > 1 and self._states[1][0] <= position:
             self._states.popleft()
         if not self._states or self._states[0][0] > position:
@@ -181,6 +184,7 @@ class Reader:
         """Seek to element `state["elements"]`; no element after it may have been taken."""
         position = int(state["elements"])
         if isinstance(self._source, BatchIterator):
+            # Nothing is read again: the order of `tr.batches` is a function of the seed and the index.
             self._source.seek(position)
             self._waiting.clear()
             self.delivered = self._produced = position
@@ -279,6 +283,7 @@ class Reader:
             raise self._ended
         if self._ended:
             return _END
+        # Read by a waiting caller in another thread, without a lock: it only says for how long.
         self._asked = time.monotonic()
         try:
             element = next(self._source)
@@ -320,6 +325,7 @@ class Reader:
 
     def _is_plain(self, element: Any) -> bool:
         """Whether an element is the expected tuple of arrays; cheaper than flattening a tree."""
+        # By type, not `isinstance`: a named tuple or a subclass of an array may mean something else.
         if self._plain is None or type(element) is not tuple or len(element) != len(self._plain):
             return False
         for leaf, (shape, dtype) in zip(element, self._plain, strict=True):

@@ -33,6 +33,7 @@ def put(array: np.ndarray, sharding: Any, room: int = 0) -> Any:
         return jax.device_put(with_room(array, room), sharding)
     pieces = min(MOST_PIECES, array.nbytes // PIECE, len(array)) if array.ndim else 1
     spread = isinstance(sharding, jax.sharding.Sharding) and len(sharding.device_set) > 1
+    # Over several devices, JAX already copies to each in parallel.
     if pieces < 2 or spread:
         moved = jax.device_put(array, sharding)
     else:
@@ -58,6 +59,7 @@ def _join(pieces: list[Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _padded(array: Any, room: int, sharding: Any) -> Any:
+    # Zeros, though any values would do: a program in XLA has no uninitialized arrays.
     rows = jnp.zeros((room, *array.shape[1:]), array.dtype)
     filled = jax.lax.dynamic_update_slice_in_dim(rows, array, 0, 0)
     return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
