@@ -38,6 +38,9 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     Returns:
         The chosen devices.
 
+    Raises:
+        DeviceError: there are not that many devices, or JAX has started already.
+
     >>> len(configure(devices=1))
     1
     """

@@ -58,6 +58,10 @@ class InfeedQueue(Feed):
     Attributes:
         patience: the limits of waits for data; the owner of the queue may replace it.
 
+    Raises:
+        OptionError: `prefetch`, `resident` or `timeout_s` has a value it may not have.
+        DataError: the dataset breaks a rule, raises, ends too early or is too late; when it is read.
+
     >>> infeed = InfeedQueue([1.0, 2.0, 3.0])
     >>> infeed.spec().leaves[0].dtype
     dtype('float32')

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
@@ -61,6 +62,9 @@ class OutfeedQueue:
 
     Attributes:
         dropped: the number of executions dropped because the queue was full.
+
+    Raises:
+        OptionError: an argument has a value it may not have.
 
     Example:
         >>> import tailrace as tr
@@ -112,7 +116,12 @@ class OutfeedQueue:
     # -- in a program ---------------------------------------------------------------------------
 
     def enqueue(self, values: Any) -> Any:
-        """Send `values` (a tree) out of the program each time this call runs; returns them."""
+        """Send `values` (a tree) out of the program each time this call runs; returns them.
+
+        Raises:
+            FeedError: the tree has no arrays, or one that cannot leave a program.
+            ProgramError: it is called outside of a program.
+        """
         trace = current_trace("OutfeedQueue.enqueue")
         structure = jax.tree.structure(values)
         if not structure.num_leaves:
@@ -129,7 +138,11 @@ class OutfeedQueue:
     # -- on the host ----------------------------------------------------------------------------
 
     def dequeue(self) -> Any:
-        """Remove all queued elements and return them as one tree of arrays."""
+        """Remove all queued elements and return them as one tree of arrays.
+
+        Raises:
+            FeedError: no program has sent anything; in mode "last", nothing since the last call.
+        """
         with self._changed:
             # Taken under the lock, converted outside of it: copying to the host may wait for an
             # execution, which must be able to deliver meanwhile.
@@ -162,6 +175,9 @@ class OutfeedQueue:
 
         Meant for another thread than the one that runs the program. If no program is running and none
         has delivered anything, it waits for one to start, `timeout_s` seconds at most.
+
+        Raises:
+            FeedError: no program was started in time; or the queue is in mode "last".
         """
         self._check_all("Streaming an outfeed")
         blocks = self._runs.stream(
@@ -190,7 +206,9 @@ class OutfeedQueue:
         """Report that the program has ended, successfully or not."""
         self._runs.end()
 
-    def check_fits(self, structure: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+    def check_fits(
+        self, structure: PyTreeDef, shapes: Sequence[tuple[tuple[int, ...], Any]]
+    ) -> None:
         """Refuse a program, before it runs, whose elements differ from the queued ones."""
         with self._changed:
             if self._structure is not None and self._structure != structure:
@@ -203,7 +221,7 @@ class OutfeedQueue:
                 raise FeedError(self._unlike(structure, list(shapes)))
 
     def deliver(
-        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
+        self, structure: PyTreeDef, leaves: list[Any], valid: Any, loops: int, replicas: int
     ) -> None:
         """Queue the values of one execution: leaves on the device with `loops` leading loop dims.
 
@@ -265,7 +283,7 @@ class OutfeedQueue:
             "It was dequeued before. Run the program first."
         )
 
-    def _unlike(self, structure: Any, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
+    def _unlike(self, structure: PyTreeDef, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
         """A message about the leaf that differs from those of the queued elements."""
         numbered = jax.tree.unflatten(structure, range(len(shapes)))
         for path, number in jax.tree_util.tree_flatten_with_path(numbered)[0]:
@@ -308,6 +326,6 @@ def _check_can_leave(called: str, value: Any) -> None:
 class OutfeedTarget(WeakQueue):
     """The queue that a mark sends to, and the structure of the element."""
 
-    def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
+    def __init__(self, queue: OutfeedQueue, structure: PyTreeDef) -> None:
         super().__init__(queue)
         self.structure = structure

@@ -21,6 +21,7 @@ from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.dataset import Dataset
 from tailrace.data.resumable import can_go_back, decode_state, encode_state
+from tailrace.data.trees import Tree
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.blocks import Blocks, HostBlocks
 from tailrace.feeds.elements import ElementSpec
@@ -315,7 +316,7 @@ class Reader:
         assert self._spec is not None
         return self._blocks.join(blocks, self._spec)
 
-    def _store(self, element: Any, block: Block, row: int) -> None:
+    def _store(self, element: Tree, block: Block, row: int) -> None:
         assert self._spec is not None
         leaves = element
         if not self._is_plain(element):
@@ -323,7 +324,7 @@ class Reader:
         for leaf, target in zip(leaves, block, strict=True):
             target[row] = leaf  # also narrows 64 bits, without a second copy
 
-    def _is_plain(self, element: Any) -> bool:
+    def _is_plain(self, element: Tree) -> bool:
         """Whether an element is the expected tuple of arrays; cheaper than flattening a tree."""
         # By type, not `isinstance`: a named tuple or a subclass of an array may mean something else.
         if self._plain is None or type(element) is not tuple or len(element) != len(self._plain):

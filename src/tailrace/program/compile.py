@@ -57,6 +57,10 @@ def compile(
         observe_bytes: the most bytes that the records of one loop may take; more is refused before it
             runs.
 
+    Raises:
+        OptionError: an argument has a value it may not have.
+        ProgramError: the function cannot be a program; when it is first called.
+
     Example:
         >>> import tailrace as tr
         >>> infeed, outfeed = tr.InfeedQueue([1.0, 2.0, 3.0, 4.0]), tr.OutfeedQueue()

@@ -48,6 +48,9 @@ def key() -> jax.Array:
     or a `scan` of the model the key does not vary: fold the index in with
     `jax.random.fold_in`.
 
+    Raises:
+        ProgramError: it is called outside of a program.
+
     Example:
         >>> import jax, tailrace as tr
         >>> program = tr.compile(lambda: jax.random.normal(tr.key()), seed=1)
@@ -63,6 +66,9 @@ def key() -> jax.Array:
 def step() -> jax.Array:
     """The index of the current step, from 0, as an int32 scalar.
 
+    Raises:
+        ProgramError: it is called outside of a program.
+
     Example:
         >>> import tailrace as tr
         >>> print(tr.compile(lambda x: tr.repeat(4, lambda x: x + tr.step(), x))(0))
@@ -74,6 +80,9 @@ def step() -> jax.Array:
 
 def microbatch() -> jax.Array:
     """The index of the microbatch in its step, from 0, as an int32 scalar.
+
+    Raises:
+        ProgramError: it is called outside of a program.
 
     Example:
         >>> import tailrace as tr
@@ -88,6 +97,9 @@ def microbatch() -> jax.Array:
 def replica() -> jax.Array:
     """The index of this replica, from 0, as an int32 scalar.
 
+    Raises:
+        ProgramError: it is called outside of a program.
+
     Example:
         >>> import tailrace as tr
         >>> print(tr.compile(lambda: tr.replica(), replicas=1)())
@@ -100,6 +112,9 @@ def replica() -> jax.Array:
 def cross_replica_mean(values: Any) -> Any:
     """The mean of `values` (a tree) over all replicas, on each of them.
 
+    Raises:
+        ProgramError: it is called outside of a program.
+
     Example:
         >>> import tailrace as tr
         >>> print(tr.compile(lambda x: tr.cross_replica_mean(x), replicas=1)(3.0))
@@ -110,6 +125,9 @@ def cross_replica_mean(values: Any) -> Any:
 
 def cross_replica_sum(values: Any) -> Any:
     """The sum of `values` (a tree) over all replicas, on each of them.
+
+    Raises:
+        ProgramError: it is called outside of a program.
 
     Example:
         >>> import tailrace as tr

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
@@ -38,6 +39,9 @@ def repeat(
 
     Returns:
         The result of the last iteration.
+
+    Raises:
+        ProgramError: `n` is not a number of at least 0, or the body does not fit the values it carries.
 
     Example:
         >>> import tailrace as tr
@@ -92,6 +96,10 @@ def while_loop(
 
     Returns:
         The result of the last iteration, or `inputs` if there was none.
+
+    Raises:
+        ProgramError: an infeed without `maximum_iterations`, a condition that is not one boolean, or a
+            body that does not fit.
 
     Example:
         >>> import tailrace as tr
@@ -165,7 +173,7 @@ def _loop_body(
     return one_pass
 
 
-def whole(body: Callable[..., Any], first: tuple[Any, ...], element: Any) -> Any:
+def whole(body: Callable[..., Any], first: tuple[Any, ...], element: Tree) -> Any:
     """Pass an element as one argument, whatever its structure (for `repeat_with`)."""
     return body(*first, element)
 

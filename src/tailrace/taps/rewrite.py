@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
@@ -170,7 +171,7 @@ class Rewriter(Visitor[Any, Frame]):
         is_ours = loop_tag(body) is not None
         outermost = is_ours and not frame.counters
 
-        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+        def one_pass(carry: Tree, x: Any, observing: bool) -> Any:
             values, number = x
             blocks = {
                 queue: Block(tuple(_rows(leaf, number, counts[queue]) for leaf in leaves))
@@ -229,7 +230,7 @@ class Rewriter(Visitor[Any, Frame]):
             for queue, count in counts.items()
         }
 
-        def one_pass(number: Any, carry: Any) -> Any:
+        def one_pass(number: Any, carry: Tree) -> Any:
             blocks = {
                 queue: Block(tuple(lax.dynamic_index_in_dim(e, number, 0, False) for e in leaves))
                 for queue, leaves in elements.items()
@@ -239,7 +240,7 @@ class Rewriter(Visitor[Any, Frame]):
             condense(inside)
             return outputs, inside.emitted
 
-        def go_on(carry: Any) -> Any:
+        def go_on(carry: Tree) -> Any:
             return self.run_inner(loop.condition, [*cond_consts, *carry], frame, here)[0]
 
         passes, carry, emitted = run_while(go_on, one_pass, init, most)

@@ -55,6 +55,9 @@ class Every:
 def every(n: int) -> Every:
     """A mode for taps: keep every n-th step (n-1, 2n-1, ...), with all its microbatches.
 
+    Raises:
+        OptionError: `n` is less than 1.
+
     >>> every(10)
     Every(n=10)
     """
@@ -74,6 +77,9 @@ class Tap:
             fraction of zeros), a "histogram" of binary exponents, its "norm", or a JAX function.
         live: whether to deliver records while training runs, through `trainer.records.stream()`.
             Executions chosen by "auto" are then short; results are bit-equal.
+
+    Raises:
+        OptionError: `mode` or `reduce` is not one that exists.
 
     >>> Tap("grad/*", mode=every(10)).reduce
     <Reduce.STATS: 'stats'>
@@ -211,6 +217,9 @@ def stop_on_nonfinite(
     the parameters are then those before that step, and `tr.errors.NonFiniteError` names the step,
     microbatch, tensor, operation and line. Executions in flight keep a copy of the state they started
     from. A guard that skips selects between old and new state in every step.
+
+    Raises:
+        OptionError: an argument has a value it may not have.
 
     >>> stop_on_nonfinite("grad/*").select
     'grad/*'

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -77,11 +78,11 @@ class Engine:
         self,
         loss_fn: Callable[..., Any],
         optimizer: Any,
-        params: Any,
+        params: Tree,
         *,
         accumulation: Accumulation | int = 1,
         replicas: int | None = 1,
-        model_state: Any = None,
+        model_state: Tree = None,
         replica_state: str | Callable[[str], str] = "mean",
         offload_optimizer_state: bool | None = False,
         shard_optimizer_state: bool = False,
@@ -187,7 +188,7 @@ class Engine:
         scale = self._state.held.loss_scale
         return None if scale is None else float(self.placement.readable(scale.scale))
 
-    def copied(self, tree: Any) -> Any:
+    def copied(self, tree: Tree) -> Any:
         """Copies of parts of the state that this process can read alone."""
         return jax.tree.map(lambda x: jnp.copy(self.placement.readable(x)), tree)
 
@@ -238,7 +239,7 @@ class Engine:
         """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
         self._programs.let_go(dataset, feed)
 
-    def tensors(self, example: Any = None) -> Catalogue:
+    def tensors(self, example: Tree = None) -> Catalogue:
         """Every tensor of the step by name, for elements like `example` or the latest ones."""
         return self._programs.tensors(example)
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
@@ -102,9 +103,9 @@ class HeldState:
 
 
 def placed_state(
-    params: Any,
+    params: Tree,
     first: FirstState,
-    model_state: Any,
+    model_state: Tree,
     scale: Any,
     placement: Placement,
     keeping: StateKeeping | None,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.adapters import as_dataset
+from tailrace.data.trees import Tree
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, OptionError, ProgramError
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
@@ -111,6 +112,12 @@ class Trainer(LookingBack):
             `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
         config: a dict with your settings; the run directory stores it, and `tailrace show` prints it.
 
+    Raises:
+        OptionError: an option has a value it may not have.
+        ProgramError: the parameters or the model state cannot be trained.
+        ReplicaError: there are not enough devices for the replicas.
+        RunError: `run_dir` holds a run already, or cannot be written.
+
     Example:
         >>> import optax, numpy as np, tailrace as tr
         >>> def loss_fn(w, x, y):
@@ -126,7 +133,7 @@ class Trainer(LookingBack):
         self,
         loss_fn: Callable[..., Any],
         optimizer: Any,
-        params: Any,
+        params: Tree,
         *,
         steps_per_execution: int | str = "auto",
         accumulation: Accumulation | int = 1,
@@ -134,7 +141,7 @@ class Trainer(LookingBack):
         offload_optimizer_state: bool | None = False,
         shard_optimizer_state: bool = False,
         offload_activations: bool = False,
-        model_state: Any = None,
+        model_state: Tree = None,
         replica_state: str | Callable[[str], str] = "mean",
         seed: int = 0,
         observe: Any = (),
@@ -269,14 +276,21 @@ class Trainer(LookingBack):
         return tuple(self._journal.compilations)
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:
-        """Change the `inputs` of a pipeline, without compiling again."""
+        """Change the `inputs` of a pipeline, without compiling again.
+
+        Raises:
+            OptionError: there is no pipeline, or its inputs have another form.
+        """
         self.engine.set_inputs(inputs)
 
-    def tensors(self, example: Any = None) -> Catalogue:
+    def tensors(self, example: Tree = None) -> Catalogue:
         """Every tensor of the step by name, as `observe=` selects them.
 
         Args:
             example: one element of the dataset; not needed after a fit.
+
+        Raises:
+            ProgramError: no example, and no fit yet.
         """
         return self.engine.tensors(example)
 
@@ -324,6 +338,17 @@ class Trainer(LookingBack):
 
         Returns:
             The history of this fit, also kept as `trainer.history`.
+
+        Raises:
+            OptionError: an argument has a value it may not have.
+            DataError: the dataset breaks a rule, raises, ends too early, or is later than `timeout_s`.
+            SelectionError: a tap selects no tensor.
+            NonFiniteError: a guard of `observe` or `on_nonfinite` stopped it.
+            CorruptionError: `sentinel` found a difference.
+            DeviceMemoryError: a device has not enough memory.
+            RunError: the run directory cannot be written.
+            CheckpointError: the checkpoint belongs to another fit, or cannot be read or written.
+            ProgramError: another fit of this trainer is running.
         """
         self._check_alone()
         engine, duration = self.engine, Duration.of(steps, epochs)
@@ -357,6 +382,9 @@ class Trainer(LookingBack):
 
         Args:
             path: a new directory.
+
+        Raises:
+            CheckpointError: the path is taken, or cannot be written.
         """
         save_state(self.engine, self._fits.epochs, path)
 
@@ -366,6 +394,10 @@ class Trainer(LookingBack):
 
         Args:
             path: a directory of `save`, or of `fit(checkpoint=...)`, whose newest checkpoint is used.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it belongs to another model.
+            ProgramError: a fit is running.
         """
         self._check_alone()
         self._fits.epochs = restore_state(self.engine, path)
@@ -388,6 +420,11 @@ class Trainer(LookingBack):
 
         Returns:
             One value per name.
+
+        Raises:
+            DataError: the dataset is empty, repeats without end, breaks a rule, or raises.
+            OptionError: `combine` is not a rule, or names a value that the function does not return.
+            ProgramError: values of batches have different shapes, and cannot be combined.
         """
         fn = self._eval_fn if fn is None else self._bound.function(fn)
         return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine)
@@ -407,6 +444,11 @@ class Trainer(LookingBack):
         Returns:
             A tree of arrays. Results whose leading dim is that of the element's arrays are
             concatenated along it, all others are stacked.
+
+        Raises:
+            OptionError: there is no function to compute.
+            ProgramError: results of batches have different shapes, and cannot be stacked.
+            DataError: the dataset repeats without end, breaks a rule, or raises.
         """
         read = self.engine.read()
         if fn is None and isinstance(self.engine.step_function, PipelineStep):
@@ -422,12 +464,15 @@ class Trainer(LookingBack):
             return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
         return self._evaluator.predict(dataset, fn, read)
 
-    def explain(self, example: Any, steps: int | None = None) -> Explanation:
+    def explain(self, example: Tree, steps: int | None = None) -> Explanation:
         """The cost of training on elements like `example`: memory, FLOPs, compile time.
 
         Args:
             example: one element of the dataset.
             steps: the number of steps per execution; None: as configured, or 10.
+
+        Raises:
+            OptionError: `steps` is not a number of at least 1.
         """
         length = self._steps_per_execution or 10 if steps is None else parse_steps(steps)
         assert length is not None
@@ -447,13 +492,17 @@ class Trainer(LookingBack):
         Returns:
             A `Profile` that prints by cost, most expensive scope first. It is stored in the run
             directory, for `tailrace report` and `tailrace compare`.
+
+        Raises:
+            DataError: the dataset is too short.
+            ProgramError: a fit is running.
         """
         self._check_alone()
         found = profiled(self.engine, dataset, executions, self._fits.pace)
         self._journal.add_profile(found.to_json())
         return found
 
-    def summary(self, example: Any = None) -> Summary:
+    def summary(self, example: Tree = None) -> Summary:
         """A summary of the model: parameters by scope, memory, FLOPs per step.
 
         Args:
@@ -473,6 +522,9 @@ class Trainer(LookingBack):
         """The cost of each stage of a pipeline, its idle time, and possible improvements.
 
         Each stage runs alone for a moment to measure its time.
+
+        Raises:
+            ProgramError: there is no pipeline, or no fit yet.
         """
         runner = self.engine.runner if self.engine.executions else None
         if not isinstance(runner, PipelineRunner):

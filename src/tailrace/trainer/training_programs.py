@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Feed
@@ -102,7 +103,7 @@ class TrainingPrograms:
         if isinstance(feed, InfeedQueue) and feed is not dataset and not feed.restartable:
             self._left = (dataset, feed)
 
-    def tensors(self, example: Any) -> Catalogue:
+    def tensors(self, example: Tree) -> Catalogue:
         """Every tensor of the step by name, for elements like `example`, or the latest if None."""
         if example is None and not self._sights:
             raise ProgramError(

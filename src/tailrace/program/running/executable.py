@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.control import as_scan
@@ -169,7 +170,7 @@ class Executable:
             )
         return jax.jit(function, donate_argnums=self._donated)
 
-    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
+    def _function(self, carried: Tree, read: Tree, elements: Any, numbers: Any, free: Any) -> Any:
         self._rewriter.arguments = free
         seed, first_step, offset, count = Numbers.read(numbers)
         several = self.placement.replicas > 1

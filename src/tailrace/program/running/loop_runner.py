@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import Worker
@@ -57,8 +58,8 @@ class LoopRunner:
     def __init__(
         self,
         function: Callable[[Any, Any], Any],
-        carried: Any,
-        read: Any,
+        carried: Tree,
+        read: Tree,
         placement: Placement,
         each: Sequence[bool] | None = None,
         keeping: StateKeeping | None = None,
@@ -152,7 +153,7 @@ class LoopRunner:
         counts = self._loop.elements.items()
         return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
 
-    def begin(self, carried: Any, read: Any) -> LoopState:
+    def begin(self, carried: Tree, read: Tree) -> LoopState:
         """The state for dispatches, from `carried` (which is copied) and `read`."""
         jaxpr = self.traced.jaxpr
         state = LoopState(dict(zip(jaxpr.constvars, self._consts, strict=True)))

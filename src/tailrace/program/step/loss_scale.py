@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Var
@@ -55,6 +56,9 @@ class LossScale:
         growth: the factor after `interval` good steps; at least 1.
         backoff: the factor after a bad step; more than 0, at most 1.
         interval: the number of consecutive good steps before the scale grows.
+
+    Raises:
+        OptionError: an argument has a value it may not have.
 
     >>> LossScale(1024.0, interval=100)
     LossScale(initial=1024.0, growth=2.0, backoff=0.5, interval=100)
@@ -127,7 +131,7 @@ def scaled(forward: Callable[..., Any], state: ScaleState) -> Callable[..., Any]
     return run
 
 
-def unscaled(grads: Any, state: ScaleState) -> Any:
+def unscaled(grads: Tree, state: ScaleState) -> Any:
     """The gradients of the loss, from those of the scaled loss; each keeps its dtype."""
 
     def one(grad: Any) -> Any:
@@ -138,7 +142,7 @@ def unscaled(grads: Any, state: ScaleState) -> Any:
     return jax.tree.map(one, grads)
 
 
-def all_finite(tree: Any) -> Any:
+def all_finite(tree: Tree) -> Any:
     """Whether all numbers of a tree are finite."""
     flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, flags)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
@@ -124,12 +125,12 @@ class Step:
         return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
 
     def evaluating(
-        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Any, placement: Placement
+        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
     ) -> LoopRunner:
         """A runner that sends out `compute(params, model_state, batch, inputs)` for each element."""
 
-        def program(_: Any, read: Any) -> Any:
-            def one(carry: Any, batch: Any) -> Any:
+        def program(_: Any, read: Tree) -> Any:
+            def one(carry: Tree, batch: Tree) -> Any:
                 out.enqueue(compute(*read, batch, ()))
                 return carry
 
@@ -137,13 +138,13 @@ class Step:
 
         return LoopRunner(program, (), read, placement)
 
-    def begin_evaluating(self, runner: LoopRunner, read: Any) -> LoopState:
+    def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
         """The state for dispatches of such a runner."""
         return runner.begin((), read)
 
     # -- the two kinds of step ------------------------------------------------------------------
 
-    def plain(self, state: TrainState, batch: Any) -> TrainState:
+    def plain(self, state: TrainState, batch: Tree) -> TrainState:
         """A step of one microbatch."""
         named = self._named(state)
         grads, model_state, out = self.microbatch(named, batch)
@@ -159,7 +160,7 @@ class Step:
         accumulation = self.accumulation
         weighted = accumulation.weight is not None
 
-        def one(carry: Any, batch: Any) -> Any:
+        def one(carry: Tree, batch: Tree) -> Any:
             accumulated, model_state, total = carry
             grads, model_state, out = self.microbatch(
                 named._replace(model_state=model_state), batch
@@ -179,12 +180,12 @@ class Step:
 
     # -- their parts ----------------------------------------------------------------------------
 
-    def microbatch(self, state: TrainState, batch: Any) -> tuple[Any, Any, Yield]:
+    def microbatch(self, state: TrainState, batch: Tree) -> tuple[Any, Any, Yield]:
         """The gradient, next model state and other results of one microbatch."""
         batch = name_values("input", batch)
         before = name_values("buffer", state.model_state)
 
-        def forward(params: Any) -> tuple[Any, Any]:
+        def forward(params: Tree) -> tuple[Any, Any]:
             with tracing_training():
                 loss, after, aux = self.forward(params, before, batch)
             return loss, (loss, after, aux)
@@ -209,7 +210,7 @@ class Step:
         return grads, after, Yield(loss, aux, self._weight(batch))
 
     def forward(
-        self, params: Any, model_state: Any, batch: Any, inputs: Any = ()
+        self, params: Tree, model_state: Tree, batch: Tree, inputs: Any = ()
     ) -> tuple[Any, Any, Any]:
         """Call the loss function; returns (loss, next model state, aux), checked."""
         if self.precision is not None:
@@ -238,12 +239,12 @@ class Step:
             )
         return loss, after, aux
 
-    def _called(self, params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Any) -> Any:
         first = (params, model_state) if self.has_model_state else (params,)
         return call_with_element(self.loss_fn, (*first, *inputs), batch)
 
     def finish(
-        self, state: TrainState, grads: Any, model_state: Any, weight: Any = None
+        self, state: TrainState, grads: Tree, model_state: Tree, weight: Any = None
     ) -> TrainState:
         """Reduce over replicas, then update: once per step."""
         grads = self._named_grads("accumulated", grads, state)
@@ -281,7 +282,7 @@ class Step:
         """Whether the model-state leaf `name` is averaged over replicas."""
         return self.share_state(name) if callable(self.share_state) else self.share_state
 
-    def _updated(self, grads: Any, state: TrainState, taken: Any) -> tuple[Any, Any]:
+    def _updated(self, grads: Tree, state: TrainState, taken: Any) -> tuple[Any, Any]:
         """The parameters after the optimizer's update, and its new state."""
         updates, params, after = apply_rule(
             self.optimizer, grads, state.optimizer_state, state.params, taken
@@ -299,14 +300,14 @@ class Step:
         params = name_values("param", state.params, _ALONE)
         return state._replace(params=params, loss_scale=scale)
 
-    def _named_grads(self, kind: str, grads: Any, state: TrainState) -> Any:
+    def _named_grads(self, kind: str, grads: Tree, state: TrainState) -> Any:
         """Gradients with names; observers see them unscaled."""
         if state.loss_scale is None:
             return name_values(kind, grads, _ALONE)
         name_values(kind, scaling.unscaled(grads, state.loss_scale), _ALONE)
         return grads
 
-    def _weight(self, batch: Any) -> Any:
+    def _weight(self, batch: Tree) -> Any:
         if self.accumulation.weight is None:
             return None
         weight = jnp.asarray(call_with_element(self.accumulation.weight, (), batch), jnp.float32)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.devices.devices import resolve_replicas
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.pipeline_runner import place_pipeline
@@ -37,7 +38,7 @@ class MemoryPlan:
         """The shapes of optimizer state as it is held."""
         return forms if self.keeping is None else self.keeping.held_forms
 
-    def with_fingerprints(self, params: Any) -> MemoryPlan:
+    def with_fingerprints(self, params: Tree) -> MemoryPlan:
         """The same, with the memory of fingerprints."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         sentence = (

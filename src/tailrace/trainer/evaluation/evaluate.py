@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.form_runs import form_runs
+from tailrace.data.trees import Tree
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, ProgramError
 from tailrace.feeds import dispatch_table
@@ -86,7 +88,7 @@ class Evaluator:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _loss(self, params: Any, model_state: Any, batch: Any, inputs: Any = ()) -> Any:
+    def _loss(self, params: Tree, model_state: Tree, batch: Tree, inputs: Any = ()) -> Any:
         trace = current_trace("evaluate")
         before, trace.draws_keys = trace.draws_keys, False
         loss, _, aux = self._step.forward(params, model_state, batch, inputs)
@@ -189,7 +191,7 @@ class Evaluator:
             return key, runner, out, runner.infeeds[0]
         out = OutfeedQueue()
 
-        def compute(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+        def compute(params: Tree, model_state: Tree, batch: Tree, inputs: Any) -> Any:
             precision = self._step.precision
             if precision is not None:
                 params, batch, inputs = precision.narrow((params, batch, inputs))
@@ -248,7 +250,7 @@ def _most(found: int) -> int:
 
 
 def _taken(
-    structure: Any,
+    structure: PyTreeDef,
     leaves: Any,
     by_element: Callable[[Any], Any],
     found: list[int],

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs.marks import current_trace
@@ -44,7 +45,7 @@ class Binding(abc.ABC):
     has_modes: bool = False
 
     @abc.abstractmethod
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
         """The first arguments of a user's function, inside a traced function."""
 
     @abc.abstractmethod
@@ -52,10 +53,10 @@ class Binding(abc.ABC):
         """The state after a call: from the module, or from the function's result."""
 
     @abc.abstractmethod
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Any) -> Any:
         """The module with these values, for the user."""
 
-    def shown_params(self, params: Any) -> Any:
+    def shown_params(self, params: Tree) -> Any:
         """The parameters in the user's form."""
         return params
 
@@ -63,7 +64,7 @@ class Binding(abc.ABC):
         """The model state in the user's form."""
         return state
 
-    def check(self, opened: tuple[Any, ...], params: Any) -> None:
+    def check(self, opened: tuple[Any, ...], params: Tree) -> None:
         """Check the module after a call."""
         return None
 
@@ -83,10 +84,10 @@ class Binding(abc.ABC):
 class Plain(Binding):
     """Parameters that are a tree of arrays: nothing is changed."""
 
-    def __init__(self, params: Any, model_state: Any) -> None:
+    def __init__(self, params: Tree, model_state: Tree) -> None:
         self.params, self.model_state = params, model_state
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
         """Parameters, and the state if there is one."""
         return (params,) if self.model_state is None else (params, state)
 
@@ -94,7 +95,7 @@ class Plain(Binding):
         """What the function returned."""
         return returned
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Any) -> Any:
         """There is none."""
         raise ProgramError(
             "trainer.model is the module that was given in the place of params: an nnx.Module, an "
@@ -129,7 +130,7 @@ class Function:
     def _identity(self) -> tuple[Any, ...]:
         return self.binding, self.fn
 
-    def __call__(self, params: Any, *rest: Any) -> Any:
+    def __call__(self, params: Tree, *rest: Any) -> Any:
         """What the user's function returns."""
         return self.called(params, *self.split(rest))[0]
 
@@ -138,7 +139,7 @@ class Function:
         return (None, rest) if self.binding.model_state is None else (rest[0], rest[1:])
 
     def called(
-        self, params: Any, state: Any, values: Sequence[Any], whole_element: bool = True
+        self, params: Tree, state: Any, values: Sequence[Any], whole_element: bool = True
     ) -> tuple[Any, tuple[Any, ...]]:
         """The result of the user's function, and the module afterwards.
 
@@ -175,7 +176,7 @@ class Function:
 class Loss(Function):
     """A loss function of the user; with a model state it returns `(loss, (new_state, aux))`."""
 
-    def __call__(self, params: Any, *rest: Any) -> Any:
+    def __call__(self, params: Tree, *rest: Any) -> Any:
         """The result of the loss function in the engine's form."""
         binding = self.binding
         before, values = self.split(rest)

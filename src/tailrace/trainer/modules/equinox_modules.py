@@ -11,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.messages import note_once
 from tailrace.program.in_program import training
@@ -18,7 +19,7 @@ from tailrace.trainer.modules import equinox_seams
 from tailrace.trainer.modules.binding import Binding
 
 
-def recognised(params: Any) -> bool:
+def recognised(params: Tree) -> bool:
     """Whether there is a module in a tree."""
     return any(map(_is_module, jax.tree.leaves(params, is_leaf=_is_module)))
 
@@ -28,7 +29,7 @@ class EquinoxBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, module: Any, model_state: Any) -> None:
+    def __init__(self, module: Any, model_state: Tree) -> None:
         equinox_seams.check()
         modes = modes_of(module)
         self.has_modes = bool(modes)
@@ -44,7 +45,7 @@ class EquinoxBinding(Binding):
             self.model_state, self._markers = equinox_seams.state_as_dict(model_state, module)
             self._names = list(self.model_state)
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
         """The module, and the state if there is one."""
         module = eqx.combine(params, self._static)
         if self.has_modes and not training():
@@ -64,7 +65,7 @@ class EquinoxBinding(Binding):
             )
         return equinox_seams.state_as_dict(returned, self._static)[0]
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Any) -> Any:
         """The module; its state is `trainer.model_state`."""
         return eqx.combine(params, self._static)
 

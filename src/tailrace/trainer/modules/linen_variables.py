@@ -18,6 +18,7 @@ import jax
 from flax import linen as nn
 from flax.core import FrozenDict, freeze, unfreeze
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.trainer.modules.binding import Binding
 from tailrace.trainer.modules.scopes import module_scope
@@ -25,7 +26,7 @@ from tailrace.trainer.modules.scopes import module_scope
 PARAMS = "params"
 
 
-def recognised(params: Any) -> bool:
+def recognised(params: Tree) -> bool:
     """Whether this is a dict of collections, "params" among them."""
     return (
         isinstance(params, Mapping)
@@ -41,7 +42,7 @@ class LinenBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, variables: Any, model_state: Any) -> None:
+    def __init__(self, variables: Any, model_state: Tree) -> None:
         if model_state is not None:
             raise OptionError(
                 "The collections of Linen variables besides 'params' are the model state, so it is not "
@@ -53,7 +54,7 @@ class LinenBinding(Binding):
         self.params = plain.pop(PARAMS)
         self.model_state = plain or None
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
         """All collections."""
         return (self.model(params, state),)
 
@@ -80,7 +81,7 @@ class LinenBinding(Binding):
             )
         return after
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Any) -> Any:
         """The variables: all collections, of the class that was given."""
         variables = {PARAMS: params, **(state or {})}
         return freeze(variables) if self._frozen else variables

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import note_once
@@ -22,7 +23,7 @@ from tailrace.trainer.modules import flax_seams
 from tailrace.trainer.modules.binding import Binding
 
 
-def recognised(params: Any) -> bool:
+def recognised(params: Tree) -> bool:
     """Whether this is a module, or a tree of modules."""
     found = jax.tree.leaves(params, is_leaf=_is_module)
     return bool(found) and all(map(_is_module, found))
@@ -33,7 +34,7 @@ class NnxBinding(Binding):
 
     has_modes = True
 
-    def __init__(self, module: Any, model_state: Any) -> None:
+    def __init__(self, module: Any, model_state: Tree) -> None:
         flax_seams.check()
         if model_state is not None:
             raise OptionError(
@@ -49,7 +50,7 @@ class NnxBinding(Binding):
         self.params = nnx.to_pure_dict(params)
         self.model_state = nnx.to_pure_dict(state) or None
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
         """The module, with separate random streams for this call."""
         model = self._merged(params, state, self._fresh_streams())
         if not training():
@@ -57,7 +58,7 @@ class NnxBinding(Binding):
                 module.eval()
         return (flax_seams.scoped(model) if self.scopes else model,)
 
-    def check(self, opened: tuple[Any, ...], params: Any) -> None:
+    def check(self, opened: tuple[Any, ...], params: Tree) -> None:
         """Say it once if the call assigned to parameters: that ends with the call."""
         after = nnx.to_pure_dict(nnx.state(opened[0], *_PARTS)[0])
         found = jax.tree_util.tree_flatten_with_path(after)[0]
@@ -86,12 +87,12 @@ class NnxBinding(Binding):
             )
         return after
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Any) -> Any:
         """A new module; its random streams are as they were given."""
         streams = nnx.from_flat_state([(path, value.copy()) for path, value in self._streams])
         return self._merged(params, state, streams)
 
-    def _merged(self, params: Any, state: Any, streams: Any) -> Any:
+    def _merged(self, params: Tree, state: Any, streams: Any) -> Any:
         return nnx.merge(self._graph, nnx.State(params), streams, nnx.State(state or {}))
 
     def _fresh_streams(self) -> Any:
@@ -134,7 +135,7 @@ def _is_float(_: Any, value: Any) -> bool:
     return bool(leaves) and all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
 
 
-def _names(tree: Any) -> set[str]:
+def _names(tree: Tree) -> set[str]:
     return {path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 

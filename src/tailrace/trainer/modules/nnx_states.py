@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from tailrace.data.trees import Tree
 from tailrace.trainer.modules.binding import Binding
 
 
@@ -19,7 +20,7 @@ class NnxStateBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, params: nnx.State, model_state: Any) -> None:
+    def __init__(self, params: nnx.State, model_state: Tree) -> None:
         self.params, self._params = nnx.to_pure_dict(params), jax.tree.structure(params)
         self.model_state, self._state = model_state, None
         if isinstance(model_state, nnx.State):
@@ -28,7 +29,7 @@ class NnxStateBinding(Binding):
                 jax.tree.structure(model_state),
             )
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
         """States of variables."""
         first = self.shown_params(params)
         return (first,) if self.model_state is None else (first, self.shown_state(state))
@@ -37,11 +38,11 @@ class NnxStateBinding(Binding):
         """What the function returned."""
         return nnx.to_pure_dict(returned) if isinstance(returned, nnx.State) else returned
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Any) -> Any:
         """The parameters: the module is in the hands of the user."""
         return self.shown_params(params)
 
-    def shown_params(self, params: Any) -> Any:
+    def shown_params(self, params: Tree) -> Any:
         """A state, as it was given."""
         return jax.tree.unflatten(self._params, jax.tree.leaves(params))
 
