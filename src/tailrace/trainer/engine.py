@@ -45,7 +45,7 @@ from tailrace.trainer.collector import Collector
 from tailrace.trainer.costs.memory_plan import placement_of, plan_memory
 from tailrace.trainer.costs.memory_shortage import within_memory
 from tailrace.trainer.executions import Results, Ticket
-from tailrace.trainer.held_state import HeldState, leaves_of_replicas, placed_state
+from tailrace.trainer.held_state import begin_state, leaves_of_replicas
 from tailrace.trainer.observation.nonfinite_guard import stopped
 from tailrace.trainer.sentinel import WATCHED, Sentinel, check_share
 from tailrace.trainer.state_digests import StateDigests
@@ -95,6 +95,7 @@ class Engine:
         sentinel: float | None = None,
     ) -> None:
         fingerprint = fingerprint or sentinel is not None
+        # A sentinel's runs are compared by fingerprints. A rerun of past steps needs none of its own.
         given = locals()
         other = ("self", "params", "model_state", "observe", "sentinel")
         self.again = partial(Engine, **{k: v for k, v in given.items() if k not in other})
@@ -119,9 +120,8 @@ class Engine:
             offload_activations=offload_activations,
             microbatches=self.accumulation.microbatches,
             pipelined=pipelined,
+            fingerprints_of=params if fingerprint else None,
         )
-        if fingerprint:
-            self.memory = self.memory.with_fingerprints(params)
         keeping, share = self.memory.keeping, check_share(sentinel)
         self.step_function = (PipelineStep if pipelined else Step)(
             loss_fn,
@@ -136,26 +136,27 @@ class Engine:
             *check_numbers(loss_scale, precision, self.taps, params),
         )
         scaling = self.step_function.loss_scale
-        scale = scaling.init() if scaling is not None else None
-        forms = jax.eval_shape(lambda: (params, model_state, scale))
-        self.form = TrainState(forms[0], self.memory.optimizer_forms(first.forms), *forms[1:])
+        values = (params, first, model_state, scaling.init() if scaling is not None else None)
+        self._state = begin_state(*values, placement, keeping, pipelined=pipelined)
+        self.form = self._state.form
         digests = StateDigests(self.form, keeping)
         self.digests = digests if fingerprint else None
         self.sentinel = Sentinel(share, digests, seed) if sentinel is not None else None
-        values = (params, first, model_state, scale)
-        start = placed_state(*values, placement, keeping, pipelined=pipelined)
-        self._state = HeldState(start, self.form, keeping)
+        self._programs, self._collector = self._parts(placement)
+
+    def _parts(self, placement: Placement) -> tuple[TrainingPrograms, Collector]:
+        """What advances the state, and what reads the results."""
+        step, taps = self.step_function, self.taps
+        taps = taps if self.digests is None else [*taps, GradientDigest()]
         self._each = leaves_of_replicas(
-            self.form, self.step_function.shares, keeping, pipelined=pipelined
+            self.form, step.shares, step.keeping, pipelined=self.pipeline is not None
         )
-        taps = self.taps if self.digests is None else [*self.taps, GradientDigest()]
-        self._programs = TrainingPrograms(
-            self.step_function, self.form, self._each, placement, taps, self.sentinel
-        )
-        self._collector = Collector(
+        return TrainingPrograms(
+            step, self.form, self._each, placement, taps, self.sentinel
+        ), Collector(
             self.scalars,
             self.accumulation.microbatches,
-            scaling,
+            step.loss_scale,
             self.guard,
             self.digests,
             self.sentinel,

@@ -30,15 +30,18 @@ class HeldState:
     """The state: a tree until a program is in use, then in that program's buffers.
 
     Args:
-        first: the state to start from, as `placed_state` returns it.
+        first: the state to start from, where it is held.
         form: its shapes.
         keeping: how optimizer state is held, if not plainly on the devices.
+
+    Attributes:
+        form: the shapes of the state.
     """
 
     def __init__(self, first: TrainState, form: TrainState, keeping: StateKeeping | None) -> None:
         self._tree: TrainState | None = first
         self._active: tuple[LoopRunner, LoopState] | None = None
-        self._form, self._keeping = form, keeping
+        self.form, self._keeping = form, keeping
 
     @property
     def in_use(self) -> bool:
@@ -83,7 +86,7 @@ class HeldState:
     def replace(self, leaves: Mapping[int, Any], placement: Placement) -> None:
         """Replace leaves by their index in the tree; values are copied."""
         if self._keeping is not None:
-            first = len(jax.tree.leaves(self._form.params))
+            first = len(jax.tree.leaves(self.form.params))
             leaves = self._keeping.hold_some(leaves, first, placement)
         if self._active is not None:
             runner, state = self._active
@@ -99,10 +102,10 @@ class HeldState:
         model_state = self.held.model_state
         if self._active is None:
             return model_state
-        return jax.tree.map(_merged, model_state, self._form.model_state)
+        return jax.tree.map(_merged, model_state, self.form.model_state)
 
 
-def placed_state(
+def begin_state(
     params: Tree,
     first: FirstState,
     model_state: Tree,
@@ -111,7 +114,7 @@ def placed_state(
     keeping: StateKeeping | None,
     *,
     pipelined: bool,
-) -> TrainState:
+) -> HeldState:
     """The state to start from, copied to where it is held.
 
     Args:
@@ -130,8 +133,11 @@ def placed_state(
         made = jax.tree.unflatten(jax.tree.structure(first.forms), leaves)
     else:
         made = keeping.hold(first.leaves(), placement)
+    forms = jax.eval_shape(lambda: (params, model_state, scale))
+    held = first.forms if keeping is None else keeping.held_forms
     params, model_state, scale = jax.tree.map(place, (params, model_state, scale))
-    return TrainState(params, made, model_state, scale)
+    start = TrainState(params, made, model_state, scale)
+    return HeldState(start, TrainState(forms[0], held, *forms[1:]), keeping)
 
 
 def leaves_of_replicas(
