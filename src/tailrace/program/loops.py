@@ -64,10 +64,12 @@ def repeat_with(
     trace = current_trace("tr.repeat")
     carries = inputs is not _NOTHING
     carry = jax.tree.map(jnp.asarray, inputs) if carries else None
+    # A concrete array is as good as an integer, and gives a loop that can be differentiated.
     if isinstance(n, jax.Array) and not isinstance(n, Tracer):
         n = int(n)
     if isinstance(n, Tracer):
         _need_static(n, infeed)
+        # Not tagged with a length: it is found again as a loop of unknown length.
         return lax.fori_loop(0, n, _loop_body(trace, call, body, None, None, carries), carry)
     if not hasattr(n, "__index__") or isinstance(n, bool) or n.__index__() < 0:
         raise ProgramError(f"tr.repeat runs a body n times, n >= 0. Received: n={n!r}.")
@@ -162,12 +164,15 @@ def _loop_body(
 
     def one_pass(counter: Any, state: Any) -> Any:
         with inside_loop(trace):
+            # The counter is marked, because it is in the loop whatever the body does; the mark makes
+            # the loop ours.
             counter = mark(counter, Tag("loop", payload=length))
             first = (state,) if carries else ()
             if infeed is None:
                 after = body(*first)
             else:
                 after = call(body, first, dequeue(counter, infeed, infeed.spec().tree()))
+        # Checked by us: JAX's own message speaks of a scan that the user did not write.
         return _same_form(state, after)
 
     return one_pass

@@ -150,6 +150,8 @@ class RunWriter:
                 add_intervention(self._place, dict(said))
             finally:
                 self._let_go()
+        # Rows are cut off by the next fit, not now: until it begins, the run is as it was, and can be
+        # read.
         self._tables, self._taken_up = None, {"step": step}
 
     def keep(self, name: str, text: str) -> None:
@@ -187,6 +189,7 @@ class RunWriter:
                 self._let_go()
                 raise
         if self._taken_up is None:
+            # A fit that is taken up goes on: its records so far belong to it.
             self._tables.begin_fit()
         self._taken_up = None
         self._queue = WriteQueue(_OpenRun(self._place, self._lock, self._tables, self._count_write))

@@ -224,6 +224,7 @@ def stop_on_nonfinite(
     >>> stop_on_nonfinite("grad/*").select
     'grad/*'
     """
+    # A list, so that each of its parts must match something: a guard that guards nothing is a mistake.
     select = list(select) if isinstance(select, tuple) else select
     return StopOnNonfinite(select, on_nonfinite, limit, bundle)
 
@@ -276,6 +277,8 @@ def parse_taps(observe: Any) -> list[Any]:
 
 def common_period(taps: Sequence[Any]) -> int:
     """The period that serves all periodic taps: the greatest common divisor of theirs."""
+    # One loop structure serves all taps. With periods of 10 and 15 the device looks every 5 steps, and
+    # the host drops what a tap did not ask for.
     periods = [tap.period for tap in taps if tap.period > 1]
     return math.gcd(*periods) if periods else 1
 
@@ -288,6 +291,8 @@ def choose(
     for tap in taps:
         for entry in catalogue.select(tap.select):
             one = Chosen(tap, entry, *describe(entry))
+            # Records are found by tensor and kind; a second one of the same would silently replace the
+            # first.
             if one.key in chosen and chosen[one.key].tap != tap:
                 raise OptionError(
                     f"Two taps keep the same of one tensor: {one.key[0]!r} has {one.key[1]!r} "
@@ -310,6 +315,7 @@ def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -
     """The bytes of the records of one step."""
     total = 0.0
     for one in chosen:
+        # One value an execution, whatever its length: it does not limit the length.
         if one.tap.mode in (Mode.SUM, Mode.FINAL):
             continue
         count = (microbatches if one.loops > 1 else 1) * replicas

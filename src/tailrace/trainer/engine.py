@@ -310,6 +310,8 @@ class Engine:
     def delivering(self) -> Iterator[None]:
         """A context in which the user's outfeeds receive values of the current program."""
         outfeeds = self.runner.traced.outfeeds
+        # All are checked before any begins: a reader that waits for a program must not wait for a
+        # refused one.
         for queue, out in outfeeds.items():
             queue.check_fits(out.structure, out.shapes)
         for queue in outfeeds:
@@ -349,11 +351,14 @@ class Engine:
         ) -> Any:
             return runner.dispatch(state, length, numbers, following, period, block)
 
+        # Dispatching allocates the outputs: this is where a device runs out of memory, not in
+        # `collect`.
         with within_memory(self, length):
             if self.sentinel is None:
                 return self.dispatched(length, *run(runner, state))
             emitted, ready, watch = self.sentinel.dispatch(runner, state, self.step, run)
         ticket = self.dispatched(length, emitted, ready)
+        # The state must be found as this execution leaves it; digests are still on the device.
         self.sentinel.expects(ticket.digests[0])
         return dataclasses.replace(ticket, watch=watch)
 
@@ -364,6 +369,7 @@ class Engine:
         feed, digests, origin = next(iter(runner.infeeds), None), None, runner.origin
         if self.digests is not None:
             digests = self.digests.take(runner, state, runner.taken.get(feed) if feed else None)
+            # Elements are kept for their digests as well; without a guard nothing is ever rewound.
             origin = origin if self.guarded else None
         reading = None if feed is None else feed.reading
         ticket = Ticket(self.step, length, emitted, scalars, ready, origin, digests, reading)

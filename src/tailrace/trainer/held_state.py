@@ -74,6 +74,8 @@ class HeldState:
     def move_to(self, runner: LoopRunner, inputs: Sequence[Any]) -> None:
         """Let a program hold the state from now on; `inputs` are a pipeline's."""
         if self._active is None or self._active[0] is not runner:
+            # Copied into the new program's buffers before the old ones are dropped: for a moment both
+            # exist.
             self._active = (runner, runner.begin(self.held, inputs))
             self._tree = None
         elif isinstance(runner, PipelineRunner):

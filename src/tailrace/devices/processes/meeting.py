@@ -59,6 +59,8 @@ def meet(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     client = internals.coordination_client()
     here, number = jax.process_index(), ROUNDS.number
     ROUNDS.number += 1
+    # Each process counts its rounds itself. They agree, because all run the same program; where they do
+    # not, the timeout says so.
     client.key_value_set(f"tailrace/{number}/{here}", json.dumps(dict(value)))
     if number >= 2:  # all processes have read those: the round in between needed every one
         client.key_value_delete(f"tailrace/{number - 2}/{here}")

@@ -160,11 +160,15 @@ def keep_state(
     shared = [False] * len(leaves)
     if share:
         if placement.replicas > 1:
+            # A collective has a fixed cost, which a small leaf (a step counter, a bias) would pay for
+            # nothing.
             shared = [math.prod(form.shape) >= LEAST for form in leaves]
             said.append(_shares_message(leaves, shared, placement.replicas))
         else:
             said.append("shard_optimizer_state has no effect with one replica.")
     hosted = [False] * len(leaves)
+    # With one microbatch the transfers have nothing to hide behind; with several, gradients are
+    # computed meanwhile.
     if offload_state is None:
         offload_state = microbatches > 1
     if offload_state:
@@ -175,12 +179,15 @@ def keep_state(
             names = _leaf_names(forms)
             seen = [is_tapped(taps, n, f) for n, f in zip(names, leaves, strict=True)]
             hosted = [
+                # A tap reads it in the step; it would be brought back for that in every one.
                 nbytes(form) >= host_memory.LEAST_BYTES and not tapped
                 for form, tapped in zip(held, seen, strict=True)
             ]
             size = sum(nbytes(f) for f, yes in zip(held, hosted, strict=True) if yes)
             total = sum(nbytes(form) for form in held)
             if moves is None:
+                # Checked before anything is allocated: a host that swaps, or is killed, gives no
+                # message.
                 local = size * placement.local_replicas
                 host_memory.check_fits(
                     local, host_memory.free_host_memory(), placement.device.platform

@@ -149,6 +149,8 @@ class Step:
         named = self._named(state)
         grads, model_state, out = self.microbatch(named, batch)
         self._send(out, named)
+        # As if one microbatch were added to zeros of that dtype: a step of one and of several must
+        # round alike.
         if self.accumulation.dtype is not None:
             zeros = self.accumulation.zeros(named.params)
             grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
@@ -166,6 +168,8 @@ class Step:
                 named._replace(model_state=model_state), batch
             )
             self._send(out, named)
+            # A running mean, weighted by the share of what came so far: the sum of the weights is known
+            # only at the end, and dividing a large sum then would lose more.
             after = total + out.weight if weighted else None
             share = share_of(out.weight, after) if weighted else None
             accumulated = accumulation.add(accumulated, grads, microbatch(), share)
@@ -186,10 +190,13 @@ class Step:
         before = name_values("buffer", state.model_state)
 
         def forward(params: Tree) -> tuple[Any, Any]:
+            # Around the loss function alone: `evaluate` calls it without, and dropout asks which it is.
             with tracing_training():
                 loss, after, aux = self.forward(params, before, batch)
             return loss, (loss, after, aux)
 
+        # Before the loss is scaled: what a tap reads of the forward pass is then the model's own
+        # number.
         if self.taps:
             forward = probed(forward, self._is_tapped, new_listing())
         if state.loss_scale is not None:
@@ -199,6 +206,8 @@ class Step:
         else:
             value_and_grad = jax.value_and_grad(forward, has_aux=True)
         (_, (loss, after, aux)), grads = value_and_grad(state.params)
+        # Only named, not replaced: the optimizer scales by a rule of its own and expects its gradients
+        # so.
         if callable(unscaled := getattr(self.optimizer, "unscaled", None)):
             name_values("grad", unscaled(grads, state.params), _ALONE)
         else:
@@ -251,10 +260,14 @@ class Step:
         if weight is None:
             grads = cross_replica_mean(grads)
         else:
+            # Each replica's mean counts by its share of the weight, so that the result is the mean over
+            # all examples, however they fell to replicas.
             share = share_of(weight, cross_replica_sum(weight))
             grads = jax.tree.map(lambda g: cross_replica_sum(g * share.astype(g.dtype)), grads)
         taken, scale = None, state.loss_scale
         if self.loss_scale is not None and scale is not None:
+            # After the reduction: a replica with a bad gradient makes it bad on all, so that all skip
+            # together without another collective.
             taken = scaling.all_finite(grads)
             mark((~taken).astype(jnp.float32), Tag("value", "skipped"))
             grads = scaling.unscaled(grads, scale)
@@ -266,6 +279,8 @@ class Step:
         else:
             params, after = self._updated(grads, state, taken)
             after = name_values("optimizer", after)
+        # Once a step, not per microbatch: it advances with each, and a collective there would wait for
+        # the slowest replica as often. Integers, such as counters, have no mean.
         model_state = jax.tree_util.tree_map_with_path(
             lambda path, x: (
                 cross_replica_mean(x)
@@ -322,6 +337,7 @@ class Step:
         own = {}
         if self.loss_scale is not None and state.loss_scale is not None:
             own = {} if self.loss_scale.is_fixed else {scaling.NAME: state.loss_scale.scale}
+        # A fixed scale says nothing that the options do not.
         scalars = {**_scalars(out.aux, {"loss", *own}), **own}
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 

@@ -86,6 +86,8 @@ class Fit:
         self._dataset = dataset
         self._skipped: list[int] = []
         self._pending: deque[Ticket] = deque()
+        # A callback must see the state of the steps it is called for; a sentinel must compare before
+        # the next execution overwrites it.
         waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
         self._in_flight = 0 if waits else 1
         self._together = saving is not None and distributed.process_count() > 1

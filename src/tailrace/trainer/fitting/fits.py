@@ -95,14 +95,19 @@ class Fits:
                 return
             feed = engine.use(call.dataset)
             assert isinstance(feed, InfeedQueue)
+            # A resumed fit goes on in the order of its epoch. A queue that the user made has a position
+            # of its own.
             if call.progress.epoch and feed is not call.dataset:
                 feed.start_epoch(call.dataset, call.progress.epoch)
+            # After `use`: which elements, and so how many bytes a step reads, is known only now.
             self._pace = self.pace(engine)
             engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
             if taken is None:
                 microbatches = engine.accumulation.microbatches
                 journal.begin(engine.step, microbatches, engine.placement.replicas)
             else:
+                # Those of the fit before; the history goes on from the checkpoint, records from the run
+                # directory.
                 journal.records.clear()
                 self._pace.choose_as(taken.pace)
             self._running = call.prepare(trainer, engine, journal, self._pace)
@@ -110,6 +115,7 @@ class Fits:
             self.seconds_per_step = call.seconds_per_step or self.seconds_per_step
         finally:
             self._running = None
+            # Also after a failure: the next fit must shuffle otherwise than the pass that was begun.
             self.epochs = call.progress.first_epoch + call.epochs_begun
             if feed is not None:
                 engine.let_go(call.dataset, feed)
