@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import ambient, cross_replica_p, current_trace
 
 _training: contextvars.ContextVar[bool] = contextvars.ContextVar("tailrace_training", default=False)
@@ -109,7 +110,7 @@ def replica() -> jax.Array:
     return ambient("replica", -1, 0)
 
 
-def cross_replica_mean(values: Any) -> Any:
+def cross_replica_mean(values: Tree) -> Any:
     """The mean of `values` (a tree) over all replicas, on each of them.
 
     Raises:
@@ -123,7 +124,7 @@ def cross_replica_mean(values: Any) -> Any:
     return _cross_replica(values, "tr.cross_replica_mean", mean=True)
 
 
-def cross_replica_sum(values: Any) -> Any:
+def cross_replica_sum(values: Tree) -> Any:
     """The sum of `values` (a tree) over all replicas, on each of them.
 
     Raises:
@@ -137,6 +138,6 @@ def cross_replica_sum(values: Any) -> Any:
     return _cross_replica(values, "tr.cross_replica_sum", mean=False)
 
 
-def _cross_replica(values: Any, caller: str, *, mean: bool) -> Any:
+def _cross_replica(values: Tree, caller: str, *, mean: bool) -> Any:
     current_trace(caller)
     return jax.tree.map(lambda x: cross_replica_p.bind(jnp.asarray(x), mean=mean), values)

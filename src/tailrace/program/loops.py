@@ -25,7 +25,7 @@ _NOTHING = object()
 def repeat(
     n: int | jax.Array,
     body: Callable[..., Any],
-    inputs: Any = _NOTHING,
+    inputs: Tree = _NOTHING,
     infeed: Feed | None = None,
 ) -> Any:
     """Run `body` n times on the device.
@@ -57,7 +57,7 @@ def repeat_with(
     call: Callable[..., Any],
     n: int | jax.Array,
     body: Callable[..., Any],
-    inputs: Any = _NOTHING,
+    inputs: Tree = _NOTHING,
     infeed: Feed | None = None,
 ) -> Any:
     """`repeat`, where `call(body, carried, element)` passes the element to the body."""
@@ -82,7 +82,7 @@ def repeat_with(
 def while_loop(
     condition: Callable[[Any], Any],
     body: Callable[..., Any],
-    inputs: Any,
+    inputs: Tree,
     infeed: Feed | None = None,
     maximum_iterations: int | None = None,
 ) -> Any:
@@ -129,7 +129,7 @@ def while_loop(
         )
     one_pass = _loop_body(trace, call_with_element, body, infeed, maximum_iterations, True)
 
-    def go_on(state: Any) -> Any:
+    def go_on(state: Tree) -> Any:
         i, carry = state
         wanted = jnp.asarray(condition(carry))
         if wanted.shape != () or wanted.dtype != jnp.bool_:
@@ -162,7 +162,7 @@ def _loop_body(
             )
         infeed.check_replicas(trace.replicas)
 
-    def one_pass(counter: Any, state: Any) -> Any:
+    def one_pass(counter: Any, state: Tree) -> Any:
         with inside_loop(trace):
             # The counter is marked, because it is in the loop whatever the body does; the mark makes
             # the loop ours.
@@ -192,7 +192,7 @@ def _need_static(n: Any, infeed: Any) -> None:
         )
 
 
-def _same_form(before: Any, after: Any) -> Any:
+def _same_form(before: Tree, after: Tree) -> Any:
     """A body's result, checked to have the structure, shapes and dtypes of its input."""
     old, structure = jax.tree_util.tree_flatten_with_path(before)
     new, found = jax.tree.flatten(after)

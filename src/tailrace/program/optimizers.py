@@ -39,7 +39,7 @@ def cross_replica(optimizer: Any) -> Any:
 
     optimizer = optax.with_extra_args_support(_checked(optimizer))
 
-    def update(grads: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> Any:
         current_trace("tr.optimizers.cross_replica")
         reduced = name_values("reduced", cross_replica_mean(grads), "params")
         return optimizer.update(reduced, state, params, **extra)

@@ -35,6 +35,7 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.accumulation import Accumulation
+from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.training_step import Step, TrainState
 from tailrace.program.tracing.tap_selection import Sight
 from tailrace.spans.span import counter, is_traced, waiting_for
@@ -89,8 +90,8 @@ class Engine:
         offload_activations: bool = False,
         seed: int = 0,
         observe: Any = (),
-        loss_scale: Any = None,
-        precision: Any = None,
+        loss_scale: LossScale | float | str | None = None,
+        precision: jax.typing.DTypeLike | None = None,
         fingerprint: bool = False,
         sentinel: float | None = None,
     ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import nbytes
 from tailrace.jaxprs.marks import path_name
@@ -132,7 +133,7 @@ class StateKeeping:
 
 
 def keep_state(
-    forms: Any,
+    forms: Tree,
     placement: Placement,
     taps: Sequence[Any],
     *,
@@ -204,7 +205,7 @@ def keep_state(
 
 
 def decide(
-    forms: Any,
+    forms: Tree,
     placement: Placement,
     taps: Sequence[Any],
     *,
@@ -260,6 +261,6 @@ def _shares_message(leaves: Sequence[Any], shared: Sequence[bool], replicas: int
     )
 
 
-def _leaf_names(forms: Any) -> list[str]:
+def _leaf_names(forms: Tree) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(forms)[0]
     return [f"optimizer/{path_name(path) or '0'}" for path, _ in paths]

@@ -106,13 +106,15 @@ class Accumulation:
             lambda path, p: jnp.zeros(p.shape, self.dtype_of(p, jax.tree_util.keystr(path))), params
         )
 
-    def add(self, accumulated: Any, grads: Tree, number: Any, share: Any = None) -> Any:
+    def add(
+        self, accumulated: Any, grads: Tree, number: Any, share: jax.Array | None = None
+    ) -> Any:
         """Add the gradient of microbatch `number` of the step to the accumulators.
 
         With weights, `share` is the fraction of this microbatch in the total weight so far.
         """
 
-        def one(acc: Any, grad: Any) -> Any:
+        def one(acc: jax.Array, grad: jax.Array) -> Any:
             grad = grad.astype(acc.dtype)
             if share is not None:
                 return acc + (grad - acc) * share.astype(acc.dtype)

@@ -58,7 +58,7 @@ class Precision:
         return jax.tree.map(one, tree)
 
 
-def same_dtypes(after: Any, before: Any) -> Any:
+def same_dtypes(after: Tree, before: Tree) -> Any:
     """The tree `after` with its leaves cast to the dtypes of `before`."""
     return jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, before)
 

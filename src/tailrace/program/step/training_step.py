@@ -219,7 +219,7 @@ class Step:
         return grads, after, Yield(loss, aux, self._weight(batch))
 
     def forward(
-        self, params: Tree, model_state: Tree, batch: Tree, inputs: Any = ()
+        self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree = ()
     ) -> tuple[Any, Any, Any]:
         """Call the loss function; returns (loss, next model state, aux), checked."""
         if self.precision is not None:
@@ -248,12 +248,12 @@ class Step:
             )
         return loss, after, aux
 
-    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Any) -> Any:
+    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
         first = (params, model_state) if self.has_model_state else (params,)
         return call_with_element(self.loss_fn, (*first, *inputs), batch)
 
     def finish(
-        self, state: TrainState, grads: Tree, model_state: Tree, weight: Any = None
+        self, state: TrainState, grads: Tree, model_state: Tree, weight: jax.Array | None = None
     ) -> TrainState:
         """Reduce over replicas, then update: once per step."""
         grads = self._named_grads("accumulated", grads, state)
@@ -297,7 +297,7 @@ class Step:
         """Whether the model-state leaf `name` is averaged over replicas."""
         return self.share_state(name) if callable(self.share_state) else self.share_state
 
-    def _updated(self, grads: Tree, state: TrainState, taken: Any) -> tuple[Any, Any]:
+    def _updated(self, grads: Tree, state: TrainState, taken: jax.Array | None) -> tuple[Any, Any]:
         """The parameters after the optimizer's update, and its new state."""
         updates, params, after = apply_rule(
             self.optimizer, grads, state.optimizer_state, state.params, taken
@@ -342,7 +342,7 @@ class Step:
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def share_of(weight: Any, total: Any) -> Any:
+def share_of(weight: jax.Array, total: jax.Array) -> Any:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 
@@ -358,7 +358,7 @@ def _scalars(aux: Any, own: set[str]) -> dict[str, Any]:
     }
 
 
-def _same_state(before: Any, after: Any, name: str) -> None:
+def _same_state(before: Tree, after: Tree, name: str) -> None:
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise ProgramError(
             f"The new model state has the structure of the old one, {jax.tree.structure(before)}. "

@@ -45,22 +45,22 @@ class Binding(abc.ABC):
     has_modes: bool = False
 
     @abc.abstractmethod
-    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """The first arguments of a user's function, inside a traced function."""
 
     @abc.abstractmethod
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """The state after a call: from the module, or from the function's result."""
 
     @abc.abstractmethod
-    def model(self, params: Tree, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The module with these values, for the user."""
 
     def shown_params(self, params: Tree) -> Any:
         """The parameters in the user's form."""
         return params
 
-    def shown_state(self, state: Any) -> Any:
+    def shown_state(self, state: Tree) -> Any:
         """The model state in the user's form."""
         return state
 
@@ -87,15 +87,15 @@ class Plain(Binding):
     def __init__(self, params: Tree, model_state: Tree) -> None:
         self.params, self.model_state = params, model_state
 
-    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """Parameters, and the state if there is one."""
         return (params,) if self.model_state is None else (params, state)
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """What the function returned."""
         return returned
 
-    def model(self, params: Tree, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """There is none."""
         raise ProgramError(
             "trainer.model is the module that was given in the place of params: an nnx.Module, an "
@@ -139,7 +139,7 @@ class Function:
         return (None, rest) if self.binding.model_state is None else (rest[0], rest[1:])
 
     def called(
-        self, params: Tree, state: Any, values: Sequence[Any], whole_element: bool = True
+        self, params: Tree, state: Tree, values: Sequence[Any], whole_element: bool = True
     ) -> tuple[Any, tuple[Any, ...]]:
         """The result of the user's function, and the module afterwards.
 

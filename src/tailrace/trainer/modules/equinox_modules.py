@@ -45,7 +45,7 @@ class EquinoxBinding(Binding):
             self.model_state, self._markers = equinox_seams.state_as_dict(model_state, module)
             self._names = list(self.model_state)
 
-    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """The module, and the state if there is one."""
         module = eqx.combine(params, self._static)
         if self.has_modes and not training():
@@ -54,7 +54,7 @@ class EquinoxBinding(Binding):
             module = equinox_seams.scoped(module)
         return (module,) if self.model_state is None else (module, self.shown_state(state))
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """What the function returned."""
         if self._markers is None:
             return returned
@@ -65,11 +65,11 @@ class EquinoxBinding(Binding):
             )
         return equinox_seams.state_as_dict(returned, self._static)[0]
 
-    def model(self, params: Tree, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The module; its state is `trainer.model_state`."""
         return eqx.combine(params, self._static)
 
-    def shown_state(self, state: Any) -> Any:
+    def shown_state(self, state: Tree) -> Any:
         """An `eqx.nn.State` again, where one was given."""
         if self._markers is None:
             return state

@@ -54,7 +54,7 @@ class LinenBinding(Binding):
         self.params = plain.pop(PARAMS)
         self.model_state = plain or None
 
-    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """All collections."""
         return (self.model(params, state),)
 
@@ -64,7 +64,7 @@ class LinenBinding(Binding):
         with nn.override_named_call(False), nn.intercept_methods(_in_scope):
             yield
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """The collections, those that were returned in their new values."""
         if not isinstance(returned, Mapping) or not set(returned) <= set(before):
             found = sorted(returned) if isinstance(returned, Mapping) else type(returned).__name__
@@ -81,7 +81,7 @@ class LinenBinding(Binding):
             )
         return after
 
-    def model(self, params: Tree, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The variables: all collections, of the class that was given."""
         variables = {PARAMS: params, **(state or {})}
         return freeze(variables) if self._frozen else variables

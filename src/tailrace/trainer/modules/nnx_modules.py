@@ -50,7 +50,7 @@ class NnxBinding(Binding):
         self.params = nnx.to_pure_dict(params)
         self.model_state = nnx.to_pure_dict(state) or None
 
-    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """The module, with separate random streams for this call."""
         model = self._merged(params, state, self._fresh_streams())
         if not training():
@@ -73,7 +73,7 @@ class NnxBinding(Binding):
                 "nnx.Param to carry it from step to step."
             )
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """What the call left in the module."""
         (model,) = opened
         nnx.pop(model, nnx.Intermediate)  # what was sown: observers have taps for that
@@ -87,12 +87,12 @@ class NnxBinding(Binding):
             )
         return after
 
-    def model(self, params: Tree, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """A new module; its random streams are as they were given."""
         streams = nnx.from_flat_state([(path, value.copy()) for path, value in self._streams])
         return self._merged(params, state, streams)
 
-    def _merged(self, params: Tree, state: Any, streams: Any) -> Any:
+    def _merged(self, params: Tree, state: Tree, streams: Any) -> Any:
         return nnx.merge(self._graph, nnx.State(params), streams, nnx.State(state or {}))
 
     def _fresh_streams(self) -> Any:

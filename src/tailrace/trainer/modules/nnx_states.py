@@ -29,16 +29,16 @@ class NnxStateBinding(Binding):
                 jax.tree.structure(model_state),
             )
 
-    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """States of variables."""
         first = self.shown_params(params)
         return (first,) if self.model_state is None else (first, self.shown_state(state))
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """What the function returned."""
         return nnx.to_pure_dict(returned) if isinstance(returned, nnx.State) else returned
 
-    def model(self, params: Tree, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The parameters: the module is in the hands of the user."""
         return self.shown_params(params)
 
@@ -46,7 +46,7 @@ class NnxStateBinding(Binding):
         """A state, as it was given."""
         return jax.tree.unflatten(self._params, jax.tree.leaves(params))
 
-    def shown_state(self, state: Any) -> Any:
+    def shown_state(self, state: Tree) -> Any:
         """A state, where one was given."""
         if self._state is None:
             return state

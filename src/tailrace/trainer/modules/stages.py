@@ -51,17 +51,17 @@ class StagesBinding(Binding):
         """Whether any stage has a module."""
         return not all(isinstance(one, Plain) for one in self.bindings)
 
-    def opened(self, params: Tree, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """The modules, and the states if they were given."""
         made = [one.opened(*both)[0] for one, *both in self._by_stage(params, state)]
         states = (self.shown_state(state),) if self._takes_state else ()
         return self._nested(made), *states
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """Each stage has its own."""
         raise AssertionError
 
-    def model(self, params: Tree, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The modules; of a stage that has none, its parameters."""
         return self._nested(
             [
@@ -75,7 +75,7 @@ class StagesBinding(Binding):
         each = self._by_stage(params, None)
         return self._nested([one.shown_params(own) for one, own, _ in each])
 
-    def shown_state(self, state: Any) -> Any:
+    def shown_state(self, state: Tree) -> Any:
         """The states of all stages."""
         if state is None:
             return None
@@ -96,7 +96,7 @@ class StagesBinding(Binding):
         )
         return changed
 
-    def _by_stage(self, params: Tree, state: Any) -> Iterator[tuple[Binding, Any, Any]]:
+    def _by_stage(self, params: Tree, state: Tree) -> Iterator[tuple[Binding, Any, Any]]:
         states = [None] * len(self.bindings) if state is None else self._flat(state)
         return zip(self.bindings, self._flat(params), states, strict=True)
 

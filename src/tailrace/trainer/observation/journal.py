@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -33,7 +34,7 @@ class Journal:
 
     def __init__(
         self,
-        run_dir: Any = None,
+        run_dir: str | os.PathLike[str] | None = None,
         sink: Sink | None = None,
         leaving_out: Collection[str] = (),
         logged: LoggedValues | None = None,
