@@ -1,8 +1,7 @@
 """Columns that grow together: the arrays of one Zarr group, appended by rows.
 
 Rows are buffered in memory until `write`, which appends them after the committed rows and does not
-touch
-those: if a write is interrupted, the rows committed before it are intact.
+touch those: if a write is interrupted, the rows committed before it are intact.
 """
 
 from __future__ import annotations

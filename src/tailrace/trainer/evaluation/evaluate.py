@@ -90,6 +90,7 @@ class Evaluator:
 
     def _loss(self, params: Tree, model_state: Tree, batch: Tree, inputs: Any = ()) -> Any:
         trace = current_trace("evaluate")
+        # Asked for this call alone: the program may draw keys elsewhere, for good reason.
         before, trace.draws_keys = trace.draws_keys, False
         loss, _, aux = self._step.forward(params, model_state, batch, inputs)
         if trace.draws_keys:
@@ -134,6 +135,7 @@ class Evaluator:
         replicas = runner.placement.replicas
         local = runner.elements_per_pass  # the number of this process
         spec = infeed.spec()
+        # One capacity for all lengths: the last, shorter execution then needs no other program.
         most = runner.capacity = piece_within(1000, runner.bytes_per_pass)
         length = 1 if live else most
         structure = runner.traced.outfeeds[out].structure
@@ -145,15 +147,20 @@ class Evaluator:
                 started, compiled = time.perf_counter(), runner.compile_s
                 try:
                     emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position))
+                # Tried first, counted only when it fails: how long a dataset is, is mostly unknown, and
+                # nothing of what was read is lost.
                 except DataExhausted:
                     found = infeed.remaining(found)
                     length = -(-_most(found) // local)
                     if not length:
                         break
+                    # Replicas run together: a step that only some have elements for is filled up, and
+                    # the results of the copies are dropped by `_taken`.
                     if found < length * local:
                         infeed.pad(found, length * local)
                     emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position), 0)
                 position += length
+                # The results of the execution before, while this one runs.
                 if waiting is not None:
                     yield _taken(*waiting), spec
                 made = (emitted[out].value, runner.by_element)
@@ -163,6 +170,8 @@ class Evaluator:
                     waiting = None
                     elapsed = time.perf_counter() - started - (runner.compile_s - compiled)
                     elapsed = agreed_seconds(elapsed)
+                    # Measured once, on single elements: they come at the pace that was asked for from
+                    # the next one on.
                     if length == 1:
                         length = min(most, max(1, int(dispatch_table.LIVE_S / max(elapsed, 1e-6))))
             if waiting is not None:
@@ -195,6 +204,7 @@ class Evaluator:
             precision = self._step.precision
             if precision is not None:
                 params, batch, inputs = precision.narrow((params, batch, inputs))
+            # Functions of ours take the model state in any case; a user's takes it if there is one.
             if getattr(fn, "__self__", None) in (self, self._step):  # ours
                 result = fn(params, model_state, batch, inputs)
             else:
