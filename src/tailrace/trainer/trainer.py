@@ -1,6 +1,7 @@
 """`tr.Trainer`: training with optax, many steps per dispatch.
 
 The user's view of a training: each method checks its arguments and calls the file that does the work.
+Methods that measure are in `costs.measuring`, those that run past steps again in `lookback.methods`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,10 @@ import jax.numpy as jnp
 from tailrace.data.adapters import as_dataset
 from tailrace.data.trees import Tree
 from tailrace.devices.processes import distributed
-from tailrace.errors import DataError, OptionError, ProgramError
+from tailrace.errors import DataError, OptionError
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.pipeline.running.pipeline_runner import PipelineRunner
-from tailrace.pipeline.running.report import PipelineReport
-from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
-from tailrace.profiling.profile.profile import Profile
 from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
@@ -40,9 +37,7 @@ from tailrace.trainer.checks import (
     check_eval_fn,
     check_fingerprint,
 )
-from tailrace.trainer.costs.explain import explained
-from tailrace.trainer.costs.explanation import Explanation
-from tailrace.trainer.costs.profiled import profiled
+from tailrace.trainer.costs.measuring import Measuring
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
 from tailrace.trainer.fitting.fit_call import FitCall
@@ -56,10 +51,9 @@ from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.showing.look import trainer_html, trainer_text
-from tailrace.trainer.showing.summary import Summary, summarise
 
 
-class Trainer(LookingBack):
+class Trainer(Measuring, LookingBack):
     """Trains parameters with an optax optimizer, on the device, many steps per execution.
 
     Args:
@@ -176,9 +170,10 @@ class Trainer(LookingBack):
             fingerprint=check_fingerprint(fingerprint),
             sentinel=sentinel,
         )
-        self._steps_per_execution = parse_steps(steps_per_execution)
         self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine))
-        self._fits = Fits(self.engine, self._journal, self._steps_per_execution, observe_bytes)
+        self._fits = Fits(
+            self.engine, self._journal, parse_steps(steps_per_execution), observe_bytes
+        )
         self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
         self._eval_fn = check_eval_fn(eval_fn) and self._bound.function(eval_fn)
 
@@ -464,76 +459,8 @@ class Trainer(LookingBack):
             return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
         return self._evaluator.predict(dataset, fn, read)
 
-    def explain(self, example: Tree, steps: int | None = None) -> Explanation:
-        """The cost of training on elements like `example`: memory, FLOPs, compile time.
-
-        Args:
-            example: one element of the dataset.
-            steps: the number of steps per execution; None: as configured, or 10.
-
-        Raises:
-            OptionError: `steps` is not a number of at least 1.
-        """
-        length = self._steps_per_execution or 10 if steps is None else parse_steps(steps)
-        assert length is not None
-        return explained(self.engine, example, length)
-
-    def profile(self, dataset: Any, executions: int = 2) -> Profile:
-        """The cost of each scope of the model in each phase of a step: time, FLOPs, bytes, memory.
-
-        Some executions run on copies of the state, with the next elements, under JAX's profiler.
-        Afterwards the trainer is unchanged: parameters, step, history, and the position in a one-shot
-        dataset.
-
-        Args:
-            dataset: the data, as for `fit`.
-            executions: the number of profiled executions; one more runs before them.
-
-        Returns:
-            A `Profile` that prints by cost, most expensive scope first. It is stored in the run
-            directory, for `tailrace report` and `tailrace compare`.
-
-        Raises:
-            DataError: the dataset is too short.
-            ProgramError: a fit is running.
-        """
-        self._check_alone()
-        found = profiled(self.engine, dataset, executions, self._fits.pace)
-        self._journal.add_profile(found.to_json())
-        return found
-
-    def summary(self, example: Tree = None) -> Summary:
-        """A summary of the model: parameters by scope, memory, FLOPs per step.
-
-        Args:
-            example: one element of the dataset; not needed after a fit. Nothing is compiled.
-        """
-        if example is not None:
-            self.engine.use([example])
-        return summarise(self.engine)
-
     def __repr__(self) -> str:
         return trainer_text(self.engine, self.history, self.records)
 
     def _repr_html_(self) -> str:
         return trainer_html(self.engine, self.history, self.records)
-
-    def report(self) -> PipelineReport:
-        """The cost of each stage of a pipeline, its idle time, and possible improvements.
-
-        Each stage runs alone for a moment to measure its time.
-
-        Raises:
-            ProgramError: there is no pipeline, or no fit yet.
-        """
-        runner = self.engine.runner if self.engine.executions else None
-        if not isinstance(runner, PipelineRunner):
-            raise ProgramError(
-                "report tells what the stages of a pipeline cost, after a fit. Received: "
-                + (
-                    "no fit yet. Call trainer.fit first, or trainer.explain(example)."
-                    if self.pipeline is not None
-                    else "a trainer without a pipeline. Use trainer.explain(example)."
-                )
-            )
-        return pipeline_report(runner.assembly, measured=self._fits.seconds_per_step)

@@ -30,6 +30,7 @@ class Fits:
         observe_bytes: the most bytes of one execution's records on the device.
 
     Attributes:
+        steps_per_execution: the given number of steps per dispatch; None for automatic.
         epochs: the number of epochs begun, over all fits.
         kept: the number of fits with checkpoints.
         seconds_per_step: the mean over the latest fit that made steps; None before that.
@@ -41,7 +42,7 @@ class Fits:
         self.epochs = self.kept = 0
         self.seconds_per_step: float | None = None
         self._engine, self._journal = engine, journal
-        self._steps, self._observe_bytes = steps_per_execution, observe_bytes
+        self.steps_per_execution, self._observe_bytes = steps_per_execution, observe_bytes
         self._pace: Pace | None = None
         self._running: Fit | None = None
 
@@ -64,12 +65,16 @@ class Fits:
 
     def pace(self, engine: Engine) -> Pace:
         """The pace on the engine's current program: the one found before, if it still applies."""
-        return pace_for(engine, self._steps, self._observe_bytes, self._pace)
+        return pace_for(engine, self.steps_per_execution, self._observe_bytes, self._pace)
 
     @property
     def length_reasons(self) -> tuple[str, ...]:
         """The reason for the length of executions, if it was chosen."""
-        return (self._pace.reason,) if self._pace is not None and self._steps is None else ()
+        return (
+            (self._pace.reason,)
+            if self._pace is not None and self.steps_per_execution is None
+            else ()
+        )
 
     def run(self, trainer: AnyTrainer, call: FitCall, trace: Any) -> None:
         """One fit, from the beginning or from a checkpoint.
@@ -111,7 +116,7 @@ class Fits:
                 journal.records.clear()
                 self._pace.choose_as(taken.pace)
             self._running = call.prepare(trainer, engine, journal, self._pace)
-            call.run(self._running, taken, self._steps)
+            call.run(self._running, taken, self.steps_per_execution)
             self.seconds_per_step = call.seconds_per_step or self.seconds_per_step
         finally:
             self._running = None
