@@ -264,6 +264,8 @@ class InfeedQueue(Feed):
         with self._lock:
             self._leave()
             thread, self._thread = self._thread, None
+            # Tickets of executions keep arrays alive; a queue at rest should hold nothing on the
+            # device.
             self._running.clear()
             blocked = self._late is not None
         if thread is not None:
@@ -349,6 +351,8 @@ class InfeedQueue(Feed):
             self._late = None
             if reader is self._reader:
                 self._take_back(future)
+        # Blocks that are still being read are waited for, others cancelled: an element that was read is
+        # in a block, and only the block can give it back.
         while self._staged:
             future = self._staged[-1][1]  # last one first: each block is put back before the others
             if not future.cancel():

@@ -113,6 +113,8 @@ class Runs:
         """Report that the program has ended, successfully or not."""
         with self.changed:
             self._running -= 1
+            # Counted, not flagged: a reader that was slow must see that a program ended, even if
+            # another one runs by then.
             self._ended += 1
             self.changed.notify_all()
 

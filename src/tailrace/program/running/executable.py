@@ -134,6 +134,8 @@ class Executable:
                 options = compiler_options(self.segment.equations, platform)
                 if self.separate:
                     options = {**(options or {}), **separate_kernels(platform)}
+                # Lowering is not cached, only compiling: the text that programs are found by is its
+                # result.
                 found = compiled_program(lowered, self.placement.device_ids, options, platform)
                 self._compiled, shared = found
                 self.compilation = done(shared)
@@ -168,6 +170,7 @@ class Executable:
                 out_specs=([spec(var) for var in self.segment.writes], sent, same),
                 check_vma=False,  # `check_in_step` has proved which values are equal, by our own rules
             )
+        # The carry is donated: a step then needs memory for one state, not for two.
         return jax.jit(function, donate_argnums=self._donated)
 
     def _function(self, carried: Tree, read: Tree, elements: Any, numbers: Any, free: Any) -> Any:
@@ -180,6 +183,8 @@ class Executable:
         read_from = (queue for queue, count in self.elements.items() if count)
         for queue, leaves in zip(read_from, elements, strict=True):
             blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
+        # The key from the seed alone: step, microbatch, replica and call are folded in where it is
+        # used, so that it does not depend on how a training is cut into executions.
         ambient = Ambient(jax.random.key(seed), first_step, replica)
         trip = Trip(count, first_step + offset) if self.counted else None
         frame = Frame(ambient, blocks, observing=self._observing, trip=trip)

@@ -232,6 +232,7 @@ class LoopRunner:
                 state.values[var] = value
                 continue
             own = self.placement.own_each if var in self._each else self.placement.own
+            # Copied: the next dispatch donates it, and the caller keeps its array.
             state.values[var] = own(value)
 
     def dispatch(
@@ -279,6 +280,7 @@ class LoopRunner:
 
         Their emissions are dropped: they are the same as the first time.
         """
+        # The arrays of the origin are intact: an executable with a guard does not donate.
         state.values, state.foreseen = dict(origin.values), None
         if length:
             ((feed, block),) = origin.elements.items()
@@ -301,6 +303,8 @@ class LoopRunner:
         short = device.platform != "cpu" and seconds < dispatch_table.FIXED_BELOW_S
         if not short or key in self._fixed or self._compiler or not self._counted(length):
             return
+        # Processes would have to agree on when the thread is done; one that still waits would run
+        # another program than the others.
         if length % period or not self.placement.in_one_process:
             return
         # Shapes instead of arrays: dispatches donate the arrays while the thread compiles.

@@ -107,6 +107,7 @@ class Packing:
                 arrays.append([leaf])
                 sizes.append(0)
                 continue
+            # By dtype, without conversion: what is unpacked has the bits that were packed.
             number = shared.setdefault(leaf.dtype, len(arrays))
             if number == len(arrays):
                 arrays.append([])
@@ -139,6 +140,7 @@ def start_copying(tree: Tree) -> None:
     if devices.platform() == "cpu":
         return
     wholes = (_stored(leaf) for leaf in jax.tree.leaves(tree))
+    # Once for each array: many leaves are parts of one.
     for array in {id(array): array for array in wholes}.values():
         array.copy_to_host_async()
 
