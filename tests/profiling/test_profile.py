@@ -129,6 +129,8 @@ def test_memory_has_owners(made):
     sizes = sum(a.nbytes for a in params().values())
     assert profile.memory["parameters"] == sizes
     assert profile.memory["optimizer state"] == sizes
+    # One row for each step that an execution may have: losses, and seven statistics of four gradients.
+    assert profile.memory["records"] >= STEPS * 4 * (1 + 7 * 4)
     assert list(profile.memory.values()) == sorted(profile.memory.values(), reverse=True)
 
 
@@ -136,7 +138,8 @@ def test_it_is_kept_with_the_run_and_reported(made, run_dir, capsys):
     _, profile, _, _ = made
     assert Profile.load(run_dir / "profile.json") == profile
     assert main(["report", str(run_dir)]) == 0
-    capsys.readouterr()
+    printed = capsys.readouterr().out.splitlines()
+    assert set(str(profile).splitlines()) <= {line.rstrip() for line in printed}, "rows are whole"
     report = (run_dir / "report.html").read_text()
     assert "planted" in report
     assert "time a step" in report
