@@ -54,7 +54,7 @@ def test_an_error_at_any_write(tmp_path, monkeypatch):
 
         return call
 
-    for name in ("_force", "_force_folder", "_rename"):
+    for name in ("sync_file", "sync_folder", "rename_file"):
         monkeypatch.setattr(durable, name, failing_once(getattr(durable, name)))
     failing, seen = 0, set()
     while True:
