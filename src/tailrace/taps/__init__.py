@@ -8,7 +8,7 @@ Out: a catalogue of its tensors; and the program emitted again, with the selecte
     catalogue, tap, wanted   the tensors there are, the requests, and the values that must leave
     rewrite                  emits the program again; frame holds the inputs and emissions of each part
     resolver                 what our own equations become: dequeues, keys, reductions over replicas
-    loop_passes              a loop's iterations; counted_loop: its length is data; while_passes: unknown
+    loop_passes              iterations of a loop; counted_loop, while_passes: of one of other length
     reductions, bit_digests  statistics, norms, histograms and digests, computed on the device
 
 Rules. Every program that runs is emitted by `rewrite`, those of pipelines too. This package keeps no
