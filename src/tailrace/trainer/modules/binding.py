@@ -72,11 +72,11 @@ class Binding(abc.ABC):
         """A context for tracing a user's function."""
         return contextlib.nullcontext()
 
-    def loss(self, fn: Any) -> Any:
+    def loss(self, fn: Callable[..., Any]) -> Any:
         """A loss function of the user as one of the engine."""
         return Loss(self, fn)
 
-    def function(self, fn: Any) -> Any:
+    def function(self, fn: Callable[..., Any]) -> Any:
         """A function for `evaluate` or `predict` as one of the engine."""
         return Function(self, fn)
 
@@ -102,11 +102,11 @@ class Plain(Binding):
             "Equinox module, or Linen variables. Received: a tree of arrays. Use trainer.params."
         )
 
-    def loss(self, fn: Any) -> Any:
+    def loss(self, fn: Callable[..., Any]) -> Any:
         """The function itself."""
         return fn
 
-    def function(self, fn: Any) -> Any:
+    def function(self, fn: Callable[..., Any]) -> Any:
         """The function itself."""
         return fn
 
@@ -128,6 +128,7 @@ class Function:
 
     @property
     def _identity(self) -> tuple[Any, ...]:
+        # A binding is itself its identity; `evaluate` finds the program of an equal function by this.
         return self.binding, self.fn
 
     def __call__(self, params: Tree, *rest: Any) -> Any:
@@ -161,6 +162,8 @@ class Function:
                 else:
                     out = self.fn(*opened, *values)
             binding.check(opened, params)
+            # In evaluation mode a module's streams are opened, but dropout draws nothing from them:
+            # `evaluate` need not warn of keys.
             if binding.has_modes and not training():
                 trace.draws_keys = drawn
             return out, opened

@@ -38,6 +38,7 @@ class EquinoxBinding(Binding):
                 "The Equinox module is in inference mode: it is trained as it is, without dropout. Use "
                 "eqx.nn.inference_mode(module, False) first if that is not meant."
             )
+        # The index of a state is a leaf with an array in it, which must stay with the static rest.
         trained = jax.tree.map(_is_trained, module, is_leaf=equinox_seams.is_index)
         self.params, self._static = eqx.partition(module, trained)
         self.model_state, self._markers = model_state, None

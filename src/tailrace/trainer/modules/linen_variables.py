@@ -50,6 +50,7 @@ class LinenBinding(Binding):
                 "Give variables['params'] and model_state, or the variables alone."
             )
         self._frozen = isinstance(variables, FrozenDict)
+        # Boxes name the axes of parameters for sharding by Flax, which does not happen here.
         plain = unfreeze(nn.meta.unbox(variables))
         self.params = plain.pop(PARAMS)
         self.model_state = plain or None
@@ -61,6 +62,8 @@ class LinenBinding(Binding):
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Scopes are the paths of modules, as those of parameters: without the outermost's class."""
+        # Flax's own scopes have the name of the outermost class first, and taps would not find a layer
+        # under the name of its parameters.
         with nn.override_named_call(False), nn.intercept_methods(_in_scope):
             yield
 

@@ -43,6 +43,7 @@ class NnxBinding(Binding):
                 "as an nnx.Variable of a class of your own."
             )
         note_evaluation_mode(module)
+        # The user's module stays as it is: `trainer.model` is a new one.
         module = nnx.clone(module)
         nnx.pop(module, nnx.Intermediate)
         self._graph, params, streams, state = nnx.split(module, *_PARTS)
@@ -54,6 +55,7 @@ class NnxBinding(Binding):
         """The module, with separate random streams for this call."""
         model = self._merged(params, state, self._fresh_streams())
         if not training():
+            # On the copy made for this call, so that nothing has to be set back.
             for module in jax.tree.leaves(model, is_leaf=_is_module):
                 module.eval()
         return (flax_seams.scoped(model) if self.scopes else model,)
@@ -103,6 +105,8 @@ class NnxBinding(Binding):
 
         def fresh(variable: Any) -> Any:
             value = variable.get_value()
+            # Counters start from 0 in every call: the key is new, and a count that went on would make
+            # the draws depend on how often the module was called before.
             if not isinstance(variable, nnx.RngKey):
                 return jnp.zeros_like(value)
             own = jax.random.fold_in(root, next(numbers))

@@ -83,7 +83,7 @@ class StagesBinding(Binding):
             [one.shown_state(s) for one, s in zip(self.bindings, self._flat(state), strict=True)]
         )
 
-    def loss(self, fn: Any) -> Any:
+    def loss(self, fn: Callable[..., Any]) -> Any:
         """The pipeline, with stages that are called with their modules."""
         changed = copy.copy(self._pipeline)
         bindings = iter(self.bindings)
@@ -124,7 +124,9 @@ class Stage(Function):
         stateful: whether the pipeline has a model state.
     """
 
-    def __init__(self, binding: Binding, fn: Any, first: bool, stateful: bool) -> None:
+    def __init__(
+        self, binding: Binding, fn: Callable[..., Any], first: bool, stateful: bool
+    ) -> None:
         super().__init__(binding, fn)
         self.first, self.stateful = first, stateful
 
