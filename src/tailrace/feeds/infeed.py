@@ -222,9 +222,8 @@ class InfeedQueue(Feed):
             else:  # another dataset: do not wait for whatever the old one blocks on
                 self._leave()
                 if self._late is not None and self._thread is not None:
-                    self._thread.stop(
-                        0.0
-                    )  # it is stuck in the old dataset: a new thread takes over
+                    # It is stuck in the old dataset: a new thread takes over.
+                    self._thread.stop(0.0)
                     self._thread = None
                 self._late = None
             self.dataset = self.dataset if dataset is None else dataset
