@@ -47,8 +47,9 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
         yield Finding(
             Severity.WARNING,
             "dead units",
-            f"Nearly all values are zero in {_shares(_layers_first(silent))}: units that pass nothing on get no "
-            f"gradient either. A lower learning rate, or a leaky activation, keeps them alive.",
+            f"Nearly all values are zero in {_shares(_layers_first(silent))}: units that pass nothing "
+            f"on get no gradient either. A lower learning rate, or a leaky activation, keeps them "
+            f"alive.",
             _layers_first(silent)[0][1],
         )
     if biases and np.isfinite([share for share, _ in biases]).all():
