@@ -17,8 +17,7 @@ from tailrace.jaxprs.internals import Var
 from tailrace.program.memory.host_memory import HOST_MEMORY
 
 
-@dataclasses.dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """The seed and the counters of one dispatch.
 
     On a GPU, transferring these few numbers takes as long as launching a short program. So each
@@ -38,7 +37,7 @@ class Numbers:
 
     def after(self, steps: int) -> Numbers:
         """The numbers of a dispatch that continues after `steps` steps."""
-        return dataclasses.replace(self, first_step=self.first_step + steps)
+        return Numbers(self.seed, self.first_step + steps, self.offset, self.count)
 
     @staticmethod
     def advanced(array: Any, steps: Any) -> Any:
