@@ -117,6 +117,11 @@ def test_quotients_of_remainders_are_whole_numbers(function):
         compare(function, x, divisors)
 
 
+def test_neighbours_of_numbers():
+    compare(torch.nextafter, FAR, torch.zeros_like(FAR))
+    compare(torch.nextafter, FAR, FAR.flip(0))
+
+
 def test_factors_of_scattered_products():
     """None, one and several of the factors of an entry are 0."""
     index = torch.tensor([0, 0, 1, 1, 2, 2, 3, 4])

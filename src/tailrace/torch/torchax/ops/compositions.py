@@ -321,10 +321,8 @@ def _nextafter(x: Any, other: Any) -> Any:
 
 @_nextafter.defjvp
 def _nextafter_jvp(given: Any, tangents: Any) -> Any:
-    """As PyTorch's: the neighbour moves with the number. Gradients of spread ones add up in 32 bits."""
-    found, slope = _nextafter(*given), tangents[0]
-    wide = jnp.broadcast_to(slope.astype(jnp.float32), found.shape)
-    return found, wide.astype(slope.dtype)
+    """As PyTorch's: the neighbour moves with the number, unless it is where it goes to."""
+    return _nextafter(*given), jnp.where(given[0] == given[1], 0, tangents[0])
 
 
 def polygamma_in_place(x: Any, n: int) -> Any:
