@@ -94,6 +94,7 @@ def read_catalogue(rows: Any) -> Catalogue:
             str(row["dtype"]),
             int(row.get("stage", -1)),
             str(row.get("source", "")),
+            use=int(row.get("use", -1)),
         )
         for row in rows
     )
