@@ -17,7 +17,8 @@ from tailrace.jaxprs.internals import Var
 from tailrace.program.memory.host_memory import HOST_MEMORY
 
 
-class Numbers(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Numbers:
     """The seed and the counters of one dispatch.
 
     On a GPU, transferring these few numbers takes as long as launching a short program. So each

@@ -226,7 +226,7 @@ def _products_backward(dim: int, kept: Any, slope: Any) -> tuple[Any, Any, None]
     base, source, index = kept
     at = _places(index, dim)
     zeros = (base == 0).astype(jnp.int32).at[at].add((source == 0).astype(jnp.int32))
-    rest = _products(*(jnp.where(part == 0, 1, part) for part in (base, source)), index, dim)
+    rest: Any = _products(*(jnp.where(part == 0, 1, part) for part in (base, source)), index, dim)
 
     def others(factor: Any, zeros: Any, rest: Any) -> Any:
         alone = jnp.where(zeros == 1, rest, 0)

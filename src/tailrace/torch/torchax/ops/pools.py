@@ -37,7 +37,8 @@ def _pooled(
     places = places.reshape(*outputs, -1)
     values = x.ravel()[places]
     chosen = jnp.argmax(values, -1, keepdims=True)
-    return tuple(jnp.take_along_axis(part, chosen, -1)[..., 0] for part in (values, places))
+    values, places = (jnp.take_along_axis(part, chosen, -1)[..., 0] for part in (values, places))
+    return values, places
 
 
 def _fractional(order: Sequence[int]) -> Callable[..., Any]:
