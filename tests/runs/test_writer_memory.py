@@ -12,8 +12,8 @@ from tailrace.runs import write_queue
 from tailrace.runs.writer import RunWriter
 
 STEPS = 5
-SETTLING, WRITES, EXECUTIONS = 40, 10, 50
-"""Short writes before anything is measured; then measured ones, of this many executions each."""
+SETTLING, FILLING, WRITES, EXECUTIONS = 30, 8, 10, 50
+"""Short and long writes before anything is measured; long ones that are; executions in a long one."""
 
 
 def measured():
@@ -35,8 +35,9 @@ def test_a_writer_keeps_nothing_of_what_it_has_written(tmp_path, monkeypatch):
     with sink.fitting({"catalogue": []}):
         tracemalloc.start()
         # By writes, not by executions: what was allocated before tracing began is replaced by what is
-        # counted, write by write. The two long ones let buffers grow to the size they have below.
-        for executions in (*[5] * SETTLING, EXECUTIONS, EXECUTIONS):
+        # counted, write by write. Long ones also fill the cache of steps and microbatches in `records`,
+        # which has the last eight of them.
+        for executions in (*[5] * SETTLING, *[EXECUTIONS] * FILLING):
             write(executions)
         first_bytes, first_objects = measured()
         for _ in range(WRITES):
