@@ -146,10 +146,10 @@ def test_who_is_silent_is_named():
         for one in beats:
             one.beat(round_)
     assert all(one.silent(now()) is None for one in beats)
+    beats[1].beat(2)  # it has heard of the last signs of the others
     time.sleep(0.6)  # longer than the limit
     for one in beats[:2]:
-        one.beat(2)
-    beats[1].beat(3)  # hears of both others, of which one has nothing new
+        one.beat(3)  # of the others, process 2 has nothing new
     assert "process 2 has been silent for 0.5 seconds, of 3 that" in beats[1].silent(now())
     left.add(2)
     beats[1].beat(4)

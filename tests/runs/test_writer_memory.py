@@ -1,6 +1,7 @@
 """A run of any length takes the same memory: nothing is kept of an execution once it is written."""
 
 import gc
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -10,35 +11,43 @@ from tailrace.records.history import History
 from tailrace.runs import write_queue
 from tailrace.runs.writer import RunWriter
 
-EXECUTIONS, STEPS = 2_000, 5
+STEPS = 5
+SETTLING, FILLING, WRITES, EXECUTIONS = 30, 8, 10, 50
+"""Short and long writes before anything is measured; long ones that are; executions in a long one."""
 
 
-def measured(number):
+def measured():
     gc.collect()
-    return number, tracemalloc.get_traced_memory()[0], len(gc.get_objects())
+    return tracemalloc.get_traced_memory()[0], len(gc.get_objects())
 
 
 def test_a_writer_keeps_nothing_of_what_it_has_written(tmp_path, monkeypatch):
     monkeypatch.setattr(write_queue, "WRITE_EVERY_S", 3600.0)
     ones = [chosen("grad/a"), chosen("update/b", shape=(3,)), chosen("grad/c", mode="final")]
     sink = RunWriter(tmp_path / "run")
-    seen = []
+    first_steps = itertools.count(step=STEPS)
+
+    def write(executions):
+        for _ in range(executions):
+            sink.execution(execution(next(first_steps), STEPS, ones))
+        sink.flush()
+
     with sink.fitting({"catalogue": []}):
         tracemalloc.start()
-        for number in range(EXECUTIONS):
-            sink.execution(execution(number * STEPS, STEPS, ones))
-            if number % 50 == 49:
-                sink.flush()
-            if number % (EXECUTIONS // 10) == EXECUTIONS // 10 - 1:
-                seen.append(measured(number))
+        # By writes, not by executions: what was allocated before tracing began is replaced by what is
+        # counted, write by write. Long ones also fill the cache of steps and microbatches in `records`,
+        # which has the last eight of them.
+        for executions in (*[5] * SETTLING, *[EXECUTIONS] * FILLING):
+            write(executions)
+        first_bytes, first_objects = measured()
+        for _ in range(WRITES):
+            write(EXECUTIONS)
+        last_bytes, last_objects = measured()
         tracemalloc.stop()
-    half = len(seen) // 2  # until then, what was there before is replaced by what is counted
-    _, first_bytes, first_objects = seen[half]
-    _, last_bytes, last_objects = seen[-1]
-    steps = (len(seen) - 1 - half) * EXECUTIONS // len(seen) * STEPS
+    steps = WRITES * EXECUTIONS * STEPS
     # A step has 20 bytes of values, and more of numbers.
-    assert last_objects - first_objects < steps / 50, seen
-    assert last_bytes - first_bytes < 4 * steps, seen
+    assert last_objects - first_objects < steps / 100
+    assert last_bytes - first_bytes < 2 * steps
 
 
 def test_a_history_takes_no_more_than_its_values():
@@ -47,7 +56,7 @@ def test_a_history_takes_no_more_than_its_values():
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for _ in range(2_000):
-        buffer = np.zeros((10_000, 1, 1), np.float32)  # results of taps lie in it too
+        buffer = np.zeros((10_000, 1, 1), np.float32)  # results of taps are in it too
         history.add({"loss": buffer[:5]})
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()

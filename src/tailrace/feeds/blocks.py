@@ -4,6 +4,7 @@ A `Reader` knows the order of elements and which of them were put back; it asks 
 for everything that depends on what a row is.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ class Blocks(abc.ABC):
         """Several blocks as one."""
 
     @abc.abstractmethod
-    def to_device(
-        self, block: Block, sharding: jax.sharding.Sharding | jax.Device, room: int
-    ) -> tuple[Any, ...]:
+    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
         """The elements of a block in arrays with `room` rows; the other rows are unspecified."""
 
     @abc.abstractmethod
@@ -84,9 +83,7 @@ class HostBlocks(Blocks):
             np.concatenate([block[number] for block in blocks], out=target)
         return joined
 
-    def to_device(
-        self, block: Block, sharding: jax.sharding.Sharding | jax.Device, room: int
-    ) -> tuple[Any, ...]:
+    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
         """Copies; on a CPU they alias the block, which must not be written again."""
         if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
             # Each process has the elements of its local replicas.

@@ -70,9 +70,7 @@ class IndexBlocks(Blocks):
         """Indices, one after the other."""
         return [np.concatenate([block[0] for block in blocks])]
 
-    def to_device(
-        self, block: Block, sharding: jax.sharding.Sharding | jax.Device, room: int
-    ) -> tuple[Any, ...]:
+    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
         """The elements at a block of indices, padded to `room` rows."""
         (indices,) = block
         if room > len(indices):  # padded with row 0, so that one compiled gather serves all lengths
@@ -86,7 +84,7 @@ class IndexBlocks(Blocks):
         """The elements at these indices."""
         return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
 
-    def _copied(self, sharding: jax.sharding.Sharding | jax.Device) -> tuple[Any, ...]:
+    def _copied(self, sharding: Any) -> tuple[Any, ...]:
         """The arrays on the devices of a block: all of them on each, as any row may be wanted there."""
         whole: Any = sharding
         if isinstance(sharding, jax.sharding.NamedSharding):

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
@@ -206,9 +205,7 @@ class OutfeedQueue:
         """Report that the program has ended, successfully or not."""
         self._runs.end()
 
-    def check_fits(
-        self, structure: PyTreeDef, shapes: Sequence[tuple[tuple[int, ...], Any]]
-    ) -> None:
+    def check_fits(self, structure: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
         """Refuse a program, before it runs, whose elements differ from the queued ones."""
         with self._changed:
             if self._structure is not None and self._structure != structure:
@@ -221,7 +218,7 @@ class OutfeedQueue:
                 raise FeedError(self._unlike(structure, list(shapes)))
 
     def deliver(
-        self, structure: PyTreeDef, leaves: list[Any], valid: Any, loops: int, replicas: int
+        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
     ) -> None:
         """Queue the values of one execution: leaves on the device with `loops` leading loop dims.
 
@@ -283,7 +280,7 @@ class OutfeedQueue:
             "It was dequeued before. Run the program first."
         )
 
-    def _unlike(self, structure: PyTreeDef, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
+    def _unlike(self, structure: Any, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
         """A message about the leaf that differs from those of the queued elements."""
         numbered = jax.tree.unflatten(structure, range(len(shapes)))
         for path, number in jax.tree_util.tree_flatten_with_path(numbered)[0]:
@@ -326,6 +323,6 @@ def _check_can_leave(called: str, value: Any) -> None:
 class OutfeedTarget(WeakQueue):
     """The queue that a mark sends to, and the structure of the element."""
 
-    def __init__(self, queue: OutfeedQueue, structure: PyTreeDef) -> None:
+    def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
         super().__init__(queue)
         self.structure = structure

@@ -211,9 +211,7 @@ class Reader:
                     *(self.name, start + SKIPPED_AT_ONCE, count),
                 )
 
-    def to_device(
-        self, block: Block, sharding: jax.sharding.Sharding | jax.Device, room: int
-    ) -> tuple[Any, ...]:
+    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
         """Transfer a block into arrays with `room` rows; the rows after it are uninitialized.
 
         On a CPU this may alias the block, so the block must not be written again.

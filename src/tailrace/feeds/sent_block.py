@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 
 class SentBlock:
@@ -27,7 +26,7 @@ class SentBlock:
     """
 
     def __init__(
-        self, structure: PyTreeDef, leaves: list[Any], valid: Any, loops: int, replicas: int
+        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
     ) -> None:
         self.structure = structure
         self._leaves, self._valid, self._loops, self._replicas = leaves, valid, loops, replicas

@@ -33,7 +33,7 @@ def observe(
     *,
     seed: int = 0,
     observe_bytes: int = MOST_BYTES,
-    device: jax.Device = None,
+    device: Any = None,
 ) -> Observed:
     """Wrap a function of arrays so that a call returns `(output, records)`.
 
@@ -85,7 +85,7 @@ class Observed:
         taps: list[Any],
         seed: int,
         observe_bytes: int,
-        device: jax.Device = None,
+        device: Any = None,
     ) -> None:
         self._function, self.taps, self._seed = function, taps, seed
         self._observe_bytes = observe_bytes

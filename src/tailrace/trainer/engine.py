@@ -149,19 +149,12 @@ class Engine:
         """What advances the state, and what reads the results."""
         step, taps = self.step_function, self.taps
         taps = taps if self.digests is None else [*taps, GradientDigest()]
-        self._each = leaves_of_replicas(
-            self.form, step.shares, step.keeping, pipelined=self.pipeline is not None
-        )
-        return TrainingPrograms(
-            step, self.form, self._each, placement, taps, self.sentinel
-        ), Collector(
-            self.scalars,
-            self.accumulation.microbatches,
-            step.loss_scale,
-            self.guard,
-            self.digests,
-            self.sentinel,
-        )
+        pipelined = self.pipeline is not None
+        each = leaves_of_replicas(self.form, step.shares, step.keeping, pipelined=pipelined)
+        programs = TrainingPrograms(step, self.form, each, placement, taps, self.sentinel)
+        count, scaling = self.accumulation.microbatches, step.loss_scale
+        collector = Collector(self.scalars, count, scaling, self.guard, self.digests, self.sentinel)
+        return programs, collector
 
     # -- the state ------------------------------------------------------------------------------
 
@@ -206,7 +199,7 @@ class Engine:
         paths = jax.tree_util.tree_flatten_with_path(self.form)[0]
         return {
             path_name(path): (form.shape, (replicas, *form.shape))
-            for (path, form), own in zip(paths, self._each, strict=True)
+            for (path, form), own in zip(paths, self._programs.each, strict=True)
             if own and replicas > 1
         }
 

@@ -175,7 +175,8 @@ class Trainer(Measuring, LookingBack):
             self.engine, self._journal, parse_steps(steps_per_execution), observe_bytes
         )
         self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
-        self._eval_fn = check_eval_fn(eval_fn) and self._bound.function(eval_fn)
+        eval_fn = check_eval_fn(eval_fn)
+        self._eval_fn = None if eval_fn is None else self._bound.function(eval_fn)
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class TrainingPrograms:
 
     Attributes:
         placement: the devices.
+        each: for each leaf of the state, whether it differs per replica.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class TrainingPrograms:
         taps: Sequence[Tap],
         sentinel: Sentinel | None,
     ) -> None:
-        self.placement = placement
-        self._step, self._form, self._each = step, form, each
+        self.placement, self.each = placement, each
+        self._step, self._form = step, form
         self._taps, self._sentinel = taps, sentinel
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
@@ -131,7 +132,7 @@ class TrainingPrograms:
     def _traced(self, spec: ElementSpec, feed: Feed) -> LoopRunner:
         first = len(jax.tree.leaves(self._form.params))
         with listing_activations() as found:
-            runner = self._step.runner(self._form, feed, self.placement, self._each, first)
+            runner = self._step.runner(self._form, feed, self.placement, self.each, first)
         runner.purpose = "training, another form of elements" if self._runners else "training"
         self.placement = runner.placement  # a pipeline's is known once its stages are
         self._sights[spec] = look(runner.traced, self._taps, found, runner.stage_of)

@@ -123,7 +123,7 @@ class HeldActivations:
 
 
 def activations_on_host(
-    device: jax.Device, pipelined: bool = False, replicas: int = 1
+    device: Any, pipelined: bool = False, replicas: int = 1
 ) -> tuple[HeldActivations | None, tuple[str, ...]]:
     """What offloads the activations, if that is possible, and a message about it.
 

@@ -1,6 +1,7 @@
 """The elements of a dispatch: taken from feeds before it, and returned if it did not use them."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 from jax.experimental import io_callback
-from jax.tree_util import PyTreeDef
 
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -62,7 +61,7 @@ class SentMarks:
         # replica.
         io_callback(arrive, None, value, frame.ambient.replica, ordered=self.alone)
 
-    def _send_now(self, queue: OutfeedQueue, structure: PyTreeDef, inputs: list[Any]) -> None:
+    def _send_now(self, queue: OutfeedQueue, structure: Any, inputs: list[Any]) -> None:
         if self.replicas > 1:
             raise FeedError(
                 "With several replicas a live outfeed must be enqueued directly in a tr.repeat at "

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.form_runs import form_runs
@@ -260,7 +259,7 @@ def _most(found: int) -> int:
 
 
 def _taken(
-    structure: PyTreeDef,
+    structure: Any,
     leaves: Any,
     by_element: Callable[[Any], Any],
     found: list[int],
