@@ -1,0 +1,31 @@
+"""The same initial values in every run: they depend on the shape of a weight alone.
+
+Backends of Keras draw other random numbers from one seed. Values that follow from the shape also do
+not depend on how often or in which order weights are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def same_initial_values() -> None:
+    """Replace the random initializers of Keras."""
+    import keras
+
+    def values(self: Any, shape: Any, dtype: Any = None, **_: Any) -> Any:
+        limit = np.sqrt(3.0 / max(1, np.prod(shape[:-1])))
+        drawn = np.random.default_rng(list(shape)).uniform(-limit, limit, shape)
+        return keras.ops.convert_to_tensor(drawn.astype("float32"), dtype)
+
+    kinds: list[Any] = [
+        keras.initializers.Orthogonal,
+        keras.initializers.RandomNormal,
+        keras.initializers.RandomUniform,
+        keras.initializers.TruncatedNormal,
+        keras.initializers.VarianceScaling,
+    ]
+    for kind in kinds:
+        kind.__call__ = values
