@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from functools import partial as _partial
 from typing import Any
 
 import jax
@@ -142,7 +143,33 @@ def _estimator() -> Any:
     )
 
 
+_INITIALIZERS = {
+    "constant_initializer": "Constant",
+    "glorot_normal_initializer": "GlorotNormal",
+    "glorot_uniform_initializer": "GlorotUniform",
+    "ones_initializer": "Ones",
+    "orthogonal_initializer": "Orthogonal",
+    "random_normal_initializer": "RandomNormal",
+    "random_uniform_initializer": "RandomUniform",
+    "truncated_normal_initializer": "TruncatedNormal",
+    "variance_scaling_initializer": "VarianceScaling",
+    "zeros_initializer": "Zeros",
+}
+"""Initializers of TensorFlow, and those of Keras."""
+
+
+def _initializer(name: str) -> Any:
+    kind = getattr(_keras().initializers, name)
+
+    def made(*args: Any, dtype: Any = None, **options: Any) -> Any:
+        del dtype  # a variable says its own
+        return kind(*args, **options)
+
+    return made
+
+
 _LATE = {
+    **{name: _partial(_initializer, kind) for name, kind in _INITIALIZERS.items()},
     "keras": _keras,
     "compat": _compat,
     "python": _python,

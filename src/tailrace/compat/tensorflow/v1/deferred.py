@@ -9,8 +9,17 @@ from typing import Any
 
 from tailrace.compat.ipu.errors import IPURuntimeError
 
-Feed = dict[int, Any]
-"""The values of placeholders, by their identity, and everything computed from them so far."""
+
+class Feed(dict[int, Any]):
+    """The values of placeholders, by their identity, and everything computed from them so far.
+
+    Attributes:
+        fed: the values that a session was given, as they came.
+    """
+
+    def __init__(self, fed: Any = ()) -> None:
+        super().__init__(fed)
+        self.fed: dict[int, Any] = dict(self)
 
 
 class Deferred:
