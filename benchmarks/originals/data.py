@@ -7,6 +7,7 @@ praise or of blame among others decides what a review says, so that a model can 
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -82,12 +83,24 @@ def supply_keras(plain: bool = False) -> None:
         getattr(keras.datasets, name).load_data = load
 
 
+def _few_workers(torch: Any) -> None:
+    """Let loaders have as many processes as there are cores: programs ask for up to 40."""
+    loader = torch.utils.data.DataLoader
+    plain, cores = loader.__init__, os.cpu_count() or 1
+
+    def made(self: Any, *args: Any, num_workers: int = 0, **options: Any) -> None:
+        plain(self, *args, num_workers=min(num_workers, cores), **options)
+
+    loader.__init__ = made
+
+
 def supply_torch() -> None:
     """Replace the loaders of torchvision, if there is one."""
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError:
         return
+    _few_workers(torch)
     # A torchvision for another build of torch lacks compiled operators, which nothing here uses.
     sys.modules.setdefault(
         "torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations")

@@ -35,7 +35,7 @@ def main() -> None:
     else:
         data.supply_keras(plain)
         _watch_keras(plain)
-    _same_start(with_torch)
+    _same_start(with_torch, plain)
     program = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(pathlib.Path(program).parent)
@@ -45,7 +45,7 @@ def main() -> None:
         print(f"\n{reports.shown()}", flush=True)
 
 
-def _same_start(with_torch: bool) -> None:
+def _same_start(with_torch: bool, plain: bool) -> None:
     """The same initial values and order of data in every run of a program."""
     import numpy as np
 
@@ -57,10 +57,11 @@ def _same_start(with_torch: bool) -> None:
         return
     import tensorflow
 
-    from benchmarks.originals.plain.keras_values import same_initial_values
+    from benchmarks.originals.plain.keras_values import same_initial_values, same_random_data
 
     tensorflow.random.set_seed(0)
     same_initial_values()
+    same_random_data(plain)
 
 
 def _watch_keras(plain: bool) -> None:

@@ -75,7 +75,10 @@ def _accumulate(model: Any, gradient_accumulation_steps_per_replica: int = 1, **
 def _apply_to(model: Any, optimizer: Any) -> None:
     count = model.__dict__.get("_accumulated", 1)
     if optimizer is not None and count > 1 and not optimizer.built:
+        # Keras takes the mean of the gradients, the original the sum unless it is asked otherwise.
         optimizer.gradient_accumulation_steps = count
+        clipped = optimizer._clip_gradients
+        optimizer._clip_gradients = lambda grads: clipped([count * grad for grad in grads])
 
 
 def install() -> None:

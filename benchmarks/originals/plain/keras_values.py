@@ -1,4 +1,4 @@
-"""The same initial values in every run: they depend on the shape of a weight alone.
+"""The same initial values and random data in every run: they depend on shapes alone.
 
 Backends of Keras draw other random numbers from one seed. Values that follow from the shape also do
 not depend on how often or in which order weights are made.
@@ -29,3 +29,29 @@ def same_initial_values() -> None:
     ]
     for kind in kinds:
         kind.__call__ = values
+
+
+def same_random_data(plain: bool) -> None:
+    """Replace `tf.random.uniform`, from which some programs make their data.
+
+    Args:
+        plain: whether that of TensorFlow itself is replaced.
+    """
+    if plain:
+        import tensorflow as tf
+    else:
+        from tailrace.compat import tensorflow as tf
+
+    def uniform(
+        shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = "float32", **_: Any
+    ) -> Any:
+        high = 1 if maxval is None else maxval
+        drawn = np.random.default_rng(list(shape)).uniform(minval, high, shape)
+        return tf.constant(drawn.astype(tf.as_dtype(dtype).as_numpy_dtype))
+
+    if plain:
+        tf.random.uniform = uniform
+    else:
+        from tailrace.compat.tensorflow.operations.table import OPERATIONS
+
+        OPERATIONS["random.uniform"] = uniform
