@@ -9,6 +9,7 @@ real = pytest.importorskip("tensorflow")
 
 from oracles import assert_close  # noqa: E402
 from tailrace.compat import tensorflow as compat  # noqa: E402
+from tailrace.errors import ProgramError  # noqa: E402
 
 X = np.array([3.0, -1.0, 4.0, -1.5, 9.0], np.float32)
 
@@ -296,6 +297,33 @@ def sequence_of_a_session(tf):
             return [np.array(losses), sess.run(w)]
 
 
+def methods_of_a_module(tf):
+    class Net(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable([[1.0], [2.0]], name="weight")
+
+        @tf.function
+        def __call__(self, x, *, scale=1.0, parts=None):
+            y = tf.matmul(x, self.weight) * scale
+            for name in parts or {}:
+                y += parts[name]
+            return {"y": y, "mean": tf.reduce_mean(y)}
+
+    net = Net()
+    x = tf.constant(X[:4].reshape(2, 2))
+    first, second = net(x), net(x, scale=2.0, parts={"a": tf.constant(1.0)})
+    return [first["y"], first["mean"], second["y"], len(net.trainable_variables)]
+
+
+def loop_over_a_dataset(tf):
+    total = tf.constant(0.0)
+    dataset = tf.data.Dataset.from_tensor_slices(X).map(lambda v: v * 2.0).batch(2)
+    for batch in dataset:
+        total += tf.reduce_sum(batch)
+    return [total, len(list(dataset.as_numpy_iterator()))]
+
+
 PROGRAMS = [
     while_with_break_and_continue,
     nested_branches,
@@ -312,6 +340,8 @@ PROGRAMS = [
     loop_in_words_of_operations,
     shapes_and_indices,
     matrices,
+    methods_of_a_module,
+    loop_over_a_dataset,
     constants_of_branches,
     integers_and_casts,
     sequence_of_a_session,
@@ -344,3 +374,16 @@ def test_a_return_in_a_loop_leaves_it():
         return -1
 
     assert [int(first_above(X, compat.constant(v))) for v in (0.0, 3.5, 100.0)] == [0, 2, -1]
+
+
+def test_arrays_that_grow_are_refused_in_programs():
+    @compat.function
+    def squares(x):
+        found = compat.TensorArray(compat.float32, size=3)
+        for i in compat.range(3):
+            found = found.write(i, x * x)
+        return found.stack()
+
+    with pytest.raises(ProgramError, match="tf.TensorArray is not available in programs"):
+        squares(compat.constant(2.0))
+    assert compat.TensorArray(real.float32, size=1).write(0, 2.0).stack().numpy() == [2.0]

@@ -67,12 +67,14 @@ class DataLoader(torch.utils.data.DataLoader):
     """PyTorch's loader, with all rows of a call in a batch."""
 
     def __init__(self, options: Options, dataset: Any, batch_size: int = 1, **kwargs: Any) -> None:
-        known = {key: kwargs[key] for key in ("shuffle",) if key in kwargs}
+        workers = kwargs.get("num_workers", 0)
         super().__init__(
             dataset,
             batch_size * options.pieces,
+            shuffle=kwargs.get("shuffle"),
             drop_last=kwargs.get("drop_last", True),
-            **known,
+            num_workers=workers,
+            persistent_workers=workers > 0,  # as in the original; the order depends on it
         )
 
     def terminate(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
 from tailrace.compat.originals.missing import RefusedName as _RefusedName
+from tailrace.compat.tensorflow import host as _host
 from tailrace.compat.tensorflow import namespaces as _namespaces
 from tailrace.compat.tensorflow import structures as _structures
 from tailrace.compat.tensorflow.control import autograph as _autograph
@@ -35,6 +36,7 @@ from tailrace.compat.tensorflow.operations import shapes as _shapes  # noqa: F40
 from tailrace.compat.tensorflow.structures import TensorShape, TensorSpec
 from tailrace.compat.tensorflow.tape import GradientTape
 from tailrace.compat.tensorflow.variables import Module, Variable
+from tailrace.errors import ProgramError as _ProgramError
 from tailrace.jaxprs.internals import Tracer as _Tracer
 
 _namespaces.find_modules()
@@ -69,6 +71,19 @@ def executing_eagerly() -> bool:
     from tailrace.compat.ipu.graph.state import current
 
     return current() is None
+
+
+def TensorArray(*args: Any, **kwargs: Any) -> Any:
+    """TensorFlow's own, on the host; in programs, where arrays do not grow, a refusal."""
+    from tailrace.compat.ipu.graph.state import current
+
+    if current() is not None:
+        raise _ProgramError(
+            "tf.TensorArray is not available in programs of the device: arrays have one size. Collect "
+            "the values of a loop with tf.map_fn or tf.scan, in a Python list in a loop over Python "
+            "numbers, or write them into a tensor: tf.tensor_scatter_nd_update(x, [[i]], [value])."
+        )
+    return _host.named("TensorArray")(*args, **kwargs)
 
 
 def get_static_value(tensor: Any, partial: bool = False) -> Any:
