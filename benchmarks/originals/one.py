@@ -78,6 +78,7 @@ def _watch_keras(plain: bool) -> None:
         _watch(strategy, "run", functools.partial(reports.report, "returned"))
     keras = sys.modules["keras"]
     _watch(keras.Model, "fit", reports.report_fit)
+    _watch(keras.Model, "evaluate", functools.partial(reports.report, "evaluated"))
     _watch(keras.Model, "predict", functools.partial(reports.report, "predicted"))
 
 

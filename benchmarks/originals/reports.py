@@ -15,7 +15,7 @@ from typing import Any
 MARK = "originals:"
 """What the line with the numbers begins with."""
 
-ORDER = ("loss", "accuracy", "dequeued", "returned", "predicted", "output")
+ORDER = ("loss", "accuracy", "evaluated", "dequeued", "returned", "predicted", "output")
 """The numbers that tell most come first; the table shows two."""
 
 _numbers: dict[str, float] = {}
@@ -76,6 +76,8 @@ def agree(name: str, here: float, plain: float) -> bool:
 def _number(value: Any) -> float | None:
     import numpy as np
 
+    if value is None:
+        return None
     while isinstance(value, list | tuple | dict) and value:
         value = value[min(value)] if isinstance(value, dict) else value[-1]
     try:
