@@ -15,8 +15,6 @@ import optax
 from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.ipu.graph.update import OptaxOptimizer
 from tailrace.compat.ipu.graph.update import Optimizer as PlainOptimizer
-from tailrace.compat.tensorflow.v1.deferred import Deferred
-from tailrace.compat.tensorflow.v1.training import TrainingOperation
 
 
 class Optimizer(PlainOptimizer):
@@ -30,13 +28,6 @@ class Optimizer(PlainOptimizer):
     def __init__(self, use_locking: bool = False, name: str | None = None) -> None:
         del use_locking
         super().__init__(name)
-
-    def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the gradients of a loss and apply them: here, or in each run of a session."""
-        plain = super().minimize
-        if isinstance(loss, Deferred):
-            return TrainingOperation(loss, lambda value: plain(value, *args, **kwargs))
-        return plain(loss, *args, **kwargs)
 
 
 class _Rule(OptaxOptimizer, Optimizer):

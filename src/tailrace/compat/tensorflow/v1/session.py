@@ -16,8 +16,8 @@ from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.structures import TensorShape
 from tailrace.compat.tensorflow.v1 import deferred
-from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed, evaluated
-from tailrace.compat.tensorflow.v1.training import TrainingOperation
+from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed, Step, evaluated
+from tailrace.compat.tensorflow.v1.training import run_step
 from tailrace.jaxprs.marks import is_tracing
 
 
@@ -91,15 +91,15 @@ class Session:
             (id(key), np.asarray(value, key.dtype) if isinstance(key, Placeholder) else value)
             for key, value in (feed_dict or {}).items()
         )
-        steps: list[TrainingOperation] = []
+        steps: list[Step] = []
         found = _fetched(fetches, feed, steps)
         for step in steps:  # at the end: what else is fetched is of before the update
-            step.value(feed)
+            run_step(step, feed)
         return found
 
 
-def _fetched(fetch: Any, feed: Feed, steps: list[TrainingOperation]) -> Any:
-    if isinstance(fetch, TrainingOperation):
+def _fetched(fetch: Any, feed: Feed, steps: list[Step]) -> Any:
+    if isinstance(fetch, Step):
         steps.append(fetch)
         return None
     if isinstance(fetch, Undelivered):

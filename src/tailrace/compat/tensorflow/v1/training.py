@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 from tailrace.compat.ipu.strategy.calls import Calls
-from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed
+from tailrace.compat.tensorflow.v1.deferred import Feed, Step
 
 
-class TrainingOperation(Deferred):
-    """What `minimize` of a loss that is computed from placeholders returns.
+def run_step(step: Step, feed: Feed) -> None:
+    """Run a step of training in a program that is kept with it."""
+    if step.program is None:
+        step.program = functools.partial(
+            _run, Calls(one_device=True), functools.partial(_in_program, step)
+        )
+    step.program(feed)
 
-    Args:
-        loss: the loss.
-        minimize: called with its value, in a program.
-    """
 
-    def __init__(self, loss: Deferred, minimize: Callable[[Any], Any]) -> None:
-        super().__init__(self._run, "minimize")
-        self._loss, self._minimize = loss, minimize
-        self._calls = Calls(one_device=True)
-        self._step = self._in_program  # one object: programs are found by it
+def _run(calls: Calls, function: Any, feed: Feed) -> None:
+    calls(function, [list(feed.fed.values())], {"keys": tuple(feed.fed)})
 
-    def _run(self, feed: Feed) -> None:
-        self._calls(self._step, [list(feed.fed.values())], {"keys": tuple(feed.fed)})
 
-    def _in_program(self, values: list[Any], keys: tuple[int, ...]) -> Any:
-        feed = Feed(zip(keys, values, strict=True))
-        loss = self._loss.value(feed)
-        self._minimize(loss)
-        return loss
+def _in_program(step: Step, values: list[Any], keys: tuple[int, ...]) -> Any:
+    loss = step.loss.value(Feed(zip(keys, values, strict=True)))
+    step.minimize(loss)
+    return loss
