@@ -2,8 +2,10 @@
 
     python -m benchmarks.keras_fit --steps 2000
     python -m benchmarks.keras_fit --pipeline
+    python -m benchmarks.keras_fit --callback --rounds 20
 
-784-128-10, batch 32, arrays on the host, not shuffled. Contenders take turns; the best round counts.
+784-128-10, batch 32, arrays on the host, not shuffled. Contenders take turns; the best round counts,
+with `--callback` (a callback that Keras calls after each batch, at one step an execution) the median.
 Times are those of a batch; in brackets, how many times as long as that `tk fit` takes.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +40,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--executions", type=int, nargs="+", default=[1, 10, 100, 500])
     parser.add_argument("--pipeline", action="store_true", help="two stages instead")
+    parser.add_argument("--callback", action="store_true", help="call back after each batch")
     given = parser.parse_args(arguments)
+    if given.callback:
+        found = measured(called_back(given.steps), given.rounds, given.steps, statistics.median)
+        shown = "  ".join(f"{name} {seconds * 1e6:7.1f} us" for name, seconds in found.items())
+        print(f"a callback for each batch   {shown}", flush=True)
+        return
     if given.pipeline:
         tr.configure(devices=2)
     make = pipelined if given.pipeline else plain
@@ -58,16 +67,18 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"steps_per_execution={execution:<4} {shown}", flush=True)
 
 
-def measured(contenders: dict[str, Any], rounds: int, steps: int) -> dict[str, float]:
+def measured(
+    contenders: dict[str, Any], rounds: int, steps: int, of_all: Callable[[Any], float] = min
+) -> dict[str, float]:
     """Seconds a step of each, the best of several rounds; the first warms up."""
-    best = dict.fromkeys(contenders, float("inf"))
+    found: dict[str, list[float]] = {name: [] for name in contenders}
     for round_number in range(rounds + 1):
         for name, run in contenders.items():
             started = time.perf_counter()
             run()
             if round_number:
-                best[name] = min(best[name], (time.perf_counter() - started) / steps)
-    return best
+                found[name].append((time.perf_counter() - started) / steps)
+    return {name: of_all(seconds) for name, seconds in found.items()}
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
@@ -100,7 +111,9 @@ def loss_fn(params: Any, images: Any, labels: Any) -> Any:
     return loss_of(hidden @ params["w2"] + params["b2"], labels)
 
 
-def keras_fit(execution: int, steps: int, adopted: bool, stages: bool = False) -> Callable[[], Any]:
+def keras_fit(
+    execution: int, steps: int, adopted: bool, stages: bool = False, callback: bool = False
+) -> Callable[[], Any]:
     import tailrace.keras as tk  # isort: skip  (before keras: it chooses the backend)
     import keras
 
@@ -118,7 +131,18 @@ def keras_fit(execution: int, steps: int, adopted: bool, stages: bool = False) -
         steps_per_execution=execution,
     )
     images, labels = arrays()
-    return lambda: model.fit(images, labels, BATCH, steps // POOL, verbose=0, shuffle=False)
+    call: dict[str, Any] = {"verbose": 0, "shuffle": False}
+    if callback:
+        called = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: logs["loss"])
+        call["callbacks"] = [called]
+    return lambda: model.fit(images, labels, BATCH, steps // POOL, **call)
+
+
+def called_back(steps: int) -> dict[str, Any]:
+    return {
+        "tk fit": keras_fit(1, steps, adopted=True, callback=True),
+        "Keras fit": keras_fit(1, steps, adopted=False, callback=True),
+    }
 
 
 def plain(execution: int, steps: int) -> dict[str, Any]:

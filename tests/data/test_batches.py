@@ -268,11 +268,23 @@ def test_unreadable_leaf():
             {"batch_size": 4, "drop_remainder": True},
             r"A batch of 4 cannot be cut from 3 examples.*drop_remainder=False",
         ),
+        (
+            {"batch_size": 4, "repeat": True},
+            r"A batch of 4 cannot be cut from 3 examples, and training drops what is smaller\. Choose",
+        ),
     ],
 )
 def test_bad_options(options, text):
     with pytest.raises(DataError, match=text):
         batches(np.arange(3), **options)
+
+
+def test_fewer_examples_than_a_batch_has():
+    recipe = batches(np.arange(3), 4)
+    with pytest.raises(DataError, match="from 3 examples, and training drops what is smaller"):
+        iter(recipe)
+    assert [len(part) for part in recipe.keeping_rows()] == [3]
+    assert [len(part) for part in batches(np.arange(3), 4, drop_remainder=False)] == [3]
 
 
 def test_bad_places():

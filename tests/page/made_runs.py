@@ -119,7 +119,7 @@ class MadeRun:
             columns.add_column("values", np.dtype(np.int32), (NUM_BINS,), dims, tensors=len(names))
         return columns
 
-    def grow(self, metrics, *, stats=None, histograms=None, seconds=None, writing=True):
+    def grow(self, metrics, *, stats=None, histograms=None, seconds=None, writing=True, fit=None):
         """Add steps.
 
         Args:
@@ -128,6 +128,7 @@ class MadeRun:
             histograms: [steps, tensors, 258].
             seconds: how long the steps took, as one execution; a hundredth of a second each if None.
             writing: whether there may be more.
+            fit: the first step of the fit that they belong to.
         """
         steps = len(metrics["loss"])
         rows = np.arange(self.steps, self.steps + steps)
@@ -157,7 +158,11 @@ class MadeRun:
         self.executions += 1
         self.clock = getattr(self, "clock", EPOCH) + (0.01 * steps if seconds is None else seconds)
         row = {"first_step": [self.steps], "steps": [steps], "ended": [self.clock]}
-        self._ends.append(1, {k: np.array(v, EXECUTION[k]) for k, v in row.items()})
+        if fit is not None:
+            row["fit"] = [fit]
+            if "fit" not in self._ends:
+                self._ends.add_column("fit", np.dtype("int64"), (), ())
+        self._ends.append(1, {k: np.array(v, EXECUTION.get(k, "int64")) for k, v in row.items()})
         self.steps += steps
         self.commit(writing=writing)
 

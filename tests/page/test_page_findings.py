@@ -9,6 +9,7 @@ from made_runs import NAMES, MadeRun, add_report, falling, healthy_stats
 import tailrace as tr
 from tailrace.page.findings.findings import findings
 from tailrace.page.followed import FollowedRun
+from tailrace.page.summary import numbers
 
 STEPS = 120
 GRADS = [NAMES.index(f"grad/layer{n}/w") for n in range(4)]
@@ -108,6 +109,19 @@ def test_dead_units(tmp_path):
     assert "'grad/layer1/b' (25 %)" in bias.text
 
 
+def test_masks_and_random_numbers_are_no_dead_units(tmp_path):
+    silent = ["activation/a:relu", "activation/a"]
+    usual = ["activation/drop:broadcast_in_dim", "activation/drop:bernoulli/uniform/max.1"]
+    names = (*usual, *silent, *NAMES)
+
+    def change(stats):
+        stats["zero"][:, : len(usual) + len(silent)] = 1.0
+
+    (one,) = found_in(tmp_path, change, names=names)
+    assert "zero in 'activation/a' (100 %), 'activation/a:relu' (100 %): units" in one.text
+    assert one.tensor == "activation/a"
+
+
 def test_zeros_in_the_gradient_of_a_matrix_are_no_dead_units(tmp_path):
     """Rows of an embedding that a batch does not use are zero, as they should be."""
 
@@ -144,9 +158,49 @@ def test_nan_in_a_tensor_names_the_first_of_the_step(tmp_path):
         stats["nan"][90, GRADS[0]] = 1
 
     (one,) = found_in(tmp_path, change)
-    assert one.tensor == "grad/layer1/w"
+    assert one.tensor == "grad/layer2/w", "the backward pass makes it first"
     assert one.step == 70
     assert "3 of 12 recorded tensors have some" in one.text
+
+
+def test_nan_in_an_activation_comes_before_that_of_its_gradient(tmp_path):
+    def change(stats):
+        for name in ("grad/layer0/w", "activation/layer2", "activation/layer1"):
+            stats["inf"][70, NAMES.index(name)] = 1
+
+    (one,) = found_in(tmp_path, change)
+    assert one.tensor == "activation/layer1"
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": 2}, {"precision": "bfloat16"}], ids=str)
+def test_layers_are_in_the_order_of_the_model_whatever_their_names(options, tmp_path):
+    rng = np.random.default_rng(0)
+    names = "hgfedcba"  # h is next to the input; as text it is the last
+
+    def loss_fn(params, x):
+        for name in names:
+            x = 1 / (1 + jnp.exp(-x @ params[name]))
+        return (x.mean() - 0.1) ** 2
+
+    params = {name: rng.normal(size=(8, 8)).astype(np.float32) * 0.2 for name in names}
+    run = tmp_path / "run"
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.01), params, observe="grad/*", run_dir=run, **options)
+    trainer.fit(tr.batches(rng.normal(size=(256, 8)).astype(np.float32), 16), steps=8)
+    texts = {one.topic: one.text for one in findings(FollowedRun(run))}
+    assert "exploding gradients" not in texts
+    assert "on towards the input" in texts["vanishing gradients"]
+    assert "in 'a'" in texts["vanishing gradients"]
+    assert tr.open_run(run).heatmap("grad/*").names == tuple(f"grad/{name}" for name in names)
+
+
+def test_time_between_fits_is_not_training(tmp_path):
+    run = MadeRun(tmp_path / "run", NAMES)
+    for number in range(6):
+        # The second fit begins a minute after the first.
+        run.grow(
+            {"loss": falling(10)}, seconds=60.0 if number == 3 else 1.0, fit=30 * (number // 3)
+        )
+    assert dict(numbers(FollowedRun(run.directory)))["speed"] == "10 steps/s"
 
 
 def test_a_loss_that_is_not_finite(tmp_path):

@@ -1,5 +1,7 @@
 """Stages: how they are assigned, what is refused, and that a pipelined fit equals the plain one."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -155,6 +157,58 @@ def test_a_subclassed_model():
     staged = assert_equal_to_plain(subclassed, count=4, execution=4)
     stages = [one.pipeline_stage for one in staged.get_pipeline_stage_assignment()]
     assert stages == [0, 1, 1]
+
+
+class Inner(keras.Model):
+    """A model inside; `named` gives the stages of its layers where they are called."""
+
+    def __init__(self, named):
+        super().__init__(name="inner")
+        self.named, self.up, self.norm = named, dense(5, "up"), L.BatchNormalization(name="norm")
+        self.more = keras.Sequential([dense(5, "m"), L.Dropout(0.0, name="n")], name="more")
+
+    def call(self, x, training=None):
+        with tk.PipelineStage(0) if self.named else contextlib.nullcontext():
+            x = self.norm(self.up(x), training=training)
+        with tk.PipelineStage(1) if self.named else contextlib.nullcontext():
+            return x + self.more(x)
+
+
+class Outer(keras.Model):
+    def __init__(self, named):
+        super().__init__()
+        self.inner = Inner(named)
+        with tk.PipelineStage(1) if named else contextlib.nullcontext():
+            self.last = L.Dense(4, activation="softmax", name="last")
+
+    def call(self, x, training=None):
+        return self.last(self.inner(x, training=training))
+
+
+@pytest.mark.parametrize(
+    ("given", "stages"),
+    [
+        (None, [0, 0, 1, 1, 1]),
+        ([[0, 0, 1], 1], [0, 0, 1, 1, 1]),
+        ([[0, 0, [0, 1]], 1], [0, 0, 0, 1, 1]),
+        ([0, 1], [0, 0, 0, 0, 1]),
+    ],
+)
+def test_subclassed_models_inside_subclassed_models(given, stages):
+    def make():
+        model = Outer(named=given is None)
+        model(digits_like(8)[0])
+        if given is not None:
+            model.set_pipeline_stage_assignment(given)
+        return model
+
+    staged = assert_equal_to_plain(make, count=4, execution=4)
+    inner, last = staged.get_pipeline_stage_assignment()
+    assert inner.nested_model.name == "inner"
+    up, norm, more = inner.pipeline_stage_assignments
+    calls = (up, norm, *more.pipeline_stage_assignments, last)
+    assert [one.pipeline_stage for one in calls] == stages
+    assert [one.layer.name for one in calls] == ["up", "norm", "m", "n", "last"]
 
 
 def cut_chain():

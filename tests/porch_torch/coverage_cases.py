@@ -101,8 +101,14 @@ LAYERS = {
     "AdaptiveMaxPool2d": (lambda: nn.AdaptiveMaxPool2d((2, None)), lambda: [floats(2, 3, 7, 5)]),
     "AdaptiveMaxPool3d": (lambda: nn.AdaptiveMaxPool3d(2), lambda: [floats(1, 2, 4, 5, 4)]),
     "FractionalMaxPool2d": (
-        lambda: nn.FractionalMaxPool2d(2, output_size=3),
-        lambda: [floats(2, 3, 8, 8)],
+        lambda: nn.FractionalMaxPool2d(
+            (2, 3), output_size=(3, 4), _random_samples=positive(2, 3, 2) % 1
+        ),
+        lambda: [floats(2, 3, 8, 9)],
+    ),
+    "FractionalMaxPool3d": (
+        lambda: nn.FractionalMaxPool3d(2, output_ratio=0.5, _random_samples=positive(1, 2, 3) % 1),
+        lambda: [floats(1, 2, 6, 7, 8)],
     ),
     "LPPool2d": (lambda: nn.LPPool2d(2, 2), lambda: [positive(2, 3, 4, 4)]),
     "Upsample (nearest)": (lambda: nn.Upsample(scale_factor=2), lambda: [floats(2, 3, 4, 4)]),
@@ -219,7 +225,12 @@ LOSSES = {
 }
 """name: (module, inputs)."""
 
+LOSSES["AdaptiveLogSoftmaxWithLoss"] = (
+    lambda: nn.AdaptiveLogSoftmaxWithLoss(16, 6, [2, 4]),
+    lambda: [floats(3, 16), ids(6, 3)],
+)
+
 REFUSED = {
-    "FractionalMaxPool2d": "aten::fractional_max_pool2d has no lowering",
+    "AdaptiveLogSoftmaxWithLoss": "Python cannot (look at|branch on) the value of a tensor",
 }
 """What does not work: name, and a part of the sentence that says so."""

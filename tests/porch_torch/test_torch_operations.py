@@ -106,6 +106,37 @@ def test_gradients_far_out_and_at_corners(name):
     compare(ELEMENTWISE[name], FAR)
 
 
+@pytest.mark.parametrize("function", [torch.remainder, lambda x, y: y.__rmod__(x)])
+def test_quotients_of_remainders_are_whole_numbers(function):
+    """Also where a quotient in floats is rounded to a whole number, or to below one."""
+    generator = torch.Generator().manual_seed(0)
+    divisors = torch.randn(64, generator=generator) * torch.tensor([[1.0], [1e3], [1e-3]])
+    multiples = divisors * torch.arange(1.0, 65)
+    below = torch.nextafter(multiples, torch.zeros(()))
+    for x in (multiples, below, -multiples, -below):
+        compare(function, x, divisors)
+
+
+def test_neighbours_of_numbers():
+    compare(torch.nextafter, FAR, torch.zeros_like(FAR))
+    compare(torch.nextafter, FAR, FAR.flip(0))
+
+
+def test_factors_of_scattered_products():
+    """None, one and several of the factors of an entry are 0."""
+    index = torch.tensor([0, 0, 1, 1, 2, 2, 3, 4])
+    source = torch.tensor([2.0, 3, 0, 4, 0, 0, 5, 0])
+    start = torch.tensor([1.0, 2, 3, 0, 0, 6])
+    for included in (True, False):
+        compare(
+            lambda x, y, included=included: x.scatter_reduce(
+                0, index, y, "prod", include_self=included
+            ),
+            start,
+            source,
+        )
+
+
 ROWS = torch.tensor([[1.0, 2, 3], [0, 0, 0], [1, 2, 3], [4, -5, 6], [2, 2, 2]])
 BITS = torch.tensor([0.1, 0.2, 0.3])
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from timelines import Timeline, no_overlap
 from waiting_stages import elements, waiting_trainer
 
 import tailrace as tr
@@ -19,6 +18,7 @@ from tailrace.profiling.profile.pipeline_times import (
     WORK,
 )
 from tailrace.profiling.profile.profile import Profile
+from timelines import Timeline, no_overlap
 
 pytestmark = pytest.mark.cpu
 

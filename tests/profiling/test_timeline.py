@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from timelines import Timeline, no_overlap
 
 import tailrace as tr
 from tailrace.spans.recorder import recorders
+from timelines import Timeline, no_overlap
 
 
 def loss_fn(params, x, y):

@@ -80,6 +80,17 @@ def test_a_keras_run(keras, tmp_path):
     assert "keras" in run.info["versions"]
 
 
+def test_records_of_a_keras_fit_with_a_smaller_last_batch(keras, tmp_path):
+    """Batches of two shapes are two programs, and one fit."""
+    model = tk.adopt(keras_model(keras))
+    model.compile("sgd", "mse", steps_per_execution=2, observe="loss", run_dir=tmp_path / "run")
+    for _ in range(2):  # records are those of the latest fit
+        model.fit(X[:7], Y[:7], batch_size=2, epochs=3, shuffle=False, verbose=0)
+    steps = model.records["loss"].steps.tolist()
+    assert steps == list(range(12, 24))
+    assert tr.open_run(tmp_path / "run").records["loss"].steps.tolist() == list(range(24))
+
+
 def test_a_keras_run_beside_plain_jax(keras, tmp_path):
     model, _ = keras_trained(keras, tmp_path / "keras")
     plain(tmp_path / "jax")

@@ -42,7 +42,7 @@ def test_a_run_without_taps_and_without_steps(tmp_path):
 
 def test_missing_and_empty(tmp_path):
     with pytest.raises(
-        tr.errors.RunError, match="There is no run directory at .*nowhere'. Look at"
+        tr.errors.RunError, match="There is no run directory at .*nowhere': nothing is there. Give"
     ):
         tr.open_run(tmp_path / "nowhere")
     with pytest.raises(tr.errors.RunError, match="holds no run: it is empty. A run is written by"):

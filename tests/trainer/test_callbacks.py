@@ -170,7 +170,7 @@ class Course(tr.Callback):
 
 @pytest.mark.parametrize("restore", [False, True])
 def test_early_stopping(restore):
-    stopping = tr.callbacks.EarlyStopping("val_loss", patience=1, restore_best=restore)
+    stopping = tr.callbacks.EarlyStopping("val_loss", patience=2, restore_best=restore)
     trainer = trainer_of()
     history = trainer.fit(
         ELEMENTS, epochs=20, validation_data=HELD_OUT, callbacks=[Course(3), stopping]
@@ -184,6 +184,26 @@ def test_early_stopping(restore):
         assert trainer.evaluate(HELD_OUT)["loss"] == stopping.best
     else:
         assert trainer.step == len(history.loss)
+
+
+@pytest.mark.parametrize(("patience", "checks"), [(0, 3), (1, 3), (2, 6), (3, 10)])
+def test_early_stopping_waits_as_long_as_keras(patience, checks):
+    """Keras' own `EarlyStopping` stops after as many epochs."""
+    values = [3.0, 2.0, 2.5, 1.5, 1.6, 1.7, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]
+
+    class Trainer:
+        step, stopped = 0, False
+
+        def stop(self):
+            self.stopped = True
+
+    ours, trainer = tr.callbacks.EarlyStopping("val_loss", patience=patience), Trainer()
+    for value in values:
+        ours.on_validation_end(trainer, {"val_loss": value})
+        trainer.step += 1
+        if trainer.stopped:
+            break
+    assert trainer.step == checks
 
 
 def test_early_stopping_counts_validations_by_steps():

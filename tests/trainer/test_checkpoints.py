@@ -230,7 +230,7 @@ def test_early_stopping_is_part_of_it(tmp_path, kill):
         )
 
     def stopping():
-        return tr.callbacks.EarlyStopping(patience=1, restore_best=True)
+        return tr.callbacks.EarlyStopping(patience=2, restore_best=True)
 
     expected, wanted = trainer_of(), stopping()
     fit(expected, None, [], wanted)

@@ -2,24 +2,28 @@
 
 import re
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import tailrace as tr
 from tailrace.errors import OptionError
-from tailrace.feeds.dispatch_table import LONGEST, TARGET_S, TRIAL, TRIALS
+from tailrace.feeds.dispatch_table import LONGEST, LONGEST_S, TARGET_S, TRIAL, TRIALS
 from tailrace.trainer.fitting.pace import Pace, parse_steps
 
 FAST = 1e-5  # seconds a step
 SLOW = 20 * TARGET_S
 
 
-def run(pace, total, per_step):
-    """The lengths of all executions of a fit, each step taking so long."""
+def run(pace, total, per_step, each=0.0):
+    """The lengths of all executions of a fit: seconds of a step, and of an execution besides them."""
     lengths, remaining = [], total
     while remaining:
         length = pace.next(remaining)
         assert 1 <= length <= remaining
         remaining -= length
-        pace.measured(length, length * per_step)
+        pace.measured(length, each + length * per_step)
         lengths.append(length)
     return lengths
 
@@ -50,6 +54,25 @@ def test_bytes_set_the_other_limit():
     lengths = run(pace, 100_000, FAST)
     assert max(lengths) <= 64
     assert pace.reason.endswith("(limit: memory)")
+
+
+@pytest.mark.parametrize("per_step", [0.01, 0.05, 0.1])
+def test_what_an_execution_costs_besides_its_steps_makes_it_longer(per_step):
+    """Buffers for the records of many taps, cleared each time; one step alone pays for all of them."""
+    pace = Pace(None, bytes_per_step=100)
+    lengths = run(pace, 10_000, per_step, each=0.3)
+    assert lengths[0] == 1
+    assert pace.chosen >= 0.8 * LONGEST_S / (per_step + 0.3 / TRIAL)
+    assert pace.chosen * per_step <= LONGEST_S
+    # A resumed fit goes on with the same lengths.
+    first, second = Pace(None, bytes_per_step=100), Pace(None, bytes_per_step=100)
+    before = run(first, 3, per_step, each=0.3)
+    second.choose_as(first.chosen_state())
+    assert [*before, *run(second, 9_997, per_step, each=0.3)] == lengths
+
+
+def test_long_steps_are_tried_alone():
+    assert set(run(Pace(None, bytes_per_step=100), 20, 5.0, each=0.3)) == {1}
 
 
 def test_elements_larger_than_the_budget_go_one_by_one():
@@ -102,3 +125,20 @@ def test_bad_values(value):
 def test_good_values():
     assert parse_steps("auto") is None
     assert parse_steps(5) == 5
+
+
+def test_records_of_short_executions_do_not_keep_room_for_long_ones():
+    rows = np.ones((64, 4, 64), np.float32)
+
+    def loss_fn(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    params = np.eye(64, dtype=np.float32)
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.1), params, observe=tr.Tap("grad/*", reduce="tensor"))
+    trainer.fit(list(rows), steps=1)
+    values = trainer.records["grad/params", "tensor"].values
+    assert len(values) == 1
+    held = 0
+    while isinstance(values, np.ndarray):
+        held, values = max(held, values.nbytes), values.base
+    assert held == params.nbytes

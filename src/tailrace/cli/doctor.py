@@ -20,6 +20,8 @@ from tailrace.seams import Package, Seam
 
 CORE = ("jax", "jaxlib", "numpy", "optax", "rich")
 OPTIONAL = {
+    "orbax.checkpoint": ("checkpoint", "checkpoints (fit(checkpoint=...), replays)"),
+    "safetensors": ("bundle", "bundles of bad steps (tr.stop_on_nonfinite(bundle=...))"),
     "zarr": ("records", "run directories (Trainer(run_dir=...), tr.open_run)"),
     "matplotlib": ("pictures", "tailrace histogram and heatmap"),
     "perfetto": ("trace", "fit(trace=...), tr.trace"),

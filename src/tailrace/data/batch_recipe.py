@@ -54,12 +54,11 @@ class BatchRecipe(ABC):
         num_examples = num_rows - len(left_out)
         if not num_examples:
             raise DataError("There is nothing to cut batches from: all rows are left out.")
-        if self.drop_remainder is True and num_examples < self.batch_size:
-            raise DataError(
-                f"A batch of {self.batch_size} cannot be cut from {num_examples} examples, and "
-                f"drop_remainder=True drops what is smaller. Choose batch_size <= {num_examples}, "
-                "or drop_remainder=False."
-            )
+        # Without `drop_remainder` they may still be evaluated, which keeps a smaller last batch.
+        if num_examples < self.batch_size and (
+            self.drop_remainder or (self.repeat and self.drop_remainder is None)
+        ):
+            raise self._too_few(num_examples)
         if self.shuffle or self.left_out:
             # np.take copies an array that is not contiguous as a whole, at every call.
             arrays = map_leaves(np.ascontiguousarray, arrays)
@@ -71,6 +70,18 @@ class BatchRecipe(ABC):
         set_field(self, "num_examples", num_examples)
         set_field(self, "left_out", left_out)
         set_field(self, "leaves", tuple(leaves(arrays)))
+
+    def check_has_batches(self) -> None:
+        """Raise an error if there are fewer examples than a batch has, and smaller ones are dropped."""
+        if not self.batches_per_epoch:
+            raise self._too_few(self.num_examples)
+
+    def _too_few(self, examples: int) -> DataError:
+        why = "drop_remainder=True drops" if self.drop_remainder else "training drops"
+        return DataError(
+            f"A batch of {self.batch_size} cannot be cut from {examples} examples, and {why} what is "
+            f"smaller. Choose batch_size <= {examples}, or drop_remainder=False."
+        )
 
     @property
     def drops(self) -> bool:

@@ -73,6 +73,7 @@ class Batches(BatchRecipe):
         here so that each is shuffled differently.
         """
         check_count("epoch", epoch, at_least=0)
+        self.check_has_batches()
         return BatchIterator(self, int(epoch))
 
     def __iter__(self) -> BatchIterator:

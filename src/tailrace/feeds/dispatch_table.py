@@ -46,6 +46,22 @@ TARGET_S = 0.25
 TRIAL = 10
 """The most steps of the first executions, whose time is measured."""
 
+RECORD_BYTES = 128 << 20
+"""Records of one execution of automatic length, in bytes.
+
+An executable has buffers for the records of its longest execution, and clears them in each: this many
+bytes take 10 to 40 ms on a CPU, a tenth of an execution.
+"""
+
+OVERHEADS = 10
+"""An execution takes at least this many times its own cost, as far as LONGEST_S allows."""
+
+LONGEST_S = 2.0
+"""Seconds of an automatic execution at most: nothing is seen or saved while it runs."""
+
+ALONE_S = 1.0
+"""Steps that take longer are measured one at a time; of shorter ones two together are tried too."""
+
 TRIALS = 3
 """How many of them are measured: the first ones after a compilation take several times as long."""
 

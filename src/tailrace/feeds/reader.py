@@ -234,7 +234,9 @@ class Reader:
         if isinstance(self._source, BatchIterator) and not self._ended:
             block, done = self._blocks.read(self._source, count, self._spec)
             self._produced += done
-            whole = [*before, block]
+            # Nothing was read if only a smaller last batch is left: an empty block has the shape of a
+            # whole one.
+            whole = [*before, block] if done else list(before)
             if done == count:
                 return (whole[0] if len(whole) == 1 else self._join(whole)), None
             return self._read_singly(count - done, whole)

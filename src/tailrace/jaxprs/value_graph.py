@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from tailrace.jaxprs.control import Call, Cond, Scan, While, control
 from tailrace.jaxprs.internals import Atom, JaxprEqn, Literal, Var
 from tailrace.jaxprs.own_equations import is_mark
@@ -204,8 +206,9 @@ def is_opened(eqn: JaxprEqn) -> bool:
 
 
 def _float(literal: Literal) -> float:
-    """A scalar literal as a number; zero for an array."""
-    return float(literal.val) if _shape(literal) == () else 0.0
+    """A scalar literal as a number; zero for an array, or for a complex one."""
+    known = _shape(literal) == () and not np.iscomplexobj(literal.val)
+    return float(literal.val) if known else 0.0
 
 
 def _shape(var: Atom) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from tailrace.keras.programs.call_pacing import (
     pacing_of_test,
     resident_rows,
 )
+from tailrace.keras.programs.callback_hooks import callback_spans
 from tailrace.keras.programs.logs import Number
 from tailrace.keras.programs.pacing import Pacing
 from tailrace.keras.programs.steps import Evaluating, Predicting, Stepping
@@ -40,6 +41,7 @@ from tailrace.keras.programs.train import Training
 from tailrace.keras.settings.options import Settings
 from tailrace.keras.settings.setters import Setters
 from tailrace.messages import note_once
+from tailrace.spans.span import span
 from tailrace.trainer.checkpoints.checkpoint import as_checkpoint
 from tailrace.trainer.checks import check_fingerprint
 
@@ -160,13 +162,14 @@ class Adopted(Setters, Assigning, LookingBack):
         call = bound.arguments
         keeping = self._keeping_of(checkpoint, call)
         pacing = self._pacing_of(call)
-        if keeping is None:
-            listen(self.model, self.settings, pacing, call)
-            with self.while_running("train", pacing), remainders(pacing.drops):
-                return plain(**call)
-        with keeping.open():
-            self.kept_fits += 1
-            return fit_kept(self, keeping, pacing, call)
+        with callback_spans(call["callbacks"]):
+            if keeping is None:
+                listen(self.model, self.settings, pacing, call)
+                with self.while_running("train", pacing), remainders(pacing.drops):
+                    return plain(**call)
+            with keeping.open():
+                self.kept_fits += 1
+                return fit_kept(self, keeping, pacing, call)
 
     def _fit_again(self, args: Any, kwargs: Any) -> tuple[Pacing, dict[str, Any]]:
         bound = inspect.signature(PLAIN["fit"]).bind(self.model, *args, **kwargs)
@@ -212,9 +215,12 @@ class Adopted(Setters, Assigning, LookingBack):
             model, self.settings, bound.arguments, validating, self._running.get("train")
         )
         listen_to_steps(self.settings, "test", pacing, bound.arguments)
-        several = self.settings.replicas > 1
         copy_batches(bound.arguments, "x")
-        with self.while_running("test", pacing, same_execution=validating), remainders(several):
+        running = self.while_running("test", pacing, same_execution=validating)
+        # In a validation, the callbacks are those of the fit.
+        spans = callback_spans(None if validating else bound.arguments.get("callbacks"))
+        named = span("validation") if validating else contextlib.nullcontext()
+        with spans, running, named, remainders(self.settings.replicas > 1):
             return plain(*bound.args, **bound.kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +232,8 @@ class Adopted(Setters, Assigning, LookingBack):
         pacing = pacing_of_test(model, self.settings, bound.arguments)
         listen_to_steps(self.settings, "predict", pacing, bound.arguments)
         copy_batches(bound.arguments, "x")
-        with self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
+        spans = callback_spans(bound.arguments.get("callbacks"))
+        with spans, self.while_running("predict", pacing), remainders(self.settings.replicas > 1):
             return plain(*bound.args, **bound.kwargs)
 
     # -- called by Keras' trainer ---------------------------------------------------------------

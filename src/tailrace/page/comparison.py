@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.messages import shown
-from tailrace.page.curves import elapsed, speeds
+from tailrace.page.curves import trained
 from tailrace.page.followed import FollowedRun
 from tailrace.page.summary import number, what_ran
 from tailrace.profiling.profile.profile import Profile
@@ -126,9 +126,9 @@ def _measured(followed: FollowedRun) -> dict[str, float]:
     with followed.reading():
         run = followed.readable()
         found: dict[str, float] = {"steps": float(len(run.history))}
-        if len(speeds(followed)[1]):
-            steps = float(run.executions["steps"][1:].sum())
-            found["steps/s"] = steps / max(elapsed(followed), 1e-9)
+        steps, seconds = trained(followed)
+        if seconds > 0:
+            found["steps/s"] = steps / seconds
         return found | {name: float(value) for name, value in run.history.last().items()}
 
 

@@ -104,16 +104,31 @@ def history_curves(
 
 
 def speeds(followed: FollowedRun) -> tuple[np.ndarray, np.ndarray]:
-    """Steps per second of each execution except the first, whose start is unknown."""
+    """Steps per second of each execution except the first of a fit, whose start is unknown."""
     rows = followed.readable().executions
-    seconds = np.diff(rows["ended"])
-    steps = rows["steps"][1:]
+    seconds, steps = _spans(rows), rows["steps"][1:]
     # Executions collected together have equal times, and a clock may be set back.
     good = seconds > 1e-6
     return rows["first_step"][1:][good], steps[good] / seconds[good]
 
 
-def elapsed(followed: FollowedRun) -> float:
-    """Seconds from the end of the first execution to that of the last."""
-    ended = followed.readable().executions["ended"]
-    return float(ended[-1] - ended[0]) if len(ended) else 0.0
+def trained(followed: FollowedRun) -> tuple[int, float]:
+    """The steps after the first execution of each fit, and the seconds that they took."""
+    rows = followed.readable().executions
+    seconds = _spans(rows)
+    counted = np.isfinite(seconds)
+    return int(rows["steps"][1:][counted].sum()), float(seconds[counted].sum())
+
+
+def _spans(rows: dict[str, np.ndarray]) -> np.ndarray:
+    """Seconds from the end of each execution to that of the next; NaN from one fit to another.
+
+    What happens between two fits, or between a crash and the resumed fit, is not training.
+    """
+    seconds = np.diff(rows["ended"])
+    other = np.zeros(len(seconds), bool)
+    if "fit" in rows:
+        other |= np.diff(rows["fit"]) != 0
+    if "resumed" in rows:
+        other |= rows["resumed"][1:] == 1
+    return np.where(other, np.nan, seconds)

@@ -22,7 +22,8 @@ class LayerMap:
 
     Attributes:
         measure: "rms", "zero" or "nonfinite".
-        names: the tensors, in the order in which a step computes them.
+        names: the tensors, from the input of the model to its output.
+        ordered: whether that order is known from the program, not only from names.
         steps: the first step of each column.
         width: the number of steps per column.
         values: [tensors, columns]; NaN where there is no record.
@@ -35,6 +36,7 @@ class LayerMap:
     width: int
     values: np.ndarray
     problems: list[str] = dataclasses.field(default_factory=list)
+    ordered: bool = False
 
     @property
     def title(self) -> str:
@@ -76,9 +78,10 @@ def layer_map(followed: FollowedRun, measure: str = "rms", select: str = "*") ->
             tensor = plain_name(name)
             if tensor in wanted and sources.setdefault(tensor, table.kind) == table.kind:
                 rows.setdefault(name, []).append((found.width, values))
-    order = {name: place for place, name in enumerate(catalogue.names)}
+    order = catalogue.model_order()
     names = sorted(rows, key=lambda name: order.get(plain_name(name), len(order)))
-    return _joined(measure, [(name, rows[name]) for name in names], followed.first_step, problems)
+    found = _joined(measure, [(name, rows[name]) for name in names], followed.first_step, problems)
+    return dataclasses.replace(found, ordered=any(entry.use >= 0 for entry in catalogue))
 
 
 def plain_name(name: str) -> str:

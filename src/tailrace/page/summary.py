@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.messages import shown
-from tailrace.page.curves import elapsed, speeds
+from tailrace.page.curves import trained
 from tailrace.page.followed import FollowedRun
 
 MOST_CHARACTERS = 300
@@ -56,11 +56,10 @@ def numbers(followed: FollowedRun) -> Rows:
     run = followed.readable()
     history = run.history
     rows = [("state", state(followed)), ("steps", f"{len(history):,}")]
-    _, speed = speeds(followed)
-    if len(speed):
-        steps = run.executions["steps"][1:].sum()
-        rows.append(("speed", f"{number(steps / max(elapsed(followed), 1e-9))} steps/s"))
-        rows.append(("time", f"{duration(elapsed(followed))} after the first execution"))
+    steps, seconds = trained(followed)
+    if seconds > 0:
+        rows.append(("speed", f"{number(steps / seconds)} steps/s"))
+        rows.append(("time", f"{duration(seconds)} after the first execution of each fit"))
     for name, last in history.last().items():
         first = float(history[name][0])
         rows.append((_text(name), f"{number(last)} (first step: {number(first)})"))

@@ -63,6 +63,7 @@ class Culprit:
         way = " of the backward pass" if self.backward else ""
         row = f", first in row {self.row}" if self.row >= 0 else ""
         if self.operation == INFEED:
+            row = f", first in row {self.row} of the element" if self.row >= 0 else ""
             return f"The element from the dataset itself holds the first {self.made}{row}"
         return (
             f"The operation {self.operation!r}{way}{where}{line} made the first {self.made}{row}; "

@@ -54,8 +54,12 @@ class Finished:
 class Sink(Protocol):
     """Stores the results of executions."""
 
-    def fitting(self, info: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    def fitting(
+        self, info: Mapping[str, Any], goes_on: bool = False
+    ) -> AbstractContextManager[Any]:
         """A context around a fit; `info` describes it, ready for JSON.
+
+        With `goes_on`, around the next part of the same fit.
 
         Everything is stored when the context ends. An error while storing is raised then at the latest,
         unless another exception is propagating.

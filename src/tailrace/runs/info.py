@@ -53,7 +53,10 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
     """The content of `run.json`, or an error that says why it cannot be read; see `tr.open_run`."""
     where = shown(str(directory))
     if not os.path.exists(directory):  # also False without permission to look the path up
-        raise RunError(f"There is no run directory at '{where}'. Look at the path.")
+        raise RunError(
+            f"There is no run directory at '{where}': nothing is there. Give the path that "
+            f"Trainer(run_dir=...) was given."
+        )
     if not directory.is_dir():
         raise RunError(f"A run is a directory. '{where}' is a file.")
     path = directory / RUN_FILE
@@ -94,6 +97,7 @@ def read_catalogue(rows: Any) -> Catalogue:
             str(row["dtype"]),
             int(row.get("stage", -1)),
             str(row.get("source", "")),
+            use=int(row.get("use", -1)),
         )
         for row in rows
     )

@@ -66,9 +66,9 @@ class RunWriter:
     # -- during a fit -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def fitting(self, info: Mapping[str, Any]) -> Iterator[None]:
+    def fitting(self, info: Mapping[str, Any], goes_on: bool = False) -> Iterator[None]:
         """Write executions until the context ends; then all of them are on disk."""
-        queue = self._begin(info)
+        queue = self._begin(info, goes_on)
         try:
             yield
         except BaseException as error:
@@ -170,7 +170,7 @@ class RunWriter:
 
     # -- the beginning and the end of a fit -------------------------------------------------------
 
-    def _begin(self, info: Mapping[str, Any]) -> WriteQueue:
+    def _begin(self, info: Mapping[str, Any], goes_on: bool) -> WriteQueue:
         with self._sentence("cannot be written"):
             if self._tables is None:  # created only once: a second one would be another directory
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ class RunWriter:
             except BaseException:
                 self._let_go()
                 raise
-        if self._taken_up is None:
+        if self._taken_up is None and not goes_on:
             # A fit that is taken up goes on: its records so far belong to it.
             self._tables.begin_fit()
         self._taken_up = None

@@ -37,6 +37,8 @@ class Entry:
         source: `file:line` of the user's code it comes from; empty if there is none.
         position: the position of its equation in the program.
         output: the index of the result of that equation.
+        use: for a parameter, its gradient and its update: its number in the order in which the step
+            uses parameters; -1 for other tensors.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Entry:
     source: str = ""
     position: Position = dataclasses.field(default=(), repr=False)
     output: int = dataclasses.field(default=0, repr=False)
+    use: int = dataclasses.field(default=-1, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +96,21 @@ class Catalogue(Sequence[Entry]):
         """All names, in the order of the program."""
         return [entry.name for entry in self._entries]
 
+    def model_order(self) -> dict[str, int]:
+        """The place of each name when tensors go from the input of the model to its output.
+
+        Parameters, gradients and updates are listed as trees sort them; here they are in the order in
+        which the step uses the parameters.
+        """
+        kinds: dict[str, int] = {}
+        for place, entry in enumerate(self._entries):
+            kinds.setdefault(entry.kind, place)
+        keys = [
+            (kinds[e.kind] if e.use >= 0 else place, e.use) for place, e in enumerate(self._entries)
+        ]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        return {self._entries[index].name: place for place, index in enumerate(order)}
+
     def to_rows(self) -> list[dict[str, Any]]:
         """The catalogue as plain data, one dictionary a tensor."""
         return [
@@ -103,6 +121,7 @@ class Catalogue(Sequence[Entry]):
                 "dtype": str(e.dtype),
                 "stage": e.stage,
                 "source": e.source,
+                "use": e.use,
             }
             for e in self._entries
         ]

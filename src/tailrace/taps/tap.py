@@ -16,6 +16,7 @@ import numpy as np
 
 from tailrace.errors import OptionError
 from tailrace.jaxprs.walk import Position
+from tailrace.messages import size_text
 from tailrace.taps.catalogue import Catalogue, Entry, Select, check_selection
 from tailrace.taps.reductions import NUM_BINS, histogram, norm, row_lengths
 from tailrace.taps.wanted import Wanted
@@ -331,9 +332,9 @@ def check_bytes(
     if per_step * steps > most:
         largest = max(chosen, key=lambda one: one.tap.nbytes(one.entry) / one.tap.period)
         raise OptionError(
-            f"Taps would return {per_step * steps / 1e9:.2f} GB from one execution of {steps} "
-            f"steps with {microbatches} microbatches, more than the limit of {most / 1e9:.2f} GB. The "
-            f"largest is {largest.entry.name!r} ({largest.tap.kind}, "
+            f"Taps would return {size_text(per_step * steps)} from one execution of {steps} steps with "
+            f"{microbatches} microbatches, more than the limit of {size_text(most)}. The largest "
+            f"is {largest.entry.name!r} ({largest.tap.kind}, "
             f"{largest.tap.nbytes(largest.entry):,} bytes a record). Look less often "
             f"(mode=tr.every(n), 'sum' or 'final'), keep less (reduce='stats'), use fewer "
             f"steps_per_execution (a shorter tr.repeat) or microbatches, or raise observe_bytes."

@@ -28,6 +28,7 @@ from tailrace.feeds.transfer import put, with_room
 from tailrace.feeds.waiting import Patience
 from tailrace.keras.data.copied_batches import reads_ahead
 from tailrace.messages import logger
+from tailrace.spans.span import span
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,12 +111,13 @@ class Batches:
         """
         if self._ahead is None and self._patience.stopped is not None:
             self._ahead = self._submit(self._stage, count, replicas, sharding, room)
-        if self._ahead is None:
-            block = self._stage(count, replicas, sharding, room)
-        else:
-            self._patience.wait_for(self._ahead, self)
-            waiting, self._ahead = self._ahead, None
-            block = waiting.result()
+        with span("dataset wait", batches=count):
+            if self._ahead is None:
+                block = self._stage(count, replicas, sharding, room)
+            else:
+                self._patience.wait_for(self._ahead, self)
+                waiting, self._ahead = self._ahead, None
+                block = waiting.result()
         if block is not None and block.count > count:  # read for an execution of another length
             self._rest = (block.form, [leaf[count:] for leaf in block.staged.host])
             part = [leaf[:count] for leaf in block.staged.host]
@@ -123,6 +125,11 @@ class Batches:
         if ahead and block is not None and count >= dispatch_table.THREAD_FROM:
             self._ahead = self._submit(self._stage, ahead, replicas, sharding, room)
         return block
+
+    def read_next(self) -> None:
+        """Read the next batch now, for the next call."""
+        if self._held is None and self._ahead is None and self._rest is None:
+            self._held = self._next()
 
     def awaited(self) -> str:
         """What is awaited, for messages."""
@@ -183,9 +190,10 @@ class Batches:
             return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
         block = [allocate((count, *leaf.shape), leaf.dtype) for leaf in form.spec.leaves]
         found = 0
-        for found, batch_leaves in enumerate(self._alike(key, leaves, count), start=1):
-            for target, n in zip(block, form.order, strict=True):
-                target[found - 1] = batch_leaves[n]
+        with span("dataset read", batches=count):
+            for found, batch_leaves in enumerate(self._alike(key, leaves, count), start=1):
+                for target, n in zip(block, form.order, strict=True):
+                    target[found - 1] = batch_leaves[n]
         if found < count:
             block = [leaf[:found] for leaf in block]
         return self._moved(form, found, block, replicas, sharding, room)
@@ -200,7 +208,8 @@ class Batches:
         room: int,
     ) -> Block:
         """A block with its copy on the device."""
-        return Block(form, count, moved(block, count, replicas, sharding, room), sharding)
+        with span("infeed copy", bytes=sum(leaf.nbytes for leaf in block)):
+            return Block(form, count, moved(block, count, replicas, sharding, room), sharding)
 
     def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:
         """The leaves of a batch, and of following ones of the same shape: up to `count` in all."""

@@ -11,6 +11,7 @@ import numpy as np
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form, form_of, too_short
 from tailrace.keras.data.resident_arrays import RowNumbers, Rows, numbers_of
+from tailrace.spans.span import span
 
 
 class ResidentBatches:
@@ -60,8 +61,12 @@ class ResidentBatches:
         host: list[Any] = [RowNumbers.of(array, numbers) for array, _ in arrays]
         # Padded, so that a short block runs in the program of the long ones.
         padded = np.pad(numbers, ((0, max(count, room) - len(taken)), (0, 0)), mode="edge")
-        device = self._rows.gathered(padded, arrays, sharding)
+        with span("infeed copy", bytes=padded.nbytes):
+            device = self._rows.gathered(padded, arrays, sharding)
         return Block(form, len(taken), Staged(host, tuple(device), len(taken), replicas), sharding)
+
+    def read_next(self) -> None:
+        """Do nothing: the rows are on the device."""
 
     def skip(self, count: int) -> None:
         """Skip batches that were used before."""

@@ -9,8 +9,9 @@ import keras
 
 
 def overrides(thing: Any, name: str, base: type) -> bool:
-    """Whether the class of `thing` has a version of its own of a method of `base`."""
-    return getattr(type(thing), name, None) is not getattr(base, name)
+    """Whether `thing` has a version of its own of a method of `base`, in its class or in itself."""
+    method = getattr(base, name)
+    return name in vars(thing) or getattr(type(thing), name, method) is not method
 
 
 def applied(

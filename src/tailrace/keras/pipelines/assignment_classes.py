@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import keras
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.pipelines.graph import Flow, flow_of, has_flow
 from tailrace.keras.pipelines.stage_scope import CALLS, MADE
-from tailrace.keras.pipelines.staged_forward import by_call, called_layers, check_order
+from tailrace.keras.pipelines.staged_forward import Opened, by_call, called_layers, check_order
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,13 +55,22 @@ class NestedModelStageAssignment:
 def assigned(model: Any, stages: Any) -> list[Any]:
     """Assignments for all layer calls of a model, with these stages, or None."""
     if not has_flow(model):
-        calls = called_layers(model)
-        given = [None] * len(calls) if stages is None else stages
-        return [
-            LayerStageAssignment(layer, calls[:n].count(layer), stage)
-            for n, (layer, stage) in enumerate(zip(calls, given, strict=True))
-        ]
+        return _assigned_calls(called_layers(model), stages, collections.Counter())
     return _assigned(flow_of(model), stages)
+
+
+def _assigned_calls(opened: Opened, stages: Any, calls: collections.Counter[int]) -> list[Any]:
+    """Those of a subclassed model, whose calls are counted by layer."""
+    found: list[Any] = []
+    given = stages if isinstance(stages, list) else [stages] * len(opened.calls)
+    for one, stage in zip(opened.calls, given, strict=True):
+        if isinstance(one, Opened):
+            inner = _assigned_calls(one, stage, calls)
+            found.append(NestedModelStageAssignment(one.model, inner))
+        else:
+            found.append(LayerStageAssignment(one, calls[id(one)], stage))
+            calls[id(one)] += 1
+    return found
 
 
 def _assigned(flow: Flow, stages: Any) -> list[Any]:
@@ -102,23 +112,25 @@ def _matched(wanted: list[Any], given: list[Any], name: str) -> list[Any]:
     for index, (one, value) in enumerate(zip(wanted, given, strict=True)):
         nested = isinstance(one, NestedModelStageAssignment)
         inner = getattr(value, "pipeline_stage_assignments", value)
-        if nested and isinstance(inner, list):
-            found.append(_matched(one.pipeline_stage_assignments, inner, one.nested_model.name))
+        if nested:
+            entries = one.pipeline_stage_assignments
+            each = inner if isinstance(inner, list) else [inner] * len(entries)
+            found.append(_matched(entries, each, one.nested_model.name))
             continue
         stage = getattr(value, "pipeline_stage", value)
         layer = getattr(value, "layer", None)
-        if not nested and layer is not None and layer is not one.layer:
+        if layer is not None and layer is not one.layer:
             raise OptionError(
                 f"The order of pipeline_stage_assignment does not match the post-order generated "
                 f"from the graph. The provided assignment at index {index} is for layer "
                 f"{layer.name!r}, where {one.layer.name!r} is expected. Change the entries that "
                 f"get_pipeline_stage_assignment() returns, and give that list back."
             )
-        called = one.nested_model.name if nested else one.layer.name
+        called = one.layer.name
         if stage is None:
             raise OptionError(
-                f"Layer {called} with node_index {getattr(one, 'node_index', 0)} has not been "
-                f"assigned a pipeline stage."
+                f"Layer {called} with node_index {one.node_index} has not been assigned a pipeline "
+                f"stage."
             )
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
             raise OptionError(
@@ -126,7 +138,7 @@ def _matched(wanted: list[Any], given: list[Any], name: str) -> list[Any]:
                 f"LayerStageAssignment, or stage numbers of at least 0. Received for "
                 f"{called!r}: {value!r}."
             )
-        found.append([stage] * len(_flat_objects(one)) if nested else stage)
+        found.append(stage)
     return found
 
 

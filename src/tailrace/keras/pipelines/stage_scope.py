@@ -88,6 +88,9 @@ def _called(call: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     found = following.get()
     if found is None or found.depth:
         return call(layer, *args, **kwargs)
+    if isinstance(layer, keras.Model) and layer.layers:  # its layers may be in several stages
+        with found.inside(layer):
+            return call(layer, *args, **kwargs)
     found.depth += 1  # before the call: a boundary calls layers for masks, which do not count
     try:
         args, kwargs = found.enter(layer, args, kwargs)

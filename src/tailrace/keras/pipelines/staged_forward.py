@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,38 +80,75 @@ class StagedFlow:
 # -- subclassed models --------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Following:
-    """A subclassed model while its `call` is followed, layer call by layer call."""
+@dataclasses.dataclass(eq=False)
+class Opened:
+    """The layer calls of one model: layers, and models inside, opened as well.
 
-    stages: Sequence[int] | None
-    layers: list[Any] = dataclasses.field(default_factory=list)
-    seen: list[int | None] = dataclasses.field(default_factory=list)
-    here: int = 0
-    depth: int = 0
-    cuts: bool = True
+    Attributes:
+        model: the model.
+        calls: the layer calls and opened models, in order.
+        stages: their stages; a list for each model inside.
+    """
+
+    model: Any
+    calls: list[Any] = dataclasses.field(default_factory=list)
+    stages: list[Any] = dataclasses.field(default_factory=list)
+
+
+class Following:
+    """A subclassed model while its `call` is followed, layer call by layer call.
+
+    Args:
+        model: the model.
+        stages: the stage of each layer call, as in `Opened`; a number for all of a model inside. None:
+            as named where layers are called or created.
+        cuts: whether to begin stages; otherwise calls are only recorded.
+    """
+
+    def __init__(self, model: Any, stages: Sequence[Any] | None, cuts: bool = True) -> None:
+        self.found = Opened(model)
+        self.depth = 0
+        self._here, self._cuts = 0, cuts
+        self._around = [self.found]
+        self._given: list[Iterator[Any]] | None = None if stages is None else [iter(stages)]
+
+    @contextlib.contextmanager
+    def inside(self, model: Any) -> Iterator[None]:
+        """Follow the call of a model inside."""
+        opened, outer = Opened(model), self._around[-1]
+        outer.calls.append(opened)
+        outer.stages.append(opened.stages)
+        self._around.append(opened)
+        if self._given is not None:
+            given = next(self._given[-1], None)
+            self._given.append(iter(given) if isinstance(given, list) else itertools.repeat(given))
+        try:
+            yield
+        finally:
+            self._around.pop()
+            if self._given is not None:
+                self._given.pop()
 
     def enter(self, layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Called for each layer call: begins its stage, if it is a new one."""
-        number = len(self.layers)
-        self.layers.append(layer)
-        stage = self._stage_of(layer, number)
-        self.seen.append(stage)
-        if not self.cuts:
+        stage = self._stage_of(layer)
+        self._around[-1].calls.append(layer)
+        self._around[-1].stages.append(stage)
+        if not self._cuts:
             return args, kwargs
         if stage is None:
             raise OptionError(
                 f"All layers of a pipelined model must have an associated pipeline stage. However, "
                 f"{layer.name} has not been assigned to one."
             )
-        if stage < self.here:
+        if stage < self._here:
             raise OptionError(
                 f"Layer {layer.name} in pipeline stage {stage} has a dependency from a pipeline "
-                f"stage which has not yet been executed: it is called after stage {self.here} has "
+                f"stage which has not yet been executed: it is called after stage {self._here} has "
                 f"begun. Call layers in the order of their stages."
             )
-        while self.here < stage:
-            self.here += 1
+        while self._here < stage:
+            self._here += 1
             flat = keras.tree.flatten((args, kwargs))
             arrays = [n for n, one in enumerate(flat) if hasattr(one, "shape")]
             marked = masked_boundary([flat[n] for n in arrays])
@@ -119,43 +157,50 @@ class Following:
             args, kwargs = keras.tree.pack_sequence_as((args, kwargs), flat)
         return args, kwargs
 
-    def _stage_of(self, layer: Any, number: int) -> int | None:
-        if self.stages is not None:
-            return self.stages[number]
-        now = current_stage()
-        return layer.__dict__.get(MADE) if now is None else now
+    def _stage_of(self, layer: Any) -> int | None:
+        if self._given is not None:
+            return next(self._given[-1], None)
+        named = [current_stage(), layer.__dict__.get(MADE)]
+        named += [opened.model.__dict__.get(MADE) for opened in reversed(self._around[1:])]
+        return next((stage for stage in named if stage is not None), None)
 
 
 @contextlib.contextmanager
-def followed(found: Following) -> Iterator[Following]:
+def followed(found: Following) -> Iterator[None]:
     """A context in which the layer calls of a model are followed."""
     token = following.set(found)
     try:
-        yield found
+        yield
     finally:
         following.reset(token)
 
 
-def called_layers(model: Any) -> list[Any]:
-    """The layers that a subclassed model calls, in order."""
-    return _followed(model).layers
-
-
-def noted_in_call(model: Any) -> list[int] | None:
+def noted_in_call(model: Any) -> list[Any] | None:
     """The stages given in a subclassed model's `call`; None if there are none."""
-    seen = _followed(model).seen
-    if all(stage is None for stage in seen):
+    found = called_layers(model)
+    pairs = list(_pairs(found))
+    if all(stage is None for _, stage in pairs):
         return None
-    for layer, stage in zip(_followed(model).layers, seen, strict=True):
+    for layer, stage in pairs:
         if stage is None:
             raise OptionError(
                 f"All layers of a pipelined model must have an associated pipeline stage. However, "
                 f"{layer.name} has not been assigned to one."
             )
-    return [int(stage) for stage in seen if stage is not None]
+    return found.stages
 
 
-def _followed(model: Any) -> Following:
+def _pairs(opened: Opened) -> Iterator[tuple[Any, int | None]]:
+    """Every layer call, with its stage."""
+    for one, stage in zip(opened.calls, opened.stages, strict=True):
+        if isinstance(one, Opened):
+            yield from _pairs(one)
+        else:
+            yield one, stage
+
+
+def called_layers(model: Any) -> Opened:
+    """The layers that a subclassed model calls, in order."""
     if not model.built:
         raise ProgramError(
             f"Cannot get pipeline stage assignments for model {model.name!r} which has not been "
@@ -168,9 +213,10 @@ def _followed(model: Any) -> Following:
             f"The layer calls of {model.name!r} are found by following its `call` on the shape of its "
             f"inputs, which it does not know. Call it on a batch first."
         )
-    with followed(Following(None, cuts=False)) as found, keras.StatelessScope(), in_scope():
+    calls = Following(model, None, cuts=False)
+    with followed(calls), keras.StatelessScope(), in_scope():
         model.compute_output_spec(_symbols(shape))
-    return found
+    return calls.found
 
 
 def _symbols(shape: Any) -> Any:
@@ -184,10 +230,10 @@ def _symbols(shape: Any) -> Any:
 class StagedCall:
     """The forward pass of a subclassed model, stage by stage."""
 
-    def __init__(self, model: Any, stages: Sequence[int] | None) -> None:
-        self._call, self._stages = model.call, stages
+    def __init__(self, model: Any, stages: Sequence[Any] | None) -> None:
+        self._model, self._call, self._stages = model, model.call, stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        with followed(Following(self._stages)):
+        with followed(Following(self._model, self._stages)):
             return self._call(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -20,9 +21,16 @@ def stages_of(model: Any) -> list[Any] | None:
         return settings.options.pipeline_stage_assignment
     if isinstance(model, keras.Sequential) or not model.built:
         return None
-    marked = any(CALLS in layer.__dict__ or MADE in layer.__dict__ for layer in model.layers)
-    if not marked:
+    if not any(CALLS in layer.__dict__ or MADE in layer.__dict__ for layer in _layers(model)):
         return None
     found = noted_stages(model) if has_flow(model) else noted_in_call(model)
     settings.options.pipeline_stage_assignment = found
     return found
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    """The layers of a model, and of the models inside."""
+    for layer in model.layers:
+        yield layer
+        if isinstance(layer, keras.Model):
+            yield from _layers(layer)

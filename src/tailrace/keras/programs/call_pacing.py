@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import keras
+import numpy as np
 
 from tailrace.errors import OptionError
 from tailrace.keras.data.batch_counts import batches_in, check_accumulation, counted
@@ -76,6 +78,9 @@ def pacing_of_fit(model: Any, settings: Settings, call: dict[str, Any]) -> Pacin
         replicas=replicas,
         batches=counts.batches,
         ahead=settings.options.prefetch > 0,
+        arrays=all(
+            isinstance(one, np.ndarray | jax.Array) for one in keras.tree.flatten(call["x"])
+        ),
         drops=(steps or size or 0) % replicas != 0,
     )
 

@@ -82,6 +82,7 @@ class Executions(ABC):
         self._forms: dict[Any, Form] = {}
         self._batches: Batches | ResidentBatches | None = None
         self._tickets: deque[tuple[Any, int]] = deque()
+        self._in_flight: dict[tuple[Form, int], int] = {}
         self.begun = self.taken = 0
         """The number of times data was begun in this fit, and the batches taken since."""
         self.exhausted = False
@@ -132,6 +133,8 @@ class Executions(ABC):
                 if block is None:
                     break
             ticket, result = self.dispatch(block)
+            if ahead and pacing.arrays and piece < dispatch_table.THREAD_FROM:
+                batches.read_next()  # while the device computes
             self.inside = True
             results.append(result)
             self._latest_count = block.count
@@ -238,9 +241,7 @@ class Executions(ABC):
         least = dispatch_table.IN_FLIGHT
         if len(self._tickets) <= least:
             return
-        size = block.form.spec.nbytes * block.count
-        fitting = dispatch_table.most_bytes() // (size + 1)
-        most = max(least, min(dispatch_table.MOST_IN_FLIGHT, fitting))
+        most = self._most_in_flight(block)
         if len(self._tickets) <= most:
             return
         done, kept = 0, most if most == least else most // 2
@@ -249,6 +250,15 @@ class Executions(ABC):
             done += count
         jax.block_until_ready(ticket)
         self.pacing.ready(done / self.pacing.execution)
+
+    def _most_in_flight(self, block: Block) -> int:
+        key = (block.form, block.count)
+        if key not in self._in_flight:  # every execution needs it, and it does not change
+            size = block.form.spec.nbytes * block.count
+            fitting = dispatch_table.most_bytes() // (size + 1)
+            most = max(dispatch_table.IN_FLIGHT, min(dispatch_table.MOST_IN_FLIGHT, fitting))
+            self._in_flight[key] = most
+        return self._in_flight[key]
 
     def _whole(self, block: Block) -> Block | None:
         """A block without batches at its end that do not fill a step."""

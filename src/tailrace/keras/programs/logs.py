@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.spans.span import span
+
 
 class Values(ABC):
     """A value of an execution: on the device until it is read."""
@@ -40,7 +42,8 @@ class Series(Values):
         """The values as [steps] or, with several replicas, [replicas, steps]."""
         if self._host is None:
             lead = (self._replicas,) if self._replicas > 1 else ()
-            parts = [np.asarray(leaf).reshape(*lead, -1) for leaf in self._leaves]
+            with span("outfeed copy"):
+                parts = [np.asarray(leaf).reshape(*lead, -1) for leaf in self._leaves]
             self._host = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
             self._leaves = ()
         return self._host
@@ -61,7 +64,8 @@ class Final(Values):
 
     def host(self) -> np.ndarray:
         """The value, in an array of one."""
-        return np.asarray(self._leaf).reshape(-1)
+        with span("outfeed copy"):
+            return np.asarray(self._leaf).reshape(-1)
 
     def at(self, step: int, replica: int | None = None) -> Any:
         """The value, for any step: only the last one is ever requested."""

@@ -26,6 +26,7 @@ class Pacing:
         phase: "train", "test" or "predict".
         bar: the progress bar, which moves while a long execution runs.
         ahead: whether to prefetch while an execution runs.
+        arrays: whether the data are arrays, which are read without side effects.
         resident: the arrays that are kept on the device, whose rows are the batches.
         drops: whether batches at the end of an epoch are dropped.
         listeners: whether any callback uses the logs of batches.
@@ -42,6 +43,7 @@ class Pacing:
     phase: str = "train"
     bar: Any = None
     ahead: bool = False
+    arrays: bool = False
     resident: Rows | None = None
     drops: bool = False
     listeners: bool = True

@@ -67,8 +67,9 @@ class Training(Executions):
         self._delivered = 0
         self._step = 0
         """The step before there is an engine."""
-        self._takes_nothing, self._period = False, 1
-        """Whether the metrics are all that comes out of the program, and how often taps look."""
+        self._takes_nothing, self._period, self._accelerated = False, 1, False
+        """Whether the metrics are all that comes out of the program, how often taps look, and whether
+        it runs on an accelerator."""
         self._own: dict[int, Any] = {}
         """Values per replica to resume with, by the index of the variable."""
 
@@ -296,10 +297,9 @@ class Training(Executions):
         runner = engine.runner
         # A single step needs no loop, unless taps are periodic.
         runner.capacity = room if room > 1 or self._period > 1 else None
-        accelerated = runner.placement.device.platform != "cpu"
-        timing = self._timed < dispatch_table.TRIALS and accelerated and room > 1
+        timing = room > 1 and self._timed < dispatch_table.TRIALS and self._accelerated
         before, started = runner.compile_s, time.perf_counter()
-        ticket = engine.dispatch(length, block=staged, following=0)
+        ticket = engine.dispatch(length, block=staged, following=0, period=self._period)
         if timing and runner.compile_s == before:
             jax.block_until_ready(ticket.ready)
             seconds = (time.perf_counter() - started) / length
@@ -371,6 +371,7 @@ class Training(Executions):
             # Every execution needs these, and they do not change.
             self._takes_nothing = self._nothing_to_take(engine)
             self._period = engine.sight.period
+            self._accelerated = engine.runner.placement.device.platform != "cpu"
             self._form, self._began = form, True
         return engine
 

@@ -36,7 +36,7 @@ def gradient_findings(rms: LayerMap) -> Iterator[Finding]:
             names = [rms.names[row] for row in rows]
             late = rms.late()[rows]
             yield from _without_gradient(names, late)
-            yield from _through_layers(names, late)
+            yield from _through_layers(names, late, rms.ordered)
             yield from _over_time(rms, rows)
             return
 
@@ -54,8 +54,8 @@ def _without_gradient(names: list[str], late: np.ndarray) -> Iterator[Finding]:
         )
 
 
-def _through_layers(names: list[str], late: np.ndarray) -> Iterator[Finding]:
-    order = layers(names)
+def _through_layers(names: list[str], late: np.ndarray, ordered: bool) -> Iterator[Finding]:
+    order = layers(names, ordered)
     sizes = {}
     for layer, places in order.items():
         values = late[places]

@@ -1,9 +1,14 @@
-"""Tensors by layer, in the order of the model as far as names reveal it."""
+"""Tensors by layer, from the input of the model to its output; and the one that a step makes first."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+from tailrace.runs.diff.difference import ORDER as KINDS
+
+BACK = ("cotangent", "grad")
+"""Kinds that the backward pass makes."""
 
 _DIGITS = re.compile(r"\d+")
 
@@ -20,11 +25,12 @@ def layer_of(name: str) -> str:
     return layer + bracket + index
 
 
-def layers(names: Sequence[str]) -> dict[str, list[int]]:
+def layers(names: Sequence[str], ordered: bool = False) -> dict[str, list[int]]:
     """The layers of some tensors, and the indices of each layer's tensors.
 
-    They are in the order of the tensors, except that layers whose names differ only in numbers are
-    sorted by number: sorted as text, layer 10 would come before layer 2.
+    They are in the order of the tensors. If that is not known to be the order of the model, layers
+    whose names differ only in numbers are sorted by number: sorted as text, layer 10 would come before
+    layer 2.
 
     >>> list(layers(["grad/in/w", "grad/l1/w", "grad/l10/w", "grad/l2/w", "grad/out/w"]))
     ['in', 'l1', 'l2', 'l10', 'out']
@@ -32,6 +38,8 @@ def layers(names: Sequence[str]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         found.setdefault(layer_of(name), []).append(place)
+    if ordered:
+        return found
     families: dict[str, list[str]] = {}
     for layer in found:
         families.setdefault(_DIGITS.sub("#", layer), []).append(layer)
@@ -42,3 +50,21 @@ def layers(names: Sequence[str]) -> dict[str, list[int]]:
 
 def _numbers(layer: str) -> list[int]:
     return [int(digits) for digits in _DIGITS.findall(layer)]
+
+
+def made_first(names: Sequence[str]) -> int:
+    """The index of the tensor that a step makes first, of names from the input to the output.
+
+    Kinds follow each other in the order of a step. The backward pass starts at the output.
+
+    >>> made_first(["grad/a", "grad/b", "activation/a", "activation/b", "loss"])
+    2
+    >>> made_first(["grad/a", "grad/b"])
+    1
+    """
+
+    def time(index: int) -> tuple[int, int]:
+        kind = names[index].split("/")[0]
+        return KINDS.index(kind) if kind in KINDS else len(KINDS), -index if kind in BACK else index
+
+    return min(range(len(names)), key=time)

@@ -9,6 +9,7 @@ import numpy as np
 
 from tailrace.messages import shown
 from tailrace.page.findings.finding import Finding, Severity
+from tailrace.page.findings.layer_order import made_first
 from tailrace.page.layers import LayerMap
 from tailrace.records.history import History
 
@@ -48,7 +49,8 @@ def _tensors(bad: LayerMap) -> Iterator[Finding]:
     if not there.any():
         return
     column = int(np.argmax(there.any(axis=0)))
-    row = int(np.argmax(there[:, column]))
+    rows = np.flatnonzero(there[:, column])
+    row = int(rows[made_first([bad.names[index] for index in rows])])
     step = int(bad.steps[column])
     when = f"step {step}" if bad.width == 1 else f"steps {step} to {step + bad.width - 1}"
     count = int(there.any(axis=1).sum())

@@ -17,6 +17,15 @@ DEAD_UNITS = 0.1
 
 MOST_NAMED = 3
 
+MASKS = {
+    *("eq", "lt", "gt", "ge", "le", "ne", "and", "or", "not", "one_hot", "iota", "select_n"),
+    *("broadcast_in_dim", "convert_element_type", "bitcast_convert_type", "sign", "stop_gradient"),
+}
+"""Operations whose results are often zero in a model that works."""
+
+DRAWN = ("bernoulli", "uniform", "random_")
+"""Parts of names under which random numbers are drawn: dropout."""
+
 
 def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
     """Findings about the fractions of zeros in a run.
@@ -38,27 +47,32 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
         yield Finding(
             Severity.WARNING,
             "dead units",
-            f"Nearly all values are zero in {_shares(silent)}: units that pass nothing on get no "
-            f"gradient either. A lower learning rate, or a leaky activation, keeps them alive.",
-            max(silent)[1],
+            f"Nearly all values are zero in {_shares(_layers_first(silent))}: units that pass nothing "
+            f"on get no gradient either. A lower learning rate, or a leaky activation, keeps them "
+            f"alive.",
+            _layers_first(silent)[0][1],
         )
     if biases and np.isfinite([share for share, _ in biases]).all():
         yield Finding(
             Severity.WARNING,
             "dead units",
-            f"Some units get no gradient at all, step after step: {_shares(biases)}. They do not "
-            f"answer to any element of a batch.",
+            f"Some units get no gradient at all, step after step: "
+            f"{_shares(sorted(biases, reverse=True))}. They do not answer to any element of a batch.",
             max(biases)[1],
         )
 
 
 def _is_mask(name: str) -> bool:
-    """Whether an operation is expected to make zeros: comparisons, one-hot vectors, masks."""
+    """Whether an operation is expected to make zeros: masks, constants, random numbers."""
     operation = name.rpartition(":")[2]
-    return operation in ("eq", "lt", "gt", "ge", "le", "ne", "one_hot", "iota", "select_n")
+    return operation.split(".")[0] in MASKS or any(word in name for word in DRAWN)
+
+
+def _layers_first(found: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """From the input on, since what follows a dead layer is often dead because of it; layers first."""
+    return sorted(found, key=lambda one: ":" in one[1])
 
 
 def _shares(found: list[tuple[float, str]]) -> str:
-    found = sorted(found, reverse=True)
     named = ", ".join(f"{name!r} ({100 * share:.0f} %)" for share, name in found[:MOST_NAMED])
     return named + (f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else "")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -262,7 +261,8 @@ class LoopRunner:
         if exact and not self.separate and not numbers.first_step % max(period, 1):
             executable = self._fixed.get((length, period), executable)
         # An executable of fixed length ignores the count; a constant 0 keeps foreseen numbers valid.
-        numbers = dataclasses.replace(numbers, count=length if executable.counted else 0)
+        count = length if executable.counted else 0
+        numbers = Numbers(numbers.seed, numbers.first_step, numbers.offset, count)
         executable.keep_elements = self.keep_elements
         # A shallow copy keeps the arrays alive, so they must not be donated; see `Executable`.
         before = dict(state.values) if self.keep_elements else None
@@ -383,7 +383,7 @@ class LoopRunner:
             return f"the first program for elements of {shown}"
         if length not in [one.length for one in before]:
             return f"executions of up to {length} steps"
-        return f"taps look every {period} steps" if period > 1 else "other values leave the loop"
+        return f"taps look every {period} steps" if period > 1 else "it returns other values than before"
 
     def _counted(self, length: int | None) -> bool:
         """Whether a dispatch uses the executable whose length is data."""

@@ -39,7 +39,7 @@ class Numbers:
 
     def after(self, steps: int) -> Numbers:
         """The numbers of a dispatch that continues after `steps` steps."""
-        return dataclasses.replace(self, first_step=self.first_step + steps)
+        return Numbers(self.seed, self.first_step + steps, self.offset, self.count)
 
     @staticmethod
     def advanced(array: Any, steps: Any) -> Any:

@@ -63,7 +63,12 @@ class FirstRows:
             # Cut on the device, so that only computed rows are transferred.
             found = np.asarray(jax.lax.slice_in_dim(whole, 0, self.count, axis=self.axis))
         else:
-            found = np.asarray(whole)[(slice(None),) * self.axis + (slice(0, self.count),)]
+            rows = (slice(None),) * self.axis + (slice(0, self.count),)
+            found = np.asarray(whole)[rows]
+            if 2 * self.count <= whole.shape[self.axis]:
+                # A view would keep all of the array alive: an execution of one step returns room for
+                # hundreds.
+                found = found.copy()
         return np.array(found, dtype=dtype) if copy else np.asarray(found, dtype=dtype)
 
 

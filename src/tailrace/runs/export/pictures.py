@@ -13,7 +13,7 @@ from tailrace.records.exponents import BIAS, count_exponents, format_sentences
 from tailrace.records.records import Record, Records
 from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure
 from tailrace.runs.tables.selection import chosen_keys
-from tailrace.taps.catalogue import Select
+from tailrace.taps.catalogue import Catalogue, Select
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 MOST_COLUMNS = 400
@@ -102,7 +102,7 @@ def histograms_of(
     """The histogram of each selected tensor; see `histogram`."""
     records: Records = source if isinstance(source, Records) else source.records
     found: dict[str, ExponentHistogram] = {}
-    keys = chosen_keys(records, select, ("histogram", "tensor"))
+    keys = chosen_keys(records, select, ("histogram", "tensor"), catalogue_of(source))
     for key in sorted(keys, key=lambda key: key[1] != "histogram"):
         if key[0] in found:
             continue
@@ -246,7 +246,7 @@ def heatmap(
         scale: the limits of the colour scale; None for powers of ten around the values.
     """
     records: Records = source if isinstance(source, Records) else source.records
-    keys = chosen_keys(records, select, ("norm", "stats", "histogram"))
+    keys = chosen_keys(records, select, ("norm", "stats", "histogram"), catalogue_of(source))
     kind = min((key[1] for key in keys), key=("norm", "stats", "histogram").index)
     keys = [key for key in keys if key[1] == kind]
     series = [(key[0], *_one_number(records[key], field)) for key in keys]
@@ -281,3 +281,9 @@ def _one_number(record: Record, field: str) -> tuple[np.ndarray, np.ndarray]:
         values = np.where(finite.sum(-1) > 0, 2.0 ** ((finite * middle).sum(-1) / total), np.nan)
     flat = values.reshape(len(record), -1).astype(np.float64)
     return record.steps, flat.mean(axis=1)  # layers of a scanned stack: their mean
+
+
+def catalogue_of(source: Any) -> Catalogue:
+    """The tensors of a run, which say in which order the model has them; empty for records."""
+    found = getattr(source, "catalogue", None)
+    return found if isinstance(found, Catalogue) else Catalogue(())

@@ -8,16 +8,23 @@ import numpy as np
 
 from tailrace.errors import SelectionError
 from tailrace.records.records import Records
-from tailrace.taps.catalogue import Entry, Select, matches
+from tailrace.taps.catalogue import Catalogue, Entry, Select, matches
 
 
-def chosen_keys(records: Records, select: Select, kinds: tuple[str, ...] = ()) -> list[Any]:
-    """The (name, kind) of the records that a selection matches.
+def chosen_keys(
+    records: Records,
+    select: Select,
+    kinds: tuple[str, ...] = (),
+    catalogue: Catalogue = Catalogue(()),  # noqa: B008 - it does not change
+) -> list[Any]:
+    """The (name, kind) of the records that a selection matches, from the model's input to its output.
 
     Args:
         records: the records.
         select: a glob, `re.compile(...)`, a function of an entry, or a list of these.
         kinds: only records of these kinds; empty for all.
+        catalogue: the tensors of the step, whose order is that of the keys; without one they are in the
+            order of the records.
 
     Raises:
         SelectionError: none match.
@@ -38,4 +45,5 @@ def chosen_keys(records: Records, select: Select, kinds: tuple[str, ...] = ()) -
             f"This needs taps with {wanted}. The records that match {select!r} are of the kind "
             f"{there}."
         )
-    return found
+    order = catalogue.model_order()
+    return sorted(found, key=lambda key: order.get(key[0], len(order)))

@@ -16,6 +16,7 @@ from tailrace.errors import OptionError
 from tailrace.feeds.background import STOP_S
 from tailrace.feeds.waiting import LOOK_S, NOTE_S
 from tailrace.messages import logger, note_once
+from tailrace.spans.span import is_traced, span
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.calls.options import ModelOptions
 from tailrace.torch.errors import UsageError
@@ -143,10 +144,10 @@ class DataLoader(torch_data.DataLoader):
             assert self.combined_batch_size is not None
             batches = _rebatched(batches, self.combined_batch_size, self._drops)
         if self.mode is DataLoaderMode.SYNC:
-            return iter(batches)
+            return _waited_for(batches) if is_traced() else iter(batches)
         ahead = Ahead(batches, self._buffer)
         self._running.append(ahead)
-        return iter(ahead)
+        return _waited_for(ahead) if is_traced() else iter(ahead)
 
     def __len__(self) -> int:
         """The number of batches; when rebatched, rows in the dataset / rows of a batch."""
@@ -251,6 +252,17 @@ class Ahead:
                     f"Still waiting for the next batch of a loader, for {waited:.0f} s now."
                 )
                 note_at *= 2
+
+
+def _waited_for(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches; each wait is a span in open traces."""
+    rest, end = iter(batches), object()
+    while True:
+        with span("dataset wait"):
+            batch = next(rest, end)
+        if batch is end:
+            return
+        yield batch
 
 
 def _rebatched(batches: Iterable[Any], rows: int, drop_last: bool) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.result_packing import start_copying
 from tailrace.program.tracing.tap_selection import Sight
+from tailrace.spans.span import span, waiting_for
 from tailrace.taps.frame import Emission
 from tailrace.taps.tap import Mode, StopOnNonfinite
 from tailrace.torch.calls.call_blocks import CallBlocks
@@ -110,12 +111,14 @@ class Portions:
         ticket: Any = None
         for number, length in enumerate(self.lengths, start=1):
             runner = self._runner if number == len(self.lengths) else self._body
-            block = blocks.take(length * each)
+            with span("infeed copy", elements=length * each):
+                block = blocks.take(length * each)
             emitted, ticket = runner.dispatch(state, length, numbers, 0, self._period, block)
             parts.append(emitted)
             numbers = numbers.after(length)
         start_copying([list(part.values()) for part in parts])
-        return joined(parts), ticket
+        with waiting_for(ticket, "outfeed copy"):
+            return joined(parts), ticket
 
 
 def joined(parts: Sequence[Mapping[Hashable, Emission]]) -> dict[Hashable, Emission]:

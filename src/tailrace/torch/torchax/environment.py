@@ -24,9 +24,12 @@ from tailrace.torch.torchax.ops.compositions import (
     WRAPPED,
     grid_sampler_3d,
     index_reduce,
+    polygamma_in_place,
     scatter_reduce_of,
 )
 from tailrace.torch.torchax.ops.matrices import MATRICES
+from tailrace.torch.torchax.ops.pools import POOLS
+from tailrace.torch.torchax.ops.special_functions import COMPOSED, SPECIAL
 from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.tracing.watch import current_watch
 
@@ -64,6 +67,7 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     aten.i0: elementwise.bessel_i0,
     aten.leaky_relu: elementwise.leaky_relu,
     aten.mish: elementwise.mish,
+    aten.remainder: elementwise.remainder,
     aten.selu: elementwise.selu,
     aten.softplus: elementwise.softplus,
 }
@@ -91,6 +95,16 @@ OTHERS: dict[Any, Callable[..., Any]] = {
     torch.cdist: norms.each_with_each,
 }
 
+LOWERED = {**ELEMENTWISE, **OTHERS, **COMPOSITIONS, **MATRICES, **POOLS, **SPECIAL}
+"""All lowerings that take and return arrays."""
+
+OF_TENSORS: dict[Any, Callable[..., Any]] = {
+    aten.grid_sampler_3d: grid_sampler_3d,
+    aten.index_reduce: index_reduce,
+    **COMPOSED,
+}
+"""Those that take and return tensors."""
+
 DRAWN: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_: random_numbers.chance,
     aten.cauchy_: random_numbers.cauchy,
@@ -113,7 +127,7 @@ _WIDENED = (
     "_adaptive_avg_pool2d _adaptive_avg_pool3d cumprod cumsum digamma erfinv lgamma logcumsumexp "
     "logsumexp mvlgamma native_group_norm native_layer_norm polygamma prod sinc std std_mean var "
     "var_mean _log_softmax _softmax addcdiv addcmul addr lerp logit xlogy nanmean fmod remainder i0 "
-    "logaddexp logaddexp2 hypot _trilinear grid_sampler_2d grid_sampler_3d"
+    "logaddexp logaddexp2 hypot renorm _trilinear grid_sampler_2d grid_sampler_3d"
 )
 
 WIDENED = frozenset(
@@ -153,7 +167,7 @@ def make_environment() -> Any:
         def load_ops(self) -> None:
             super().load_ops()
             theirs = dict(self._ops)
-            for func, run in {**ELEMENTWISE, **OTHERS, **COMPOSITIONS, **MATRICES}.items():
+            for func, run in LOWERED.items():
                 for one in _with_overloads(func):
                     self._ops[one] = lowered(one, run)
             for func in ELEMENTWISE:
@@ -166,6 +180,8 @@ def make_environment() -> Any:
                 for one in _with_overloads(func):
                     if (plain := _out_of_place(one)) is not None:
                         self._ops[one] = mutating(one, op_base.InplaceOp(plain, True))
+            in_place = aten.polygamma_.default
+            self._ops[in_place] = mutating(in_place, polygamma_in_place)
             for one in _with_overloads(aten.copy_):
                 self._ops[one] = mutating(one, _copied, needs_env=True)
             for func in (aten.fill_, aten.zero_):
@@ -173,10 +189,9 @@ def make_environment() -> Any:
                     self._ops[one] = mutating(one, _filled, needs_env=True)
             for one in _with_overloads(aten.normal):
                 self._ops[one] = lowered(one, random_numbers.normal_of, needs_env=True)
-            for one in (aten.index_reduce.default, aten.index_reduce):
-                self._ops[one] = lowered(one, index_reduce, is_jax_function=False)
-            for one in _with_overloads(aten.grid_sampler_3d):
-                self._ops[one] = lowered(one, grid_sampler_3d, is_jax_function=False)
+            for func, run in OF_TENSORS.items():
+                for one in _with_overloads(func):
+                    self._ops[one] = lowered(one, run, is_jax_function=False)
             for one in (aten.rrelu_with_noise.default, aten.rrelu_with_noise):
                 self._ops[one] = lowered(one, random_numbers.rrelu, needs_env=True)
             functional_normal = aten.normal_functional.default

@@ -23,7 +23,8 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the name of a logged value: "loss", "val_loss", "val_accuracy", ...
-        patience: the number of checks without improvement after which to stop.
+        patience: the number of checks in a row without improvement after which to stop; 0 is the same as
+            1, as in Keras.
         mode: "min", "max", or "auto", which means "max" for names of accuracies and the like.
         min_delta: the smallest change that counts as an improvement.
         restore_best: whether to restore the whole state (parameters, optimizer state, model state,
@@ -98,5 +99,5 @@ class EarlyStopping(Callback):
                 self._kept = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
             return
         self._waited += 1
-        if self._waited > self.patience:
+        if self._waited >= max(1, self.patience):
             trainer.stop()

@@ -31,6 +31,7 @@ class Pace:
         chosen: the chosen number, once it is known.
         reason: the reason of the choice, as text.
         trials: measured seconds per step, until the number is chosen.
+        lengths: the steps of each trial.
         times_given: whether to time the first executions even if their length is given.
     """
 
@@ -42,6 +43,7 @@ class Pace:
     chosen: int | None = None
     reason: str = ""
     trials: list[float] = dataclasses.field(default_factory=list)
+    lengths: list[int] = dataclasses.field(default_factory=list)
     times_given: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +72,8 @@ class Pace:
 
     def chosen_state(self) -> dict[str, Any]:
         """For a checkpoint: records of whole executions depend on their lengths."""
-        return {"chosen": self.chosen, "reason": self.reason, "trials": list(self.trials)}
+        trials = {"trials": list(self.trials), "lengths": list(self.lengths)}
+        return {"chosen": self.chosen, "reason": self.reason, **trials}
 
     def choose_as(self, state: Mapping[str, Any]) -> None:
         """Continue with the lengths from a checkpoint, unless they are given."""
@@ -79,11 +82,14 @@ class Pace:
             # The length of the earlier process, for equal records, but within this device's memory.
             self.chosen = None if chosen is None else min(int(chosen), self.most)
             self.reason, self.trials = state["reason"], list(state["trials"])
+            self.lengths = list(state.get("lengths", [1] * len(self.trials)))
 
     @property
     def is_measuring(self) -> bool:
         """Whether to time the next execution: with a given number, only accelerators need that."""
-        return len(self.trials) < dispatch_table.TRIALS if self.times_given else self.chosen is None
+        return self.chosen is None or (
+            self.times_given and len(self.trials) < dispatch_table.TRIALS
+        )
 
     @property
     def seconds_per_step(self) -> float:
@@ -94,18 +100,48 @@ class Pace:
     def next(self, remaining: int | None) -> int:
         """The number of steps of the next execution."""
         # Of the first step nothing is known: it may take seconds, and then it goes alone.
-        piece = self.chosen or (min(dispatch_table.TRIAL, self._ideal()) if self.trials else 1)
+        piece = self.chosen or (self._next_trial() if self.trials else 1)
         return piece if remaining is None else min(piece, remaining)
+
+    def _next_trial(self) -> int:
+        length = self._ideal()
+        # An execution has a cost of its own (buffers for all records that it could make), and one step
+        # alone pays all of it. Unless steps take long, more of them together show what a step costs.
+        if self.trials[-1] < dispatch_table.ALONE_S and (len(self.trials) == 1 or self._is_falling):
+            length = max(length, 2 * self.lengths[-1])
+        return min(dispatch_table.TRIAL, self.most, length)
+
+    @property
+    def _is_falling(self) -> bool:
+        """Whether a longer execution made a step clearly cheaper, so that a still longer one may."""
+        before = min(self.trials[:-1], default=float("inf"))
+        return self.lengths[-1] < dispatch_table.TRIAL and self.trials[-1] < 0.8 * before
+
+    @property
+    def _overhead_s(self) -> float:
+        """Seconds of an execution that do not grow with its steps, from trials of unequal lengths."""
+        totals = sorted(
+            {n: min(s * m for m, s in self._tried if m == n) for n, _ in self._tried}.items()
+        )
+        if len(totals) < 2:
+            return 0.0
+        (short, less), (long, more) = totals[0], totals[-1]
+        return max(0.0, less - short * (more - less) / (long - short))
+
+    @property
+    def _tried(self) -> list[tuple[int, float]]:
+        return list(zip(self.lengths, self.trials, strict=True))
 
     def measured(self, steps: int, seconds: float) -> None:
         """Add the time of an execution, without its compilation; after some, choose the length."""
         if not self.is_measuring:
             return
         self.trials.append(max(seconds / steps, 1e-7))
+        self.lengths.append(steps)
         if self.chosen is not None:
             return
         # The first one alone says "one step" of any large model.
-        if len(self.trials) < dispatch_table.TRIALS:
+        if len(self.trials) < dispatch_table.TRIALS or self._is_falling:
             self.reason = f"{steps} steps an execution while the time of a step is measured"
             return
         self.chosen = self._ideal()
@@ -116,7 +152,10 @@ class Pace:
         )
 
     def _ideal(self) -> int:
-        return min(self.most, max(1, int(self.target_s / self.seconds_per_step)))
+        # Long enough that the cost of an execution itself does not count, up to a limit.
+        target = max(self.target_s, dispatch_table.OVERHEADS * self._overhead_s)
+        target = min(target, max(self.target_s, dispatch_table.LONGEST_S))
+        return min(self.most, max(1, int(target / self.seconds_per_step)))
 
 
 def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | None) -> Pace:
@@ -133,10 +172,13 @@ def pace_for(engine: Engine, steps: int | None, most_bytes: int, before: Pace | 
     recorded = bytes_per_step(sight.chosen, count, replicas)
     if steps is not None:
         check_bytes(sight.chosen, steps, count, replicas, most_bytes)
-    most = int(most_bytes / recorded) if recorded else None
+    # Automatic lengths also keep the buffers of records small: every execution clears all of them.
+    room = most_bytes if steps is not None else min(most_bytes, dispatch_table.RECORD_BYTES)
+    most = int(room / recorded) if recorded else None
     # Periodic taps need executions of at least one period: refuse those that cannot fit.
     if most is not None and most < sight.period:
         check_bytes(sight.chosen, sight.period, count, replicas, most_bytes)
+        most = sight.period
     size = runner.bytes_per_pass
     if before is not None and before.bytes_per_step == size:
         return before

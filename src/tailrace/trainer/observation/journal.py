@@ -46,12 +46,13 @@ class Journal:
         self.history = History()
         self.compilations: list[Compilation] = []
         self._leaving_out, self._logged = leaving_out, logged
-        self._resumed = False
+        self._resumed = self._is_open = False
 
     def begin(self, first_step: int, microbatches: int, replicas: int) -> None:
         """Start a new history; earlier records are dropped."""
         self.history = History(first_step, microbatches, replicas)
         self.records.clear()
+        self._is_open = False
 
     def take_up(self, history: History, end: Any) -> None:
         """Continue a fit of another process, whose run ended at a mark."""
@@ -79,7 +80,7 @@ class Journal:
 
     @contextmanager
     def open(self, info: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-        """While results come in.
+        """While results come in; a fit on batches of several shapes opens it again for each.
 
         Args:
             info: makes the description of what runs, ready for JSON. It is called only if something
@@ -89,8 +90,9 @@ class Journal:
         # Rates are measured between executions; the time between two fits is not training.
         if self._logged is not None:
             self._logged.restart()
+        goes_on, self._is_open = self._is_open, True
         try:
-            with self.sink.fitting(info()) if self.sink is not None else nullcontext():
+            with self.sink.fitting(info(), goes_on) if self.sink is not None else nullcontext():
                 yield
         finally:
             self.records.runs.end()

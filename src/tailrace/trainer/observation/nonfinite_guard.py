@@ -13,7 +13,7 @@ import numpy as np
 from tailrace.devices.processes.distributed import process_index
 from tailrace.errors import NonFiniteError
 from tailrace.feeds.feed import Staged
-from tailrace.program.nonfinite import find_culprit, step_block
+from tailrace.program.nonfinite import INFEED, find_culprit, step_block
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.taps.frame import Ambient, Emission, Frame
@@ -169,9 +169,14 @@ def diagnose(
     if culprit is not None and microbatches > 1:
         which += f", microbatch {culprit.microbatch}"
     why = f" {culprit}." if culprit else " A replay of the step on its own was finite."
+    from_data = culprit is not None and culprit.operation == INFEED
+    advice = (
+        "Correct the data, or leave that row out."
+        if from_data
+        else "Lower the learning rate, clip gradients, or look at the row."
+    )
     error = NonFiniteError(
-        f"Not finite in {which}: {shown}.{why} The parameters are those before that step. Lower the "
-        f"learning rate, clip gradients, or look at the row."
+        f"Not finite in {which}: {shown}.{why} The parameters are those before that step. {advice}"
     )
     error.step, error.culprit = number, culprit
     return error

@@ -20,11 +20,31 @@ def optimizer_text(optimizer: Any) -> str:
     'trace(decay=0.9, nesterov=False), scale(step_size=-0.1)'
     >>> optimizer_text(optax.sgd(optax.exponential_decay(0.1, 100, 0.5)))[:60]
     'scale_by_schedule(step_size_fn=exponential_decay(decay_rate='
+    >>> optimizer_text(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9))
+    'sgd(learning_rate=0.1, momentum=0.9, nesterov=False)'
     """
     update = getattr(optimizer, "update", None)
     if not callable(update) or not hasattr(update, "__code__"):
         return type(optimizer).__name__
+    if (injected := _injected(optimizer)) is not None:
+        return injected
     return ", ".join(_parts(update, [])[:MOST]) or "nothing"
+
+
+def _injected(optimizer: Any) -> str | None:
+    """An `optax.inject_hyperparams`, as the optimizer that it calls; None for any other."""
+    closed = {**_closed(optimizer.init), **_closed(optimizer.update)}
+    factory = closed.get("inner_factory")
+    if factory is None:
+        return None
+    groups = [closed.get(f"{kind}_hps", {}) for kind in ("numeric", "sched", "other")]
+    # A schedule is wrapped in an object that counts its calls.
+    numbers = {
+        name: getattr(value, "schedule_fn", value)
+        for group in groups
+        for name, value in group.items()
+    }
+    return _call(getattr(factory, "__name__", "inject_hyperparams"), numbers)
 
 
 def _parts(function: Any, seen: list[int]) -> list[str]:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.torch.torchax.ops.norms import vector_norm
+
 aten = torch.ops.aten
 
 
@@ -209,23 +211,61 @@ def _lu(x: Any, *, pivot: bool = True) -> tuple[Any, Any, Any]:
     return permutation, lower, upper
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _products(base: Any, source: Any, index: Any, dim: int) -> Any:
+    """Entries of a tensor, each times all those of another that are sent to its place."""
+    return base.at[_places(index, dim)].multiply(source)
+
+
+def _products_forward(base: Any, source: Any, index: Any, dim: int) -> tuple[Any, Any]:
+    return _products(base, source, index, dim), (base, source, index)
+
+
+def _products_backward(dim: int, kept: Any, slope: Any) -> tuple[Any, Any, None]:
+    """The product of the other factors: without a division by 0, and right if one of them is 0."""
+    base, source, index = kept
+    at = _places(index, dim)
+    zeros = (base == 0).astype(jnp.int32).at[at].add((source == 0).astype(jnp.int32))
+    rest: Any = _products(*(jnp.where(part == 0, 1, part) for part in (base, source)), index, dim)
+
+    def others(factor: Any, zeros: Any, rest: Any) -> Any:
+        alone = jnp.where(zeros == 1, rest, 0)
+        return jnp.where(factor == 0, alone, jnp.where(zeros == 0, rest / factor, 0))
+
+    return slope * others(base, zeros, rest), slope[at] * others(source, zeros[at], rest[at]), None
+
+
+_products.defvjp(_products_forward, _products_backward)
+
+
+def _places(index: Any, dim: int) -> tuple[Any, ...]:
+    places = list(jnp.indices(index.shape, sparse=True))
+    places[dim] = index
+    return tuple(places)
+
+
 def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction into places, right for integers as well; that of floats is torchax's."""
+    """A reduction into places, right for integers as well; that of floats is torchax's, except for
+    products, which JAX differentiates only if no place is named twice."""
 
     def run(
         x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
     ) -> Any:
-        if jnp.issubdtype(x.dtype, jnp.inexact):
+        floats = jnp.issubdtype(x.dtype, jnp.inexact)
+        if floats and reduce != "prod":
             return theirs(x, dim, index, src, reduce, include_self=include_self)
         if not x.ndim:
             row = [jnp.reshape(part, (1,)) for part in (x, index, src)]
             alone = run(row[0], 0, row[1], row[2], reduce, include_self=include_self)
             return alone.reshape(())
-        wide = x.astype(jnp.int32)
-        places = list(jnp.indices(index.shape, sparse=True))
-        places[dim] = index
-        at = tuple(places)
-        source = src[tuple(slice(n) for n in index.shape)].astype(jnp.int32)
+        at = _places(index, dim)
+        source = src[tuple(slice(n) for n in index.shape)]
+        if floats:
+            touched = jnp.zeros(x.shape, bool).at[at].set(True)
+            return _products(
+                x if include_self else jnp.where(touched, 1, x), source, index, dim % x.ndim
+            )
+        wide, source = x.astype(jnp.int32), source.astype(jnp.int32)
         limits = jnp.iinfo(jnp.int32)
         start = {"amax": limits.min, "amin": limits.max, "prod": 1}.get(reduce, 0)
         touched = jnp.zeros(x.shape, bool).at[at].set(True)
@@ -267,6 +307,29 @@ def _cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> 
     return _cholesky(x, upper), jnp.zeros(x.shape[:-2], jnp.int32)
 
 
+def _renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+    """Slices along one dim, each made shorter if its norm is too large."""
+    others = [axis for axis in range(x.ndim) if axis != dim % x.ndim]
+    norm = vector_norm(x, p, others, True)
+    return x * jnp.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1)
+
+
+@jax.custom_jvp
+def _nextafter(x: Any, other: Any) -> Any:
+    return jnp.nextafter(x, other)
+
+
+@_nextafter.defjvp
+def _nextafter_jvp(given: Any, tangents: Any) -> Any:
+    """As PyTorch's: the neighbour moves with the number, unless it is where it goes to."""
+    return _nextafter(*given), jnp.where(given[0] == given[1], 0, tangents[0])
+
+
+def polygamma_in_place(x: Any, n: int) -> Any:
+    """Its arguments are in another order than those of the function."""
+    return x.copy_(torch.polygamma(n, x))
+
+
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{name} has no lowering: tensors have no strides here")
@@ -285,7 +348,9 @@ COMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.lu_unpack.default: _lu_unpack,
     aten.max_unpool2d.default: _unpooled,
     aten.max_unpool3d.default: _unpooled,
+    aten.nextafter.default: _nextafter,
     aten.polygamma.default: _polygamma,
+    aten.renorm.default: _renorm,
     aten.repeat_interleave: _repeat_interleave,
     aten.searchsorted: _searchsorted,
     aten.special_zeta: _zeta,

@@ -88,6 +88,26 @@ def fmod(x: Any, other: Any) -> Any:
     return jnp.fmod(x, other)
 
 
+@jax.custom_jvp
+def _left(x: Any, other: Any) -> Any:
+    return jnp.remainder(x, other)
+
+
+@_left.defjvp
+def _left_jvp(given: Any, tangents: Any) -> Any:
+    """As PyTorch's: the quotient without its rest. One in floats may be rounded past a whole number."""
+    left = _left(*given)
+    return left, tangents[0] - jnp.round((given[0] - left) / given[1]) * tangents[1]
+
+
+def remainder(x: Any, other: Any) -> Any:
+    """What is left of a division towards minus infinity."""
+    dtype = jnp.result_type(x, other)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.remainder(x, other)
+    return _left(jnp.asarray(x, dtype), jnp.asarray(other, dtype))
+
+
 def bessel_i0(x: Any) -> Any:
     """An even function, flat at 0; JAX's formula is of the absolute value."""
     return jnp.exp(absolute(x)) * jax.scipy.special.i0e(x)
