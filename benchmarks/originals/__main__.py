@@ -1,10 +1,11 @@
 """Run the originals' programs with their imports changed: `python -m benchmarks.originals DIR`.
 
-    python -m benchmarks.originals examples/tutorials                 # all programs, half an hour
+    python -m benchmarks.originals examples/tutorials                 # all programs, two hours
     python -m benchmarks.originals examples/tutorials tensorflow2 imdb  # those whose path has a word
     python -m benchmarks.originals examples/tutorials --limit 300     # seconds for each program
 
-Each program runs in a copy of its folder and in a process of its own. What it prints is kept in the
+Each program runs twice, in copies of its folder and in processes of its own: with Tailrace, and with
+the plain libraries (`plain`), whose loss or accuracy is the oracle. What it prints is kept in the
 directory of `--logs`, if one is given.
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
@@ -20,10 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
-from benchmarks.originals.imports import changed
-from benchmarks.originals.one import MARK
+from benchmarks.originals import reports
+from benchmarks.originals.imports import PLAIN, TABLE, changed
 from benchmarks.originals.programs import Program, programs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -34,53 +33,65 @@ class Outcome:
     """What became of a program.
 
     Attributes:
-        program: the program.
         lines: how many lines of imports were changed in it.
         error: the last line of its error; None if it ran.
         seconds: how long it took.
-        reported: what its models reported last.
+        numbers: what it computed (`reports`).
     """
 
-    program: Program
     lines: int
     error: str | None
     seconds: float
-    reported: dict[str, Any]
+    numbers: dict[str, float]
 
 
 def outcome(
-    root: pathlib.Path, program: Program, limit: float, logs: pathlib.Path | None
+    root: pathlib.Path,
+    program: Program,
+    limit: float,
+    logs: pathlib.Path | None = None,
+    plain: bool = False,
 ) -> Outcome:
-    """Run a program in a copy of its folder."""
+    """Run a program in a copy of its folder.
+
+    Args:
+        root: the checkout.
+        program: the program.
+        limit: how many seconds it may take.
+        logs: where what it prints is kept.
+        plain: whether it is run with the plain libraries.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         home = pathlib.Path(scratch, "program")
         shutil.copytree(root / program.path.parent, home)
-        lines = 0
-        for path in home.rglob("*.py"):
-            after = changed(path.read_text(encoding="utf-8"))
-            path.write_text(after.text, encoding="utf-8")
-            if path == home / program.path.name:
-                lines = after.lines
+        lines = _change(home, home / program.path.name, plain)
         if program.before is not None:
-            _run(home, [program.before], limit, program.images)
+            _run(home, [program.before], limit, program, plain)
         began = time.perf_counter()
         command = [program.path.name, *program.arguments]
-        code, text = _run(home, command, limit, program.images)
+        code, text = _run(home, command, limit, program, plain)
         seconds = time.perf_counter() - began
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
-        (logs / program.path.as_posix().replace("/", "__")).with_suffix(".txt").write_text(text)
-    reported = [line for line in text.splitlines() if line.startswith(MARK)]
-    return Outcome(
-        program,
-        lines,
-        None if code == 0 else _last_error(text, code),
-        seconds,
-        json.loads(reported[-1].removeprefix(MARK)) if reported else {},
-    )
+        name = program.path.as_posix().replace("/", "__")
+        (logs / name).with_suffix(".plain.txt" if plain else ".txt").write_text(text)
+    error = None if code == 0 else _last_error(text, code)
+    return Outcome(lines, error, seconds, reports.read(text))
 
 
-def _run(home: pathlib.Path, command: list[str], limit: float, images: str) -> tuple[int, str]:
+def _change(home: pathlib.Path, program: pathlib.Path, plain: bool) -> int:
+    """Change the imports of all files; how many lines of the program itself changed."""
+    lines = 0
+    for path in home.rglob("*.py"):
+        after = changed(path.read_text(encoding="utf-8"), PLAIN if plain else TABLE)
+        path.write_text(after.text, encoding="utf-8")
+        lines = after.lines if path == program else lines
+    return lines
+
+
+def _run(
+    home: pathlib.Path, command: list[str], limit: float, program: Program, plain: bool
+) -> tuple[int, str]:
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -88,7 +99,10 @@ def _run(home: pathlib.Path, command: list[str], limit: float, images: str) -> t
         "MPLBACKEND": "agg",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOME": str(home.parent),
-        "ORIGINALS_IMAGES": images,
+        "ORIGINALS_FOLDER": program.folder,
+        "ORIGINALS_IMAGES": program.images,
+        "ORIGINALS_PLAIN": "1" if plain else "",
+        "OMP_NUM_THREADS": "1",  # small models: threads of PyTorch wait for each other
     }
     try:
         done = subprocess.run(
@@ -106,18 +120,30 @@ def _run(home: pathlib.Path, command: list[str], limit: float, images: str) -> t
 
 def _last_error(text: str, code: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(MARK)]
+    lines = [line for line in lines if not line.startswith(reports.MARK)]
     errors = [line for line in lines if "Error" in line.split(":")[0] or "longer than" in line]
     return (errors or lines or [f"exit status {code}"])[-1]
 
 
-def row(found: Outcome) -> str:
+def row(program: Program, found: Outcome, plain: Outcome | None) -> str:
     """A row of the table."""
-    name = found.program.path.as_posix()
-    fit = found.reported.get("fit", {})
-    values = ", ".join(f"{key} {value}" for key, value in list(fit.items())[:2])
     verdict = "runs" if found.error is None else f"refused: {found.error}"
-    return f"| `{name}` | {found.lines} | {verdict} | {found.seconds:.0f} s | {values} |"
+    here, there = _compared(found, plain)
+    name = program.path.as_posix()
+    return f"| `{name}` | {found.lines} | {verdict} | {found.seconds:.0f} s | {here} | {there} |"
+
+
+def _compared(found: Outcome, plain: Outcome | None) -> tuple[str, str]:
+    numbers = reports.chosen(found.numbers)
+    here = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    if plain is None or not numbers:
+        return here, ""
+    if plain.error is not None:
+        return here, f"no plain program: {plain.error}"
+    known = {name: plain.numbers[name] for name in numbers if name in plain.numbers}
+    there = ", ".join(f"{value:.4g}" for value in known.values())
+    same = known and all(reports.agree(name, numbers[name], known[name]) for name in known)
+    return here, there if same else f"{there} differs"
 
 
 def main() -> None:
@@ -127,17 +153,21 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="run programs whose path has one of these")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each program")
     parser.add_argument("--logs", type=pathlib.Path, help="keep what programs print, here")
+    parser.add_argument("--no-plain", action="store_true", help="do not compare")
     options = parser.parse_args()
     chosen = programs(options.directory)
     if options.words:
         chosen = [one for one in chosen if any(word in str(one.path) for word in options.words)]
-    print("| program | imports changed (lines) | | time | at the end |", flush=True)
-    print("|---|---|---|---|---|", flush=True)
+    print("| program | imports changed (lines) | | time | at the end | plain |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
     ran = 0
     for program in chosen:
         found = outcome(options.directory, program, options.limit, options.logs)
+        plain = None
+        if found.error is None and not options.no_plain:
+            plain = outcome(options.directory, program, options.limit, options.logs, plain=True)
         ran += found.error is None
-        print(row(found), flush=True)
+        print(row(program, found, plain), flush=True)
     print(f"\n{ran} of {len(chosen)} programs run.")
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.originals.blocks README.md --beside examples/tutorials/.../inspecting_tensors
 
 Imports are changed by the one table. All blocks of a document are one program, as its reader types
-them; a block that fails is counted, and the next one runs. `--beside` has modules that the document
-imports.
+them, with what the document leaves to the reader (`contexts`); a block that fails is counted, and the
+next one runs. `--beside` has modules that the document imports.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import tempfile
 import textwrap
 import traceback
 from typing import Any
+
+from benchmarks.originals.contexts import context_of
 
 _MARKDOWN = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _RST = re.compile(r"^\.\. code-block:: python\n\n((?:  .*\n|\n)+)", re.MULTILINE)
@@ -50,19 +52,38 @@ def main() -> None:
         for path in sorted(options.beside.glob("*.py")) if options.beside else ():
             (home / path.name).write_text(changed(path.read_text()).text)
         sys.path.insert(0, scratch)
-        names: dict[str, Any] = {"__name__": "__main__"}
-        good = 0
-        found = blocks(options.document.read_text())
-        for number, block in enumerate(found):
-            path = home / f"block_{number}.py"  # in a file, so that its source can be rewritten
-            try:
-                path.write_text(changed(block).text)
-                exec(compile(path.read_text(), path, "exec"), names)
-                good += 1
-            except Exception as error:
-                traceback.print_exc()
-                print(f"block {number}: {type(error).__name__}: {error}", flush=True)
-        print(f"{options.document.name}: {good} of {len(found)} blocks run.")
+        good, count = run(options.document.read_text(), home)
+    print(f"{options.document.name}: {good} of {count} blocks run.")
+
+
+def run(text: str, home: pathlib.Path) -> tuple[int, int]:
+    """Run the blocks of a document: how many ran, and how many there are.
+
+    Args:
+        text: the document.
+        home: where the blocks are written, so that their source can be rewritten.
+    """
+    from benchmarks.originals.imports import changed
+
+    names: dict[str, Any] = {"__name__": "__main__"}
+    found, context = blocks(text), context_of(text)
+    good = 0
+    for number in context.order(len(found)):
+        if number in context.skipped:
+            print(f"block {number}: {context.skipped[number]}")
+            continue
+        block = found[number]
+        if number in context.filled:
+            block = block.replace("= ...", f"= {context.filled[number]}")
+        path = home / f"block_{number}.py"
+        try:
+            path.write_text(changed(context.before.get(number, "") + block).text)
+            exec(compile(path.read_text(), path, "exec"), names)
+            good += 1
+        except Exception as error:
+            traceback.print_exc()
+            print(f"block {number}: {type(error).__name__}: {error}", flush=True)
+    return good, len(found)
 
 
 if __name__ == "__main__":

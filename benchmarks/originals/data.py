@@ -7,6 +7,7 @@ praise or of blame among others decides what a review says, so that a model can 
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -17,7 +18,10 @@ import numpy as np
 import tailrace as tr
 
 TRAIN, TEST = 3840, 1152
-"""How many images there are: multiples of the batch sizes that programs use."""
+"""How many images of digits there are: multiples of the batch sizes that programs use."""
+
+PHOTOGRAPHS = 256, 256
+"""How many images in the shape of photographs: few, because programs run many epochs."""
 
 Arrays = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
@@ -31,8 +35,9 @@ def digits() -> Arrays:
 
 
 def photographs() -> Arrays:
-    """The digits as images [n, 32, 32, 3], labels [n, 1]; few, because programs run many epochs."""
-    parts = [(images[:256], labels[:256]) for images, labels in digits()]
+    """The digits as images [n, 32, 32, 3], labels [n, 1]."""
+    counts = zip(digits(), PHOTOGRAPHS, strict=True)
+    parts = [(images[:count], labels[:count]) for (images, labels), count in counts]
     grown = [np.pad(images, ((0, 0), (2, 2), (2, 2))) for images, _ in parts]
     colours = [np.repeat(images[..., None], 3, axis=-1) for images in grown]
     return (colours[0], parts[0][1][:, None]), (colours[1], parts[1][1][:, None])
@@ -53,12 +58,20 @@ def reviews(num_words: int = 20000, **_: Any) -> Arrays:
 
 def supply() -> None:
     """Replace the loaders of the libraries that are installed."""
-    _keras()
-    _torchvision()
+    supply_keras()
+    supply_torch()
 
 
-def _keras() -> None:
-    from tailrace.compat.tensorflow import keras
+def supply_keras(plain: bool = False) -> None:
+    """Replace the loaders of Keras.
+
+    Args:
+        plain: whether it is used without Tailrace.
+    """
+    if plain:
+        import keras
+    else:
+        from tailrace.compat.tensorflow import keras
 
     loaders: dict[str, Callable[..., Arrays]] = {
         "mnist": lambda *_, **__: digits(),
@@ -70,11 +83,24 @@ def _keras() -> None:
         getattr(keras.datasets, name).load_data = load
 
 
-def _torchvision() -> None:
+def _few_workers(torch: Any) -> None:
+    """Let loaders have as many processes as there are cores: programs ask for up to 40."""
+    loader = torch.utils.data.DataLoader
+    plain, cores = loader.__init__, os.cpu_count() or 1
+
+    def made(self: Any, *args: Any, num_workers: int = 0, **options: Any) -> None:
+        plain(self, *args, num_workers=min(num_workers, cores), **options)
+
+    loader.__init__ = made
+
+
+def supply_torch() -> None:
+    """Replace the loaders of torchvision, if there is one."""
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError:
         return
+    _few_workers(torch)
     # A torchvision for another build of torch lacks compiled operators, which nothing here uses.
     sys.modules.setdefault(
         "torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations")

@@ -6,7 +6,8 @@ import ast
 import dataclasses
 import pathlib
 
-FOLDERS = ("tensorflow2", "pytorch")
+FOLDERS = {"tensorflow2": "tensorflow2", "tensorflow2_code": "tensorflow2", "pytorch": "pytorch"}
+"""In which folders programs are, and for which of the originals."""
 
 ARGUMENTS = {
     "recompute_lstm.py": ["--seq-len", "64"],
@@ -26,8 +27,13 @@ IMAGES = {
     "tensorboard/demo.py": "20480 4096",
     "tensorboard/demo_code_only.py": "20480 4096",
     "pipelining/mnist_pipeline.py": "4096 16384",
+    "pipelining/walkthrough.py": "8192 1600",
+    "pipelining/walkthrough_code_only.py": "8192 1600",
+    "octconv/octconv_example.py": "1200 4000",
+    "mixed_precision/walkthrough.py": "480 320",
+    "mixed_precision/walkthrough_code_only.py": "480 320",
 }
-"""How many images of digits a program needs to train and to test, if more than others."""
+"""How many images a program needs to train and to test, if not as many as others."""
 
 FIRST = {"popdist_inference.py": "popdist_training.py"}
 """A program that must have run in the same folder before."""
@@ -74,7 +80,7 @@ def programs(root: pathlib.Path) -> list[Program]:
         if not folders or "tests" in relative.parts or path.name.startswith("test_"):
             continue
         if _does_something(path):
-            found.append(Program(relative, folders[0]))
+            found.append(Program(relative, FOLDERS[folders[0]]))
     return found
 
 

@@ -8,8 +8,10 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from benchmarks.originals import blocks, imports
-from benchmarks.originals.programs import programs
+from benchmarks.originals import blocks, contexts, imports, reports
+from benchmarks.originals.__main__ import Outcome, row
+from benchmarks.originals.plain import anything
+from benchmarks.originals.programs import Program, programs
 
 PROGRAM = """\
 import numpy as np
@@ -50,7 +52,10 @@ def test_imports_are_changed_and_nothing_else():
     assert len(found.text.splitlines()) == len(PROGRAM.splitlines())
 
 
-@pytest.mark.parametrize("module", [imports, blocks], ids=["imports", "blocks"])
+MODULES = [imports, blocks, contexts, reports, anything]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=[m.__name__.rpartition(".")[2] for m in MODULES])
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -71,3 +76,64 @@ def test_programs_are_found(tmp_path):
     assert [str(found.path) for found in programs(tmp_path)] == [
         "tutorials/tensorflow2/demo/main.py"
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import tensorflow as tf", "import tensorflow as tf"),
+        ("from tensorflow import keras", "import keras"),
+        ("from tensorflow.keras.layers import Dense", "from keras.layers import Dense"),
+        ("from tensorflow.python import ipu", "from benchmarks.originals.plain import ipu"),
+        ("import poptorch", "from benchmarks.originals.plain import poptorch"),
+    ],
+)
+def test_imports_of_a_plain_program(before, after):
+    assert imports.changed(before, imports.PLAIN).text == after
+
+
+def test_a_row_compares_with_the_plain_program():
+    program = Program(pathlib.PurePosixPath("a/tensorflow2/b.py"), "tensorflow2")
+    found = Outcome(2, None, 10.0, {"loss": 0.5, "accuracy": 0.9})
+    same = Outcome(1, None, 5.0, {"loss": 0.51, "accuracy": 0.92})
+    other = Outcome(1, None, 5.0, {"loss": 0.51, "accuracy": 0.5})
+    start = "| `a/tensorflow2/b.py` | 2 | runs | 10 s | loss 0.5, accuracy 0.9 |"
+    assert row(program, found, same) == f"{start} 0.51, 0.92 |"
+    assert row(program, found, other) == f"{start} 0.51, 0.5 differs |"
+    assert row(program, found, None) == f"{start}  |"
+    failed = Outcome(1, "TypeError: no", 5.0, {})
+    assert row(program, found, failed) == f"{start} no plain program: TypeError: no |"
+
+
+def test_what_a_document_leaves_to_the_reader_is_supplied(tmp_path, monkeypatch):
+    text = "# A title\n\n" + "".join(
+        f"```python\n{block}\n```\n" for block in ("a = given", "b = later", "later = 2", "c = ...")
+    )
+    assert blocks.run(text, tmp_path) == (2, 4)
+    context = contexts.Context(
+        before={0: "given = 1\n"}, after={2: 0}, filled={3: "5; assert b == 2"}
+    )
+    monkeypatch.setitem(contexts.CONTEXTS, "# A title", context)
+    assert blocks.run(text, tmp_path) == (4, 4)
+
+
+def test_the_plain_poptorch_trains_as_the_original_says():
+    torch = pytest.importorskip("torch")
+    from benchmarks.originals.plain import poptorch
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x, (self.weight * x).mean()
+
+    model = Model()
+    options = poptorch.Options().deviceIterations(2)
+    options.Training.gradientAccumulation(2)
+    training = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.5))
+    x = torch.tensor([1.0, 3.0, 5.0, 7.0])
+    out, loss = training(x)
+    assert (out.tolist(), loss.tolist()) == ([7.0], [0.0])  # the last of four microbatches
+    assert model.weight.item() == 1.0 - 0.5 * 2.0 - 0.5 * 6.0  # two updates, of two each

@@ -254,6 +254,8 @@ class OutfeedOptimizer(Wrapper):
 
     # -- in a pipeline, where several devices compute the gradients of a batch ---------------------
 
+    observes = True
+
     def wanted(self) -> dict[str, str]:
         """The gradients to observe instead of send: their names, and their keys."""
         if self._queue is None:
@@ -297,12 +299,12 @@ def check_wrappers(optimizer: Any) -> None:
     for wrapper in wrappers_of(optimizer):  # outermost first; the innermost sees them first
         if not wrapper.sees_each:
             continue
-        if isinstance(wrapper, OutfeedOptimizer):
+        if wrapper.observes:
             sending = wrapper
         elif not isinstance(wrapper, MapGradientOptimizer):
             raise OptionError(
                 f"In a pipeline the gradients of one batch are made by several devices, so "
-                f"{type(wrapper).__name__} cannot change them all at once. Change one at a time with "
+                f"{wrapper.title} cannot change them all at once. Change one at a time with "
                 f"a MapGradientOptimizer, or those of a step: override `apply_gradients`."
             )
         elif sending is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from functools import partial as _partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 
 import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
 from tailrace.compat.originals.missing import RefusedName as _RefusedName
+from tailrace.compat.tensorflow import host as _host
 from tailrace.compat.tensorflow import namespaces as _namespaces
 from tailrace.compat.tensorflow import structures as _structures
 from tailrace.compat.tensorflow.control import autograph as _autograph
@@ -34,6 +36,7 @@ from tailrace.compat.tensorflow.operations import shapes as _shapes  # noqa: F40
 from tailrace.compat.tensorflow.structures import TensorShape, TensorSpec
 from tailrace.compat.tensorflow.tape import GradientTape
 from tailrace.compat.tensorflow.variables import Module, Variable
+from tailrace.errors import ProgramError as _ProgramError
 from tailrace.jaxprs.internals import Tracer as _Tracer
 
 _namespaces.find_modules()
@@ -68,6 +71,19 @@ def executing_eagerly() -> bool:
     from tailrace.compat.ipu.graph.state import current
 
     return current() is None
+
+
+def TensorArray(*args: Any, **kwargs: Any) -> Any:
+    """TensorFlow's own, on the host; in programs, where arrays do not grow, a refusal."""
+    from tailrace.compat.ipu.graph.state import current
+
+    if current() is not None:
+        raise _ProgramError(
+            "tf.TensorArray is not available in programs of the device: arrays have one size. Collect "
+            "the values of a loop with tf.map_fn or tf.scan, in a Python list in a loop over Python "
+            "numbers, or write them into a tensor: tf.tensor_scatter_nd_update(x, [[i]], [value])."
+        )
+    return _host.named("TensorArray")(*args, **kwargs)
 
 
 def get_static_value(tensor: Any, partial: bool = False) -> Any:
@@ -142,7 +158,33 @@ def _estimator() -> Any:
     )
 
 
+_INITIALIZERS = {
+    "constant_initializer": "Constant",
+    "glorot_normal_initializer": "GlorotNormal",
+    "glorot_uniform_initializer": "GlorotUniform",
+    "ones_initializer": "Ones",
+    "orthogonal_initializer": "Orthogonal",
+    "random_normal_initializer": "RandomNormal",
+    "random_uniform_initializer": "RandomUniform",
+    "truncated_normal_initializer": "TruncatedNormal",
+    "variance_scaling_initializer": "VarianceScaling",
+    "zeros_initializer": "Zeros",
+}
+"""Initializers of TensorFlow, and those of Keras."""
+
+
+def _initializer(name: str) -> Any:
+    kind = getattr(_keras().initializers, name)
+
+    def made(*args: Any, dtype: Any = None, **options: Any) -> Any:
+        del dtype  # a variable says its own
+        return kind(*args, **options)
+
+    return made
+
+
 _LATE = {
+    **{name: _partial(_initializer, kind) for name, kind in _INITIALIZERS.items()},
     "keras": _keras,
     "compat": _compat,
     "python": _python,

@@ -57,7 +57,6 @@ NAMES = frozenset(
         "RaggedTensorSpec",
         "SparseTensor",
         "SparseTensorSpec",
-        "TensorArray",
         "as_string",
         "numpy_function",
         "py_function",

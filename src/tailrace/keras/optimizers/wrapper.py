@@ -48,6 +48,9 @@ class Wrapper(keras.optimizers.Optimizer):
     sees_each = False
     """Whether `each` is called for each microbatch."""
 
+    observes = False
+    """Whether it can be given what `each` would see afterwards, by `deliver`: in a pipeline."""
+
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
         inner_optimizer = keras.optimizers.get(inner_optimizer)
         if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
@@ -57,6 +60,11 @@ class Wrapper(keras.optimizers.Optimizer):
             )
         super().__init__(learning_rate=0.0, name=name or type(self).__name__)
         self.inner_optimizer = inner_optimizer
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
 
     # -- hooks for subclasses -------------------------------------------------------------------
 

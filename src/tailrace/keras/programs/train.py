@@ -26,7 +26,7 @@ from tailrace.keras.handles import settings_of
 from tailrace.keras.optimizers.adapter import Updates
 from tailrace.keras.optimizers.application import overrides
 from tailrace.keras.optimizers.wrappers import wrappers_of
-from tailrace.keras.outfeed_layers import OutfeedOptimizer, check_wrappers
+from tailrace.keras.outfeed_layers import check_wrappers
 from tailrace.keras.programs.executions import Executions, as_batch, part
 from tailrace.keras.programs.logs import Final, Values
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
@@ -62,7 +62,7 @@ class Training(Executions):
         self._token = tuple([None] * len(self.layout.kinds))  # a new object, recognised by identity
         self._handed: list[Any] = []
         self._dirty = False
-        self._observing: list[OutfeedOptimizer] = []
+        self._observing: list[Any] = []
         """Optimizers that get the gradients of each batch through taps."""
         self._delivered = 0
         self._step = 0
@@ -200,8 +200,7 @@ class Training(Executions):
         if settings.is_pipelined:
             check_wrappers(self.model.optimizer)  # once more: some know only now what they will do
             wrappers = wrappers_of(self.model.optimizer)
-            sending = [one for one in wrappers if isinstance(one, OutfeedOptimizer)]
-            self._observing = [one for one in sending if one.sees_each]
+            self._observing = [one for one in wrappers if one.observes and one.sees_each]
             taps += [Tap(name, reduce="tensor") for w in self._observing for name in w.wanted()]
         return Engine(
             settings.loss_function(self.loss),

@@ -78,6 +78,10 @@ class Optimizer:
         **kwargs: Any,
     ) -> Operation:
         """Compute the gradients of a loss, a value or a function that returns it, and apply them."""
+        if hasattr(loss, "minimized_by"):  # it has a value when a session runs
+            return loss.minimized_by(
+                lambda value: self.minimize(value, global_step, var_list, name, **kwargs)
+            )
         loss = loss() if callable(loss) and not is_variable(loss) else loss
         pairs = self.compute_gradients(loss, var_list, **kwargs)
         self.apply_gradients(pairs, global_step, name)

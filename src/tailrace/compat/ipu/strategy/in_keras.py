@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import keras
 
 from tailrace.compat.ipu.errors import IPURuntimeError
+from tailrace.compat.ipu.graph.discovery import discover
 from tailrace.compat.ipu.graph.update import Computed, Optimizer, computed
-from tailrace.errors import ProgramError
+from tailrace.compat.ipu.strategy.calls import Calls
+from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.optimizers.wrappers import Wrapper
 from tailrace.keras.programs.variables import names_of
 
@@ -58,6 +60,13 @@ class InKeras(Wrapper):
         # Not plain attributes: Keras would treat a model in it as a part of the optimizer.
         object.__setattr__(self, "_written", optimizer)
         object.__setattr__(self, "_decided", None)
+        object.__setattr__(self, "_calls", Calls(one_device=True))
+        object.__setattr__(self, "_send", functools.partial(type(self)._sent, self))
+
+    @property
+    def title(self) -> str:
+        """The class that the program wrote."""
+        return type(self._written).__name__
 
     @property
     def sees_each(self) -> bool:  # type: ignore[override]
@@ -77,6 +86,46 @@ class InKeras(Wrapper):
         except ProgramError:  # it sends something, for which there must be a program
             return False
         return all(one is other for one, other in zip(grads, found, strict=True))
+
+    @property
+    def observes(self) -> bool:  # type: ignore[override]
+        """Whether `compute_gradients` sends gradients and leaves them as they are."""
+        if not hasattr(self, "_wrapped_variables") or not self.sees_each:
+            return False
+        variables = self._wrapped_variables
+        grads = [jnp.zeros(v.shape, v.dtype) for v in variables]
+        found: list[bool] = []
+
+        def look(*given: Any) -> None:
+            after = self.each(list(given), [], variables)
+            found.append(all(one is other for one, other in zip(given, after, strict=True)))
+
+        discover(look, grads)
+        return found[-1]
+
+    def wanted(self) -> dict[str, str]:
+        """The gradients that `compute_gradients` is given, in a pipeline."""
+        names = self._variable_names()
+        return {f"grad/{name}": name for name in names}
+
+    def deliver(self, found: dict[str, Any], replicas: int) -> None:
+        """Give `compute_gradients` the observed gradients, batch by batch, in a program."""
+        if replicas > 1:
+            raise OptionError(
+                f"{type(self._written).__name__}.compute_gradients sends gradients of each batch in a "
+                f"pipeline with {replicas} replicas. Use one replica, or send those of a step "
+                f"(BEFORE_APPLY)."
+            )
+        arrays = [found[name] for name in self._variable_names()]
+        for grads in zip(*arrays, strict=True):
+            self._calls(self._send, [list(grads)], {})
+
+    def _sent(self, grads: list[Any]) -> None:
+        self.each(grads, [], self._wrapped_variables)
+
+    def _variable_names(self) -> list[str]:
+        variables = self._wrapped_variables
+        return names_of(variables, variables[0].path.split("/")[0])
 
     def each(self, grads: list[Any], values: list[Any], variables: list[Any]) -> list[Any]:
         """What `compute_gradients` makes of the gradients of one batch."""

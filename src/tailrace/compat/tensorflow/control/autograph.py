@@ -46,7 +46,7 @@ def advice() -> str:
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function with its loops and branches rewritten; the function itself where that cannot be."""
     malt = _malt()
-    if malt is None or not _is_user_code(function):
+    if malt is None or not is_user_code(function):
         return function
     try:
         return malt.rewritten(function)
@@ -73,7 +73,8 @@ def _name(function: Any) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _is_user_code(function: Any) -> bool:
+def is_user_code(function: Any) -> bool:
+    """Whether a function is a program's own: not a library's, and not excluded by the program."""
     plain = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(plain, "__code__", None)
     if code is None or hasattr(plain, "tailrace_plain"):
@@ -217,6 +218,6 @@ def converted_call(f: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
 
 
 def _once(f: Any) -> Any:
-    if not _is_user_code(f) or hasattr(f, "autograph_info__"):
+    if not is_user_code(f) or hasattr(f, "autograph_info__"):
         return f
     return converted(f)

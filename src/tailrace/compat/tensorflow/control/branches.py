@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from tailrace.compat.ipu.graph.gradients import evaluate
@@ -45,21 +46,33 @@ def either(
     carried = [] if scope.looking else scope.found.carried()
     given = [scope.read(variable) for variable in carried]
     ways = [_Way(one, scope, carried, given) for one in (body, orelse)]
+    outs = [_with_returns(ways[i].out, ways[1 - i].out, names) for i in (0, 1)]
     # A name with a value in one branch only has none behind it, as in the original.
-    both = [
-        a is not MISSING and b is not MISSING for a, b in zip(ways[0].out, ways[1].out, strict=True)
-    ]
+    both = [a is not MISSING and b is not MISSING for a, b in zip(*outs, strict=True)]
     first, second = (
-        split([v if some else MISSING for v, some in zip(way.out, both, strict=True)])
-        for way in ways
+        split([v if some else MISSING for v, some in zip(out, both, strict=True)]) for out in outs
     )
     same_form(first, second, names, "A branch")
     if scope.looking:
         return first.joined(first.arrays)
-    after, written = lax.cond(boolean(condition), ways[0].chosen(both), ways[1].chosen(both), given)
+    forms = [split([v]).arrays if some else [] for v, some in zip(outs[0], both, strict=True)]
+    after, written = lax.cond(
+        boolean(condition), ways[0].chosen(both, forms), ways[1].chosen(both, forms), given
+    )
     for variable, value in zip(carried, written, strict=True):
         scope.write(variable, value)
     return first.joined(after)
+
+
+def _with_returns(out: list[Any], other: list[Any], names: Any) -> list[Any]:
+    """What a branch leaves; where only the other one returns from the function, a value like its.
+
+    Whether there was a return is a value of its own, so this one is never looked at.
+    """
+    return [
+        b if a is MISSING and name.startswith("retval_") else a
+        for a, b, name in zip(out, other, names, strict=True)
+    ]
 
 
 class _Way:
@@ -79,17 +92,30 @@ class _Way:
 
     def _run(self, values: list[Any]) -> Any:
         with self._scope.inner(self._carried, values) as inner:
-            self.out = self._function()
-            parts = [split([value]).arrays for value in self.out]
-            return parts, [inner.read(variable) for variable in self._carried]
+            parts = [split([value]) for value in self._function()]
+            # Of the dtypes that they are returned with: nothing may be computed from them later.
+            self.out = [part.joined(part.arrays)[0] for part in parts]
+            return [part.arrays for part in parts], [
+                inner.read(variable) for variable in self._carried
+            ]
 
-    def chosen(self, both: list[bool]) -> Callable[[list[Any]], Any]:
+    def chosen(self, both: list[bool], forms: list[Any]) -> Callable[[list[Any]], Any]:
         """The branch as a function of the variables, which returns what both branches have."""
+        missing = [value is MISSING for value in self.out]
 
         def run(values: list[Any]) -> Any:
             found = evaluate(self._closed, jax.tree.leaves(values))
             parts, written = jax.tree.unflatten(self._structure, found)
-            arrays = [a for part, some in zip(parts, both, strict=True) if some for a in part]
+            arrays = [
+                array
+                for part, form, gone, some in zip(parts, forms, missing, both, strict=True)
+                if some
+                for array in (map(_zeros, form) if gone else part)
+            ]
             return arrays, written
 
         return run
+
+
+def _zeros(form: Any) -> Any:
+    return jnp.zeros(form.shape, form.dtype)

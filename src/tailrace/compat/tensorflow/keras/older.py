@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from tailrace.compat.tensorflow.keras.layer_calls import rewrite_calls
 from tailrace.compat.tensorflow.namespaces import Namespace
 from tailrace.keras.keras_internals import hook
 from tailrace.messages import note_once
@@ -59,6 +60,7 @@ def accept() -> None:
     hook(keras.optimizers.Optimizer, "apply_gradients", _apply)
     hook(keras.layers.Embedding, "__init__", _embedding)
     hook(keras.layers.Layer, "add_weight", _weight)
+    rewrite_calls()
     keras.Model.compiled_loss = property(_compiled_loss)  # type: ignore[attr-defined]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,34 @@ def cond(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> 
             "tf.cond over a value of the device belongs into a program or a tf.function."
         )
     return either(pred, lambda: [true_fn()], lambda: [false_fn()])[0]
+
+
+@operation("switch_case")
+def switch_case(
+    branch_index: Any, branch_fns: Any, default: Callable[[], Any] | None = None
+) -> Any:
+    """What the function with a number returns; with no such function, the last one or `default`."""
+    pairs = branch_fns.items() if isinstance(branch_fns, dict) else branch_fns
+    if not isinstance(branch_fns, dict) and not isinstance(branch_fns[0], list | tuple):
+        pairs = enumerate(branch_fns)
+    functions = dict(pairs)
+    last = default or functions[max(functions)]
+    return case([(branch_index == number, fn) for number, fn in functions.items()], last)
+
+
+@operation("case")
+def case(
+    pred_fn_pairs: Any, default: Callable[[], Any] | None = None, exclusive: bool = False
+) -> Any:
+    """What the function of the first condition that holds returns."""
+    del exclusive
+    pairs = list(pred_fn_pairs.items() if isinstance(pred_fn_pairs, dict) else pred_fn_pairs)
+    if default is None:
+        (_, default), pairs = pairs[-1], pairs[:-1]
+    chosen: Any = default
+    for pred, function in reversed(pairs):
+        chosen = functools.partial(cond, pred, function, chosen)
+    return chosen()
 
 
 @operation("while_loop")

@@ -158,6 +158,19 @@ for _name, _function in BINARY.items():
     operation(f"math.{_name}", *[_name] * (_name in AT_TOP))(_binary(_function))
 
 
+@operation("truncatediv")
+def truncatediv(x: Any, y: Any) -> Any:
+    """x / y, rounded towards zero."""
+    dtype = jnp.result_type(x, y)
+    return jax.lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
+
+
+@operation("truncatemod")
+def truncatemod(x: Any, y: Any) -> Any:
+    """What is left of x after `truncatediv`."""
+    return jnp.fmod(jnp.asarray(x), jnp.asarray(y))
+
+
 @operation("math.squared_difference", "squared_difference")
 def squared_difference(x: Any, y: Any) -> Any:
     """(x - y)²."""

@@ -9,10 +9,11 @@ import keras
 import numpy as np
 from keras import ops
 
+from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import operation
-from tailrace.errors import OptionError
+from tailrace.errors import OptionError, ProgramError
 
 
 def shape_of(given: Any) -> tuple[int, ...]:
@@ -317,10 +318,31 @@ def slice_(input_: Any, begin: Any, size: Any) -> Any:
     return found[tuple(slice(b, e) for b, e in zip(starts, ends, strict=True))]
 
 
+@operation("strided_slice")
+def strided_slice(
+    input_: Any, begin: Any, end: Any, strides: Any = None, begin_mask: int = 0, end_mask: int = 0
+) -> Any:
+    """A part of a tensor: along each axis from `begin` to before `end`, in steps."""
+    starts, ends = shape_of(begin), shape_of(end)
+    steps = [1] * len(starts) if strides is None else shape_of(strides)
+    parts = [
+        slice(None if begin_mask >> i & 1 else b, None if end_mask >> i & 1 else e, s)
+        for i, (b, e, s) in enumerate(zip(starts, ends, steps, strict=True))
+    ]
+    return tensor(input_)[tuple(parts)]
+
+
 @operation("boolean_mask")
 def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
     """The parts for which a mask holds; its values must be known, so not those of a program."""
-    return jnp.compress(np.asarray(mask).reshape(-1), jnp.asarray(tensor), axis=axis or 0)
+    if is_device_value(mask):
+        raise ProgramError(
+            "tf.boolean_mask in a program: how many parts a mask selects is known only when it runs, "
+            "and shapes must be known before. Use tf.where(mask, tensor, 0), or weights."
+        )
+    chosen = np.asarray(mask)
+    before = (slice(None),) * (axis or 0)
+    return jnp.asarray(tensor)[(*before, *np.nonzero(chosen))]
 
 
 @operation("unique")

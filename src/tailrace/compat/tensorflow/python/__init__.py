@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tailrace.compat.tensorflow import dtypes as _dtypes
+from tailrace.compat.tensorflow import host as _host
 from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
 from tailrace.compat.tensorflow.namespaces import unknown as _unknown
 from tailrace.compat.tensorflow.operations.table import OPERATIONS as _OPERATIONS
@@ -62,6 +63,18 @@ framework = _Namespace(
         "tensor_shape": _Operations("python.framework.tensor_shape"),
     },
 )
+_datasets = {
+    name: lambda: _host.named("data.Dataset") for name in ("Dataset", "DatasetV1", "DatasetV2")
+}
+data = _Namespace(
+    "python.data",
+    {
+        "ops": _Namespace(
+            "python.data.ops",
+            {"dataset_ops": _Namespace("python.data.ops.dataset_ops", late=_datasets)},
+        ),
+    },
+)
 training = _Namespace(
     "python.training",
     {
@@ -89,4 +102,4 @@ def __getattr__(name: str) -> Any:
         return keras
     if name.startswith("__"):
         raise AttributeError(name)
-    raise _unknown("python", name, ["framework", "ipu", "keras", "ops", "training"])
+    raise _unknown("python", name, ["data", "framework", "ipu", "keras", "ops", "training"])

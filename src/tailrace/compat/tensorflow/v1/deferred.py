@@ -9,8 +9,17 @@ from typing import Any
 
 from tailrace.compat.ipu.errors import IPURuntimeError
 
-Feed = dict[int, Any]
-"""The values of placeholders, by their identity, and everything computed from them so far."""
+
+class Feed(dict[int, Any]):
+    """The values of placeholders, by their identity, and everything computed from them so far.
+
+    Attributes:
+        fed: the values that a session was given, as they came.
+    """
+
+    def __init__(self, fed: Any = ()) -> None:
+        super().__init__(fed)
+        self.fed: dict[int, Any] = dict(self)
 
 
 class Deferred:
@@ -35,6 +44,10 @@ class Deferred:
         found = session or current_session()
         return found.run(self, feed_dict)
 
+    def minimized_by(self, minimize: Callable[[Any], Any]) -> Deferred:
+        """A step of training that a session runs: `minimize` of the value, in a program."""
+        return Step(self, minimize)
+
     def __getitem__(self, key: Any) -> Deferred:
         return deferred_call(operator.getitem, (self, key), {})
 
@@ -48,6 +61,25 @@ class Deferred:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
+
+
+class Step(Deferred):
+    """What `minimize` of a loss that is computed from placeholders returns.
+
+    Attributes:
+        loss: the loss.
+        minimize: called with its value, in a program.
+        program: what a session made of it.
+    """
+
+    def __init__(self, loss: Deferred, minimize: Callable[[Any], Any]) -> None:
+        super().__init__(self._alone, "minimize")
+        self.loss, self.minimize = loss, minimize
+        self.program: Callable[[Feed], None] | None = None
+
+    def _alone(self, feed: Feed) -> Any:
+        del feed
+        raise IPURuntimeError("A step of training is run by a session, by itself: sess.run(step).")
 
 
 def _both_ways(name: str) -> None:

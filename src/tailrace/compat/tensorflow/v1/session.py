@@ -16,7 +16,8 @@ from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.structures import TensorShape
 from tailrace.compat.tensorflow.v1 import deferred
-from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed, evaluated
+from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed, Step, evaluated
+from tailrace.compat.tensorflow.v1.training import run_step
 from tailrace.jaxprs.marks import is_tracing
 
 
@@ -86,19 +87,27 @@ class Session:
             run_metadata: without effect.
         """
         del options, run_metadata
-        feed: Feed = {}
-        for key, value in (feed_dict or {}).items():
-            feed[id(key)] = np.asarray(value, key.dtype) if isinstance(key, Placeholder) else value
-        return _fetched(fetches, feed)
+        feed = Feed(
+            (id(key), np.asarray(value, key.dtype) if isinstance(key, Placeholder) else value)
+            for key, value in (feed_dict or {}).items()
+        )
+        steps: list[Step] = []
+        found = _fetched(fetches, feed, steps)
+        for step in steps:  # at the end: what else is fetched is of before the update
+            run_step(step, feed)
+        return found
 
 
-def _fetched(fetch: Any, feed: Feed) -> Any:
+def _fetched(fetch: Any, feed: Feed, steps: list[Step]) -> Any:
+    if isinstance(fetch, Step):
+        steps.append(fetch)
+        return None
     if isinstance(fetch, Undelivered):
         return fetch.again()
     if isinstance(fetch, dict):
-        return {key: _fetched(value, feed) for key, value in fetch.items()}
+        return {key: _fetched(value, feed, steps) for key, value in fetch.items()}
     if isinstance(fetch, list | tuple):
-        return type(fetch)(_fetched(value, feed) for value in fetch)
+        return type(fetch)(_fetched(value, feed, steps) for value in fetch)
     if isinstance(fetch, CompiledOp):
         if id(fetch) not in feed:
             feed[id(fetch)] = jax.tree.map(_host, fetch(*evaluated(fetch.inputs, feed)))
