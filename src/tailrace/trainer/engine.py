@@ -49,7 +49,7 @@ from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import GradientDigest, StopOnNonfinite, Tap, parse_taps
 from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
 from tailrace.trainer.costs.memory_plan import on_host, placement_of, plan_memory
-from tailrace.trainer.costs.memory_shortage import within_memory
+from tailrace.trainer.costs.memory_shortage import ended_within_memory, within_memory
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.observation.nonfinite_guard import bad_steps, diagnose, first_bad_step
 from tailrace.trainer.sentinel import WATCHED, Sentinel, check_share
@@ -433,7 +433,7 @@ class Engine:
         If a guard stopped it, the state is that before the bad step, later tickets are void, and
         `failure` of the results has the reason.
         """
-        with waiting_for(ticket.ready, "outfeed copy"):
+        with ended_within_memory(self, ticket), waiting_for(ticket.ready, "outfeed copy"):
             results = self._collected(ticket)
         if is_traced() and results.steps:
             counter("loss", results.scalars["loss"][-1].mean())
