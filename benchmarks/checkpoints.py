@@ -57,7 +57,7 @@ def main() -> None:
                 )
                 took[name].append(begun.seconds / (begun.steps - begun.skipped))
                 if name == "with":
-                    trainer._kept_fits = 0  # each round is the first fit of its own directory
+                    trainer._fits.kept = 0  # each round is the first fit of its own directory
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     rows = {name: statistics.median(values) * 1e3 for name, values in took.items()}
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, state {size / 1e9:.2f} GB")

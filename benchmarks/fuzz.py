@@ -518,7 +518,7 @@ def fuzz(inputs: int, number: int, folder: Path, only: str | None = None) -> Fou
     for name in names:
         count = max(1, inputs * shares[name] // sum(shares.values()))
         started = time.perf_counter()
-        _fuzz_one(name, count, number, folder, found)
+        fuzz_one(name, count, number, folder, found)
         took = time.perf_counter() - started
         print(
             f"{name:24} {count:8,} inputs, {found.refused[name]:8,} refused, {took:5.0f} s",
@@ -527,7 +527,7 @@ def fuzz(inputs: int, number: int, folder: Path, only: str | None = None) -> Fou
     return found
 
 
-def _fuzz_one(name: str, count: int, number: int, folder: Path, found: Found) -> None:
+def fuzz_one(name: str, count: int, number: int, folder: Path, found: Found) -> None:
     if name in LOADED:
         files = LOADED[name](folder / name)
         strategy: Any = files.strategy()

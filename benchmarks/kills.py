@@ -110,6 +110,7 @@ def main() -> int:
             ended += 1
             equal += found == expected
             clean -= elements_of(directory) != ELEMENTS  # some are missing
+            print(f"{kills} kills, {equal} of {ended} equal, {clean} of {audits} clean", flush=True)
     columns = ("kills", "while writing", "trainings ended", "equal", "audits", "clean", "seconds")
     figures = (kills, writing, ended, equal, audits, clean, round(time.monotonic() - began))
     print(f"| {' | '.join(columns)} |\n|{'---:|' * len(columns)}")

@@ -92,8 +92,8 @@ def cost(steps: int, folder: Path) -> list[Contender]:
             before = time.process_time()
             made.fit(batches, steps=steps, progress=False)
             processor_s[name].append(time.process_time() - before)
-            if isinstance(made.sink, writer.RunWriter):
-                writes.append(made.sink.writes)
+            if isinstance(sink := made._journal.sink, writer.RunWriter):
+                writes.append(sink.writes)
 
         return Contender(name, run, note)
 

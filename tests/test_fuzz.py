@@ -25,7 +25,7 @@ def sentences(found):
 def test_constructors_answer_with_sentences(fuzz, tmp_path):
     found = fuzz.Found()
     for name in fuzz.GOOD:
-        fuzz._fuzz_one(name, 25, 0, tmp_path, found)
+        fuzz.fuzz_one(name, 25, 0, tmp_path, found)
     assert not sentences(found)
     assert min(found.refused[name] for name in fuzz.GOOD) > 2  # it is bad input, and it is refused
 
@@ -35,7 +35,7 @@ def test_load_paths_answer_with_sentences(fuzz, tmp_path, name):
     if name in ("saves", "options"):
         pytest.importorskip("torch")
     found = fuzz.Found()
-    fuzz._fuzz_one(name, 60, 0, tmp_path, found)
+    fuzz.fuzz_one(name, 60, 0, tmp_path, found)
     assert not sentences(found)
     assert 20 < found.refused[name] <= 60
 
@@ -43,5 +43,5 @@ def test_load_paths_answer_with_sentences(fuzz, tmp_path, name):
 def test_the_fuzzer_can_fail(fuzz, tmp_path, monkeypatch):
     monkeypatch.setitem(fuzz.GOOD, "careless", (lambda n: n + 1, {"n": 1}))
     found = fuzz.Found()
-    fuzz._fuzz_one("careless", 30, 0, tmp_path, found)
+    fuzz.fuzz_one("careless", 30, 0, tmp_path, found)
     assert any(kind == "TypeError" for _, kind, _ in found.failures)

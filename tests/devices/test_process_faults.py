@@ -116,11 +116,11 @@ def test_a_process_that_reported_and_left_may_come_again():
 
 
 def test_loopback_listens_on_loopback_alone():
-    with rollcall._server("127.0.0.1", free_port()) as server:
+    with rollcall.listening_at("127.0.0.1", free_port()) as server:
         assert server.getsockname()[0] == "127.0.0.1"
-    with rollcall._server("localhost", free_port()) as server:
+    with rollcall.listening_at("localhost", free_port()) as server:
         assert server.getsockname()[0] == "127.0.0.1"
-    with rollcall._server("a-name-that-only-others-know.invalid", free_port()) as server:
+    with rollcall.listening_at("a-name-that-only-others-know.invalid", free_port()) as server:
         assert server.getsockname()[0] in ("0.0.0.0", "::")
 
 
@@ -146,13 +146,16 @@ def test_who_is_silent_is_named():
         for one in beats:
             one.beat(round_)
     assert all(one.silent(now()) is None for one in beats)
-    beats[1]._last_signs[2] = ("1", now() - 1)
+    time.sleep(0.6)  # longer than the limit
+    for one in beats[:2]:
+        one.beat(2)
+    beats[1].beat(3)  # hears of both others, of which one has nothing new
     assert "process 2 has been silent for 0.5 seconds, of 3 that" in beats[1].silent(now())
     left.add(2)
-    beats[1].beat(2)
+    beats[1].beat(4)
     assert beats[1].silent(now()) is None  # it has ended: nobody waits for it
-    beats[1]._answered = now() - 1
-    assert "process 0 of 3, the coordinator, has not answered for 0.5" in beats[1].silent(now())
+    late = now() + 1  # with no answer until then
+    assert "process 0 of 3, the coordinator, has not answered for 0.5" in beats[1].silent(late)
 
 
 # -- under the launcher ---------------------------------------------------------------------------

@@ -8,7 +8,9 @@ import pytest
 import tailrace as tr
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
+from tailrace.devices.processes.introduction import in_a_cluster
 from tailrace.devices.processes.launch import free_port
+from tailrace.devices.processes.meeting import ROUNDS
 from tailrace.devices.processes.rollcall import call_roll
 from tailrace.errors import DistributedError
 
@@ -89,11 +91,11 @@ def test_bad_environment(monkeypatch):
 
 
 def test_clusters_are_detected(monkeypatch):
-    assert not distributed._in_a_cluster()
+    assert not in_a_cluster()
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert not distributed._in_a_cluster()
+    assert not in_a_cluster()
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert distributed._in_a_cluster()
+    assert in_a_cluster()
 
 
 class Board:
@@ -130,8 +132,8 @@ def meeting(monkeypatch):
 
     monkeypatch.setattr(distributed.jax, "process_count", lambda: 3)
     monkeypatch.setattr(distributed.jax, "process_index", lambda: 0)
-    monkeypatch.setattr(distributed, "_meetings", 0)
-    monkeypatch.setattr(distributed, "_timeout_s", 0.01)
+    monkeypatch.setattr(ROUNDS, "number", 0)
+    monkeypatch.setattr(ROUNDS, "timeout_s", 0.01)
     return make
 
 

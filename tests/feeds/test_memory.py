@@ -105,7 +105,7 @@ def test_training_on_large_blocks_sees_each_element_once():
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    monkeypatch.setattr(transfer, "_on_cpu", lambda: False)
+    monkeypatch.setattr(transfer, "on_cpu", lambda: False)
 
 
 @pytest.mark.cpu

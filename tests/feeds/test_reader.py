@@ -10,8 +10,9 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.errors import DataError, DataExhausted, ElementError, ProducerError
+from tailrace.feeds.buffers import allocate
 from tailrace.feeds.elements import ElementSpec
-from tailrace.feeds.reader import Reader, allocate
+from tailrace.feeds.reader import Reader
 
 
 def numbers(count):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_calls_run_in_order_and_exceptions_come_back():
     with pytest.raises(ZeroDivisionError):
         broken.result(timeout=30)
     worker.stop()
-    assert not worker._thread.is_alive()
+    assert "tailrace-test" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_dataset_that_blocks_does_not_keep_the_process_alive():

@@ -61,15 +61,15 @@ class MadeRun:
         self.tensors, self.histograms = list(tensors), list(histograms)
         self.stages, self.microbatches, self.steps = stages or {}, microbatches, 0
         self.executions = 0
-        self._root = zarr.open_group(self.directory, mode="a", zarr_format=3)
-        self._history = HistoryTable(self._root.create_group("history"))
-        self._records = self._root.create_group("records")
-        self._tables = []
+        self.root = zarr.open_group(self.directory, mode="a", zarr_format=3)
+        self._history = HistoryTable(self.root.create_group("history"))
+        self._records = self.root.create_group("records")
+        self.tables = []
         if self.tensors:
-            self._tables.append(self._table("stats", self.tensors))
+            self.tables.append(self.table("stats", self.tensors))
         if self.histograms:
-            self._tables.append(self._table("histogram", self.histograms))
-        self._ends = Columns(self._root.create_group("executions"), "execution")
+            self.tables.append(self.table("histogram", self.histograms))
+        self._ends = Columns(self.root.create_group("executions"), "execution")
         for name, dtype in EXECUTION.items():
             self._ends.add_column(name, np.dtype(dtype), (), ())
         names = list(dict.fromkeys([*self.tensors, *self.histograms]))
@@ -102,8 +102,8 @@ class MadeRun:
         )
         held.release()
 
-    def _table(self, kind, names):
-        group = self._records.create_group(str(len(self._tables)))
+    def table(self, kind, names):
+        group = self._records.create_group(str(len(self.tables)))
         group.attrs.put({"kind": kind, "names": names, "tree": 0, "coordinates": COORDINATES})
         columns = Columns(group, "record")
         for tag in ("step", "microbatch", "replica"):
@@ -143,7 +143,7 @@ class MadeRun:
             "microbatch": np.tile(np.arange(self.microbatches), steps),
             "replica": np.full(steps * self.microbatches, -1),
         }
-        tables = iter(self._tables)
+        tables = iter(self.tables)
         if self.tensors:
             count = steps * self.microbatches
             given = stats or {}
@@ -163,10 +163,10 @@ class MadeRun:
 
     def commit(self, writing):
         """Write what waits, then that it counts."""
-        all_columns = [self._history.columns, *self._tables, self._ends]
+        all_columns = [self._history.columns, *self.tables, self._ends]
         history, *records, executions = [columns.write() for columns in all_columns]
         counts = {"history": history, "records": records, "executions": executions}
-        self._root.attrs.put({"format": 1, "writing": writing, "committed": counts})
+        self.root.attrs.put({"format": 1, "writing": writing, "committed": counts})
         for columns in all_columns:
             columns.counted()
 

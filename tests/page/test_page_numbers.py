@@ -208,7 +208,7 @@ def test_a_run_that_is_cut_back_is_summed_up_anew(tmp_path):
     followed = FollowedRun(run.directory)
     assert layer_map(followed, "rms").values.shape[1] == 50
     committed = {"history": 20, "records": [20], "executions": 1}
-    run._root.attrs.put({"format": 1, "writing": True, "committed": committed})
+    run.root.attrs.put({"format": 1, "writing": True, "committed": committed})
     assert followed.look()
     assert layer_map(followed, "rms").values.shape[1] == 20
 
@@ -227,8 +227,8 @@ def test_a_tensor_whose_records_are_in_two_tables_is_one_row(tmp_path):
     counts = np.zeros((10, 1, 258), np.int32)
     counts[..., 127] = 10
     run.grow({"loss": np.ones(10)}, stats={"std": np.ones((10, 1))}, histograms=counts)
-    second = run._table("stats", ["grad/a"])
-    run._tables.append(second)
+    second = run.table("stats", ["grad/a"])
+    run.tables.append(second)
     tags = {"step": np.arange(10, 20), "microbatch": np.zeros(10), "replica": np.full(10, -1)}
     fields = {name: np.zeros((10, 1)) for name in ("mean", "min", "max", "nan", "inf", "zero")}
     second.append(10, {**tags, **fields, "std": np.full((10, 1), 3.0)})

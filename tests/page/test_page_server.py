@@ -21,7 +21,7 @@ from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.page.followed import FollowedRun
 from tailrace.page.report.report import write_report
 from tailrace.page.server.answers import Answers
-from tailrace.page.server.app import QUESTIONS, _json, _static_file
+from tailrace.page.server.app import QUESTIONS, as_json, static_file
 from tailrace.page.server.serve import find_runs, serve
 from tailrace.page.terminal.show import pictured
 
@@ -125,7 +125,7 @@ def test_only_files_of_the_page_are_served(made, served, path):
 def test_paths_that_point_elsewhere_are_no_files(path):
     from importlib.resources import files
 
-    assert _static_file(files("tailrace.page.static"), path) is None
+    assert static_file(files("tailrace.page.static"), path) is None
 
 
 def test_the_page_listens_on_the_loopback_interface_only(made, served):
@@ -335,7 +335,7 @@ def test_any_wrong_description_is_answered_with_json(tmp_path):
         answers = Answers([FollowedRun(run.directory)])
         for question in QUESTIONS:
             try:
-                text = _json(getattr(answers, question)(query))
+                text = as_json(getattr(answers, question)(query))
             except tr.TailraceError as error:
                 text = str(error)
             problems += "damaged" in text or "truncated" in text

@@ -56,8 +56,13 @@ def trainer(**options):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    one = trainer(run_dir=tmp_path_factory.mktemp("runs") / "run")
+def run_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs") / "run"
+
+
+@pytest.fixture(scope="module")
+def made(run_dir):
+    one = trainer(run_dir=run_dir)
     before = one.fit(data(), steps=STEPS, progress=False).loss
     state = jax.tree.map(np.asarray, one.state)
     profile = one.profile(data())
@@ -124,16 +129,18 @@ def test_memory_has_owners(made):
     sizes = sum(a.nbytes for a in params().values())
     assert profile.memory["parameters"] == sizes
     assert profile.memory["optimizer state"] == sizes
+    # One row for each step that an execution may have: losses, and seven statistics of four gradients.
+    assert profile.memory["records"] >= STEPS * 4 * (1 + 7 * 4)
     assert list(profile.memory.values()) == sorted(profile.memory.values(), reverse=True)
 
 
-def test_it_is_kept_with_the_run_and_reported(made, capsys):
-    one, profile, _, _ = made
-    directory = one._journal.sink.directory
-    assert Profile.load(directory / "profile.json") == profile
-    assert main(["report", str(directory)]) == 0
-    capsys.readouterr()
-    report = (directory / "report.html").read_text()
+def test_it_is_kept_with_the_run_and_reported(made, run_dir, capsys):
+    _, profile, _, _ = made
+    assert Profile.load(run_dir / "profile.json") == profile
+    assert main(["report", str(run_dir)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert set(str(profile).splitlines()) <= {line.rstrip() for line in printed}, "rows are whole"
+    report = (run_dir / "report.html").read_text()
     assert "planted" in report
     assert "time a step" in report
 

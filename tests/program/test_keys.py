@@ -61,7 +61,7 @@ def test_the_number_of_executions_does_not_matter(six_steps):
 
 
 def test_pieces_do_not_matter(six_steps, monkeypatch):
-    monkeypatch.setattr(program_module._Version, "piece", lambda self, segment: 2)
+    monkeypatch.setattr(program_module, "piece_within", lambda length, size: 2)
     assert_bits_equal(drawn(6), six_steps)
 
 

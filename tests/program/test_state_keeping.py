@@ -103,7 +103,7 @@ def test_shares_with_accumulation_and_replicas(small_leaves, microbatches, repli
 
 def test_each_replica_holds_one_share(small_leaves):
     trainer = trained(OPTIMIZERS["adamw"], 1, 4, shard_optimizer_state=True)
-    held = trainer.engine._held().optimizer_state[0].mu["hidden"]["kernel"]
+    held = trainer.engine.held_state.optimizer_state[0].mu["hidden"]["kernel"]
     assert held.shape == (16,)  # 15 elements, padded
     assert {shard.data.shape for shard in held.addressable_shards} == {(4,)}
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.optimizer_state))

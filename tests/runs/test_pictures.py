@@ -99,9 +99,11 @@ def test_heatmap_of_norms_of_many_steps_and_of_histograms(run):
     assert found.values.shape == (2, 400)
     norms = trainer.records["grad/first"].values
     assert found.values[0, 0] == pytest.approx(norms[:3].mean())
-    counted = heatmap(
-        tr.Records(lambda: {k: v for k, v in run.records._held().items() if k[1] == "histogram"})
-    )
+    histograms = tr.Records()
+    for record in run.records.values():
+        if record.kind == "histogram":
+            histograms.add(record)
+    counted = heatmap(histograms)
     assert counted.what == "mean magnitude, by exponent"
     assert (counted.values > 0).all()
 

@@ -10,7 +10,7 @@ from made_parts import ONES, execution
 from test_run_crash import check_whole
 
 import tailrace as tr
-from tailrace.runs import writer
+from tailrace.runs import write_queue
 from tailrace.runs.storage import durable
 from tailrace.runs.writer import RunWriter
 
@@ -23,15 +23,17 @@ class Disk:
         self.names = {}  # path: [contents it had since its folder was forced, oldest first]
         self.counted = 0  # the steps of which the writer has said that they are on the disk
         self.moments = []  # names and counted, after each thing that happened
-        plain = {name: getattr(durable, name) for name in ("_force", "_force_folder", "_rename")}
+        plain = {
+            name: getattr(durable, name) for name in ("sync_file", "sync_folder", "rename_file")
+        }
 
         def force(root, path):
-            plain["_force"](root, path)
+            plain["sync_file"](root, path)
             self.forced.add(path)
             self.remember()
 
         def force_folder(root, folder):
-            plain["_force_folder"](root, folder)
+            plain["sync_folder"](root, folder)
             for name, versions in self.names.items():
                 if name.rpartition("/")[0] == folder:
                     del versions[:-1]
@@ -41,13 +43,13 @@ class Disk:
             content = (root.path / path).read_bytes()
             whole = path in self.forced
             self.forced.discard(path)
-            plain["_rename"](root, path, name)
+            plain["rename_file"](root, path, name)
             self.names.setdefault(name, [None]).append(content if whole else b"")
             self.remember()
 
-        monkeypatch.setattr(durable, "_force", force)
-        monkeypatch.setattr(durable, "_force_folder", force_folder)
-        monkeypatch.setattr(durable, "_rename", rename)
+        monkeypatch.setattr(durable, "sync_file", force)
+        monkeypatch.setattr(durable, "sync_folder", force_folder)
+        monkeypatch.setattr(durable, "rename_file", rename)
         monkeypatch.setattr(durable, "MOST_AT_ONCE", 1)  # one thing after the other
 
     def remember(self):
@@ -65,7 +67,7 @@ class Disk:
 
 
 def test_what_counted_survives_a_loss_of_power(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "WRITE_EVERY_S", 1e9)
+    monkeypatch.setattr(write_queue, "WRITE_EVERY_S", 1e9)
     disk = Disk(monkeypatch)
     sink = RunWriter(tmp_path / "run")
     with sink.fitting({"catalogue": []}):

@@ -85,7 +85,7 @@ def test_doctor(capsys):
     found = doctor.diagnose()
     assert len(found.devices) == 8
     wrong = dict(found.versions, jax="0.10.2", jaxlib="0.10.1")
-    texts = doctor._version_problems(wrong)
+    texts = doctor.version_problems(wrong)
     assert "computes wrong results on CPUs" in texts[0]
     assert "make them equal" in texts[1]
 

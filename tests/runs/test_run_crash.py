@@ -17,7 +17,7 @@ from small_runs import assert_same_records
 
 import tailrace as tr
 from tailrace.records.records import Records
-from tailrace.runs import writer
+from tailrace.runs import write_queue
 from tailrace.runs.storage import durable
 from tailrace.runs.writer import RunWriter
 
@@ -41,8 +41,8 @@ def check_whole(run):
 
 def test_an_error_at_any_write(tmp_path, monkeypatch):
     """Many of the files that are written are once the one that fails."""
-    monkeypatch.setattr(writer, "WRITE_EVERY_S", 0.0)
-    monkeypatch.setattr(writer, "FULL", ())  # or it would simply be tried again
+    monkeypatch.setattr(write_queue, "WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr(write_queue, "FULL", ())  # or it would simply be tried again
     counter = [0, -1]
 
     def failing_once(plain):
@@ -54,7 +54,7 @@ def test_an_error_at_any_write(tmp_path, monkeypatch):
 
         return call
 
-    for name in ("_force", "_force_folder", "_rename"):
+    for name in ("sync_file", "sync_folder", "rename_file"):
         monkeypatch.setattr(durable, name, failing_once(getattr(durable, name)))
     failing, seen = 0, set()
     while True:
@@ -83,10 +83,11 @@ CHILD = """
 import sys
 sys.path[:0] = {path!r}
 import made_parts
-from tailrace.runs import writer
-writer.WRITE_EVERY_S = 0.0
-writer.SHARE = 1.0
-sink = writer.RunWriter({directory!r})
+from tailrace.runs import write_queue
+from tailrace.runs.writer import RunWriter
+write_queue.WRITE_EVERY_S = 0.0
+write_queue.SHARE = 1.0
+sink = RunWriter({directory!r})
 with sink.fitting({{"catalogue": []}}):
     for number in range(10**6):
         sink.execution(made_parts.execution(number * 7, 7, made_parts.ONES))
@@ -128,9 +129,7 @@ def test_killed_in_the_middle(tmp_path):
 
 
 def _write_into(directory):
-    sink = RunWriter(directory.with_name("empty"))  # not refused at once: there is no run there
-    sink.directory = sink._place.path = directory
-    with sink.fitting({}):
+    with RunWriter(directory).fitting({}):
         pass
 
 

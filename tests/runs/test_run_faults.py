@@ -14,7 +14,7 @@ from made_parts import ONES, chosen, execution
 from test_run_crash import check_whole
 
 import tailrace as tr
-from tailrace.runs import writer
+from tailrace.runs import write_queue
 from tailrace.runs.storage import durable
 from tailrace.runs.writer import RunWriter
 
@@ -24,7 +24,7 @@ NOBODY = 65534
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr(writer, "WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr(write_queue, "WRITE_EVERY_S", 0.0)
 
 
 def written(directory, executions=3, meanwhile=lambda number: None):
@@ -216,7 +216,7 @@ def noise(first_step, steps=1):
 
 def test_a_full_disk_that_has_room_again(small_disk, monkeypatch, caplog):
     """Nothing is lost: the training goes on, what is not written waits."""
-    monkeypatch.setattr(writer, "RETRY_S", 0.05)
+    monkeypatch.setattr(write_queue, "RETRY_S", 0.05)
     (small_disk / "ballast").write_bytes(bytes(1_300_000))
     run = small_disk / "run"
     sink = RunWriter(run)
@@ -241,8 +241,8 @@ def test_a_full_disk_that_has_room_again(small_disk, monkeypatch, caplog):
 
 
 def test_a_disk_that_stays_full(small_disk, monkeypatch):
-    monkeypatch.setattr(writer, "RETRY_S", 0.05)
-    monkeypatch.setattr(writer, "FULL_S", 0.3)
+    monkeypatch.setattr(write_queue, "RETRY_S", 0.05)
+    monkeypatch.setattr(write_queue, "FULL_S", 0.3)
     run = small_disk / "run"
     sink = RunWriter(run)
 
@@ -264,16 +264,16 @@ def test_a_disk_that_stays_full(small_disk, monkeypatch):
 
 def test_steps_that_were_not_written_are_a_gap_that_is_seen(tmp_path, monkeypatch):
     """A later fit goes on behind what counted: the numbers of the steps are those on the disk."""
-    monkeypatch.setattr(writer, "FULL_S", 0.0)
-    monkeypatch.setattr(writer, "RETRY_S", 0.01)
-    plain, room = durable._write, [True]
+    monkeypatch.setattr(write_queue, "FULL_S", 0.0)
+    monkeypatch.setattr(write_queue, "RETRY_S", 0.01)
+    plain, room = durable.write_file, [True]
 
     def write(*args):
         if not room[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         plain(*args)
 
-    monkeypatch.setattr(durable, "_write", write)
+    monkeypatch.setattr(durable, "write_file", write)
     sink = RunWriter(tmp_path)
     ones = ONES[:2]
 
@@ -298,8 +298,8 @@ def test_steps_that_were_not_written_are_a_gap_that_is_seen(tmp_path, monkeypatc
 
 
 def test_the_pause_between_writes_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "SHARE", 1e-12)
-    monkeypatch.setattr(writer, "PAUSE_S", 0.05)
+    monkeypatch.setattr(write_queue, "SHARE", 1e-12)
+    monkeypatch.setattr(write_queue, "PAUSE_S", 0.05)
     sink = RunWriter(tmp_path)
     with sink.fitting({"catalogue": []}):
         give_up = time.monotonic() + 20

@@ -13,9 +13,9 @@ import pytest
 from small_runs import PARAMS, X, Y, assert_same_records, make_trainer, train
 
 import tailrace as tr
-from tailrace.runs import writer
+from tailrace.runs import write_queue
 from tailrace.runs.storage import durable
-from tailrace.runs.writer import THREAD
+from tailrace.runs.write_queue import THREAD
 
 TAPS = [
     tr.Tap("grad/*"),
@@ -229,23 +229,23 @@ def test_trees_that_cannot_be_stored(tmp_path, reduce, text):
 
 def test_a_full_disk(tmp_path, monkeypatch):
     """The loop ends with a sentence; what was committed before can be read."""
-    plain, room = durable._force, [True]
+    plain, room = durable.sync_file, [True]
 
     def fails(*args):
         if not room[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         plain(*args)
 
-    monkeypatch.setattr(durable, "_force", fails)
-    monkeypatch.setattr(writer, "FULL_S", 0.2)
-    monkeypatch.setattr(writer, "RETRY_S", 0.05)
+    monkeypatch.setattr(durable, "sync_file", fails)
+    monkeypatch.setattr(write_queue, "FULL_S", 0.2)
+    monkeypatch.setattr(write_queue, "RETRY_S", 0.05)
 
     class Fill(tr.Callback):
         def on_execution_end(self, trainer, execution):
             assert len(trainer.records["grad/first"]) == 5
             room[0] = False
 
-    monkeypatch.setattr(writer, "WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr(write_queue, "WRITE_EVERY_S", 0.0)
     trainer = make_trainer(tmp_path)
     data = tr.batches((X, Y), 8, repeat=True)
     text = "could not be written any further: OSError: No space left.* The 5 steps before are there"
@@ -296,8 +296,8 @@ def test_after_a_stop_at_nan_the_good_steps_are_there(tmp_path):
 
 
 def test_a_loop_that_is_too_fast_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "MOST_QUEUED", 1)
-    monkeypatch.setattr(writer, "MOST_WAITING", 1)
+    monkeypatch.setattr(write_queue, "MOST_QUEUED", 1)
+    monkeypatch.setattr(write_queue, "MOST_WAITING", 1)
     train(make_trainer(tmp_path, steps_per_execution=2), 20)
     assert len(tr.open_run(tmp_path).history) == 20
 
@@ -366,8 +366,8 @@ def test_a_run_stays_where_it_was_begun(tmp_path, monkeypatch):
 
 def test_training_that_waits_for_room_is_not_left_waiting(tmp_path, monkeypatch):
     """Room comes when the writer is done, which would otherwise be in an hour."""
-    monkeypatch.setattr(writer, "MOST_QUEUED", 1)
-    monkeypatch.setattr(writer, "WRITE_EVERY_S", 3600.0)
+    monkeypatch.setattr(write_queue, "MOST_QUEUED", 1)
+    monkeypatch.setattr(write_queue, "WRITE_EVERY_S", 3600.0)
     trainer = make_trainer(tmp_path, TAPS)
     train(trainer, 23)
     assert len(tr.open_run(tmp_path).history.steps) == 23

@@ -7,7 +7,7 @@ import numpy as np
 from made_parts import chosen, execution
 
 from tailrace.records.history import History
-from tailrace.runs import writer
+from tailrace.runs import write_queue
 from tailrace.runs.writer import RunWriter
 
 EXECUTIONS, STEPS = 2_000, 5
@@ -19,7 +19,7 @@ def measured(number):
 
 
 def test_a_writer_keeps_nothing_of_what_it_has_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "WRITE_EVERY_S", 3600.0)
+    monkeypatch.setattr(write_queue, "WRITE_EVERY_S", 3600.0)
     ones = [chosen("grad/a"), chosen("update/b", shape=(3,)), chosen("grad/c", mode="final")]
     sink = RunWriter(tmp_path / "run")
     seen = []

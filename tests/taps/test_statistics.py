@@ -13,15 +13,15 @@ from plain_steps import exponents, statistics
 
 from tailrace.taps.reductions import (
     StatsKey,
-    _any_finite,
-    _careful,
-    _quick,
-    _rows,
     all_finite,
+    any_finite,
+    careful_statistics,
     histogram,
     merge_statistics,
     norm,
     pack_statistics,
+    padded_rows,
+    quick_statistics,
     row_lengths,
     row_width,
 )
@@ -185,13 +185,17 @@ def test_leading_dims_are_kept():
 @settings(max_examples=30, deadline=None)
 @given(tensors(["float32"], [7, 2050]))
 def test_the_quick_way_and_the_careful_way_agree(values):
-    rows = _rows(jnp.asarray(values), row_width())
+    rows = padded_rows(jnp.asarray(values), row_width())
     lengths = jnp.asarray(row_lengths(values.size))
     if np.isfinite(values).all():
-        quick = merge_statistics(np.asarray(_quick(rows, lengths, rows[:, :1])), values.size)
+        quick = merge_statistics(
+            np.asarray(quick_statistics(rows, lengths, rows[:, :1])), values.size
+        )
         assert_statistics(quick, values)
-    shift = _any_finite(rows)
-    careful = merge_statistics(np.stack(_careful(rows, lengths, shift), axis=1), values.size)
+    shift = any_finite(rows)
+    careful = merge_statistics(
+        np.stack(careful_statistics(rows, lengths, shift), axis=1), values.size
+    )
     assert_statistics(careful, values)
 
 

@@ -1,5 +1,8 @@
 """`evaluate`, `predict` and `explain`."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -390,9 +393,14 @@ def test_a_stream_keeps_its_dataset_when_another_is_read_meanwhile(trainer):
 
 
 def test_programs_of_throw_away_functions_do_not_pile_up(trainer):
-    for _ in range(evaluate._MOST_RUNNERS + 2):
-        trainer.evaluate(ELEMENTS[:1], lambda params, x, y: y.sum())
-    assert len(trainer._evaluator._runners) == evaluate._MOST_RUNNERS
+    kept = []
+    for _ in range(evaluate.MOST_RUNNERS + 2):
+        total = lambda params, x, y: y.sum()  # noqa: E731
+        kept.append(weakref.ref(total))
+        trainer.evaluate(ELEMENTS[:1], total)
+    del total
+    gc.collect()
+    assert sum(one() is not None for one in kept) == evaluate.MOST_RUNNERS
 
 
 def test_explain_counts_the_operations_of_all_microbatches():

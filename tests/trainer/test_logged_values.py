@@ -52,6 +52,19 @@ def _promotion():
         yield
 
 
+def assert_board_has(place, history):
+    """Every column of the history is a scalar of the event file, step by step."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
+    for name in ("loss", "learning_rate", "grad_norm"):
+        (tag,) = [tag for tag in events.Tags()["scalars"] if tag.split("/")[-1] == name]
+        scalars = events.Scalars(tag)
+        assert [scalar.step for scalar in scalars] == list(range(len(history[name])))
+        assert_close(np.array([scalar.value for scalar in scalars]), np.asarray(history[name]))
+
+
 @pytest.mark.parametrize("where", ["one", "replicas", "pipeline"])
 def test_norms_and_rates_are_those_of_the_plain_program(where, tmp_path):
     options = {
@@ -76,7 +89,8 @@ def test_norms_and_rates_are_those_of_the_plain_program(where, tmp_path):
     seen = []
     csv = tr.callbacks.CSVLogger(tmp_path / "log.csv")
     log = tr.callbacks.Metrics(lambda values, step: seen.append(values["grad_norm"]))
-    history = trainer.fit(iter(ROWS), steps=steps, callbacks=[csv, log])
+    board = tr.callbacks.TensorBoard(tmp_path / "board")
+    history = trainer.fit(iter(ROWS), steps=steps, callbacks=[csv, log, board])
     assert_close(history["grad_norm"], plain(elements, steps))
     assert_close(history["learning_rate"], np.array([SCHEDULE(s) for s in range(steps)]))
     assert_close(np.array(seen), history["grad_norm"])
@@ -84,6 +98,7 @@ def test_norms_and_rates_are_those_of_the_plain_program(where, tmp_path):
     np.testing.assert_array_equal(run.history["grad_norm"], history["grad_norm"])
     head = (tmp_path / "log.csv").read_text().splitlines()[0]
     assert set(head.split(",")) == {"step", "loss", "learning_rate", "grad_norm"}
+    assert_board_has(tmp_path / "board", history)
     # Only what the user's own tap asked for is a record.
     assert {kind for _, kind in trainer.records} == {"norm"}
     assert [tap["reduce"] for tap in run.info["taps"]] == ["norm"]

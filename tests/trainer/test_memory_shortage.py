@@ -8,7 +8,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.program.running.executable import Executable
-from tailrace.trainer.engine import Engine
+from tailrace.trainer.collector import Collector
 
 X = np.random.default_rng(0).normal(size=(24, 3000)).astype(np.float32)
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8.00GiB."
@@ -76,14 +76,14 @@ def test_a_shortage_that_shows_after_the_dispatch(monkeypatch, guarded):
     found = trainer_of(steps_per_execution=2, observe=observe)
     first = trainer_of(steps_per_execution=2, observe=observe)
     first.fit(data, steps=2)
-    plain = Engine._collected
+    plain = Collector.results
 
-    def collected(self, ticket):
+    def results(self, ticket, *args):
         if ticket.first_step == 2:
             raise jax.errors.JaxRuntimeError(EXHAUSTED)
-        return plain(self, ticket)
+        return plain(self, ticket, *args)
 
-    monkeypatch.setattr(Engine, "_collected", collected)
+    monkeypatch.setattr(Collector, "results", results)
     with pytest.raises(tr.errors.DeviceMemoryError, match="8.00GiB more were asked for") as caught:
         found.fit(data, steps=10)
     assert "smaller batches with more accumulation=" in str(caught.value)

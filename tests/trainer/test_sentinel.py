@@ -154,7 +154,7 @@ def test_the_state_at_rest_is_watched_in_every_execution():
 
 def test_a_share_of_executions_is_chosen_by_the_seed():
     trainer = trainer_of(sentinel=0.1)
-    chosen = [step for step in range(2000) if trainer.engine.sentinel._chooses(step)]
+    chosen = [step for step in range(2000) if trainer.engine.sentinel.chooses(step)]
     assert 150 < len(chosen) < 250
     assert trainer.history.fingerprints["chain"].size == 0
 

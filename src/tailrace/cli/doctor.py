@@ -94,7 +94,7 @@ def diagnose() -> Diagnosis:
     else:
         devices = [_device_line(device) for device in found]
         problems = _device_problems(found)
-    problems += _version_problems(versions)
+    problems += version_problems(versions)
     missing = [name for name, version in packages.items() if not version]
     problems += [f"{OPTIONAL[name][1]}: {name} is not installed." for name in missing]
     backend = os.environ.get("KERAS_BACKEND", "jax")
@@ -169,7 +169,8 @@ def _device_problems(devices: list[Any]) -> list[str]:
     return problems
 
 
-def _version_problems(versions: dict[str, str]) -> list[str]:
+def version_problems(versions: dict[str, str]) -> list[str]:
+    """What will not work with these versions of packages, in words."""
     problems = []
     if versions["jax"] == WRONG_JAX:
         problems.append(

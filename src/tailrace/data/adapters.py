@@ -119,14 +119,18 @@ def as_dataset(obj: Any) -> Dataset:
         return obj
     if isinstance(obj, Batches):
         return ArrayBatches(obj)
+    # Only libraries that the program has loaded: an object of another cannot exist, and importing one
+    # to ask would take seconds.
     for module_name, adapt in FOREIGN.items():
         module = sys.modules.get(module_name)
         found = adapt(module, obj) if module is not None else None
         if found is not None:
             return found
+    # Before iterables: an array is one, and would silently become a stream of its rows.
     _refuse_arrays(obj)
     if isinstance(obj, (str, bytes, bytearray)):
         _refuse(obj)
+    # Before iterables, which iterators are too: what matters is that they cannot start again.
     if isinstance(obj, Iterator):
         return OneShotIterator(obj)
     if isinstance(obj, Iterable):

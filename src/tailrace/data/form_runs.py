@@ -32,6 +32,7 @@ def form_runs(dataset: Any) -> Iterator[Any]:
     if source.fast is not None:
         yield from _parts_of_arrays(source.fast.keeping_rows())
         return
+    # As a stream, not grouped in advance: the dataset may be endless, or larger than memory.
     run = _Run(source.name, source.iterate())
     yield run
     while run.following is not None:
@@ -65,6 +66,8 @@ def _parts_of_arrays(batches: Batches) -> Iterator[Any]:
     whole, size = batches.whole_batches_per_epoch, batches.batch_size
     if batches.repeat or whole:
         yield dataclasses.replace(batches, drop_remainder=True)
+    # With its indices from the recipe: full batches stay in the fast path, and only the last one is cut
+    # by hand.
     rest = batches.order(0)[whole * size :]
     if not batches.drops and not batches.repeat and len(rest):
         yield [map_leaves(lambda leaf: np.take(leaf, rest, axis=0), batches.arrays)]

@@ -38,6 +38,9 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     Returns:
         The chosen devices.
 
+    Raises:
+        DeviceError: there are not that many devices, or JAX has started already.
+
     >>> len(configure(devices=1))
     1
     """
@@ -50,6 +53,7 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     known = isinstance(platform, str) and platform in ("cpu", "gpu", "cuda", "rocm", "tpu")
     if platform is not None and not known:
         raise DeviceError(f"A platform is 'cpu', 'gpu' or 'tpu'. Received: platform={platform!r}.")
+    # Before JAX is asked for devices, which starts it.
     started = not _ask_for_cpu_devices(devices)
     found = _devices_of(platform)
     each = _by_process(found)
@@ -104,6 +108,7 @@ def available() -> list[Any]:
     """The chosen devices, or all."""
     if _chosen is not None:
         return list(_chosen)
+    # On first use, not at import: `tr.configure` may still come.
     wanted = asked_devices()
     return configure(wanted) if wanted else list(jax.devices())
 
@@ -145,6 +150,7 @@ def _evenly(found: list[Any], needed: int) -> list[Any]:
     each = _by_process(found)
     if len(each) == 1:
         return found[:needed]
+    # A program is dispatched by every process on its own devices: one without any could not take part.
     count, rest = divmod(needed, len(each))
     if rest or min(map(len, each)) < count:
         raise ReplicaError(

@@ -7,10 +7,11 @@ Out: blocks of elements on the device (`feed.Staged`), and sent values in the or
     feed             the interface a program reads from; HandedFeed for callers that have the elements
     elements         shape, dtype and structure of an element, and passing it to a function
     infeed           prefetches a dataset in a thread
-    reader           stacks elements into blocks; buffers reuses their memory, transfer moves them
-    device_dataset   a reader for datasets that are kept on the device
+    reader           elements in order, in blocks of any size, with put-back
+    blocks           what a block's rows are; buffers reuses their memory, transfer moves them
+    device_dataset   blocks of datasets that are kept on the device: indices
     dispatch_table   how much a dispatch takes: every tuned number, with its measurement
-    outfeed          values a program sent, on the host
+    outfeed          values a program sent, on the host; sent_block has those of one execution
     waiting          waiting with a time limit; background is the only kind of thread
     benchmark        the speed of a dataset, and whether it is the bottleneck
 

@@ -38,9 +38,12 @@ class Worker:
     def stop(self, wait_s: float = STOP_S) -> None:
         """End the thread after its current call; cancel calls that have not started first."""
         self._calls.put(None)
+        # A thread cannot wait for itself: a dataset may close its queue while it is being read.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=wait_s)
 
+    # The thread refers to the queue of calls alone, not to this object, so that dropping it ends the
+    # thread.
     def __del__(self) -> None:
         self._calls.put(None)
 

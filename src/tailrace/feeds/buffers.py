@@ -51,6 +51,8 @@ class _Pool:
 
     def trim(self) -> None:
         """Return to the system what was not reused since the last call."""
+        # Two generations: what a fit still uses was taken and given back since the last call, and
+        # stays.
         self._older, self._idle = self._idle, {}
 
 
@@ -91,5 +93,6 @@ def allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = int(np.prod(shape)) * dtype.itemsize
     room = size + _ALIGNMENT
     raw = np.asarray(_Lent(_pool, room)) if size >= LENT_FROM else np.empty(room, np.uint8)
+    # NumPy aligns to 16 bytes only, so the block begins a little further on.
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

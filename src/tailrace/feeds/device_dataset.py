@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.batches import Batches
 from tailrace.devices import devices
 from tailrace.errors import DataError
+from tailrace.feeds.blocks import Blocks, batch_spec
 from tailrace.feeds.elements import ElementSpec
-from tailrace.feeds.reader import Block, Reader, batch_spec
+from tailrace.feeds.feed import Block
 
 MOST_BYTES = 1 << 30
 """Larger datasets are kept on the device only with `resident=True`."""
@@ -37,57 +39,64 @@ def resident_pays(batches: Batches) -> bool:
     return alone and whole and devices.platform() != "cpu" and batches.nbytes <= MOST_BYTES
 
 
-class ResidentReader(Reader):
-    """A reader whose blocks are indices on the host and elements on the device."""
+class IndexBlocks(Blocks):
+    """Rows are the indices of a batch; its elements are gathered on the device.
 
-    def __init__(self, dataset: Batches, epoch: int | None = None) -> None:
-        super().__init__(dataset, epoch)
-        self._batches = dataset
+    Args:
+        batches: the dataset, whose arrays are copied to the device once.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
         self._on_device: dict[Any, tuple[Any, ...]] = {}
 
-    def spec(self) -> ElementSpec:
+    def known_spec(self) -> ElementSpec:
         """Shapes and dtypes of the elements; known without reading one."""
-        if self._spec is None:
-            batch = self._batches
-            if not batch.drops and batch.num_examples % batch.batch_size:
-                raise DataError(
-                    "A resident dataset has batches of one size. Use drop_remainder=True."
-                )
-            self._spec = batch_spec(batch)
-        return self._spec
+        batch = self._batches
+        if not batch.drops and batch.num_examples % batch.batch_size:
+            raise DataError("A resident dataset has batches of one size. Use drop_remainder=True.")
+        return batch_spec(batch)
 
-    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+    def new(self, count: int, spec: ElementSpec) -> Block:
+        """Rows of index 0, which is always there."""
+        return [np.zeros((count, self._batches.batch_size), np.int32)]
+
+    def read(self, source: BatchIterator, count: int, spec: ElementSpec) -> tuple[Block, int]:
+        """The indices of batches."""
+        indices = source.indices(count)
+        return [indices], len(indices)
+
+    def join(self, blocks: Sequence[Block], spec: ElementSpec) -> Block:
+        """Indices, one after the other."""
+        return [np.concatenate([block[0] for block in blocks])]
+
+    def to_device(
+        self, block: Block, sharding: jax.sharding.Sharding | jax.Device, room: int
+    ) -> tuple[Any, ...]:
         """The elements at a block of indices, padded to `room` rows."""
         (indices,) = block
         if room > len(indices):  # padded with row 0, so that one compiled gather serves all lengths
             more = np.zeros((room - len(indices), *indices.shape[1:]), indices.dtype)
             indices = np.concatenate([indices, more])
-        arrays = self._on_device.get(sharding)
-        if arrays is None:
-            whole: Any = sharding
-            if isinstance(sharding, jax.sharding.NamedSharding):
-                whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-            leaves = jax.tree.leaves(self._batches.arrays)
-            arrays = tuple(
-                jax.device_put(leaf.astype(s.dtype, copy=False), whole)
-                for leaf, s in zip(leaves, self.spec().leaves, strict=True)
-            )
-            self._on_device[sharding] = arrays
-        return _gather(sharding)(arrays, jax.device_put(indices, sharding))
+        if sharding not in self._on_device:
+            self._on_device[sharding] = self._copied(sharding)
+        return _gather(sharding)(self._on_device[sharding], jax.device_put(indices, sharding))
 
     def elements_of(self, block: Block) -> Block:
         """The elements at these indices."""
         return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
 
-    def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:
-        indices = self._source.indices(count)  # pyright: ignore[reportAttributeAccessIssue]
-        return self._join([*before, [indices]]), None
-
-    def _new_block(self, count: int) -> Block:
-        return [np.zeros((count, self._batches.batch_size), np.int32)]
-
-    def _join(self, blocks: list[Block]) -> Block:
-        return [np.concatenate([block[0] for block in blocks])]
+    def _copied(self, sharding: jax.sharding.Sharding | jax.Device) -> tuple[Any, ...]:
+        """The arrays on the devices of a block: all of them on each, as any row may be wanted there."""
+        whole: Any = sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        leaves = zip(
+            jax.tree.leaves(self._batches.arrays), batch_spec(self._batches).leaves, strict=True
+        )
+        return tuple(
+            jax.device_put(leaf.astype(form.dtype, copy=False), whole) for leaf, form in leaves
+        )
 
 
 @functools.cache

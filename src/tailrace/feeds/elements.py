@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tailrace.data.dtypes import check_numeric
-from tailrace.data.trees import leaf_called
+from tailrace.data.trees import Tree, leaf_called
 from tailrace.errors import DataError, ElementError, ProgramError
 from tailrace.messages import note_once
 
@@ -36,7 +36,7 @@ class ElementSpec:
     dtypes: tuple[np.dtype, ...]
 
     @classmethod
-    def of(cls, element: Any) -> ElementSpec:
+    def of(cls, element: Tree) -> ElementSpec:
         """The spec of `element`; raises a DataError if it cannot be fed to a program."""
         try:
             with_paths, structure = jax.tree_util.tree_flatten_with_path(element)
@@ -60,6 +60,8 @@ class ElementSpec:
                     f"Received: {leaf_called(path)} of shape {array.shape}. Remove it from the "
                     f"dataset, or use drop_remainder=True if it is an empty last batch."
                 )
+        # The dtype on the device and that of the data: elements are compared by the latter, because a
+        # dataset that changes between 32 and 64 bits is a mistake even if both are narrowed alike.
         leaves = tuple(jax.ShapeDtypeStruct(a.shape, _narrowed(a.dtype)) for a in arrays)
         return cls(structure, leaves, paths, tuple(a.dtype for a in arrays))
 
@@ -72,12 +74,13 @@ class ElementSpec:
         """The spec as a tree of `jax.ShapeDtypeStruct`."""
         return jax.tree.unflatten(self.structure, self.leaves)
 
-    def conform(self, element: Any, number: int) -> list[Any]:
+    def conform(self, element: Tree, number: int) -> list[Any]:
         """The leaves of element `number`, checked against the spec; raises an ElementError."""
         try:
             leaves, structure = jax.tree.flatten(element)
         except ValueError:  # keys that cannot be sorted
             leaves, structure = [], f"keys that cannot be sorted: {element!r:.80}"
+        # Not converted to fit: a dataset whose elements differ is more often wrong than meant.
         if structure != self.structure:
             raise ElementError(
                 f"All elements of a dataset have the structure of the first one, {self.structure}. "
@@ -115,14 +118,14 @@ def _narrowed(dtype: np.dtype) -> np.dtype:
 # -- from an element to arguments ---------------------------------------------------------------
 
 
-def call_with_element(function: Callable[..., Any], first: Sequence[Any], element: Any) -> Any:
+def call_with_element(function: Callable[..., Any], first: Sequence[Any], element: Tree) -> Any:
     """Call `function(*first, ...)` with an element, by the rules of `bind_element`."""
     args, kwargs = bind_element(function, len(first), element)
     return function(*first, *args, **kwargs)
 
 
 def bind_element(
-    function: Callable[..., Any], given: int, element: Any
+    function: Callable[..., Any], given: int, element: Tree
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments for an element, after `given` other positional arguments.
 
@@ -151,6 +154,7 @@ def bind_element(
         ways.insert(1 if named else 0, (tuple(element), {}))
     if isinstance(element, dict) and all(isinstance(key, str) for key in element):
         ways.insert(0, ((), dict(element)))
+    # In the order of what users mean most often; the first that the signature can be called with.
     for args, kwargs in ways:
         try:
             signature.bind(*before, *args, **kwargs)
@@ -165,7 +169,7 @@ def bind_element(
     )
 
 
-def _describe(element: Any) -> str:
+def _describe(element: Tree) -> str:
     if isinstance(element, dict):
         return f"the keyword arguments {sorted(map(str, element))}"
     if isinstance(element, tuple | list):

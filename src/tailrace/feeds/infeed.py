@@ -32,7 +32,7 @@ from tailrace.devices.devices import local_replicas
 from tailrace.errors import FeedError, OptionError, WaitStopped
 from tailrace.feeds import buffers
 from tailrace.feeds.background import STOP_S, Worker
-from tailrace.feeds.device_dataset import ResidentReader, resident_pays
+from tailrace.feeds.device_dataset import IndexBlocks, resident_pays
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block, Feed, Staged
 from tailrace.feeds.reader import Reader
@@ -57,6 +57,10 @@ class InfeedQueue(Feed):
 
     Attributes:
         patience: the limits of waits for data; the owner of the queue may replace it.
+
+    Raises:
+        OptionError: `prefetch`, `resident` or `timeout_s` has a value it may not have.
+        DataError: the dataset breaks a rule, raises, ends too early or is too late; when it is read.
 
     >>> infeed = InfeedQueue([1.0, 2.0, 3.0])
     >>> infeed.spec().leaves[0].dtype
@@ -93,7 +97,7 @@ class InfeedQueue(Feed):
         self.patience = Patience(timeout_s)
         self.replicas: int | None = None
         self._resident = resident
-        self._reader: Reader | ResidentReader | None = None
+        self._reader: Reader | None = None
         self._epoch: int | None = None
         self._staged: deque[tuple[tuple[int, Any, int | None], Future[Staged]]] = deque()
         self._late: tuple[Any, Future[Any]] | None = None  # a read that the caller gave up on
@@ -141,6 +145,8 @@ class InfeedQueue(Feed):
                 self._wait_for(future)  # popped only afterwards: an interrupt here loses nothing
             self._staged.popleft()
             staged = future.result()
+            # Between this and `started` the block is alive without an execution that could be waited
+            # for.
             self._handed = 1
             self.reading = (self._epoch or 0, staged.first, count * staged.replicas)
             self._taken += count * staged.replicas
@@ -218,9 +224,8 @@ class InfeedQueue(Feed):
             else:  # another dataset: do not wait for whatever the old one blocks on
                 self._leave()
                 if self._late is not None and self._thread is not None:
-                    self._thread.stop(
-                        0.0
-                    )  # it is stuck in the old dataset: a new thread takes over
+                    # It is stuck in the old dataset: a new thread takes over.
+                    self._thread.stop(0.0)
                     self._thread = None
                 self._late = None
             self.dataset = self.dataset if dataset is None else dataset
@@ -236,6 +241,7 @@ class InfeedQueue(Feed):
         with self._lock:
             self._settle()
             other._settle()
+            # With the reader: elements that it has buffered belong to the dataset, and would be lost.
             self.dataset, self._reader, self._epoch = other.dataset, other._reader, other._epoch
             self._taken = other._taken
 
@@ -250,6 +256,7 @@ class InfeedQueue(Feed):
                 fill = [leaf[-1:].repeat(count - found, axis=0) for leaf in block]
             else:  # another process has elements left, and this one must take part in its steps
                 fill = [np.zeros((count, *leaf.shape[1:]), leaf.dtype) for leaf in block]
+            # In this order: what is put back last is read first.
             reader.put_back(fill)
             reader.put_back(block)
 
@@ -258,6 +265,8 @@ class InfeedQueue(Feed):
         with self._lock:
             self._leave()
             thread, self._thread = self._thread, None
+            # Tickets of executions keep arrays alive; a queue at rest should hold nothing on the
+            # device.
             self._running.clear()
             blocked = self._late is not None
         if thread is not None:
@@ -281,14 +290,14 @@ class InfeedQueue(Feed):
 
     # -- staging --------------------------------------------------------------------------------
 
-    def _open(self) -> Reader | ResidentReader:
+    def _open(self) -> Reader:
         self._check_open()
         if self._reader is None:
             resident = self._resident
             if resident is None:
                 resident = isinstance(self.dataset, Batches) and resident_pays(self.dataset)
-            make = ResidentReader if resident else Reader
-            self._reader = make(self.dataset, self._epoch)
+            blocks = IndexBlocks(self.dataset) if resident else None
+            self._reader = Reader(self.dataset, self._epoch, blocks)
         return self._reader
 
     def _check_open(self) -> None:
@@ -300,10 +309,10 @@ class InfeedQueue(Feed):
         future = self._worker().submit(self._stage_now, reader, count, sharding, room)
         self._staged.append(((count, sharding, room), future))
 
-    def _stage_now(
-        self, reader: Reader | ResidentReader, count: int, sharding: Any, room: int | None
-    ) -> Staged:
+    def _stage_now(self, reader: Reader, count: int, sharding: Any, room: int | None) -> Staged:
         """In the thread: wait for a free block, read elements into it, transfer it."""
+        # Memory is bounded here, not by the length of the queue: a block is free only when its
+        # execution has ended, which a dispatch does not wait for.
         while self._running and self._blocks_alive() > self.prefetch:
             with span("room wait"):
                 _wait(self._running.popleft())
@@ -311,6 +320,7 @@ class InfeedQueue(Feed):
         if isinstance(sharding, jax.sharding.NamedSharding):
             mesh: Any = sharding.mesh
             replicas = local_replicas(mesh)  # each process feeds its replicas
+        # In the thread, before the read: another block may be read ahead while this one is in use.
         first = reader.number
         with span("dataset read", elements=count * replicas):
             host = reader.read(count * replicas)
@@ -342,6 +352,8 @@ class InfeedQueue(Feed):
             self._late = None
             if reader is self._reader:
                 self._take_back(future)
+        # Blocks that are still being read are waited for, others cancelled: an element that was read is
+        # in a block, and only the block can give it back.
         while self._staged:
             future = self._staged[-1][1]  # last one first: each block is put back before the others
             if not future.cancel():

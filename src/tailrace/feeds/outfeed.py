@@ -10,7 +10,6 @@ execution runs, and is split into elements only when it is read.
 from __future__ import annotations
 
 import enum
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,9 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from tailrace.data.trees import leaf_called
 from tailrace.errors import FeedError, OptionError
+from tailrace.feeds.sent_block import SentBlock
 from tailrace.feeds.waiting import Runs
 from tailrace.jaxprs.marks import Tag, WeakQueue, current_trace, mark
 from tailrace.messages import note_once
@@ -61,6 +62,9 @@ class OutfeedQueue:
 
     Attributes:
         dropped: the number of executions dropped because the queue was full.
+
+    Raises:
+        OptionError: an argument has a value it may not have.
 
     Example:
         >>> import tailrace as tr
@@ -105,7 +109,7 @@ class OutfeedQueue:
             )
         self.most_bytes, self.when_full = most_bytes, when_full
         self.dropped = 0
-        self._blocks: deque[_Block] = deque()
+        self._blocks: deque[SentBlock] = deque()
         self._structure: Any = None
         self._shapes: Any = None
         self._runs = Runs()
@@ -114,7 +118,12 @@ class OutfeedQueue:
     # -- in a program ---------------------------------------------------------------------------
 
     def enqueue(self, values: Any) -> Any:
-        """Send `values` (a tree) out of the program each time this call runs; returns them."""
+        """Send `values` (a tree) out of the program each time this call runs; returns them.
+
+        Raises:
+            FeedError: the tree has no arrays, or one that cannot leave a program.
+            ProgramError: it is called outside of a program.
+        """
         trace = current_trace("OutfeedQueue.enqueue")
         structure = jax.tree.structure(values)
         if not structure.num_leaves:
@@ -124,14 +133,21 @@ class OutfeedQueue:
         for path, value in jax.tree_util.tree_flatten_with_path(values)[0]:
             _check_can_leave(_path_called(path), jnp.asarray(value))
         site = trace.new_site("OutfeedQueue.enqueue")
+        # The program keeps its queues alive: the mark refers to them weakly.
         trace.feeds.append(self)
         return mark(values, Tag("outfeed", payload=OutfeedTarget(self, structure), site=site))
 
     # -- on the host ----------------------------------------------------------------------------
 
     def dequeue(self) -> Any:
-        """Remove all queued elements and return them as one tree of arrays."""
+        """Remove all queued elements and return them as one tree of arrays.
+
+        Raises:
+            FeedError: no program has sent anything; in mode "last", nothing since the last call.
+        """
         with self._changed:
+            # Taken under the lock, converted outside of it: copying to the host may wait for an
+            # execution, which must be able to deliver meanwhile.
             blocks, structure, shapes = list(self._blocks), self._structure, self._shapes
             self._blocks.clear()
             if self.mode is OutfeedMode.LAST:
@@ -161,6 +177,9 @@ class OutfeedQueue:
 
         Meant for another thread than the one that runs the program. If no program is running and none
         has delivered anything, it waits for one to start, `timeout_s` seconds at most.
+
+        Raises:
+            FeedError: no program was started in time; or the queue is in mode "last".
         """
         self._check_all("Streaming an outfeed")
         blocks = self._runs.stream(
@@ -189,7 +208,9 @@ class OutfeedQueue:
         """Report that the program has ended, successfully or not."""
         self._runs.end()
 
-    def check_fits(self, structure: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+    def check_fits(
+        self, structure: PyTreeDef, shapes: Sequence[tuple[tuple[int, ...], Any]]
+    ) -> None:
         """Refuse a program, before it runs, whose elements differ from the queued ones."""
         with self._changed:
             if self._structure is not None and self._structure != structure:
@@ -202,18 +223,22 @@ class OutfeedQueue:
                 raise FeedError(self._unlike(structure, list(shapes)))
 
     def deliver(
-        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
+        self, structure: PyTreeDef, leaves: list[Any], valid: Any, loops: int, replicas: int
     ) -> None:
         """Queue the values of one execution: leaves on the device with `loops` leading loop dims.
 
         With several replicas, the replica dim comes first; it is moved behind the loop dims here.
         """
-        block = _Block(structure, leaves, valid, loops, replicas)
+        block = SentBlock(structure, leaves, valid, loops, replicas)
         with self._changed:
+            # A block whose elements all depend on a branch may turn out to be empty: older ones then
+            # count, and asking now would wait for the device.
             if self.mode is OutfeedMode.LAST and block.surely_has_elements():
                 self._blocks.clear()
             self._structure, self._shapes = structure, block.element_shapes()
             self._make_room(block.nbytes)
+            # The block before, not this one: its execution has ended or is about to, so that this
+            # hardly waits, and at most one block stays on the device.
             if self._blocks:
                 self._blocks[-1].settle()
             self._blocks.append(block)
@@ -241,11 +266,11 @@ class OutfeedQueue:
             waiting -= self._blocks.popleft().nbytes
             self.dropped += 1
 
-    def _next_block(self) -> _Block | None:
+    def _next_block(self) -> SentBlock | None:
         with self._changed:
             return self._blocks.popleft() if self._blocks else None
 
-    def _last(self, blocks: list[_Block]) -> Any:
+    def _last(self, blocks: list[SentBlock]) -> Any:
         for block in reversed(blocks):
             leaves = block.to_host()
             if len(leaves[0]):
@@ -260,7 +285,7 @@ class OutfeedQueue:
             "It was dequeued before. Run the program first."
         )
 
-    def _unlike(self, structure: Any, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
+    def _unlike(self, structure: PyTreeDef, shapes: list[tuple[tuple[int, ...], Any]]) -> str:
         """A message about the leaf that differs from those of the queued elements."""
         numbered = jax.tree.unflatten(structure, range(len(shapes)))
         for path, number in jax.tree_util.tree_flatten_with_path(numbered)[0]:
@@ -303,73 +328,6 @@ def _check_can_leave(called: str, value: Any) -> None:
 class OutfeedTarget(WeakQueue):
     """The queue that a mark sends to, and the structure of the element."""
 
-    def __init__(self, queue: OutfeedQueue, structure: Any) -> None:
+    def __init__(self, queue: OutfeedQueue, structure: PyTreeDef) -> None:
         super().__init__(queue)
         self.structure = structure
-
-
-class _Block:
-    """Values of one execution: [loops..., *T] on the device, or [count, *T] once on the host."""
-
-    def __init__(
-        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
-    ) -> None:
-        self.structure = structure
-        self._leaves, self._valid, self._loops, self._replicas = leaves, valid, loops, replicas
-        self._settled: list[np.ndarray] | None = None
-        for leaf in leaves:
-            if hasattr(leaf, "copy_to_host_async"):
-                leaf.copy_to_host_async()
-
-    def element_shapes(self) -> list[tuple[tuple[int, ...], Any]]:
-        lead = self._loops + (self._replicas > 1)
-        replica = (self._replicas,) if self._replicas > 1 else ()
-        return [((*replica, *leaf.shape[lead:]), leaf.dtype) for leaf in self._leaves]
-
-    def surely_has_elements(self) -> bool:
-        """Whether it certainly has an element, as far as is known without waiting for the device."""
-        looped = self._leaves[0].shape[(self._replicas > 1) :][: self._loops]
-        return self._valid is None and 0 not in looped
-
-    def count(self) -> int:
-        return len(self.to_host()[0])
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes it occupies."""
-        held = self._leaves if self._settled is None else self._settled
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in held)
-
-    def settle(self) -> None:
-        """Release the device's memory."""
-        self.to_host()
-
-    def to_host(self) -> list[np.ndarray]:
-        if self._settled is None:
-            self._settled = [self._flatten(np.asarray(leaf)) for leaf in self._leaves]
-            if self._valid is not None:
-                made = self._flatten(np.asarray(self._valid))
-                # All replicas take a branch or none does; otherwise elements would have no order.
-                made = made.reshape(len(made), -1).all(axis=1)
-                self._settled = [leaf[made] for leaf in self._settled]
-            self._leaves, self._valid = [], None
-        return self._settled
-
-    def elements(self) -> Iterator[Any]:
-        for row in zip(*self.to_host(), strict=True):
-            yield jax.tree.unflatten(self.structure, row)
-
-    def _flatten(self, array: np.ndarray) -> np.ndarray:
-        replica = ()
-        if self._replicas > 1:
-            array = np.moveaxis(array, 0, self._loops)
-            replica = (self._replicas,)
-        return _alone(array.reshape(-1, *replica, *array.shape[self._loops + len(replica) :]))
-
-
-def _alone(array: np.ndarray) -> np.ndarray:
-    """A copy if the array would keep a much larger one alive: results of one run share a buffer."""
-    whole: Any = array
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    return array.copy() if 2 * array.nbytes < whole.nbytes else array

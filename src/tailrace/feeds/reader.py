@@ -19,14 +19,13 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batch_iterator import BatchIterator
-from tailrace.data.batch_recipe import BatchRecipe
 from tailrace.data.dataset import Dataset
 from tailrace.data.resumable import can_go_back, decode_state, encode_state
+from tailrace.data.trees import Tree
 from tailrace.errors import DataExhausted, ProducerError, TailraceError
-from tailrace.feeds.buffers import allocate
+from tailrace.feeds.blocks import Blocks, HostBlocks
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block
-from tailrace.feeds.transfer import put, with_room
 from tailrace.messages import logger
 
 SKIPPED_AT_ONCE = 64
@@ -39,23 +38,27 @@ _END = object()
 """Marks the end of a dataset; `None` could be an element."""
 
 
-def batch_spec(batches: BatchRecipe) -> ElementSpec:
-    """The spec of the batches of `tr.batches`, from its arrays."""
-    size = min(batches.batch_size, batches.num_examples)
-    return ElementSpec.of(
-        jax.tree.map(
-            lambda a: np.broadcast_to(np.zeros((), a.dtype), (size, *a.shape[1:])), batches.arrays
-        )
-    )
-
-
 class Reader:
-    """The elements of a dataset, from first to last, in blocks of any size."""
+    """The elements of a dataset, from first to last, in blocks of any size.
 
-    def __init__(self, dataset: Any, epoch: int | None = None) -> None:
+    Args:
+        dataset: the dataset.
+        epoch: sets the order of shuffled `tr.batches`.
+        blocks: what rows of blocks are; None: elements on the host.
+
+    Attributes:
+        name: what the dataset is, for messages.
+        delivered: the number of elements read and not put back.
+    """
+
+    def __init__(
+        self, dataset: Any, epoch: int | None = None, blocks: Blocks | None = None
+    ) -> None:
         source = as_dataset(dataset)
         self.name = source.name
         self._source: Iterator[Any] = self._opened(source, epoch or 0)
+        batches = self._source.batches if isinstance(self._source, BatchIterator) else None
+        self._blocks = HostBlocks(batches) if blocks is None else blocks
         self._first: Any = None  # in a tuple, once it is fetched
         self._asked: float | None = None  # when the current read began
         self._waiting: deque[Block] = deque()
@@ -74,9 +77,8 @@ class Reader:
 
     def spec(self) -> ElementSpec:
         """The spec of the elements, from the first of them (which is not lost)."""
-        if self._spec is None and isinstance(self._source, BatchIterator):
-            # From the arrays, without reading: a first element read alone would be copied twice.
-            self._spec = batch_spec(self._source.batches)
+        if self._spec is None:
+            self._spec = self._blocks.known_spec()
         if self._spec is None:
             self.fetch_first()
             (first,) = self._first
@@ -161,6 +163,7 @@ class Reader:
         """The index of the next element, by the source's count, which an audit relies on."""
         source = self._source
         made = source.position if isinstance(source, BatchIterator) else self._produced
+        # What is put back counts as not read; so does a first element that was read for its spec.
         waiting = sum(len(block[0]) for block in self._waiting)
         return made - waiting - (self._first is not None)
 
@@ -169,6 +172,8 @@ class Reader:
 
         For a source that can seek (`tr.batches`) the index is enough.
         """
+        # States are kept from the last one before the position: elements that were read ahead of it,
+        # and put back, are between a state and what a program has taken.
         while len(self._states) > 1 and self._states[1][0] <= position:
             self._states.popleft()
         if not self._states or self._states[0][0] > position:
@@ -180,6 +185,7 @@ class Reader:
         """Seek to element `state["elements"]`; no element after it may have been taken."""
         position = int(state["elements"])
         if isinstance(self._source, BatchIterator):
+            # Nothing is read again: the order of `tr.batches` is a function of the seed and the index.
             self._source.seek(position)
             self._waiting.clear()
             self.delivered = self._produced = position
@@ -205,20 +211,18 @@ class Reader:
                     *(self.name, start + SKIPPED_AT_ONCE, count),
                 )
 
-    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+    def to_device(
+        self, block: Block, sharding: jax.sharding.Sharding | jax.Device, room: int
+    ) -> tuple[Any, ...]:
         """Transfer a block into arrays with `room` rows; the rows after it are uninitialized.
 
-        On a CPU this aliases the block, so the block must not be written again.
+        On a CPU this may alias the block, so the block must not be written again.
         """
-        if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
-            # Each process has the elements of its local replicas.
-            place = jax.make_array_from_process_local_data
-            return tuple(place(sharding, with_room(leaf, room)) for leaf in block)
-        return tuple(put(leaf, sharding, room) for leaf in block)
+        return self._blocks.to_device(block, sharding, room)
 
     def elements_of(self, block: Block) -> Block:
-        """The elements of a block on the host: the block itself."""
-        return block
+        """The elements of a block, on the host."""
+        return self._blocks.elements_of(block)
 
     # -- reading the dataset --------------------------------------------------------------------
 
@@ -228,9 +232,9 @@ class Reader:
         if can_go_back(self._source) and not self._ended:
             self._states.append((self._produced, self._source.get_state()))  # type: ignore[attr-defined]
         if isinstance(self._source, BatchIterator) and not self._ended:
-            tree, done = self._source.read(count, allocate)
+            block, done = self._blocks.read(self._source, count, self._spec)
             self._produced += done
-            whole = [*before, self._cast(jax.tree.leaves(tree))]
+            whole = [*before, block]
             if done == count:
                 return (whole[0] if len(whole) == 1 else self._join(whole)), None
             return self._read_singly(count - done, whole)
@@ -280,6 +284,7 @@ class Reader:
             raise self._ended
         if self._ended:
             return _END
+        # Read by a waiting caller in another thread, without a lock: it only says for how long.
         self._asked = time.monotonic()
         try:
             element = next(self._source)
@@ -305,9 +310,13 @@ class Reader:
 
     def _new_block(self, count: int) -> Block:
         assert self._spec is not None
-        return [allocate((count, *leaf.shape), leaf.dtype) for leaf in self._spec.leaves]
+        return self._blocks.new(count, self._spec)
 
-    def _store(self, element: Any, block: Block, row: int) -> None:
+    def _join(self, blocks: Sequence[Block]) -> Block:
+        assert self._spec is not None
+        return self._blocks.join(blocks, self._spec)
+
+    def _store(self, element: Tree, block: Block, row: int) -> None:
         assert self._spec is not None
         leaves = element
         if not self._is_plain(element):
@@ -315,27 +324,15 @@ class Reader:
         for leaf, target in zip(leaves, block, strict=True):
             target[row] = leaf  # also narrows 64 bits, without a second copy
 
-    def _is_plain(self, element: Any) -> bool:
+    def _is_plain(self, element: Tree) -> bool:
         """Whether an element is the expected tuple of arrays; cheaper than flattening a tree."""
+        # By type, not `isinstance`: a named tuple or a subclass of an array may mean something else.
         if self._plain is None or type(element) is not tuple or len(element) != len(self._plain):
             return False
         for leaf, (shape, dtype) in zip(element, self._plain, strict=True):
             if type(leaf) is not np.ndarray or leaf.shape != shape or leaf.dtype != dtype:
                 return False
         return True
-
-    def _cast(self, leaves: list[np.ndarray]) -> Block:
-        assert self._spec is not None
-        return [
-            leaf.astype(spec.dtype, copy=False)
-            for leaf, spec in zip(leaves, self._spec.leaves, strict=True)
-        ]
-
-    def _join(self, blocks: list[Block]) -> Block:
-        joined = self._new_block(sum(len(block[0]) for block in blocks))
-        for number, target in enumerate(joined):
-            np.concatenate([block[number] for block in blocks], out=target)
-        return joined
 
     def _exhausted(self, asked: int, found: int) -> DataExhausted:
         return DataExhausted(

@@ -29,10 +29,11 @@ PIECE, MOST_PIECES = 1 << 21, 16
 
 def put(array: np.ndarray, sharding: Any, room: int = 0) -> Any:
     """Transfer an array to `sharding`; it must not change until the transfer has finished."""
-    if _on_cpu():
+    if on_cpu():
         return jax.device_put(with_room(array, room), sharding)
     pieces = min(MOST_PIECES, array.nbytes // PIECE, len(array)) if array.ndim else 1
     spread = isinstance(sharding, jax.sharding.Sharding) and len(sharding.device_set) > 1
+    # Over several devices, JAX already copies to each in parallel.
     if pieces < 2 or spread:
         moved = jax.device_put(array, sharding)
     else:
@@ -58,10 +59,12 @@ def _join(pieces: list[Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _padded(array: Any, room: int, sharding: Any) -> Any:
+    # Zeros, though any values would do: a program in XLA has no uninitialized arrays.
     rows = jnp.zeros((room, *array.shape[1:]), array.dtype)
     filled = jax.lax.dynamic_update_slice_in_dim(rows, array, 0, 0)
     return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Whether programs run on the host itself, where nothing is transferred."""
     return devices.platform() == "cpu"

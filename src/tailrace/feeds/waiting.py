@@ -74,6 +74,7 @@ class Patience:
             future: what to wait for. Its own waits for the device do not count.
             source: what it reads from.
         """
+        # In short waits: a Ctrl-C, and `stopped`, are noticed only between them.
         note_at = NOTE_S
         while not wait([future], timeout=min(LOOK_S, self.timeout_s or LOOK_S)).done:
             waited = source.waited_s()
@@ -112,6 +113,8 @@ class Runs:
         """Report that the program has ended, successfully or not."""
         with self.changed:
             self._running -= 1
+            # Counted, not flagged: a reader that was slow must see that a program ended, even if
+            # another one runs by then.
             self._ended += 1
             self.changed.notify_all()
 
@@ -134,6 +137,8 @@ class Runs:
             what: the queue, for the message.
         """
         with self.changed:
+            # If something is queued or runs, what is wanted has started; an end before this call is
+            # then enough to stop at. Otherwise a program must still start, and end.
             seen = self._ended if not waits() and not self._running else self._ended - 1
         give_up = time.monotonic() + timeout_s
         while True:

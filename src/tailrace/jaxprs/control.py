@@ -104,6 +104,8 @@ class Scan:
         def one_pass(carry: Any, x: Any) -> Any:
             return self.split_results(body([*consts, *carry, *x]))
 
+        # Through `lax.scan`, not by changing the equation: its other parameters describe the body, and
+        # would have to be changed with it, differently in each version of JAX.
         carry, ys = lax.scan(
             wrap(one_pass), init, xs, length=self.length, reverse=self.reverse, unroll=self.unroll
         )
@@ -191,6 +193,7 @@ class Cond:
         """Emit the choice with other branches."""
         index, others = self.split(operands)
         # Each lambda binds its function as a default: a closure would see only the last one.
+        # `lax.switch` also for two branches: a `cond` equation has an integer index in either case.
         functions = [lambda *values, f=function: f(list(values)) for function in branches]
         return list(lax.switch(index, functions, *others))
 
@@ -266,6 +269,8 @@ def control(eqn: JaxprEqn) -> Control | None:
         return While(eqn, Inner.of(0, condition), Inner.of(1, body), *counts)
     if eqn.primitive is primitives.cond_p:
         return Cond(eqn, tuple(Inner.of(n, b) for n, b in enumerate(eqn.params["branches"])))
+    # Last, and by its shape, not by name: whatever calls one program on its operands is a call, which
+    # covers kinds of calls that a later JAX invents.
     called = internals.contents(eqn)
     return None if called is None else Call(eqn, Inner(*called))
 

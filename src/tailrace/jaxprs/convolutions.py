@@ -109,7 +109,7 @@ def _called(eqn: JaxprEqn) -> JaxprEqn | None:
     if form is None:
         return None
 
-    def convolution(lhs: Any, rhs: Any) -> Any:
+    def convolution(lhs: jax.Array, rhs: jax.Array) -> Any:
         return form(lhs, rhs)
 
     # One equation for one: a jit call keeps the length of the program, and so every position in it.
@@ -205,7 +205,7 @@ def _last(spec: Sequence[int]) -> tuple[int, ...]:
     return (spec[0], *spec[2:], spec[1])
 
 
-def _ordered(kind: Kind, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+def _ordered(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> tuple[Any, Any]:
     """The operands with features last; batch groups become feature groups."""
     left, kernel, _ = kind.params["dimension_numbers"]
     lhs = lhs.transpose(_last(left))
@@ -223,14 +223,14 @@ def _restored(kind: Kind, out: Any) -> Any:
     return out.astype(kind.dtype).transpose([now.index(dim) for dim in range(len(now))])
 
 
-def _padded(kind: Kind, lhs: Any) -> Any:
+def _padded(kind: Kind, lhs: jax.Array) -> Any:
     sides = zip(kind.params["padding"], kind.params["lhs_dilation"], strict=True)
     config = [(low, high, dilation - 1) for (low, high), dilation in sides]
     return lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *config, (0, 0, 0)])
 
 
 def _windows(
-    lhs: Any, places: Sequence[int], steps: Sequence[int], sizes: Sequence[int], strides: Any
+    lhs: jax.Array, places: Sequence[int], steps: Sequence[int], sizes: Sequence[int], strides: Any
 ) -> Any:
     """For each position in space, that position and the strided slice that starts there."""
     for place in itertools.product(*map(range, places)):
@@ -243,7 +243,7 @@ def _windows(
 # -- the forms ------------------------------------------------------------------------------------
 
 
-def library(kind: Kind, lhs: Any, rhs: Any) -> Any:
+def library(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
     """The layout that the library accepts, with explicit transposes."""
     params = kind.params
     lhs, rhs = _ordered(kind, lhs, rhs)
@@ -263,7 +263,7 @@ def library(kind: Kind, lhs: Any, rhs: Any) -> Any:
     return _restored(kind, out)
 
 
-def matmuls_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
+def matmuls_by_kernel(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
     """Sum over the kernel's positions: shifted input times one matrix each."""
     params, total = kind.params, jnp.float32(0)
     lhs, rhs = _ordered(kind, lhs, rhs)
@@ -273,7 +273,7 @@ def matmuls_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
     return _restored(kind, total)
 
 
-def matmuls_by_output(kind: Kind, lhs: Any, rhs: Any) -> Any:
+def matmuls_by_output(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
     """One matrix product over the whole kernel for each position of the (small) result."""
     params = kind.params
     lhs, rhs = _ordered(kind, lhs, rhs)
@@ -297,7 +297,7 @@ def _dot(kind: Kind, a: Any, b: Any, over_a: Any, over_b: Any) -> Any:
     )
 
 
-def products_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
+def products_by_kernel(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
     """Sum over the kernel's positions: shifted input times weights, elementwise, for small groups."""
     params, total = kind.params, jnp.float32(0)
     lhs, rhs = _ordered(kind, lhs, rhs)
@@ -311,7 +311,7 @@ def products_by_kernel(kind: Kind, lhs: Any, rhs: Any) -> Any:
     return _restored(kind, total.reshape(*total.shape[:-2], outer))
 
 
-def products_by_output(kind: Kind, lhs: Any, rhs: Any) -> Any:
+def products_by_output(kind: Kind, lhs: jax.Array, rhs: jax.Array) -> Any:
     """Weight gradient of small groups: for each position of the result, one reduction per weight."""
     params = kind.params
     left, kernel, _ = params["dimension_numbers"]

@@ -156,6 +156,7 @@ def bind_again(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
 
 def equation_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
     """A context whose equations get the name stack and the user traceback of `eqn`."""
+    # Appended, not replaced: around the equation there may be a scope of the program it moves into.
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
@@ -206,6 +207,7 @@ def is_replay(eqn: JaxprEqn) -> bool:
         return False
     if "differentiated" in eqn.params:
         return bool(eqn.params["differentiated"])
+    # Under remat3 the equation has no flag; JAX then names the scope of a recomputation.
     return [name for name, _ in scopes_of(eqn)][-1:] == [_REPLAYED]
 
 
@@ -245,6 +247,7 @@ def contents(eqn: JaxprEqn) -> tuple[int, Jaxpr, tuple[Any, ...]] | None:
     equation's: this excludes the scalar function inside a reduction, which is not called on the
     operands.
     """
+    # By forms, not by the name of a parameter: those differ between primitives and versions.
     for number, (_, _, inner, consts) in enumerate(inner_jaxprs(eqn)):
         if _same_forms(inner.invars, eqn.invars) and _same_forms(inner.outvars, eqn.outvars):
             return number, inner, consts
@@ -319,6 +322,8 @@ def is_barrier(eqn: JaxprEqn) -> bool:
 def replayed(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Emit `function(*args)`, a list, marked as a forward pass that is repeated for its backward."""
     leaves, structure = jax.tree.flatten(args)
+    # Through a checkpoint that is traced and then flagged: JAX has no public way to emit an equation
+    # that counts as a recomputation.
     again = jax.checkpoint(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
     closed = jax.make_jaxpr(again)(*leaves)
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -336,6 +341,7 @@ _REPLAYED = "rematted_computation"
 def _replay(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     if "differentiated" in eqn.params:
         return bind_again(eqn.replace(params={**eqn.params, "differentiated": True}), inputs)
+    # As JAX itself does under remat3: the barrier keeps the recomputation apart, the scope names it.
     with jax.named_scope(_REPLAYED):
         return bind_again(eqn, list(jax.lax.optimization_barrier(inputs)))
 
@@ -348,6 +354,7 @@ def scopes_of(eqn: JaxprEqn) -> list[tuple[str, int]]:
     the scopes around it twice; here each appears once.
     """
     stack = eqn.source_info.name_stack.stack
+    # By the class' name: the class itself is private to JAX.
     found = {id(item): item.name for item in stack if type(item).__name__ == "Scope"}
     return [(name, identity) for identity, name in found.items()]
 

@@ -23,19 +23,14 @@ from tailrace.jaxprs.marks import COTANGENT, Tag, mark, mark_p
 from tailrace.jaxprs.recording import Recording
 from tailrace.seams import Seam
 
-_checked = False
 
-
+@functools.cache
 def check() -> None:
     """Raise a `VersionError` if JAX does not behave as expected; runs once per process."""
-    global _checked
-    if _checked:
-        return
     internals.refuse_scan3()
-    _sample.cache_clear()
+    sample.cache_clear()
     internals.PACKAGE.check(seam for seam in SEAMS if not seam.late)
-    _sample.cache_clear()
-    _checked = True
+    sample.cache_clear()  # its programs serve the probes alone
 
 
 # -- the small program --------------------------------------------------------------------------
@@ -80,14 +75,14 @@ _FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 @functools.cache
-def _sample(which: str) -> list[JaxprEqn]:
+def sample(which: str) -> list[JaxprEqn]:
     """The equations of a small program: "plain" (one of every kind) or "gradient"."""
     function = _everything if which == "plain" else jax.grad(_marked)
     return list(jax.make_jaxpr(function)(_FLOAT).jaxpr.eqns)
 
 
 def _one(name: str) -> JaxprEqn:
-    return next(eqn for eqn in _sample("plain") if internals.operation(eqn) == name)
+    return next(eqn for eqn in sample("plain") if internals.operation(eqn) == name)
 
 
 # -- probes -------------------------------------------------------------------------------------
@@ -134,7 +129,7 @@ def _checkpoint() -> bool:
 
 
 def _recomputation() -> bool:
-    found = [eqn for eqn in _sample("gradient") if internals.is_replay(eqn)]
+    found = [eqn for eqn in sample("gradient") if internals.is_replay(eqn)]
     return len(found) == 1 and internals.is_backward(found[0])
 
 
@@ -157,8 +152,8 @@ def _custom() -> bool:
 
 
 def _scopes() -> bool:
-    forward = next(e for e in _sample("gradient") if internals.operation(e) == "sin")
-    backward = [e for e in _sample("gradient") if internals.is_backward(e)]
+    forward = next(e for e in sample("gradient") if internals.operation(e) == "sin")
+    backward = [e for e in sample("gradient") if internals.is_backward(e)]
     scopes = internals.scopes_of(forward)
     return [name for name, _ in scopes] == ["probe"] and any(
         internals.scopes_of(e) == scopes for e in backward
@@ -166,12 +161,12 @@ def _scopes() -> bool:
 
 
 def _sources() -> bool:
-    trace: Any = _sample("plain")[0].source_info.traceback
+    trace: Any = sample("plain")[0].source_info.traceback
     return all(frame.line_num >= 0 and frame.file_name for frame in trace.frames)
 
 
 def _derivatives() -> bool:
-    tags = [eqn.params["tag"] for eqn in _sample("gradient") if eqn.primitive is mark_p]
+    tags = [eqn.params["tag"] for eqn in sample("gradient") if eqn.primitive is mark_p]
     return any(tag.direction == COTANGENT for tag in tags)
 
 

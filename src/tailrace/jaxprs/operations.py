@@ -51,6 +51,8 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
         return False
     shape = _shape(eqn.outvars[0])
     shapes = {_shape(var) for var in eqn.invars}
+    # A broadcast of a scalar is the same on every piece; one of a vector is not, as which element a
+    # place gets depends on where it is.
     if is_fill(eqn):
         return shapes == {()} and shape != ()
     if is_reshape(eqn):  # elementwise only if it keeps the order of the elements
@@ -70,6 +72,7 @@ def is_rearrangement(eqn: JaxprEqn) -> bool:
 
 def keeps_expensive(primitive: Primitive, *_: Any, **__: Any) -> bool:
     """A policy for `jax.checkpoint`: save expensive results, and masks, which are small."""
+    # A mask takes one byte an element and saves recomputing what it was compared from.
     return primitive.name in _COMPARISONS or primitive.name not in _CHEAP
 
 

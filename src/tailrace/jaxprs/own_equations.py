@@ -76,6 +76,7 @@ def has_role(eqn: JaxprEqn, role: str) -> bool:
 
 def queue_in(eqn: JaxprEqn) -> Any:
     """The infeed that a dequeue reads."""
+    # Held weakly: JAX's caches keep parameters alive, and would keep a dataset alive with its queue.
     return eqn.params["queue"].queue if eqn.primitive is dequeue_p else None
 
 
@@ -108,4 +109,6 @@ def gathered_in(eqn: JaxprEqn) -> int | None:
 
 def joins_replicas(eqn: JaxprEqn) -> bool:
     """Whether an equation is a collective over all replicas."""
+    # JAX's own collectives need the name of a mesh axis, and that of replicas exists only in the
+    # emitted program.
     return eqn.primitive in (cross_replica_p, gather_p)

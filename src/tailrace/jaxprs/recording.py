@@ -53,6 +53,7 @@ class Recording(Trace):
         self._open: list[Any] = []
 
     def __enter__(self) -> Recording:
+        # Taken and given back at once, to learn which one it is: there is no other way to read it.
         with take_current_trace() as self._around:
             pass
         self._open.append(set_current_trace(self))
@@ -77,6 +78,8 @@ class Recording(Trace):
         # Under the trace around it: the operation must run, not be recorded again.
         with set_current_trace(self._around):
             out = again(*tracers)
+        # With the parameters, not the values: a replay under `jax.grad` binds the same primitive to
+        # tracers.
         made = out if primitive.multiple_results else [out]
         self.operations.append(Operation(again, list(tracers), list(made)))
         return out

@@ -73,6 +73,8 @@ class Visitor(abc.ABC, Generic[Value, Around]):
             with self.context(eqn):
                 outputs = self._equation(eqn, inputs, around, here)
                 outputs = self.made(eqn, inputs, outputs, around, here)
+            # Results that are never read have a variable too (`_` in the printed program), so that
+            # counts agree; `strict` finds a hook that returns too few.
             known.update(zip(eqn.outvars, outputs, strict=True))
 
     def _read(self, known: dict[Var, Value], var: Atom) -> Value:
@@ -126,6 +128,8 @@ class Visitor(abc.ABC, Generic[Value, Around]):
     ) -> list[Value]:
         """An equation that is not entered."""
 
+    # Equations that are not entered and those that cannot be entered differ for a rewriter: the latter
+    # may hold something of ours that it must refuse. To all others they are the same.
     def opaque(
         self, eqn: JaxprEqn, inputs: list[Value], around: Around, here: Position
     ) -> list[Value]:

@@ -79,6 +79,8 @@ def walk(
     for index, eqn in enumerate(equations):
         here = (*position, index)
         yield Place(eqn, here, inside)
+        # All programs inside, those included that a visitor cannot enter (the function of a reduction):
+        # a mark that hides there must be found, to be refused.
         for number, (_, _, inner, _) in enumerate(internals.inner_jaxprs(eqn)):
             yield from walk(inner.eqns, (*here, number), (*inside, surrounding(eqn, inner)))
 
@@ -95,6 +97,7 @@ def surrounding(eqn: JaxprEqn, inner: Jaxpr) -> Surrounding:
         return Surrounding(LOOP if tag else WHILE, tag.payload if tag else None, tag, scopes)
     if eqn.primitive is primitives.cond_p:
         return Surrounding(BRANCH, scopes=scopes)
+    # Before other calls: what is repeated is not an observation, and is neither sent nor counted twice.
     if internals.is_replay(eqn):
         return Surrounding(REPLAY, scopes=scopes)
     unit = unit_in(eqn)
@@ -108,6 +111,7 @@ def loop_tag(body: Jaxpr) -> Tag | None:
 
 def tag_of(place: Place) -> Tag | None:
     """The tag of a mark that is not the replay of an earlier one, else None."""
+    # A replayed mark of a gradient is not a repetition: the backward pass is where it first appears.
     tag = tag_in(place.equation)
     if tag is None or (place.replayed and tag.direction == FORWARD):
         return None
@@ -146,6 +150,8 @@ def elements_read(equations: Sequence[JaxprEqn]) -> dict[Any, int]:
         if queue is not None:
             total = 1
             for around in place.loops():
+                # Without a length for a user's while loop: a dequeue in one is refused when the program
+                # is traced.
                 total *= around.length if around.length is not None else 1
             counts[queue] = counts.get(queue, 0) + total
     return counts
@@ -155,6 +161,7 @@ def acts_on_host(equations: Sequence[JaxprEqn]) -> bool:
     """Whether any equation, or one inside it, has effects other than those of marks."""
 
     def acts(eqn: JaxprEqn) -> bool:
+        # A mark has an effect only so that JAX keeps it; it does nothing on the host by itself.
         if eqn.primitive is mark_p or not eqn.effects:
             return False
         inner = internals.inner_jaxprs(eqn)

@@ -57,6 +57,10 @@ def compile(
         observe_bytes: the most bytes that the records of one loop may take; more is refused before it
             runs.
 
+    Raises:
+        OptionError: an argument has a value it may not have.
+        ProgramError: the function cannot be a program; when it is first called.
+
     Example:
         >>> import tailrace as tr
         >>> infeed, outfeed = tr.InfeedQueue([1.0, 2.0, 3.0, 4.0]), tr.OutfeedQueue()
@@ -121,12 +125,14 @@ class Program:
         """Run the program; returns the function's result."""
         version = self._version(args)
         traced = version.traced
+        # Made for each call: a program has no state of its own but its counter of steps.
         state = LoopState(dict(zip(traced.jaxpr.constvars, version.consts, strict=True)))
         leaves = self.placement.put(jax.tree.leaves(args))
         state.values.update(zip(traced.jaxpr.invars, leaves, strict=True))
         self.records.clear()
         for queue, out in traced.outfeeds.items():
             queue.check_fits(out.structure, out.shapes)
+        # After all are checked: a reader in another thread waits from `begin` on for an `end`.
         for queue in traced.outfeeds:
             queue.begin()
         try:
@@ -188,6 +194,8 @@ class Program:
                 jax.block_until_ready(ticket)
                 elapsed = agreed_seconds(max(time.perf_counter() - started, 1e-6))
                 wanted = min(most, max(1, int(now * dispatch_table.LIVE_S / elapsed)))
+                # Doubling at least: short pieces overestimate the time of an iteration by their own
+                # cost, and settling on the first measurement would keep them short.
                 if wanted > 2 * piece:
                     piece = wanted
                 else:
@@ -225,6 +233,7 @@ class Program:
     def _version(self, args: tuple[Any, ...]) -> _Version:
         leaves, structure = jax.tree.flatten(args)
         try:
+            # By type, weak types included: a Python number and an array promote differently inside.
             key = (structure, tuple(jax.typeof(leaf) for leaf in leaves))
         except TypeError:
             raise ProgramError(_not_an_array(args)) from None

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import ambient, cross_replica_p, current_trace
 
 _training: contextvars.ContextVar[bool] = contextvars.ContextVar("tailrace_training", default=False)
@@ -48,6 +49,9 @@ def key() -> jax.Array:
     or a `scan` of the model the key does not vary: fold the index in with
     `jax.random.fold_in`.
 
+    Raises:
+        ProgramError: it is called outside of a program.
+
     Example:
         >>> import jax, tailrace as tr
         >>> program = tr.compile(lambda: jax.random.normal(tr.key()), seed=1)
@@ -63,6 +67,9 @@ def key() -> jax.Array:
 def step() -> jax.Array:
     """The index of the current step, from 0, as an int32 scalar.
 
+    Raises:
+        ProgramError: it is called outside of a program.
+
     Example:
         >>> import tailrace as tr
         >>> print(tr.compile(lambda x: tr.repeat(4, lambda x: x + tr.step(), x))(0))
@@ -74,6 +81,9 @@ def step() -> jax.Array:
 
 def microbatch() -> jax.Array:
     """The index of the microbatch in its step, from 0, as an int32 scalar.
+
+    Raises:
+        ProgramError: it is called outside of a program.
 
     Example:
         >>> import tailrace as tr
@@ -88,6 +98,9 @@ def microbatch() -> jax.Array:
 def replica() -> jax.Array:
     """The index of this replica, from 0, as an int32 scalar.
 
+    Raises:
+        ProgramError: it is called outside of a program.
+
     Example:
         >>> import tailrace as tr
         >>> print(tr.compile(lambda: tr.replica(), replicas=1)())
@@ -97,8 +110,11 @@ def replica() -> jax.Array:
     return ambient("replica", -1, 0)
 
 
-def cross_replica_mean(values: Any) -> Any:
+def cross_replica_mean(values: Tree) -> Any:
     """The mean of `values` (a tree) over all replicas, on each of them.
+
+    Raises:
+        ProgramError: it is called outside of a program.
 
     Example:
         >>> import tailrace as tr
@@ -108,8 +124,11 @@ def cross_replica_mean(values: Any) -> Any:
     return _cross_replica(values, "tr.cross_replica_mean", mean=True)
 
 
-def cross_replica_sum(values: Any) -> Any:
+def cross_replica_sum(values: Tree) -> Any:
     """The sum of `values` (a tree) over all replicas, on each of them.
+
+    Raises:
+        ProgramError: it is called outside of a program.
 
     Example:
         >>> import tailrace as tr
@@ -119,6 +138,6 @@ def cross_replica_sum(values: Any) -> Any:
     return _cross_replica(values, "tr.cross_replica_sum", mean=False)
 
 
-def _cross_replica(values: Any, caller: str, *, mean: bool) -> Any:
+def _cross_replica(values: Tree, caller: str, *, mean: bool) -> Any:
     current_trace(caller)
     return jax.tree.map(lambda x: cross_replica_p.bind(jnp.asarray(x), mean=mean), values)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
@@ -24,7 +25,7 @@ _NOTHING = object()
 def repeat(
     n: int | jax.Array,
     body: Callable[..., Any],
-    inputs: Any = _NOTHING,
+    inputs: Tree = _NOTHING,
     infeed: Feed | None = None,
 ) -> Any:
     """Run `body` n times on the device.
@@ -38,6 +39,9 @@ def repeat(
 
     Returns:
         The result of the last iteration.
+
+    Raises:
+        ProgramError: `n` is not a number of at least 0, or the body does not fit the values it carries.
 
     Example:
         >>> import tailrace as tr
@@ -53,17 +57,19 @@ def repeat_with(
     call: Callable[..., Any],
     n: int | jax.Array,
     body: Callable[..., Any],
-    inputs: Any = _NOTHING,
+    inputs: Tree = _NOTHING,
     infeed: Feed | None = None,
 ) -> Any:
     """`repeat`, where `call(body, carried, element)` passes the element to the body."""
     trace = current_trace("tr.repeat")
     carries = inputs is not _NOTHING
     carry = jax.tree.map(jnp.asarray, inputs) if carries else None
+    # A concrete array is as good as an integer, and gives a loop that can be differentiated.
     if isinstance(n, jax.Array) and not isinstance(n, Tracer):
         n = int(n)
     if isinstance(n, Tracer):
         _need_static(n, infeed)
+        # Not tagged with a length: it is found again as a loop of unknown length.
         return lax.fori_loop(0, n, _loop_body(trace, call, body, None, None, carries), carry)
     if not hasattr(n, "__index__") or isinstance(n, bool) or n.__index__() < 0:
         raise ProgramError(f"tr.repeat runs a body n times, n >= 0. Received: n={n!r}.")
@@ -76,7 +82,7 @@ def repeat_with(
 def while_loop(
     condition: Callable[[Any], Any],
     body: Callable[..., Any],
-    inputs: Any,
+    inputs: Tree,
     infeed: Feed | None = None,
     maximum_iterations: int | None = None,
 ) -> Any:
@@ -92,6 +98,10 @@ def while_loop(
 
     Returns:
         The result of the last iteration, or `inputs` if there was none.
+
+    Raises:
+        ProgramError: an infeed without `maximum_iterations`, a condition that is not one boolean, or a
+            body that does not fit.
 
     Example:
         >>> import tailrace as tr
@@ -119,7 +129,7 @@ def while_loop(
         )
     one_pass = _loop_body(trace, call_with_element, body, infeed, maximum_iterations, True)
 
-    def go_on(state: Any) -> Any:
+    def go_on(state: Tree) -> Any:
         i, carry = state
         wanted = jnp.asarray(condition(carry))
         if wanted.shape != () or wanted.dtype != jnp.bool_:
@@ -152,20 +162,23 @@ def _loop_body(
             )
         infeed.check_replicas(trace.replicas)
 
-    def one_pass(counter: Any, state: Any) -> Any:
+    def one_pass(counter: Any, state: Tree) -> Any:
         with inside_loop(trace):
+            # The counter is marked, because it is in the loop whatever the body does; the mark makes
+            # the loop ours.
             counter = mark(counter, Tag("loop", payload=length))
             first = (state,) if carries else ()
             if infeed is None:
                 after = body(*first)
             else:
                 after = call(body, first, dequeue(counter, infeed, infeed.spec().tree()))
+        # Checked by us: JAX's own message speaks of a scan that the user did not write.
         return _same_form(state, after)
 
     return one_pass
 
 
-def whole(body: Callable[..., Any], first: tuple[Any, ...], element: Any) -> Any:
+def whole(body: Callable[..., Any], first: tuple[Any, ...], element: Tree) -> Any:
     """Pass an element as one argument, whatever its structure (for `repeat_with`)."""
     return body(*first, element)
 
@@ -179,7 +192,7 @@ def _need_static(n: Any, infeed: Any) -> None:
         )
 
 
-def _same_form(before: Any, after: Any) -> Any:
+def _same_form(before: Tree, after: Tree) -> Any:
     """A body's result, checked to have the structure, shapes and dtypes of its input."""
     old, structure = jax.tree_util.tree_flatten_with_path(before)
     new, found = jax.tree.flatten(after)

@@ -25,7 +25,7 @@ from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import Position
 from tailrace.program.tracing.tap_selection import full_name
 from tailrace.taps.frame import Block, Frame
-from tailrace.taps.rewrite import Resolver
+from tailrace.taps.resolver import Resolver
 
 INFEED = "infeed"
 """The operation of a culprit if no operation made the bad value: the data were bad."""

@@ -33,7 +33,7 @@ def observe(
     *,
     seed: int = 0,
     observe_bytes: int = MOST_BYTES,
-    device: Any = None,
+    device: jax.Device = None,
 ) -> Observed:
     """Wrap a function of arrays so that a call returns `(output, records)`.
 
@@ -49,6 +49,10 @@ def observe(
         observe_bytes: the most bytes that the records of one call may take; more is refused before it
             runs.
         device: the JAX device to run on; None for the first one.
+
+    Raises:
+        OptionError: `function` is not callable, or a tap is a guard of a training.
+        SelectionError: no tensor has a selected name; when it is called.
 
     Example:
         >>> import jax, jax.numpy as jnp, tailrace as tr
@@ -81,7 +85,7 @@ class Observed:
         taps: list[Any],
         seed: int,
         observe_bytes: int,
-        device: Any = None,
+        device: jax.Device = None,
     ) -> None:
         self._function, self.taps, self._seed = function, taps, seed
         self._observe_bytes = observe_bytes

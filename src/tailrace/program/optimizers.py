@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import Tag, current_trace, mark, name_values
 from tailrace.program.in_program import cross_replica_mean
@@ -38,7 +39,7 @@ def cross_replica(optimizer: Any) -> Any:
 
     optimizer = optax.with_extra_args_support(_checked(optimizer))
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> Any:
         current_trace("tr.optimizers.cross_replica")
         reduced = name_values("reduced", cross_replica_mean(grads), "params")
         return optimizer.update(reduced, state, params, **extra)
@@ -94,11 +95,11 @@ def gradient_accumulation(
     accumulation = Accumulation(microbatches, dtype, reduction)
     optimizer = optax.with_extra_args_support(_checked(optimizer))
 
-    def init(params: Any) -> AccumulationState:
+    def init(params: Tree) -> AccumulationState:
         params = jax.tree.map(jnp.asarray, params)
         return AccumulationState(jnp.int32(0), accumulation.zeros(params), optimizer.init(params))
 
-    def update(grads: Any, state: AccumulationState, params: Any = None, **extra: Any) -> Any:
+    def update(grads: Tree, state: AccumulationState, params: Tree = None, **extra: Any) -> Any:
         current_trace("tr.optimizers.gradient_accumulation")
         count = mark(state.count, Tag("accumulates", payload=microbatches))
         grads = name_values("grad", grads, "params")

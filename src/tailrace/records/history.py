@@ -112,7 +112,11 @@ class History:
         self._steps = steps if steps is not None else self._steps
 
     def each(self, name: str) -> np.ndarray:
-        """The values of every microbatch and replica: [steps, microbatches, replicas]."""
+        """The values of every microbatch and replica: [steps, microbatches, replicas].
+
+        Raises:
+            SelectionError: there is no value of that name.
+        """
         if name not in self._columns:
             if name in self._validations:
                 raise SelectionError(f"{name!r} has one value a validation: history[{name!r}].")

@@ -50,6 +50,9 @@ def print_tensor(
         open_bracket: before the entries of a dim.
         close_bracket: after them.
 
+    Raises:
+        ProgramError: the value is not an array of numbers.
+
     Example:
         >>> import jax.numpy as jnp, sys, tailrace as tr
         >>> error, sys.stderr = sys.stderr, sys.stdout

@@ -286,11 +286,13 @@ class Part:
         one, value, valid, replicas = self.one, self.value, self.valid, self.replicas
         several = replicas > 1
         loops = len(self.ends[:1]) if self.collected else one.loops
+        # Equal on all replicas, as the program shows: one copy is recorded, without a replica.
         if several and not one.differs:
             value = jax.tree.map(lambda v: v[0], value)
             valid = valid[0] if valid is not None else None
             several = False
         if several:
+            # Behind the steps: rows are then in the order in which values were computed.
             value = jax.tree.map(lambda v: np.moveaxis(v, 0, loops), value)
             valid = np.moveaxis(np.asarray(valid), 0, loops) if valid is not None else None
         tags = self._tags(np.shape(jax.tree.leaves(value)[0])[:loops], replicas if several else 1)
@@ -302,6 +304,7 @@ class Part:
             made = made.reshape(count, *made.shape[loops + several :])
             keep = made.reshape(count, -1).any(axis=1)
             ran = made if made.ndim > 1 else None
+        # All periodic taps are observed at a common period; this one asked for some of those steps.
         if one.tap.period > 1:
             seen = (tags[0] + 1) % one.tap.period == 0
             keep = seen if keep is None else keep & seen

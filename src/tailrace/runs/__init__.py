@@ -3,7 +3,7 @@
 In: finished executions, through the sink interface of `records` (`writer`).
 Out: a directory of Zarr arrays and JSON; read back lazily by `reader` (`tr.open_run`).
 
-    writer, reader, info     write, read and describe a run
+    writer, reader, info     write, read and describe a run; the thread that writes: write_queue
     storage, tables          crash-safe files; rows and columns in them
     audit, bisect            whether every element was consumed once; where two runs first differ
     diff, export             the comparison of two runs; TensorBoard and pictures

@@ -27,7 +27,7 @@ from tailrace.runs.tables.stored import (
     stored_tables,
 )
 from tailrace.runs.tables.tables import EXECUTION, OPTIONAL
-from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.catalogue import Catalogue, Select
 
 if TYPE_CHECKING:
     from tailrace.runs.export.pictures import ExponentHistogram, Heatmap
@@ -198,7 +198,7 @@ class Run:
         """The compilations: `purpose`, `cause`, `seconds`, `shared` and `ended` of each."""
         return read_compilations(self.directory)
 
-    def histogram(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
+    def histogram(self, select: Select = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
         """All values of the selected tensors, counted by binary exponent; shows itself in a notebook.
 
         Args:
@@ -209,7 +209,7 @@ class Run:
 
         return histogram(self, select, steps)
 
-    def histograms(self, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
+    def histograms(self, select: Select = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
         """The same for each of the selected tensors, one row each.
 
         Args:
@@ -222,7 +222,7 @@ class Run:
 
     def heatmap(
         self,
-        select: Any = "grad/*",
+        select: Select = "grad/*",
         field: str = "std",
         steps: slice = slice(None),
         scale: tuple[float, float] | None = None,
@@ -240,7 +240,7 @@ class Run:
 
         return heatmap(self, select, field, steps, scale)
 
-    def to_tensorboard(self, logdir: Any, select: Any = "*", every: int = 1) -> int:
+    def to_tensorboard(self, logdir: Any, select: Select = "*", every: int = 1) -> int:
         """Write TensorBoard event files: scalars, statistics, and histograms bin for bin.
 
         Args:

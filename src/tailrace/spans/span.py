@@ -85,6 +85,9 @@ def counter(name: str, value: Any) -> None:
         name: the name of the counter, which is a track of the timeline.
         value: a number.
 
+    Raises:
+        OptionError: the value is not a number; only while a trace is open.
+
     Example:
         >>> import tailrace as tr
         >>> tr.counter("learning rate", 0.1)

@@ -7,8 +7,9 @@ Out: a catalogue of its tensors; and the program emitted again, with the selecte
     activation_listing       the activations found while a step is traced
     catalogue, tap, wanted   the tensors there are, the requests, and the values that must leave
     rewrite                  emits the program again; frame holds the inputs and emissions of each part
-    loop_passes              emits a loop's iterations; counted_loop those of a loop with a dynamic
-    length reductions, bit_digests  statistics, norms, histograms and digests, computed on the device
+    resolver                 what our own equations become: dequeues, keys, reductions over replicas
+    loop_passes              iterations of a loop; counted_loop, while_passes: of one of other length
+    reductions, bit_digests  statistics, norms, histograms and digests, computed on the device
 
 Rules. Every program that runs is emitted by `rewrite`, those of pipelines too. This package keeps no
 records and writes no files: `records` and `runs` do.

@@ -78,6 +78,8 @@ class Catalogue(Sequence[Entry]):
         if not chosen:
             raise SelectionError(self._unmatched(select))
         if isinstance(select, list | tuple | set):
+            # Each part must match by itself: a misspelt name in a list would otherwise never be
+            # noticed.
             for part in select:
                 self.select(part)
         return Catalogue(chosen)

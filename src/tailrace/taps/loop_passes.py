@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.taps.counted_loop import run_counted, traced_once, zeros
 from tailrace.taps.frame import Emission, Emissions, Trip
 
@@ -85,7 +86,7 @@ class Passes:
         )
         kept = Emissions((k, jax.tree.map(zeros, shapes[k])) for k in self.collect if k in shapes)
 
-        def one_pass(carry: Any, x: Any, looks: bool) -> Any:
+        def one_pass(carry: Tree, x: Any, looks: bool) -> Any:
             carry, kept = carry
             # The trace above is of an iteration with `observing`; the other kind is traced here.
             made = traced(carry, x) if looks == observing else self.one_pass(carry, x, looks)
@@ -106,7 +107,7 @@ class Passes:
             found = run_counted(one_pass, init, xs, self.length, self.trip, period, observing)
             return Ran(*found, Emissions())
 
-        def scan(body: Any, carry: Any, xs: Any, length: int) -> Any:
+        def scan(body: Any, carry: Tree, xs: Any, length: int) -> Any:
             return lax.scan(
                 body, carry, xs, length=length, reverse=self.reverse, unroll=self.unroll
             )
@@ -121,7 +122,7 @@ class Passes:
         assert not rest, "the caller cuts loops into multiples of the period"
         grouped = jax.tree.map(lambda x: x.reshape(groups, period, *x.shape[1:]), xs)
 
-        def group(carry: Any, x: Any) -> Any:
+        def group(carry: Tree, x: Any) -> Any:
             silent = jax.tree.map(lambda x: x[:-1], x)
             carry, (ys, emitted) = scan(
                 lambda c, x: one_pass(c, x, False), carry, silent, period - 1

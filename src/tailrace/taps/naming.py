@@ -56,6 +56,8 @@ class Namer:
         """An entry for each value: `activation/<scope>` and `activation/<scope>:<operation>`."""
         results = {var for var in jaxpr.outvars if isinstance(var, Var)}
         found = list(self._walk(jaxpr, (), (), "", (), results))
+        # Scopes are listed after the operations in them; users read a catalogue in the order of the
+        # program.
         return sorted(found, key=lambda entry: entry.position)
 
     def _walk(
@@ -94,6 +96,7 @@ class Namer:
         found = control(eqn)
         if found is None or (isinstance(found, Call) and found.is_custom and not self.enter_custom):
             return
+        # A condition computes whether to go on, and nothing that a model would be observed for.
         inside = (found.body,) if isinstance(found, While) else found.inside
         for inner in inside:
             if isinstance(found, Scan):
@@ -171,6 +174,8 @@ class Namer:
                 path += scope.name.removeprefix(around)  # a dotted path repeats its parent's
             else:
                 path = f"{path}/{scope.name}" if path else scope.name
+            # Calls are numbered under the path so far: the second `dense` of one block is not that of
+            # another.
             identity = tuple(s.identity for s in scopes[: depth + 1])
             calls = self._calls.setdefault(path, {})
             number = calls.setdefault(identity, len(calls))
@@ -205,6 +210,8 @@ class _Program:
         self._entering: dict[tuple[Scope, ...], list[Any]] = {}
         for index, (eqn, chain) in enumerate(zip(jaxpr.eqns, self.chains, strict=True)):
             self._made.update((var, (index, output)) for output, var in enumerate(eqn.outvars))
+            # JAX keeps the scopes of the forward pass in the backward pass: this is how the two are
+            # matched.
             groups = self._backward_scopes if self.backward[index] else self.scopes
             for depth in range(1, len(chain) + 1):
                 groups.setdefault(chain[:depth], []).append(index)
@@ -224,6 +231,7 @@ class _Program:
         """
         if scope not in self._entering:
             self._entering[scope] = self._entered(self._backward_scopes.get(scope, []))
+        # By form: the backward equations of a scope also take residuals and other gradients.
         entering = [var for var in self._entering[scope] if _form(var) == _form(value)]
         return entering if len(entering) == 1 else []
 

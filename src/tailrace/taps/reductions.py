@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -61,7 +62,7 @@ SUBNORMAL, INF_BIN, NAN_BIN, ZERO_BIN = 0, 255, 256, 257
 """Bins of a histogram: 1..254 are binary exponents (biased by 127), the others special values."""
 
 
-def norm(value: Any) -> Any:
+def norm(value: jax.Array) -> Any:
     """The Euclidean norm of all values, computed in float32."""
     wide = _wide(value)
     # Not a dot product: on a CPU it sums sequentially and is off by a percent at 10 million values.
@@ -97,7 +98,7 @@ def _nought(flat: Any) -> Any:
     return (flat[:even].reshape(-1, FACTORS) @ noughts).sum() + rest
 
 
-def _total(value: Any) -> Any:
+def _total(value: jax.Array) -> Any:
     """The sum of all values.
 
     On a CPU, XLA reduces to a scalar one value at a time, on one core. Eight parallel sums take a
@@ -110,7 +111,7 @@ def _total(value: Any) -> Any:
     return total if even == value.size else total + flat[even:].sum()
 
 
-def histogram(value: Any) -> Any:
+def histogram(value: jax.Array) -> Any:
     """Counts by binary exponent, without a logarithm: the exponent is read from the bits."""
     bits = lax.bitcast_convert_type(jnp.ravel(value).astype(jnp.float32), jnp.int32)
     exponent = (bits >> 23) & 0xFF
@@ -131,7 +132,7 @@ def pack_statistics(values: Sequence[Any]) -> Any:
     """Partial statistics of several tensors: [rows, 8], the rows of each tensor in turn."""
     if devices.platform() != "cpu":
         return jnp.stack(_joined(values), axis=1)
-    rows = jnp.concatenate([_rows(value, ROW) for value in values])
+    rows = jnp.concatenate([padded_rows(value, ROW) for value in values])
     lengths = jnp.asarray(np.concatenate([row_lengths(value.size) for value in values]))
     # Materialized once; XLA would otherwise fuse the packing into each reduction: half the time.
     rows = lax.optimization_barrier(rows)
@@ -139,10 +140,12 @@ def pack_statistics(values: Sequence[Any]) -> Any:
     shift = jnp.where(jnp.isfinite(first), first, 0)
     # On a CPU, testing each value for finiteness costs more than everything else together. A finite
     # sum of squares proves that all values are finite.
-    quick = _quick(rows, lengths, shift)
+    quick = quick_statistics(rows, lengths, shift)
     fine = jnp.isfinite(quick[:, 1]).all()
     return lax.cond(
-        fine, lambda: quick, lambda: jnp.stack(_careful(rows, lengths, _any_finite(rows)), axis=1)
+        fine,
+        lambda: quick,
+        lambda: jnp.stack(careful_statistics(rows, lengths, any_finite(rows)), axis=1),
     )
 
 
@@ -168,12 +171,14 @@ def _joined(values: Sequence[Any]) -> list[Any]:
         if rest.size:
             own = _lengths(rest.size, LONG_ROW)
             parts.append((0, len(counts[0]), len(own)))
-            packed.append(_rows(rest, LONG_ROW))
+            packed.append(padded_rows(rest, LONG_ROW))
             counts[0] = np.concatenate([counts[0], own])
         order.append(parts)
     blocks[0] = jnp.concatenate(packed) if packed else None
     found = [
-        _careful(rows, jnp.asarray(count), jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0))
+        careful_statistics(
+            rows, jnp.asarray(count), jnp.where(jnp.isfinite(rows[:, :1]), rows[:, :1], 0)
+        )
         for rows, count in zip(blocks, counts, strict=True)
         if rows is not None
     ]
@@ -227,14 +232,14 @@ def _join(columns: Sequence[Any], sizes: Any) -> list[Any]:
     ]
 
 
-def _any_finite(rows: Any) -> Any:
+def any_finite(rows: jax.Array) -> Any:
     """A finite value of each row: the first, if it is finite, or the smallest; 0 if there is none."""
     low = jnp.where(jnp.isfinite(rows), rows, jnp.inf).min(axis=1, keepdims=True)
     first = rows[:, :1]
     return jnp.where(jnp.isfinite(first), first, jnp.where(jnp.isfinite(low), low, 0))
 
 
-def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
+def quick_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> Any:
     """Statistics of rows that hold finite values only. Padding repeats a row's first value."""
     moved = rows - shift
     return jnp.stack(
@@ -254,7 +259,7 @@ def _quick(rows: Any, lengths: Any, shift: Any) -> Any:
     )
 
 
-def _careful(rows: Any, lengths: Any, shift: Any) -> list[Any]:
+def careful_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) -> list[Any]:
     """Statistics of any rows: eight arrays with one number per row.
 
     Padding repeats a row's first value: only counts must exclude it.
@@ -278,7 +283,8 @@ def _careful(rows: Any, lengths: Any, shift: Any) -> list[Any]:
     ]
 
 
-def _rows(value: Any, width: int) -> Any:
+def padded_rows(value: jax.Array, width: int) -> Any:
+    """A tensor as rows of `width` values, as wide floats."""
     flat = jnp.ravel(_wide(value))
     missing = -flat.size % width
     if missing:
@@ -303,7 +309,7 @@ def _lengths(size: int, width: int) -> np.ndarray:
     return np.array([width] * whole + [rest] * (rest > 0), np.int32)
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: jax.Array) -> Any:
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         value = jnp.abs(value)
     return value.astype(
@@ -311,7 +317,7 @@ def _wide(value: Any) -> Any:
     )
 
 
-def _is64(value: Any) -> bool:
+def _is64(value: jax.Array) -> bool:
     return value.dtype == jnp.float64
 
 

@@ -5,7 +5,7 @@ and so produces a new program. On the way
 
 * a dequeue becomes a slice of the elements that were staged for this execution,
 * a key or a counter becomes arithmetic on the program's arguments,
-** an enqueue, and every value that a tap selects, becomes an extra output: stacked by the loops
+* an enqueue, and every value that a tap selects, becomes an extra output: stacked by the loops
   around it, with a validity flag inside a branch,
 * everything else is emitted as it was, with its names and source lines.
 
@@ -27,23 +27,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import convolutions, internals
 from tailrace.jaxprs.control import Call, Cond, Inner, Scan, While
 from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import JaxprEqn
-from tailrace.jaxprs.marks import FORWARD, Tag
 from tailrace.jaxprs.operations import name_of
 from tailrace.jaxprs.own_equations import (
-    Ambient,
-    ambient_in,
-    gathered_in,
-    queue_in,
-    reduction_in,
     tag_in,
 )
-from tailrace.jaxprs.replica_reductions import reduced
 from tailrace.jaxprs.visitor import Visitor
 from tailrace.jaxprs.walk import (
     Position,
@@ -54,53 +48,11 @@ from tailrace.jaxprs.walk import (
     walk,
 )
 from tailrace.taps.counted_loop import traced_once, zeros
-from tailrace.taps.frame import Block, Counter, Emission, Emissions, Frame
-from tailrace.taps.loop_passes import Passes, both, collected, skipping
+from tailrace.taps.frame import Block, Emission, Emissions, Frame
+from tailrace.taps.loop_passes import Passes, skipping
+from tailrace.taps.resolver import OnMark, Resolver
 from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
-
-OnMark = Callable[[Tag, list[Any], Frame], list[Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Resolver:
-    """Replaces Tailrace's equations in a program that will run.
-
-    Attributes:
-        on_mark: called for marks that require an action.
-        replica_axis: the mesh axis of the replicas; None for one replica.
-    """
-
-    on_mark: OnMark | None = None
-    replica_axis: str | None = None
-
-    def resolve(self, eqn: JaxprEqn, inputs: list[Any], frame: Frame) -> list[Any] | None:
-        """The results of a Tailrace equation; None for any other."""
-        if (tag := tag_in(eqn)) is not None:
-            return self._mark(tag, inputs, frame)
-        if (queue := queue_in(eqn)) is not None:
-            return frame.blocks[queue].take()
-        if (ambient := ambient_in(eqn)) is not None:
-            return [_number(ambient, frame)]
-        if (reduction := reduction_in(eqn)) is not None:
-            return [reduced(inputs[0], self.replica_axis, reduction == "mean")]
-        if (replicas := gathered_in(eqn)) is not None:
-            return [self._gathered(inputs[0], replicas)]
-        return None
-
-    def _mark(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
-        if tag.role == "loop":
-            frame.counters = (*frame.counters, Counter(tag.payload, inputs[0]))
-            return inputs
-        replayed = frame.replaying and tag.direction == FORWARD
-        if self.on_mark is None or replayed:
-            return inputs
-        return self.on_mark(tag, inputs, frame)
-
-    def _gathered(self, value: Any, replicas: int) -> Any:
-        """The values of all replicas; if one replica is replayed alone, its value is used for all."""
-        if self.replica_axis is None:
-            return jnp.broadcast_to(value, (replicas, *value.shape))
-        return lax.all_gather(value, self.replica_axis)
+from tailrace.taps.while_passes import run_while
 
 
 @dataclasses.dataclass
@@ -219,7 +171,7 @@ class Rewriter(Visitor[Any, Frame]):
         is_ours = loop_tag(body) is not None
         outermost = is_ours and not frame.counters
 
-        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+        def one_pass(carry: Tree, x: Any, observing: bool) -> Any:
             values, number = x
             blocks = {
                 queue: Block(tuple(_rows(leaf, number, counts[queue]) for leaf in leaves))
@@ -267,20 +219,20 @@ class Rewriter(Visitor[Any, Frame]):
         frame = around
         cond_consts, body_consts, init = loop.split(inputs)
         tag = loop_tag(loop.body.jaxpr)
-        maximum: Any = tag.payload if tag else None
+        most: Any = tag.payload if tag else None
         counts = elements_read(loop.body.jaxpr.eqns)
         before = {queue: frame.blocks[queue].position for queue in counts}
         elements = {
             queue: [
-                leaf.reshape(maximum, count, *leaf.shape[1:])
-                for leaf in frame.blocks[queue].take_many(maximum * count)
+                leaf.reshape(most, count, *leaf.shape[1:])
+                for leaf in frame.blocks[queue].take_many(most * count)
             ]
             for queue, count in counts.items()
         }
 
-        def one_pass(passes: Any, carry: Any) -> Any:
+        def one_pass(number: Any, carry: Tree) -> Any:
             blocks = {
-                queue: Block(tuple(lax.dynamic_index_in_dim(e, passes, 0, False) for e in leaves))
+                queue: Block(tuple(lax.dynamic_index_in_dim(e, number, 0, False) for e in leaves))
                 for queue, leaves in elements.items()
             }
             inside = frame.inner(blocks)
@@ -288,47 +240,17 @@ class Rewriter(Visitor[Any, Frame]):
             condense(inside)
             return outputs, inside.emitted
 
-        def once(key: Hashable) -> bool:
-            # A user's while loop has no known bound, so there is no buffer: only the last value is
-            # kept.
-            return maximum is None or (isinstance(key, RawKey) and key[0].collect != "stack")
+        def go_on(carry: Tree) -> Any:
+            return self.run_inner(loop.condition, [*cond_consts, *carry], frame, here)[0]
 
-        def keep(passes: Any, kept: Any, emitted: dict[Hashable, Emission]) -> Any:
-            put = lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, passes, 0)  # noqa: E731
-            return Emissions(
-                (key, collected(key, old, emitted[key], maximum is not None))
-                if once(key)
-                else (key, jax.tree.map(put, old, emitted[key]))
-                for key, old in kept.items()
-            )
-
-        # Traced once, for shapes and body together: a separate trace for the shapes would double the
-        # work at each level of nested loops.
-        once_traced, (_, shapes) = traced_once(one_pass, jnp.int32(0), init)
-        kept = Emissions(
-            (key, jax.tree.map(lambda s, k=key: zeros(s, () if once(k) else (maximum,)), shape))
-            for key, shape in shapes.items()
-        )
-
-        def go_on(state: Any) -> Any:
-            return self.run_inner(loop.condition, [*cond_consts, *state[1]], frame, here)[0]
-
-        def advance(state: Any) -> Any:
-            passes, carry, kept = state
-            carry, emitted = once_traced(passes, carry)
-            return passes + 1, carry, keep(passes, kept, emitted)
-
-        passes, carry, kept = lax.while_loop(go_on, advance, (jnp.int32(0), list(init), kept))
-        for key, emission in kept.items():
-            made = passes > 0 if once(key) else jnp.arange(maximum) < passes
-            valid = made if emission.valid is None else both(made, emission.valid)
-            frame.emit(key, emission.value, valid)
+        passes, carry, emitted = run_while(go_on, one_pass, init, most)
+        frame.emitted.update(emitted)
         for queue, count in counts.items():
             # Elements that the loop did not read come next.
             frame.blocks[queue].position = before[queue] + passes * count
         if tag is not None and not frame.counters:
             frame.steps_before = frame.steps_before + passes
-        return list(carry)
+        return carry
 
     def cond(self, cond: Cond, inputs: list[Any], around: Frame, here: Position) -> list[Any]:
         """Emit a choice; emissions of its branches get a validity flag."""
@@ -363,21 +285,6 @@ class Rewriter(Visitor[Any, Frame]):
         outputs, emitted = lax.switch(index, complete_ones, operands)
         frame.emitted.update(emitted)
         return list(outputs)
-
-
-def _number(ambient: Ambient, frame: Frame) -> Any:
-    what = ambient.what
-    if len(frame.counters) < ambient.depth:
-        raise ProgramError(
-            f"tr.{what}() is called in a tr.repeat or tr.while_loop that is itself differentiated, "
-            f"and differentiation moved it out of the loop. Take the gradient inside the loop body, "
-            f"or make the key outside and carry it through the loop."
-        )
-    if what == "key":
-        return frame.fold_key(ambient.call)
-    if what == "replica":
-        return jnp.asarray(frame.ambient.replica, jnp.int32)
-    return frame.step() if what == "step" else frame.microbatch()
 
 
 def _rows(leaf: Any, number: Any, count: int) -> Any:

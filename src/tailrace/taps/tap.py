@@ -55,6 +55,9 @@ class Every:
 def every(n: int) -> Every:
     """A mode for taps: keep every n-th step (n-1, 2n-1, ...), with all its microbatches.
 
+    Raises:
+        OptionError: `n` is less than 1.
+
     >>> every(10)
     Every(n=10)
     """
@@ -74,6 +77,9 @@ class Tap:
             fraction of zeros), a "histogram" of binary exponents, its "norm", or a JAX function.
         live: whether to deliver records while training runs, through `trainer.records.stream()`.
             Executions chosen by "auto" are then short; results are bit-equal.
+
+    Raises:
+        OptionError: `mode` or `reduce` is not one that exists.
 
     >>> Tap("grad/*", mode=every(10)).reduce
     <Reduce.STATS: 'stats'>
@@ -212,9 +218,13 @@ def stop_on_nonfinite(
     microbatch, tensor, operation and line. Executions in flight keep a copy of the state they started
     from. A guard that skips selects between old and new state in every step.
 
+    Raises:
+        OptionError: an argument has a value it may not have.
+
     >>> stop_on_nonfinite("grad/*").select
     'grad/*'
     """
+    # A list, so that each of its parts must match something: a guard that guards nothing is a mistake.
     select = list(select) if isinstance(select, tuple) else select
     return StopOnNonfinite(select, on_nonfinite, limit, bundle)
 
@@ -267,6 +277,8 @@ def parse_taps(observe: Any) -> list[Any]:
 
 def common_period(taps: Sequence[Any]) -> int:
     """The period that serves all periodic taps: the greatest common divisor of theirs."""
+    # One loop structure serves all taps. With periods of 10 and 15 the device looks every 5 steps, and
+    # the host drops what a tap did not ask for.
     periods = [tap.period for tap in taps if tap.period > 1]
     return math.gcd(*periods) if periods else 1
 
@@ -279,6 +291,8 @@ def choose(
     for tap in taps:
         for entry in catalogue.select(tap.select):
             one = Chosen(tap, entry, *describe(entry))
+            # Records are found by tensor and kind; a second one of the same would silently replace the
+            # first.
             if one.key in chosen and chosen[one.key].tap != tap:
                 raise OptionError(
                     f"Two taps keep the same of one tensor: {one.key[0]!r} has {one.key[1]!r} "
@@ -301,6 +315,7 @@ def bytes_per_step(chosen: Sequence[Chosen], microbatches: int, replicas: int) -
     """The bytes of the records of one step."""
     total = 0.0
     for one in chosen:
+        # One value an execution, whatever its length: it does not limit the length.
         if one.tap.mode in (Mode.SUM, Mode.FINAL):
             continue
         count = (microbatches if one.loops > 1 else 1) * replicas

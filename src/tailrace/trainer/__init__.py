@@ -4,6 +4,7 @@
       ▲                                   │
     fitting (epochs, validation, signals) ─┴─▶ callbacks, checkpoints
 
+    training_programs, held_state, collector   the parts of the engine
     costs          memory and time: planned, explained, measured
     observation    the journal, and what is written of a run
     lookback       steps that ran, run again

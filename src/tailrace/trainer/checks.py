@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import note_once
@@ -23,8 +24,8 @@ from tailrace.trainer.callbacks.callback import Callback
 def check_model(
     loss_fn: Any,
     optimizer: Any,
-    params: Any,
-    model_state: Any,
+    params: Tree,
+    model_state: Tree,
     pipeline: Pipeline | None,
     accumulation: Any,
 ) -> tuple[Any, Any]:
@@ -58,7 +59,7 @@ def check_fingerprint(fingerprint: Any) -> bool:
 
 
 def check_numbers(
-    loss_scale: Any, precision: Any, taps: Sequence[Any], params: Any
+    loss_scale: Any, precision: Any, taps: Sequence[Any], params: Tree
 ) -> tuple[LossScale | None, Precision | None]:
     """Parse the loss scale and the precision."""
     scale, precision = LossScale.of(loss_scale), Precision.of(precision)
@@ -91,7 +92,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_accumulates_once(optimizer: Any, params: Any) -> None:
+def check_accumulates_once(optimizer: Any, params: Tree) -> None:
     """Refuse an optimizer that accumulates: the trainer does, and it would happen twice."""
     import optax
 
@@ -117,7 +118,7 @@ def check_pipeline(accumulation: Any) -> None:
         )
 
 
-def check_params(params: Any) -> None:
+def check_params(params: Tree) -> None:
     """Check that there are parameters, and that they are floats."""
     leaves = _flattened("params", params)
     if not leaves:
@@ -133,14 +134,14 @@ def check_params(params: Any) -> None:
             )
 
 
-def _flattened(what: str, tree: Any) -> Any:
+def _flattened(what: str, tree: Tree) -> Any:
     try:
         return jax.tree_util.tree_flatten_with_path(tree)[0]
     except ValueError as error:  # keys that cannot be sorted
         raise ProgramError(f"{what} is a tree that JAX can flatten. It says: {error}.") from None
 
 
-def check_arrays(what: str, tree: Any) -> None:
+def check_arrays(what: str, tree: Tree) -> None:
     """Check that a tree has only arrays and numbers."""
     for path, leaf in _flattened(what, tree):
         try:

@@ -110,8 +110,10 @@ class Sentinel:
             step: the first one.
             run: `run(runner, state)` dispatches; with `block` on given elements.
         """
+        # Digests are taken in any case, whether this execution is chosen or not: corruption at rest is
+        # found for the price of reading the state once.
         watch = Watch(self._after, self.digests.take(runner, state, None)[0])
-        copy = state.copied() if self._chooses(step) else None
+        copy = state.copied() if self.chooses(step) else None
         if self.injected is not None:
             self.injected(state)
         if copy is None:
@@ -120,6 +122,8 @@ class Sentinel:
         compile_s = loud.compile_s
         emitted, ready = run(loud, state)
         origin, taken = loud.origin, loud.taken
+        # With the elements of the first run, which are still on the device: reading them again could
+        # give others, and would not test what the device computes.
         watch.emitted, _ = run(loud, copy, block=taken[runner.infeeds[0]], following=0)
         watch.digests = self.digests.take(runner, copy, None)
         watch.sight, watch.replicas = self.sights.get(runner), runner.placement.replicas
@@ -146,7 +150,10 @@ class Sentinel:
         loud.keep_elements = runner.keep_elements
         return loud
 
-    def _chooses(self, step: int) -> bool:
+    def chooses(self, step: int) -> bool:
+        """Whether the execution that begins with a step runs twice; all processes choose alike."""
+        # A function of seed and step, not a random number: all processes must choose the same
+        # executions, and a resumed fit those of the fit it continues.
         chance = host_digest(np.array([self._seed, step], np.int64), "sentinel")
         return chance < self.share * 2**64
 
@@ -174,6 +181,7 @@ class Sentinel:
             return
         second = dataclasses.replace(ticket, emitted=watch.emitted, digests=watch.digests)
         found = self.digests.of(second, others)[0]
+        # By group first: the digests of single tensors are read only if something differs.
         if groups := [group for group in ORDER if marks.get(group) != found.get(group)]:
             step, names = self._first(ticket, second, losses, others)
             raise _corrupted(step, names or groups, f"in step {step}: two runs of it differ")

@@ -49,6 +49,8 @@ class StateDigests:
         """The digests of the leaves of the state, and of each element; nothing is waited for."""
         if runner not in self._programs:
             self._programs[runner] = self._program(runner)
+        # From the block on the device, padding included: hashing on the host would take a core from the
+        # training. Rows beyond the steps are cut off when it is read.
         block = () if staged is None else tuple(staged.device)
         return self._programs[runner](runner.held(state), block)
 
@@ -104,6 +106,7 @@ def fingerprint_of(
     found = state_groups(names, joined(digests))
     for key, emission in emitted.items():
         if isinstance(key, DigestKey):
+            # Of the first replica: gradients that the optimizer receives are equal on all.
             each = joined(np.asarray(emission.value).reshape(-1, len(key), 2)[0])
             found["gradients"] = sum(map(int, each)) % 2**64
     found["loss"] = loss_fingerprint(losses, first_step)

@@ -1,31 +1,25 @@
 """`tr.Trainer`: training with optax, many steps per dispatch.
 
-It is long because it is one thing, the user's view of a training: most of it is documentation of
-options.
+The user's view of a training: each method checks its arguments and calls the file that does the work.
+Methods that measure are in `costs.measuring`, those that run past steps again in `lookback.methods`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tailrace.data.adapters import as_dataset
+from tailrace.data.trees import Tree
 from tailrace.devices.processes import distributed
-from tailrace.errors import DataError, OptionError, ProgramError
-from tailrace.feeds.infeed import InfeedQueue
+from tailrace.errors import DataError, OptionError
 from tailrace.pipeline.lowering.pipeline_step import PipelineStep
 from tailrace.pipeline.pipeline import Pipeline
-from tailrace.pipeline.running.pipeline_runner import PipelineRunner
-from tailrace.pipeline.running.report import PipelineReport
-from tailrace.pipeline.running.report import report as pipeline_report
 from tailrace.pipeline.schedule.plan import Plan
-from tailrace.profiling.profile.profile import Profile
-from tailrace.profiling.timeline.trace import as_trace
 from tailrace.program.running.compilations import Compilation
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
@@ -36,7 +30,6 @@ from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.tap import MOST_BYTES, guarding, parse_taps
 from tailrace.trainer.callbacks.callback import Callback
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
-from tailrace.trainer.checkpoints.saving import saving_of
 from tailrace.trainer.checkpoints.whole_state import restore_state, save_state
 from tailrace.trainer.checks import (
     check_callbacks,
@@ -44,15 +37,13 @@ from tailrace.trainer.checks import (
     check_eval_fn,
     check_fingerprint,
 )
-from tailrace.trainer.costs.explain import explained
-from tailrace.trainer.costs.explanation import Explanation
-from tailrace.trainer.costs.profiled import profiled
+from tailrace.trainer.costs.measuring import Measuring
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.evaluation.evaluate import Evaluator
-from tailrace.trainer.fitting.fit import Fit
 from tailrace.trainer.fitting.fit_call import FitCall
 from tailrace.trainer.fitting.fit_progress import Duration, Progress
-from tailrace.trainer.fitting.pace import Pace, pace_for, parse_steps
+from tailrace.trainer.fitting.fits import Fits
+from tailrace.trainer.fitting.pace import parse_steps
 from tailrace.trainer.fitting.step_counts import agreed_total_steps
 from tailrace.trainer.fitting.validation import Validation
 from tailrace.trainer.lookback.methods import LookingBack
@@ -60,10 +51,9 @@ from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.showing.look import trainer_html, trainer_text
-from tailrace.trainer.showing.summary import Summary, summarise
 
 
-class Trainer(LookingBack):
+class Trainer(Measuring, LookingBack):
     """Trains parameters with an optax optimizer, on the device, many steps per execution.
 
     Args:
@@ -116,6 +106,12 @@ class Trainer(LookingBack):
             `{"learning_rate": schedule, "mfu": peak_flops}`, or True.
         config: a dict with your settings; the run directory stores it, and `tailrace show` prints it.
 
+    Raises:
+        OptionError: an option has a value it may not have.
+        ProgramError: the parameters or the model state cannot be trained.
+        ReplicaError: there are not enough devices for the replicas.
+        RunError: `run_dir` holds a run already, or cannot be written.
+
     Example:
         >>> import optax, numpy as np, tailrace as tr
         >>> def loss_fn(w, x, y):
@@ -131,7 +127,7 @@ class Trainer(LookingBack):
         self,
         loss_fn: Callable[..., Any],
         optimizer: Any,
-        params: Any,
+        params: Tree,
         *,
         steps_per_execution: int | str = "auto",
         accumulation: Accumulation | int = 1,
@@ -139,17 +135,17 @@ class Trainer(LookingBack):
         offload_optimizer_state: bool | None = False,
         shard_optimizer_state: bool = False,
         offload_activations: bool = False,
-        model_state: Any = None,
+        model_state: Tree = None,
         replica_state: str | Callable[[str], str] = "mean",
         seed: int = 0,
         observe: Any = (),
         observe_bytes: int = MOST_BYTES,
         loss_scale: LossScale | float | str | None = None,
-        precision: Any = None,
+        precision: jax.typing.DTypeLike | None = None,
         fingerprint: bool = False,
         sentinel: float | None = None,
         on_nonfinite: str | None = None,
-        run_dir: Any = None,
+        run_dir: str | os.PathLike[str] | None = None,
         eval_fn: Callable[..., Any] | None = None,
         log: Log = (),
         config: Mapping[str, Any] | None = None,
@@ -174,15 +170,11 @@ class Trainer(LookingBack):
             fingerprint=check_fingerprint(fingerprint),
             sentinel=sentinel,
         )
-        self._steps_per_execution = parse_steps(steps_per_execution)
-        self._observe_bytes = observe_bytes
         self._journal = Journal(run_dir, logged=LoggedValues(logged, self.engine))
+        self._fits = Fits(
+            self.engine, self._journal, parse_steps(steps_per_execution), observe_bytes
+        )
         self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
-        self._pace: Pace | None = None
-        self._fit: Fit | None = None
-        self._seconds_per_step: float | None = None
-        self._epochs = 0  # the number of epochs begun, over all fits
-        self._kept_fits = 0  # the number of fits with checkpoints
         self._eval_fn = check_eval_fn(eval_fn) and self._bound.function(eval_fn)
 
     # -- state ----------------------------------------------------------------------------------
@@ -271,9 +263,7 @@ class Trainer(LookingBack):
     @property
     def decisions(self) -> tuple[str, ...]:
         """Messages about decisions: on memory, and on the length of executions."""
-        pace = self._pace if self._steps_per_execution is None else None
-        lengths = (pace.reason,) if pace is not None else ()
-        return (*self.engine.memory.decisions, *lengths)
+        return (*self.engine.memory.decisions, *self._fits.length_reasons)
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:
@@ -281,21 +271,27 @@ class Trainer(LookingBack):
         return tuple(self._journal.compilations)
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:
-        """Change the `inputs` of a pipeline, without compiling again."""
+        """Change the `inputs` of a pipeline, without compiling again.
+
+        Raises:
+            OptionError: there is no pipeline, or its inputs have another form.
+        """
         self.engine.set_inputs(inputs)
 
-    def tensors(self, example: Any = None) -> Catalogue:
+    def tensors(self, example: Tree = None) -> Catalogue:
         """Every tensor of the step by name, as `observe=` selects them.
 
         Args:
             example: one element of the dataset; not needed after a fit.
+
+        Raises:
+            ProgramError: no example, and no fit yet.
         """
         return self.engine.tensors(example)
 
     def stop(self) -> None:
         """End the current fit after the running execution."""
-        if self._fit is not None:
-            self._fit.stopping = True
+        self._fits.stop()
 
     # -- training -------------------------------------------------------------------------------
 
@@ -337,6 +333,17 @@ class Trainer(LookingBack):
 
         Returns:
             The history of this fit, also kept as `trainer.history`.
+
+        Raises:
+            OptionError: an argument has a value it may not have.
+            DataError: the dataset breaks a rule, raises, ends too early, or is later than `timeout_s`.
+            SelectionError: a tap selects no tensor.
+            NonFiniteError: a guard of `observe` or `on_nonfinite` stopped it.
+            CorruptionError: `sentinel` found a difference.
+            DeviceMemoryError: a device has not enough memory.
+            RunError: the run directory cannot be written.
+            CheckpointError: the checkpoint belongs to another fit, or cannot be read or written.
+            ProgramError: another fit of this trainer is running.
         """
         self._check_alone()
         engine, duration = self.engine, Duration.of(steps, epochs)
@@ -355,72 +362,26 @@ class Trainer(LookingBack):
             Validation(validation_data, validation_every, self.evaluate),
             check_callbacks(callbacks),
             progress if distributed.writes() else False,
-            saving_of(checkpoint, self._kept_fits, engine, duration),
+            self._fits.saving(checkpoint, duration),
             timeout_s,
-            Progress(engine.step, self._epochs),
+            Progress(engine.step, self._fits.epochs),
         )
-        with (
-            as_trace(trace) if trace is not None else nullcontext(),
-            call.saving.open() if call.saving is not None else nullcontext(),
-        ):
-            self._kept_fits += call.saving is not None
-            self._train(call)
+        self._fits.run(self, call, trace)
         return self.history
 
     def _check_alone(self) -> None:
-        if self._fit is not None:
-            raise ProgramError(
-                "A trainer runs one fit at a time, and one is running. Call fit after it has ended, "
-                "or make a second trainer."
-            )
-
-    def _train(self, call: FitCall) -> None:
-        """One fit, from the beginning or from a checkpoint."""
-        engine, journal, feed = self.engine, self._journal, None
-        taken = call.take_up(journal)
-        try:
-            if taken is not None and taken.finished:
-                self._pass_by(call.dataset, taken.position)
-                return
-            feed = engine.use(call.dataset)
-            assert isinstance(feed, InfeedQueue)
-            if call.progress.epoch and feed is not call.dataset:
-                feed.start_epoch(call.dataset, call.progress.epoch)
-            self._pace = pace_for(
-                engine, self._steps_per_execution, self._observe_bytes, self._pace
-            )
-            engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
-            if taken is None:
-                journal.begin(engine.step, self.accumulation.microbatches, self.replicas)
-            else:
-                journal.records.clear()
-                self._pace.choose_as(taken.pace)
-            self._fit = call.prepare(self, engine, journal, self._pace)
-            call.run(self._fit, taken, self._steps_per_execution)
-            self._seconds_per_step = call.seconds_per_step or self._seconds_per_step
-        finally:
-            self._fit = None
-            self._epochs = call.progress.first_epoch + call.epochs_begun
-            if feed is not None:
-                engine.let_go(call.dataset, feed)
-
-    def _pass_by(self, dataset: Any, position: Mapping[str, Any]) -> None:
-        """Skip what a finished fit has read of a one-shot iterator: later fits must not see it."""
-        if isinstance(dataset, InfeedQueue) or as_dataset(dataset).restartable:
-            return
-        with suppress(DataError):  # if it has become shorter, the next fit reports it
-            feed = self.engine.use(dataset)
-            assert isinstance(feed, InfeedQueue)
-            feed.set_state(position)
-            self.engine.let_go(dataset, feed)
+        self._fits.check_alone()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save parameters, optimizer and model state, step, seed and the count of epochs.
 
         Args:
             path: a new directory.
+
+        Raises:
+            CheckpointError: the path is taken, or cannot be written.
         """
-        save_state(self.engine, self._epochs, path)
+        save_state(self.engine, self._fits.epochs, path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restore the state, step and seed of a checkpoint; the next fit reads its dataset from the
@@ -428,9 +389,13 @@ class Trainer(LookingBack):
 
         Args:
             path: a directory of `save`, or of `fit(checkpoint=...)`, whose newest checkpoint is used.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it belongs to another model.
+            ProgramError: a fit is running.
         """
         self._check_alone()
-        self._epochs = restore_state(self.engine, path)
+        self._fits.epochs = restore_state(self.engine, path)
 
     # -- using the model ------------------------------------------------------------------------
 
@@ -450,6 +415,11 @@ class Trainer(LookingBack):
 
         Returns:
             One value per name.
+
+        Raises:
+            DataError: the dataset is empty, repeats without end, breaks a rule, or raises.
+            OptionError: `combine` is not a rule, or names a value that the function does not return.
+            ProgramError: values of batches have different shapes, and cannot be combined.
         """
         fn = self._eval_fn if fn is None else self._bound.function(fn)
         return self._evaluator.evaluate(dataset, fn, self.engine.read(), combine)
@@ -469,6 +439,11 @@ class Trainer(LookingBack):
         Returns:
             A tree of arrays. Results whose leading dim is that of the element's arrays are
             concatenated along it, all others are stacked.
+
+        Raises:
+            OptionError: there is no function to compute.
+            ProgramError: results of batches have different shapes, and cannot be stacked.
+            DataError: the dataset repeats without end, breaks a rule, or raises.
         """
         read = self.engine.read()
         if fn is None and isinstance(self.engine.step_function, PipelineStep):
@@ -484,69 +459,8 @@ class Trainer(LookingBack):
             return self._evaluator.stream(dataset, fn, jax.tree.map(jnp.copy, read))
         return self._evaluator.predict(dataset, fn, read)
 
-    def explain(self, example: Any, steps: int | None = None) -> Explanation:
-        """The cost of training on elements like `example`: memory, FLOPs, compile time.
-
-        Args:
-            example: one element of the dataset.
-            steps: the number of steps per execution; None: as configured, or 10.
-        """
-        length = self._steps_per_execution or 10 if steps is None else parse_steps(steps)
-        assert length is not None
-        return explained(self.engine, example, length)
-
-    def profile(self, dataset: Any, executions: int = 2) -> Profile:
-        """The cost of each scope of the model in each phase of a step: time, FLOPs, bytes, memory.
-
-        Some executions run on copies of the state, with the next elements, under JAX's profiler.
-        Afterwards the trainer is unchanged: parameters, step, history, and the position in a one-shot
-        dataset.
-
-        Args:
-            dataset: the data, as for `fit`.
-            executions: the number of profiled executions; one more runs before them.
-
-        Returns:
-            A `Profile` that prints by cost, most expensive scope first. It is stored in the run
-            directory, for `tailrace report` and `tailrace compare`.
-        """
-        self._check_alone()
-        steps, most_bytes, before = self._steps_per_execution, self._observe_bytes, self._pace
-        found = profiled(
-            self.engine, dataset, executions, lambda e: pace_for(e, steps, most_bytes, before)
-        )
-        self._journal.add_profile(found.to_json())
-        return found
-
-    def summary(self, example: Any = None) -> Summary:
-        """A summary of the model: parameters by scope, memory, FLOPs per step.
-
-        Args:
-            example: one element of the dataset; not needed after a fit. Nothing is compiled.
-        """
-        if example is not None:
-            self.engine.use([example])
-        return summarise(self.engine)
-
     def __repr__(self) -> str:
         return trainer_text(self.engine, self.history, self.records)
 
     def _repr_html_(self) -> str:
         return trainer_html(self.engine, self.history, self.records)
-
-    def report(self) -> PipelineReport:
-        """The cost of each stage of a pipeline, its idle time, and possible improvements.
-
-        Each stage runs alone for a moment to measure its time.
-        """
-        runner = self.engine.runner if self.engine.executions else None
-        if not isinstance(runner, PipelineRunner):
-            raise ProgramError(
-                "report tells what the stages of a pipeline cost, after a fit. Received: "
-                + (
-                    "no fit yet. Call trainer.fit first, or trainer.explain(example)."
-                    if self.pipeline is not None
-                    else "a trainer without a pipeline. Use trainer.explain(example)."
-                )
-            )
-        return pipeline_report(runner.assembly, measured=self._seconds_per_step)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.pipeline import Pipeline
@@ -91,11 +92,11 @@ class Verification(Sequence[Difference]):
 
 def verify(
     pipeline: Pipeline,
-    params: Any,
-    batch: Any,
+    params: Tree,
+    batch: Tree,
     *,
     optimizer: Any = None,
-    model_state: Any = None,
+    model_state: Tree = None,
     replicas: int = 1,
     seed: int = 0,
 ) -> Verification:
@@ -110,6 +111,9 @@ def verify(
         model_state: the model state to start from.
         replicas: how many copies.
         seed: where random keys come from.
+
+    Raises:
+        OptionError: it is not a pipeline.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, tailrace as tr

@@ -96,7 +96,7 @@ def test_a_change_is_one_sentence(monkeypatch, seams, owner, name, text):
     package = Package(seams.PACKAGE.title, seams.PACKAGE.name, "9.0", seams.PACKAGE.newest)
     monkeypatch.setattr(seams, "PACKAGE", package)
     seams.check.cache_clear()
-    equinox_seams._scoped_class.cache_clear()
+    equinox_seams.scoped_class.cache_clear()
     monkeypatch.delattr(owner, name)
     with pytest.raises(VersionError, match=f"does not know {text}; use {package.name}<9.0"):
         seams.check()

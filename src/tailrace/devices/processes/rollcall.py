@@ -47,7 +47,7 @@ def call_roll(address: str, count: int, number: int, timeout_s: float, token: st
     host, _, port = address.rpartition(":")
     give_up = time.monotonic() + timeout_s
     if number == 0:
-        with _server(host, int(port)) as server:
+        with listening_at(host, int(port)) as server:
             _Roll(server, count, token).call(give_up, timeout_s)
     else:
         report = {"process": number, "count": count, "token": token}
@@ -89,9 +89,8 @@ class _Roll:
             _tell(self._here.values(), {"go": True} if problem is None else {"error": problem})
             if problem is not None:
                 raise DistributedError(problem)
-            for (
-                connection
-            ) in self._here.values():  # the other side closes first: the port is then free
+            # The other side closes first: the port is then free.
+            for connection in self._here.values():
                 connection.settimeout(2.0)
                 with contextlib.suppress(OSError):
                     connection.recv(1)
@@ -121,6 +120,8 @@ class _Roll:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
+            # A port on a network is found by others; connections that say nothing must not use up all
+            # handles.
             if len(self._silent) >= _MOST_CONNECTIONS:
                 self._drop(next(iter(self._silent)))
             connection.setblocking(False)
@@ -159,6 +160,7 @@ class _Roll:
         number, count, token = report.get("process"), report.get("count"), report.get("token", "")
         if type(number) is not int or type(count) is not int or not isinstance(token, str):
             return False
+        # In constant time: how long a comparison takes would otherwise tell a stranger the token.
         return hmac.compare_digest(token.encode(), self._token.encode())
 
     def _drop(self, connection: socket.socket) -> None:
@@ -192,7 +194,7 @@ def _report(host: str, port: int, report: dict[str, Any], give_up: float, timeou
         raise DistributedError(str(answer["error"]))
 
 
-def _server(host: str, port: int) -> socket.socket:
+def listening_at(host: str, port: int) -> socket.socket:
     """A socket at the address; at all addresses of this machine if it is not a local one."""
     try:
         return socket.create_server((host.strip("[]"), port), backlog=128)

@@ -105,6 +105,9 @@ def infeed_benchmark(
     The arguments, the result and the errors are those of `dataset_benchmark`. A one-shot iterator
     has only one stream of elements: the infeed will not see those that the benchmark reads.
 
+    Raises:
+        DataError: the dataset ended before anything could be measured.
+
     >>> import tailrace as tr
     >>> import numpy as np
     >>> text = infeed_benchmark(tr.InfeedQueue([np.zeros(4)] * 20), epochs=2, elements_per_epoch=10)

@@ -50,7 +50,7 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
         return Response(text.replace("BASE", f"/{token}/"), media_type="text/html")
 
     async def file(request: Any) -> Any:
-        found = _static_file(static, request.path_params["path"])
+        found = static_file(static, request.path_params["path"])
         if found is None:
             return Response("There is no such file.\n", 404, media_type="text/plain")
         return Response(found[0], media_type=found[1])
@@ -63,8 +63,10 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
             try:
                 found = await run_in_threadpool(answer, dict(request.query_params))
             except TailraceError as error:
-                return Response(_json({"problem": str(error)}), 400, media_type="application/json")
-            return Response(_json(found), media_type="application/json")
+                return Response(
+                    as_json({"problem": str(error)}), 400, media_type="application/json"
+                )
+            return Response(as_json(found), media_type="application/json")
 
         return endpoint
 
@@ -73,7 +75,7 @@ def make_app(runs: Sequence[FollowedRun], token: str, follower: Follower | None 
     return Guard(Starlette(routes=routes), token)
 
 
-def _static_file(static: Any, path: str) -> tuple[bytes, str] | None:
+def static_file(static: Any, path: str) -> tuple[bytes, str] | None:
     """A file of the page, with its type; None for any other path."""
     parts = path.split("/")
     ending = "." + path.rpartition(".")[2]
@@ -83,5 +85,6 @@ def _static_file(static: Any, path: str) -> tuple[bytes, str] | None:
     return (found.read_bytes(), KINDS[ending]) if found.is_file() else None
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """Text that browsers can parse: without NaN, which JSON does not have."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)

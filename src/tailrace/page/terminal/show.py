@@ -39,7 +39,9 @@ def pictured(followed: FollowedRun, width: int, brief: bool = False) -> Any:
                 parts.append(Text("\n".join(chart(history.steps, history.loss, min(width, 100)))))
             parts += [Text("\nfindings", style="bold"), _findings(followed)]
             if not brief and (profile := read_profile(followed.directory)) is not None:
-                parts += [Text("\ntime by scope", style="bold"), Text(str(profile))]
+                # Rows of a table: a narrow terminal may break them, a file has them whole.
+                table = Text(str(profile), no_wrap=True, overflow="ignore")
+                parts += [Text("\ntime by scope", style="bold"), table]
             if not brief:
                 for title, rows in what_ran(followed).items():
                     parts += [Text(f"\n{title.lower()}", style="bold"), _table(rows, width)]
@@ -82,4 +84,4 @@ def show(directory: str) -> None:
     followed = FollowedRun(directory)
     followed.readable()
     console = Console()
-    console.print(pictured(followed, console.width))
+    console.print(pictured(followed, console.width), crop=False)

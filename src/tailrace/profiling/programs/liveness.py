@@ -16,6 +16,9 @@ from tailrace.profiling.programs.op_names import Phase
 _PASSES_ON = {"bitcast", "while", "optimization-barrier", "copy-done", "get-tuple-element", "tuple"}
 _RUNS_OTHERS = {"while", "conditional", "call"}
 
+RECORDS = "records"
+"""The owner of what a program returns besides the state: losses, and what taps read."""
+
 Buffers = list[frozenset[str]]
 """For each element of a tuple (or the single result), its buffers."""
 
@@ -52,6 +55,9 @@ def _peak(
     for place, one in enumerate(instructions):
         if one.name in {b for each in buffers[one.name] for b in each}:
             whose = owner(one) if owner and one.opcode == "parameter" else _owner(program, one)
+            # Without a scope, and returned: the rows that every pass adds its results to.
+            if owner and whose == Phase.LOOP and last.get(one.name) == len(instructions):
+                whose = RECORDS
             alive[one.name] = (whose, one.nbytes)
         inner, live = 0, {}
         if one.opcode in _RUNS_OTHERS:

@@ -90,6 +90,9 @@ def trace(
         operations: the number of executions whose device operations are recorded, which costs most; 0
             for none, None for all, and for JAX programs that Tailrace does not run.
 
+    Raises:
+        OptionError: `executions` or `operations` has a value it may not have.
+
     Example:
         >>> import optax, numpy as np, tailrace as tr, tempfile
         >>> x = np.ones((8, 4), np.float32)

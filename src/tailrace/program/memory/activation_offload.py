@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import JaxprEqn, Var, nbytes
 from tailrace.jaxprs.marks import ambient
@@ -66,7 +67,7 @@ class HeldActivations:
     def value_and_grad(self, forward: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
         """Like `jax.value_and_grad(forward, has_aux=True)`."""
 
-        def call(params: Any) -> Any:
+        def call(params: Tree) -> Any:
             leaves, structure = jax.tree.flatten(params)
             form: list[Any] = []
 
@@ -122,7 +123,7 @@ class HeldActivations:
 
 
 def activations_on_host(
-    device: Any, pipelined: bool = False, replicas: int = 1
+    device: jax.Device, pipelined: bool = False, replicas: int = 1
 ) -> tuple[HeldActivations | None, tuple[str, ...]]:
     """What offloads the activations, if that is possible, and a message about it.
 

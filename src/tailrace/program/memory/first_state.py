@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.stretches import bound, makers, run
@@ -34,7 +35,7 @@ class FirstState:
     ((3,), [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0]])
     """
 
-    def __init__(self, init: Callable[[Any], Any], params: Any) -> None:
+    def __init__(self, init: Callable[[Any], Any], params: Tree) -> None:
         given = jax.tree.leaves(params)
         closed, self.forms = jax.make_jaxpr(init, return_shape=True)(params)
         jaxpr = closed.jaxpr

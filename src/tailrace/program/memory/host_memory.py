@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import Tag, ambient, mark
 
@@ -66,7 +67,7 @@ NO_MOVES = Moves(lambda value: value, lambda value: value)
 """No-op transfers: the same program order, for tests on a CPU."""
 
 
-def obstacle(device: Any, guarded: bool) -> str | None:
+def obstacle(device: jax.Device, guarded: bool) -> str | None:
     """Why optimizer state cannot be offloaded from this device, or None if it can."""
     if device.platform == "cpu":
         return "the device is a CPU, whose memory is the host's already"
@@ -132,7 +133,7 @@ def free_host_memory() -> int | None:
     return None
 
 
-def after_accumulation(body: Callable[[Any], Any], carried: Any) -> Any:
+def after_accumulation(body: Callable[[Any], Any], carried: Tree) -> Any:
     """`body(carried)`, emitted so that none of it can start before all of `carried` is ready."""
     # Always one iteration, since a step's index is never negative; but XLA does not know that.
     passes = jnp.where(ambient("step", -1, 1) < 0, 2, 1)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import nbytes
 from tailrace.jaxprs.marks import path_name
@@ -132,7 +133,7 @@ class StateKeeping:
 
 
 def keep_state(
-    forms: Any,
+    forms: Tree,
     placement: Placement,
     taps: Sequence[Any],
     *,
@@ -157,47 +158,51 @@ def keep_state(
     leaves = jax.tree.leaves(forms)
     said: list[str] = []
     shares = Shares(placement.replicas, by_sum=pipelined)
-    shared = [False] * len(leaves)
-    if share:
-        if placement.replicas > 1:
-            shared = [math.prod(form.shape) >= LEAST for form in leaves]
-            said.append(_shares_message(leaves, shared, placement.replicas))
-        else:
-            said.append("shard_optimizer_state has no effect with one replica.")
-    hosted = [False] * len(leaves)
-    if offload_state is None:
-        offload_state = microbatches > 1
-    if offload_state:
+    shared = hosted = [False] * len(leaves)
+    if share and placement.replicas > 1:
+        # A collective has a fixed cost, which a small leaf (a step counter, a bias) would pay for
+        # nothing.
+        shared = [math.prod(form.shape) >= LEAST for form in leaves]
+        said.append(_shares_message(leaves, shared, placement.replicas))
+    elif share:
+        said.append("shard_optimizer_state has no effect with one replica.")
+    # With one microbatch the transfers have nothing to hide behind; with several, gradients are
+    # computed meanwhile.
+    if microbatches > 1 if offload_state is None else offload_state:
         guarded = any(isinstance(tap, StopOnNonfinite) for tap in taps)
         why_not = None if moves is not None else host_memory.obstacle(placement.device, guarded)
         if why_not is None:
             held = [shares.form(f) if s else f for f, s in zip(leaves, shared, strict=True)]
-            names = _leaf_names(forms)
-            seen = [is_tapped(taps, n, f) for n, f in zip(names, leaves, strict=True)]
-            hosted = [
-                nbytes(form) >= host_memory.LEAST_BYTES and not tapped
-                for form, tapped in zip(held, seen, strict=True)
-            ]
-            size = sum(nbytes(f) for f, yes in zip(held, hosted, strict=True) if yes)
-            total = sum(nbytes(form) for form in held)
+            hosted = _offloaded(held, forms, taps)
             if moves is None:
-                local = size * placement.local_replicas
-                host_memory.check_fits(
-                    local, host_memory.free_host_memory(), placement.device.platform
-                )
-            said.append(
-                f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB a device are in the "
-                f"host's memory between updates ({sum(hosted)} of {len(leaves)} leaves; small and "
-                f"observed ones stay on the device)."
-            )
+                _check_room(held, hosted, placement)
+            said.append(_offload_message(held, hosted))
         else:
             said.append(f"Optimizer state stays on the device: {why_not}.")
     moves = moves or host_memory.memory_moves()
     return StateKeeping(forms, tuple(shared), tuple(hosted), shares, moves, tuple(said))
 
 
+def _offloaded(held: Sequence[Any], forms: Tree, taps: Sequence[Any]) -> list[bool]:
+    """For each leaf as it is held, whether it goes to host memory: if it is large and not observed."""
+    # A tap reads it in the step; it would be brought back for that in every one.
+    whole = zip(_leaf_names(forms), jax.tree.leaves(forms), strict=True)
+    seen = [is_tapped(taps, name, form) for name, form in whole]
+    return [
+        nbytes(form) >= host_memory.LEAST_BYTES and not tapped
+        for form, tapped in zip(held, seen, strict=True)
+    ]
+
+
+def _check_room(held: Sequence[Any], hosted: Sequence[bool], placement: Placement) -> None:
+    """Refuse what does not fit into host memory."""
+    # Before anything is allocated: a host that swaps, or is killed, gives no message.
+    local = _bytes_of(held, hosted) * placement.local_replicas
+    host_memory.check_fits(local, host_memory.free_host_memory(), placement.device.platform)
+
+
 def decide(
-    forms: Any,
+    forms: Tree,
     placement: Placement,
     taps: Sequence[Any],
     *,
@@ -244,8 +249,7 @@ def is_tapped(taps: Sequence[Any], name: str, form: Any) -> bool:
 
 
 def _shares_message(leaves: Sequence[Any], shared: Sequence[bool], replicas: int) -> str:
-    size = sum(nbytes(form) for form, yes in zip(leaves, shared, strict=True) if yes)
-    total = sum(nbytes(form) for form in leaves)
+    size, total = _bytes_of(leaves, shared), _bytes_of(leaves)
     return (
         f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB are shared out over {replicas} "
         f"replicas ({sum(shared)} of {len(leaves)} leaves; those of fewer than {LEAST} elements stay "
@@ -253,6 +257,21 @@ def _shares_message(leaves: Sequence[Any], shared: Sequence[bool], replicas: int
     )
 
 
-def _leaf_names(forms: Any) -> list[str]:
+def _offload_message(held: Sequence[Any], hosted: Sequence[bool]) -> str:
+    size, total = _bytes_of(held, hosted), _bytes_of(held)
+    return (
+        f"Optimizer state: {size / 1e6:,.1f} of {total / 1e6:,.1f} MB a device are in the "
+        f"host's memory between updates ({sum(hosted)} of {len(held)} leaves; small and "
+        f"observed ones stay on the device)."
+    )
+
+
+def _bytes_of(forms: Sequence[Any], flags: Sequence[bool] | None = None) -> int:
+    """The bytes of some leaves: those whose flag is true, or all."""
+    flags = [True] * len(forms) if flags is None else flags
+    return sum(nbytes(form) for form, yes in zip(forms, flags, strict=True) if yes)
+
+
+def _leaf_names(forms: Tree) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(forms)[0]
     return [f"optimizer/{path_name(path) or '0'}" for path, _ in paths]

@@ -49,7 +49,7 @@ class Shares:
 
     # -- in a program, on one replica -----------------------------------------------------------
 
-    def cut(self, array: Any) -> Any:
+    def cut(self, array: jax.Array) -> Any:
         """This replica's shard of an array that is replicated."""
         count = self.count(array.size)
         replica = ambient("replica", -1, 0)
@@ -67,7 +67,7 @@ class Shares:
 
     # -- anywhere -------------------------------------------------------------------------------
 
-    def split(self, array: Any) -> Any:
+    def split(self, array: jax.Array) -> Any:
         """All shards concatenated along one dim, as `gather` would."""
         return self._flat(jnp.asarray(array))
 
@@ -81,7 +81,7 @@ class Shares:
         """The shape of a shard of an array of the given shape."""
         return jax.ShapeDtypeStruct((self.count(math.prod(form.shape)),), form.dtype)
 
-    def _flat(self, array: Any) -> Any:
+    def _flat(self, array: jax.Array) -> Any:
         flat = array.reshape(-1)
         padding = self.count(flat.size) * self.replicas - flat.size
         return jnp.pad(flat, (0, padding)) if padding else flat

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.internals import nbytes
 from tailrace.jaxprs.marks import Tag, mark, path_name
 from tailrace.program.memory.host_memory import after_accumulation, in_parts
@@ -42,7 +43,7 @@ class HeldUpdate:
         keeping: StateKeeping,
         optimizer: Any,
         taps: Sequence[Tap],
-        grads: Any,
+        grads: Tree,
         state: TrainState,
         taken: Any = None,
     ) -> None:
@@ -112,7 +113,7 @@ class HeldUpdate:
         places = {2 * self.count + (number - first): number for number in leaves}
         rest = [number for number in numbers if number not in places]
 
-        def body(carried: Any) -> Any:
+        def body(carried: Tree) -> Any:
             hosts, others = carried
             come = {n: self.keeping.moves.bring_in(h) for n, h in zip(leaves, hosts, strict=True)}
             for number, value in zip(rest, others, strict=True):
@@ -156,7 +157,7 @@ class HeldUpdate:
     # In order: the update of each parameter, each new parameter, each leaf of the new state.
 
     def _names(self) -> list[str]:
-        def of(tree: Any, kind: str, alone: str) -> list[str]:
+        def of(tree: Tree, kind: str, alone: str) -> list[str]:
             paths = jax.tree_util.tree_flatten_with_path(tree)[0]
             return [f"{kind}/{path_name(path) or alone}" for path, _ in paths]
 
@@ -208,5 +209,5 @@ class HeldUpdate:
         return params, jax.tree.unflatten(jax.tree.structure(self.keeping.forms), after)
 
 
-def _forms(tree: Any) -> Any:
+def _forms(tree: Tree) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

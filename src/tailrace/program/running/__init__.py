@@ -6,6 +6,7 @@ Out: emissions on the device, and an array that is ready when the dispatch has f
     loop_runner            one loop and its executables; loop_state holds the arrays they overwrite
     placement              where programs run, and how values get there
     executable             rewrites, compiles and dispatches a segment; segments cuts a program
+    element_intake         the elements of a dispatch; sent_marks: what marks do while it runs
     compilations           what was compiled and why; compiled_programs shares equal programs
     dispatch_lengths       the lengths of a loop's pieces; their constants are in feeds/dispatch_table
     result_packing         small results in one array, so that one copy brings them to the host

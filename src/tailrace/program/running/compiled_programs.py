@@ -38,6 +38,8 @@ def compiled_program(
         if key in _kept:
             _kept.move_to_end(key)
             return _kept[key], True
+    # Outside the lock: two threads may compile the same program at once, which costs less than making
+    # all others wait.
     program = compiled(lowered, options, platform)
     with _lock:
         _kept[key] = program

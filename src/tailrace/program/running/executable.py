@@ -10,25 +10,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
-from tailrace.errors import FeedError
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers
 from tailrace.jaxprs.internals import JaxprEqn, compiler_options, separate_kernels
-from tailrace.jaxprs.marks import FORWARD, TANGENT, Tag
 from tailrace.jaxprs.walk import Position
-from tailrace.program.running.agreement import Agreement
 from tailrace.program.running.compilations import Compilation, compiling
 from tailrace.program.running.compiled_programs import compiled_program
+from tailrace.program.running.element_intake import ElementIntake, put_back
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.running.result_packing import FirstRows, Packing
 from tailrace.program.running.segments import Segment
+from tailrace.program.running.sent_marks import SentMarks
 from tailrace.spans.span import Execution, span
 from tailrace.taps.counted_loop import looks_between
 from tailrace.taps.frame import Ambient, Block, Emission, Frame, Trip
@@ -79,7 +77,7 @@ class Executable:
         # Free numbers only in one process: several would have to agree on their values too.
         self._rewriter = Rewriter(
             wanted or {},
-            on_mark=_OnMark(segment.is_loop, placement.replicas, placement.mesh is None, muted),
+            on_mark=SentMarks(segment.is_loop, placement.replicas, placement.mesh is None, muted),
             replica_axis=devices.REPLICA if placement.replicas > 1 else None,
             replicas=placement.replicas,
             period=max(period, 1),
@@ -97,7 +95,7 @@ class Executable:
         self._rows: dict[Hashable, int] = {}
         # Only on one device: over a mesh, packed arrays would need a common sharding.
         self._packing = Packing() if packed and placement.mesh is None else None
-        self._agreement: Agreement | None = None
+        self._intake = ElementIntake(segment, placement, self.elements, counted=counted)
         self._compiled: Any = None
         # A loop donates its carry from piece to piece, and nothing else.
         self._carried: list[Any] = [var for var, _ in segment.start] if segment.is_loop else []
@@ -136,6 +134,8 @@ class Executable:
                 options = compiler_options(self.segment.equations, platform)
                 if self.separate:
                     options = {**(options or {}), **separate_kernels(platform)}
+                # Lowering is not cached, only compiling: the text that programs are found by is its
+                # result.
                 found = compiled_program(lowered, self.placement.device_ids, options, platform)
                 self._compiled, shared = found
                 self.compilation = done(shared)
@@ -170,9 +170,10 @@ class Executable:
                 out_specs=([spec(var) for var in self.segment.writes], sent, same),
                 check_vma=False,  # `check_in_step` has proved which values are equal, by our own rules
             )
+        # The carry is donated: a step then needs memory for one state, not for two.
         return jax.jit(function, donate_argnums=self._donated)
 
-    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
+    def _function(self, carried: Tree, read: Tree, elements: Any, numbers: Any, free: Any) -> Any:
         self._rewriter.arguments = free
         seed, first_step, offset, count = Numbers.read(numbers)
         several = self.placement.replicas > 1
@@ -182,6 +183,8 @@ class Executable:
         read_from = (queue for queue, count in self.elements.items() if count)
         for queue, leaves in zip(read_from, elements, strict=True):
             blocks[queue] = Block(tuple(leaf.squeeze(1) for leaf in leaves) if several else leaves)
+        # The key from the seed alone: step, microbatch, replica and call are folded in where it is
+        # used, so that it does not depend on how a training is cut into executions.
         ambient = Ambient(jax.random.key(seed), first_step, replica)
         trip = Trip(count, first_step + offset) if self.counted else None
         frame = Frame(ambient, blocks, observing=self._observing, trip=trip)
@@ -254,7 +257,7 @@ class Executable:
         execution = Execution()
         # Elements first: compilation needs their shapes, and processes agree on them before any of
         # them dispatches.
-        taken = self._take_together(passes, following, given)
+        taken = self._intake.take(passes, following, given)
         try:
             blocks = {queue: staged.device for queue, staged in taken.items()}
             compiled = self.compile(state, blocks)
@@ -266,7 +269,7 @@ class Executable:
             first_step = numbers.first_step + numbers.offset
             execution.dispatched(ticket, first_step, passes or 0, compiled, self.plan)
         except BaseException:
-            _put_back(taken)
+            put_back(taken)
             raise
         for queue in taken:
             queue.started(ticket)
@@ -282,7 +285,7 @@ class Executable:
         emissions = dict(zip(self._keys, emitted, strict=True))
         if self.counted:
             emissions = self._cut(emissions, numbers)
-        self._return_unread(emissions, taken)
+        self._intake.return_unread(emissions, taken)
         return emissions, ticket
 
     def _cut(
@@ -302,111 +305,6 @@ class Executable:
             found[key] = emission
         return found
 
-    def _take_together(
-        self, passes: int | None, following: int | None, given: Staged | None
-    ) -> dict[Feed, Staged]:
-        """The elements of a dispatch, in all processes or in none."""
-
-        def take() -> dict[Feed, Staged]:
-            return self._take(passes, following) if given is None else self._given(given)
-
-        if self.placement.in_one_process:
-            return take()
-        if self._agreement is None:
-            self._agreement = Agreement(self.segment, self.placement.replicas)
-        return self._agreement.take_together(passes, take, _put_back)
-
-    def _given(self, block: Staged) -> dict[Feed, Staged]:
-        """A block for the one feed that the segment reads."""
-        (queue,) = (queue for queue, count in self.elements.items() if count)
-        queue.bind_replicas(self.placement.replicas)
-        return {queue: block}
-
-    def _take(self, passes: int | None, following: int | None) -> dict[Feed, Staged]:
-        taken: dict[Feed, Staged] = {}
-        try:
-            for queue, each in self.segment.elements.items():
-                if each and self.elements[queue]:
-                    count = each if passes is None else each * passes
-                    then = None if following is None else each * following
-                    room = self.elements[queue] if self.counted else None
-                    queue.bind_replicas(self.placement.replicas)
-                    taken[queue] = queue.take(
-                        count, self.placement.shared_out, then=then, room=room
-                    )
-        except BaseException:
-            _put_back(taken)
-            raise
-        return taken
-
-    def _return_unread(
-        self, emissions: dict[Hashable, Emission], taken: dict[Feed, Staged]
-    ) -> None:
-        for key in [k for k in emissions if isinstance(k, tuple) and k[0] == "read"]:
-            read = emissions.pop(key).value
-            queue = key[1]
-            # This waits for the device, which only a while loop with an infeed needs.
-            used = int(np.asarray(read).max()) * self.placement.local_replicas
-            queue.put_back(taken[queue], used)
-
-
-def _put_back(taken: dict[Feed, Staged]) -> None:
-    """Return elements that no program used."""
-    for queue, staged in taken.items():
-        queue.put_back(staged, used=0)
-
 
 def _no_elements(queue: Feed) -> tuple[Any, ...]:
     return tuple(jnp.zeros((0, *leaf.shape), leaf.dtype) for leaf in queue.spec().leaves)
-
-
-class _OnMark:
-    """Handles marks that send values out."""
-
-    def __init__(
-        self,
-        in_pieces: bool,
-        replicas: int,
-        alone: bool = True,
-        muted: frozenset[Any] = frozenset(),
-    ) -> None:
-        self.in_pieces, self.replicas, self.alone, self.muted = in_pieces, replicas, alone, muted
-
-    def __call__(self, tag: Tag, inputs: list[Any], frame: Frame) -> list[Any]:
-        if tag.role == "outfeed" and tag.direction == FORWARD:
-            queue = tag.payload.queue
-            if queue in self.muted:
-                return inputs
-            if queue.live and not self.in_pieces:
-                self._send_now(queue, tag.payload.structure, inputs)
-            else:
-                frame.emit(queue, list(inputs))
-        elif tag.role == "print" and tag.direction != TANGENT:
-            self._print(tag, inputs[0], frame)
-        elif tag.role == "memory":
-            return [tag.payload(value) for value in inputs]
-        return inputs
-
-    def _print(self, tag: Tag, value: Any, frame: Frame) -> None:
-        title = tag.name if tag.direction == FORWARD else f"{tag.name}_gradient"
-        show, several = tag.payload, self.replicas > 1
-
-        def arrive(value: Any, replica: Any) -> None:
-            show(value, f"{title} (replica {int(replica)})" if several else title)
-
-        # Ordered effects need a single device; with several, prints arrive in any order, with the
-        # replica.
-        io_callback(arrive, None, value, frame.ambient.replica, ordered=self.alone)
-
-    def _send_now(self, queue: Any, structure: Any, inputs: list[Any]) -> None:
-        if self.replicas > 1:
-            raise FeedError(
-                "With several replicas a live outfeed must be enqueued directly in a tr.repeat at "
-                "the top of the program: there the loop is cut into short dispatches. Here it is "
-                "deeper inside. Move it there, or use live=False."
-            )
-
-        def arrive(*values: Any) -> None:
-            queue.deliver(structure, [value[None] for value in values], None, 1, 1)
-
-        io_callback(arrive, None, *inputs, ordered=True)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import Worker
@@ -57,8 +58,8 @@ class LoopRunner:
     def __init__(
         self,
         function: Callable[[Any, Any], Any],
-        carried: Any,
-        read: Any,
+        carried: Tree,
+        read: Tree,
         placement: Placement,
         each: Sequence[bool] | None = None,
         keeping: StateKeeping | None = None,
@@ -152,7 +153,7 @@ class LoopRunner:
         counts = self._loop.elements.items()
         return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
 
-    def begin(self, carried: Any, read: Any) -> LoopState:
+    def begin(self, carried: Tree, read: Tree) -> LoopState:
         """The state for dispatches, from `carried` (which is copied) and `read`."""
         jaxpr = self.traced.jaxpr
         state = LoopState(dict(zip(jaxpr.constvars, self._consts, strict=True)))
@@ -231,6 +232,7 @@ class LoopRunner:
                 state.values[var] = value
                 continue
             own = self.placement.own_each if var in self._each else self.placement.own
+            # Copied: the next dispatch donates it, and the caller keeps its array.
             state.values[var] = own(value)
 
     def dispatch(
@@ -278,6 +280,7 @@ class LoopRunner:
 
         Their emissions are dropped: they are the same as the first time.
         """
+        # The arrays of the origin are intact: an executable with a guard does not donate.
         state.values, state.foreseen = dict(origin.values), None
         if length:
             ((feed, block),) = origin.elements.items()
@@ -300,6 +303,8 @@ class LoopRunner:
         short = device.platform != "cpu" and seconds < dispatch_table.FIXED_BELOW_S
         if not short or key in self._fixed or self._compiler or not self._counted(length):
             return
+        # Processes would have to agree on when the thread is done; one that still waits would run
+        # another program than the others.
         if length % period or not self.placement.in_one_process:
             return
         # Shapes instead of arrays: dispatches donate the arrays while the thread compiles.

@@ -33,6 +33,7 @@ class Numbers:
 
     def as_array(self) -> np.ndarray:
         """As one argument of the compiled program: separate arguments would be separate transfers."""
+        # All in one dtype, so that it is one array: the seed's bits are reinterpreted, not converted.
         seed = np.uint32(self.seed % 2**32).view(np.int32)
         return np.array([seed, self.first_step, self.offset, self.count], np.int32)
 
@@ -98,6 +99,7 @@ class LoopState:
 
     def numbers(self, wanted: Numbers) -> Any:
         """The argument for these numbers: the array on the device, if it has them already."""
+        # The host compares its own copies of the numbers; reading the array would wait for the device.
         if self.foreseen is not None and self.foreseen[0] == wanted:
             return self.foreseen[1]
         return wanted.as_array()

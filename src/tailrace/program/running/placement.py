@@ -87,6 +87,8 @@ class Placement:
 
     def own(self, value: Any) -> Any:
         """A copy of a value on the devices that a loop may overwrite."""
+        # Copied even if placing it made a copy: on a CPU `device_put` may alias the caller's memory,
+        # which a donated buffer would overwrite.
         return jnp.copy(self._place(value, self.everywhere))
 
     def own_each(self, value: Any) -> Any:
@@ -98,6 +100,7 @@ class Placement:
         if self.in_one_process:
             return jax.device_put(value, sharding)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            # A value that no process can read whole moves in a program, which all of them run.
             return jax.jit(lambda x: x, out_shardings=sharding)(value)
         array = np.asarray(value)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

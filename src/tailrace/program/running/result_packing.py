@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 
 MOST_BYTES = 4 << 20
@@ -93,7 +94,7 @@ class Packing:
         self._structure: Any = None
         self._places: list[tuple[int, int | None, tuple[int, ...]]] = []
 
-    def pack(self, tree: Any) -> list[Any]:
+    def pack(self, tree: Tree) -> list[Any]:
         """Pack a tree of traced values into arrays."""
         leaves, self._structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         self._places = []
@@ -106,6 +107,7 @@ class Packing:
                 arrays.append([leaf])
                 sizes.append(0)
                 continue
+            # By dtype, without conversion: what is unpacked has the bits that were packed.
             number = shared.setdefault(leaf.dtype, len(arrays))
             if number == len(arrays):
                 arrays.append([])
@@ -133,11 +135,12 @@ def on_device(leaf: Any) -> Any:
     return leaf.on_device() if isinstance(leaf, FirstRows) else leaf
 
 
-def start_copying(tree: Any) -> None:
+def start_copying(tree: Tree) -> None:
     """Start copying the leaves of a tree to the host, in parallel."""
     if devices.platform() == "cpu":
         return
     wholes = (_stored(leaf) for leaf in jax.tree.leaves(tree))
+    # Once for each array: many leaves are parts of one.
     for array in {id(array): array for array in wholes}.values():
         array.copy_to_host_async()
 

@@ -81,6 +81,7 @@ def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
             consts, carried, _ = loop.split(equations[0].invars)
             # The counter comes after those; each piece creates it.
             needed = tuple(variables([*consts, *carried]))
+            # The whole carry is written, used later or not: the next piece continues from it.
             reads, writes = tuple(dict.fromkeys(variables(consts))), tuple(made)
             part = loop.body.jaxpr.eqns
         else:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
 from tailrace.spans.scopes import ACCUMULATION
@@ -58,6 +59,9 @@ class Accumulation:
             returns its weight, such as its number of tokens. The step then uses the weighted mean
             over microbatches and replicas, which is correct if they are unequal.
 
+    Raises:
+        OptionError: an argument has a value it may not have.
+
     >>> Accumulation(4, dtype=jnp.float32).reduction
     <Reduction.MEAN: 'mean'>
     """
@@ -97,19 +101,21 @@ class Accumulation:
             return jnp.dtype(self.dtype)
         return check_dtype(self.dtype(parameter), f"the dtype chosen for {name!r}")
 
-    def zeros(self, params: Any) -> Any:
+    def zeros(self, params: Tree) -> Any:
         """Empty accumulators for `params`."""
         return jax.tree_util.tree_map_with_path(
             lambda path, p: jnp.zeros(p.shape, self.dtype_of(p, jax.tree_util.keystr(path))), params
         )
 
-    def add(self, accumulated: Any, grads: Any, number: Any, share: Any = None) -> Any:
+    def add(
+        self, accumulated: Any, grads: Tree, number: Any, share: jax.Array | None = None
+    ) -> Any:
         """Add the gradient of microbatch `number` of the step to the accumulators.
 
         With weights, `share` is the fraction of this microbatch in the total weight so far.
         """
 
-        def one(acc: Any, grad: Any) -> Any:
+        def one(acc: jax.Array, grad: jax.Array) -> Any:
             grad = grad.astype(acc.dtype)
             if share is not None:
                 return acc + (grad - acc) * share.astype(acc.dtype)

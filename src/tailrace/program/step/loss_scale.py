@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Var
@@ -55,6 +56,9 @@ class LossScale:
         growth: the factor after `interval` good steps; at least 1.
         backoff: the factor after a bad step; more than 0, at most 1.
         interval: the number of consecutive good steps before the scale grows.
+
+    Raises:
+        OptionError: an argument has a value it may not have.
 
     >>> LossScale(1024.0, interval=100)
     LossScale(initial=1024.0, growth=2.0, backoff=0.5, interval=100)
@@ -104,7 +108,7 @@ class LossScale:
         """The state before the first step."""
         return ScaleState(jnp.float32(self.initial), jnp.int32(0))
 
-    def next(self, state: ScaleState, finite: Any) -> ScaleState:
+    def next(self, state: ScaleState, finite: jax.Array) -> ScaleState:
         """The state after a step; `finite` says whether its gradients were."""
         streak = state.streak + 1
         due = streak == self.interval
@@ -127,10 +131,10 @@ def scaled(forward: Callable[..., Any], state: ScaleState) -> Callable[..., Any]
     return run
 
 
-def unscaled(grads: Any, state: ScaleState) -> Any:
+def unscaled(grads: Tree, state: ScaleState) -> Any:
     """The gradients of the loss, from those of the scaled loss; each keeps its dtype."""
 
-    def one(grad: Any) -> Any:
+    def one(grad: jax.Array) -> Any:
         # In float32 at least: float16 cannot represent a scale of 65,536.
         wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
         return (wide / state.scale.astype(wide.dtype)).astype(grad.dtype)
@@ -138,7 +142,7 @@ def unscaled(grads: Any, state: ScaleState) -> Any:
     return jax.tree.map(one, grads)
 
 
-def all_finite(tree: Any) -> Any:
+def all_finite(tree: Tree) -> Any:
     """Whether all numbers of a tree are finite."""
     flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, flags)
@@ -155,7 +159,9 @@ def note_collapse(scale: float) -> None:
         )
 
 
-def unless_skipped(rule: Callable[..., Any], args: Sequence[Any], taken: Any, before: Any) -> Any:
+def unless_skipped(
+    rule: Callable[..., Any], args: Sequence[Any], taken: jax.Array, before: Tree
+) -> Any:
     """The result of `rule(*args)`; if `taken` is false, `before`, a tree of the same structure.
 
     Each result is selected where it is computed, so that later ones (the update, from the moments) are
@@ -190,7 +196,7 @@ def unless_skipped(rule: Callable[..., Any], args: Sequence[Any], taken: Any, be
     return jax.tree.unflatten(jax.tree.structure(form), results)
 
 
-def select(taken: Any, after: Any, before: Any) -> Any:
+def select(taken: jax.Array, after: Tree, before: Tree) -> Any:
     """Select one of two trees of the same structure."""
     return jax.tree.map(lambda a, b: jax.lax.select(taken, a, b), after, before)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 
 _CHOICES = ("float32", "bfloat16", "float16")
@@ -43,11 +44,11 @@ class Precision:
             )
         return cls(dtype)
 
-    def narrow(self, tree: Any) -> Any:
+    def narrow(self, tree: Tree) -> Any:
         """A tree with its floats cast to this dtype; integers and 8-bit floats are unchanged."""
         return jax.tree.map(lambda x: x.astype(self.dtype) if _is_float(x) else x, tree)
 
-    def widen(self, tree: Any) -> Any:
+    def widen(self, tree: Tree) -> Any:
         """A tree with its leaves of this dtype cast to float32."""
 
         def one(x: Any) -> Any:
@@ -57,7 +58,7 @@ class Precision:
         return jax.tree.map(one, tree)
 
 
-def same_dtypes(after: Any, before: Any) -> Any:
+def same_dtypes(after: Tree, before: Tree) -> Any:
     """The tree `after` with its leaves cast to the dtypes of `before`."""
     return jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, before)
 

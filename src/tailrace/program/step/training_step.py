@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
@@ -124,12 +125,12 @@ class Step:
         return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
 
     def evaluating(
-        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Any, placement: Placement
+        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
     ) -> LoopRunner:
         """A runner that sends out `compute(params, model_state, batch, inputs)` for each element."""
 
-        def program(_: Any, read: Any) -> Any:
-            def one(carry: Any, batch: Any) -> Any:
+        def program(_: Any, read: Tree) -> Any:
+            def one(carry: Tree, batch: Tree) -> Any:
                 out.enqueue(compute(*read, batch, ()))
                 return carry
 
@@ -137,17 +138,19 @@ class Step:
 
         return LoopRunner(program, (), read, placement)
 
-    def begin_evaluating(self, runner: LoopRunner, read: Any) -> LoopState:
+    def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
         """The state for dispatches of such a runner."""
         return runner.begin((), read)
 
     # -- the two kinds of step ------------------------------------------------------------------
 
-    def plain(self, state: TrainState, batch: Any) -> TrainState:
+    def plain(self, state: TrainState, batch: Tree) -> TrainState:
         """A step of one microbatch."""
         named = self._named(state)
         grads, model_state, out = self.microbatch(named, batch)
         self._send(out, named)
+        # As if one microbatch were added to zeros of that dtype: a step of one and of several must
+        # round alike.
         if self.accumulation.dtype is not None:
             zeros = self.accumulation.zeros(named.params)
             grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
@@ -159,12 +162,14 @@ class Step:
         accumulation = self.accumulation
         weighted = accumulation.weight is not None
 
-        def one(carry: Any, batch: Any) -> Any:
+        def one(carry: Tree, batch: Tree) -> Any:
             accumulated, model_state, total = carry
             grads, model_state, out = self.microbatch(
                 named._replace(model_state=model_state), batch
             )
             self._send(out, named)
+            # A running mean, weighted by the share of what came so far: the sum of the weights is known
+            # only at the end, and dividing a large sum then would lose more.
             after = total + out.weight if weighted else None
             share = share_of(out.weight, after) if weighted else None
             accumulated = accumulation.add(accumulated, grads, microbatch(), share)
@@ -179,16 +184,19 @@ class Step:
 
     # -- their parts ----------------------------------------------------------------------------
 
-    def microbatch(self, state: TrainState, batch: Any) -> tuple[Any, Any, Yield]:
+    def microbatch(self, state: TrainState, batch: Tree) -> tuple[Any, Any, Yield]:
         """The gradient, next model state and other results of one microbatch."""
         batch = name_values("input", batch)
         before = name_values("buffer", state.model_state)
 
-        def forward(params: Any) -> tuple[Any, Any]:
+        def forward(params: Tree) -> tuple[Any, Any]:
+            # Around the loss function alone: `evaluate` calls it without, and dropout asks which it is.
             with tracing_training():
                 loss, after, aux = self.forward(params, before, batch)
             return loss, (loss, after, aux)
 
+        # Before the loss is scaled: what a tap reads of the forward pass is then the model's own
+        # number.
         if self.taps:
             forward = probed(forward, self._is_tapped, new_listing())
         if state.loss_scale is not None:
@@ -198,6 +206,8 @@ class Step:
         else:
             value_and_grad = jax.value_and_grad(forward, has_aux=True)
         (_, (loss, after, aux)), grads = value_and_grad(state.params)
+        # Only named, not replaced: the optimizer scales by a rule of its own and expects its gradients
+        # so.
         if callable(unscaled := getattr(self.optimizer, "unscaled", None)):
             name_values("grad", unscaled(grads, state.params), _ALONE)
         else:
@@ -209,7 +219,7 @@ class Step:
         return grads, after, Yield(loss, aux, self._weight(batch))
 
     def forward(
-        self, params: Any, model_state: Any, batch: Any, inputs: Any = ()
+        self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree = ()
     ) -> tuple[Any, Any, Any]:
         """Call the loss function; returns (loss, next model state, aux), checked."""
         if self.precision is not None:
@@ -238,22 +248,26 @@ class Step:
             )
         return loss, after, aux
 
-    def _called(self, params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
         first = (params, model_state) if self.has_model_state else (params,)
         return call_with_element(self.loss_fn, (*first, *inputs), batch)
 
     def finish(
-        self, state: TrainState, grads: Any, model_state: Any, weight: Any = None
+        self, state: TrainState, grads: Tree, model_state: Tree, weight: jax.Array | None = None
     ) -> TrainState:
         """Reduce over replicas, then update: once per step."""
         grads = self._named_grads("accumulated", grads, state)
         if weight is None:
             grads = cross_replica_mean(grads)
         else:
+            # Each replica's mean counts by its share of the weight, so that the result is the mean over
+            # all examples, however they fell to replicas.
             share = share_of(weight, cross_replica_sum(weight))
             grads = jax.tree.map(lambda g: cross_replica_sum(g * share.astype(g.dtype)), grads)
         taken, scale = None, state.loss_scale
         if self.loss_scale is not None and scale is not None:
+            # After the reduction: a replica with a bad gradient makes it bad on all, so that all skip
+            # together without another collective.
             taken = scaling.all_finite(grads)
             mark((~taken).astype(jnp.float32), Tag("value", "skipped"))
             grads = scaling.unscaled(grads, scale)
@@ -265,6 +279,8 @@ class Step:
         else:
             params, after = self._updated(grads, state, taken)
             after = name_values("optimizer", after)
+        # Once a step, not per microbatch: it advances with each, and a collective there would wait for
+        # the slowest replica as often. Integers, such as counters, have no mean.
         model_state = jax.tree_util.tree_map_with_path(
             lambda path, x: (
                 cross_replica_mean(x)
@@ -281,7 +297,7 @@ class Step:
         """Whether the model-state leaf `name` is averaged over replicas."""
         return self.share_state(name) if callable(self.share_state) else self.share_state
 
-    def _updated(self, grads: Any, state: TrainState, taken: Any) -> tuple[Any, Any]:
+    def _updated(self, grads: Tree, state: TrainState, taken: jax.Array | None) -> tuple[Any, Any]:
         """The parameters after the optimizer's update, and its new state."""
         updates, params, after = apply_rule(
             self.optimizer, grads, state.optimizer_state, state.params, taken
@@ -299,14 +315,14 @@ class Step:
         params = name_values("param", state.params, _ALONE)
         return state._replace(params=params, loss_scale=scale)
 
-    def _named_grads(self, kind: str, grads: Any, state: TrainState) -> Any:
+    def _named_grads(self, kind: str, grads: Tree, state: TrainState) -> Any:
         """Gradients with names; observers see them unscaled."""
         if state.loss_scale is None:
             return name_values(kind, grads, _ALONE)
         name_values(kind, scaling.unscaled(grads, state.loss_scale), _ALONE)
         return grads
 
-    def _weight(self, batch: Any) -> Any:
+    def _weight(self, batch: Tree) -> Any:
         if self.accumulation.weight is None:
             return None
         weight = jnp.asarray(call_with_element(self.accumulation.weight, (), batch), jnp.float32)
@@ -321,11 +337,12 @@ class Step:
         own = {}
         if self.loss_scale is not None and state.loss_scale is not None:
             own = {} if self.loss_scale.is_fixed else {scaling.NAME: state.loss_scale.scale}
+        # A fixed scale says nothing that the options do not.
         scalars = {**_scalars(out.aux, {"loss", *own}), **own}
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def share_of(weight: Any, total: Any) -> Any:
+def share_of(weight: jax.Array, total: jax.Array) -> Any:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 
@@ -341,7 +358,7 @@ def _scalars(aux: Any, own: set[str]) -> dict[str, Any]:
     }
 
 
-def _same_state(before: Any, after: Any, name: str) -> None:
+def _same_state(before: Tree, after: Tree, name: str) -> None:
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise ProgramError(
             f"The new model state has the structure of the old one, {jax.tree.structure(before)}. "

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.program.step import loss_scale as scaling
 from tailrace.spans.scopes import OPTIMIZER
 
 
 def apply_rule(
-    optimizer: Any, grads: Any, state: Any, params: Any, taken: Any = None
+    optimizer: Any, grads: Tree, state: Tree, params: Tree, taken: jax.Array | None = None
 ) -> tuple[Any, Any, Any]:
     """The update, the new parameters and the new state of the optimizer.
 
@@ -24,14 +25,14 @@ def apply_rule(
     if taken is None:
         return _applied(optimizer, grads, state, params)
 
-    def rule(grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+    def rule(grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any, Any]:
         return _applied(optimizer, grads, state, params)
 
     nothing = jax.tree.map(jnp.zeros_like, params)
     return scaling.unless_skipped(rule, (grads, state, params), taken, (nothing, params, state))
 
 
-def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+def _applied(optimizer: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any, Any]:
     if callable(apply := getattr(optimizer, "apply", None)):
         with jax.named_scope(OPTIMIZER):
             applied: Any = apply(grads, state, params)
@@ -46,6 +47,6 @@ def _applied(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, 
     return updates, after, jax.tree.map(_keep_dtype, state, new_state)
 
 
-def _keep_dtype(before: Any, after: Any) -> Any:
+def _keep_dtype(before: Tree, after: Tree) -> Any:
     """Cast optimizer state back to its dtype: the gradients' dtype may differ."""
     return jnp.asarray(after, jnp.asarray(before).dtype)

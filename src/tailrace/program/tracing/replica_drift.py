@@ -71,6 +71,8 @@ class Differing(Visitor[bool, None]):
         differs = any(inputs) or is_dequeue(eqn)
         if (ambient := ambient_in(eqn)) is not None:
             differs = ambient.what in ("key", "replica")
+        # The second is a promise of the function that marks it: accumulators differ within a step, and
+        # are reduced and cleared at its end.
         if joins_replicas(eqn) or has_role(eqn, "equal at the end"):
             differs = False
         return [differs] * len(eqn.outvars)
@@ -82,6 +84,7 @@ class Differing(Visitor[bool, None]):
     def scan(self, scan: Scan, inputs: list[bool], around: None, here: Position) -> list[bool]:
         """A carried value that differs after any iteration differs in all (a fixed point)."""
         consts, carry, xs = scan.split(inputs)
+        # Flags only ever grow, so this ends after at most one round per carried value; mostly two.
         while True:
             out = self.run_inner(scan.body, [*consts, *carry, *xs], around, here)
             after, ys = scan.split_results(out)
@@ -98,6 +101,8 @@ class Differing(Visitor[bool, None]):
         while True:
             (test,) = self.run_inner(loop.condition, [*tests, *carry], around, here)
             out = self.run_inner(loop.body, [*consts, *carry], around, here)
+            # Asked in every round: the condition may differ only through what the body does to the
+            # carry.
             if test:
                 _refuse_joint_acts(loop.body.jaxpr, "a while loop", "condition")
             grown = [test or a or b for a, b in zip(carry, out, strict=True)]

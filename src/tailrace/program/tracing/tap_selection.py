@@ -74,12 +74,16 @@ def look(
                 f"value, because the loss does not depend on it in a differentiable way. "
                 f"Received: {tap.select!r}. Observe the activation itself."
             )
+    # Which replicas' values to record is decided here, from the program: comparing the values on the
+    # host would need all of them there.
     differing = Differing()
     if traced.replicas > 1:
         differing.of(traced.jaxpr, traced.consts, [False] * len(traced.jaxpr.invars))
 
     def describe(entry: Entry) -> tuple[Any, ...]:
         place = places[entry.position]
+        # The outermost loop is that over steps; the product of the others is the number of values a
+        # step.
         loops = [around.length or 1 for around in place.inside if around.kind == LOOP]
         results = differing.at.get(entry.position)
         differs = results is not None and results[entry.output]

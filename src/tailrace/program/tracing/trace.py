@@ -59,6 +59,8 @@ def trace_program(
     function: Callable[..., Any], args: Sequence[Any], replicas: int = 1, what: str = "the function"
 ) -> Traced:
     """Trace `function(*args)` into a program and check its feeds."""
+    # Here, because everything passes here: a JAX that behaves otherwise is one sentence, not a wrong
+    # result.
     jax_seams.check()
     with_paths, in_structure = jax.tree_util.tree_flatten_with_path(tuple(args))
     context = ProgramTrace(replicas=replicas)
@@ -82,6 +84,7 @@ def trace_program(
         out_form[1],
         replicas,
     )
+    # Walked once for all checks: large programs have tens of thousands of equations.
     places = list(walk(jaxpr.eqns))
     _check_nothing_lost(context, places)
     _check_keys(places)
@@ -99,6 +102,8 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _open_outermost_calls(jaxpr: Jaxpr, consts: tuple[Any, ...]) -> tuple[Jaxpr, tuple[Any, ...]]:
     """Inline a program that is a single `jit` call, so that its loops are at the top."""
+    # Users write `tr.compile(jax.jit(f))`. Only a call that passes everything on unchanged can be
+    # opened without emitting anything.
     while len(jaxpr.eqns) == 1 and (call := jit_of(jaxpr.eqns[0])) is not None:
         (eqn,) = jaxpr.eqns
         straight = list(eqn.invars) == list(jaxpr.invars) and not jaxpr.constvars
@@ -109,6 +114,8 @@ def _open_outermost_calls(jaxpr: Jaxpr, consts: tuple[Any, ...]) -> tuple[Jaxpr,
 
 
 def _check_nothing_lost(context: ProgramTrace, places: list[Place]) -> None:
+    # Compared with what was called while tracing: JAX drops equations silently, and an element that
+    # never arrives would be noticed much later.
     found = {tag.site for place in places if (tag := tag_in(place.equation)) is not None}
     lost = [text for number, text in context.sites.items() if number not in found]
     if lost:
@@ -125,6 +132,7 @@ def _check_keys(places: list[Place]) -> None:
         ambient = ambient_in(place.equation)
         if ambient is None or ambient.what != "key":
             continue
+        # A recomputation and a backward pass draw the same key as the forward pass, and are meant to.
         if place.replayed or "transpose(" in _scopes(place):
             continue
         if ambient.call in seen:
@@ -188,6 +196,8 @@ def _outgoing(places: list[Place], context: ProgramTrace) -> dict[OutfeedQueue, 
         if tag is None or tag.role != "outfeed" or tag.direction != FORWARD:
             continue
         target: OutfeedTarget = tag.payload
+        # The order of two enqueues within a step would be that of the compiled program, which is no
+        # order.
         if target.queue in found:
             raise FeedError(
                 f"An outfeed can be enqueued once in a program. It is enqueued again: "

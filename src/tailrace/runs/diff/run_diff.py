@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.data.counts import check_number
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.records.history import History
 from tailrace.records.records import Record
@@ -22,7 +23,7 @@ from tailrace.runs.reader import Run, open_run
 def diff(
     first: Any,
     second: Any,
-    batch: Any = None,
+    batch: Tree = None,
     *,
     devices: tuple[Any, Any] | None = None,
     dtypes: tuple[Any, Any] | None = None,
@@ -53,6 +54,10 @@ def diff(
 
     Returns:
         A `Difference`, which prints as a sentence and is false if nothing differs.
+
+    Raises:
+        OptionError: the two sides are of different kinds, or an argument does not belong to theirs.
+        RunError: a run directory cannot be read.
 
     >>> import jax, jax.numpy as jnp, tailrace as tr
     >>> def f(x):

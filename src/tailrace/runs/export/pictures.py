@@ -13,6 +13,7 @@ from tailrace.records.exponents import BIAS, count_exponents, format_sentences
 from tailrace.records.records import Record, Records
 from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure
 from tailrace.runs.tables.selection import chosen_keys
+from tailrace.taps.catalogue import Select
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 MOST_COLUMNS = 400
@@ -77,7 +78,9 @@ class ExponentHistogram(Picture):
         return "\n".join(self.sentences)
 
 
-def histogram(source: Any, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentHistogram:
+def histogram(
+    source: Any, select: Select = "grad/*", steps: slice = slice(None)
+) -> ExponentHistogram:
     """The histogram of all selected tensors together.
 
     Args:
@@ -94,7 +97,7 @@ def histogram(source: Any, select: Any = "grad/*", steps: slice = slice(None)) -
 
 
 def histograms_of(
-    source: Any, select: Any = "grad/*", steps: slice = slice(None)
+    source: Any, select: Select = "grad/*", steps: slice = slice(None)
 ) -> list[ExponentHistogram]:
     """The histogram of each selected tensor; see `histogram`."""
     records: Records = source if isinstance(source, Records) else source.records
@@ -228,7 +231,7 @@ def _round_steps(steps: np.ndarray) -> list[int]:
 
 def heatmap(
     source: Any,
-    select: Any = "grad/*",
+    select: Select = "grad/*",
     field: str = "std",
     steps: slice = slice(None),
     scale: tuple[float, float] | None = None,

@@ -11,6 +11,7 @@ from tailrace.messages import shown
 from tailrace.records.exponents import BIAS
 from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure
 from tailrace.runs.export.pictures import ExponentHistogram, histograms_of
+from tailrace.taps.catalogue import Select
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, ZERO_BIN
 
 ROW = 0.36
@@ -93,7 +94,7 @@ def _short(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}"
 
 
-def ridges(source: Any, select: Any = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
+def ridges(source: Any, select: Select = "grad/*", steps: slice = slice(None)) -> ExponentRidges:
     """The histogram of each selected tensor, in one picture; see `pictures.histogram`."""
     rows = histograms_of(source, select, steps)
     kinds = {row.names[0].split("/")[0] for row in rows}

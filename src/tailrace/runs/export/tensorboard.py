@@ -18,6 +18,7 @@ from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.history import History
 from tailrace.records.records import Record, Records
 from tailrace.runs.tables.selection import chosen_keys
+from tailrace.taps.catalogue import Select
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 BIAS = 127
@@ -26,7 +27,7 @@ MERGES: dict[str, Any] = {"min": np.min, "max": np.max, "nan": np.sum, "inf": np
 
 
 def write_events(
-    records: Records, history: History, logdir: Any, select: Any = "*", every: int = 1
+    records: Records, history: History, logdir: Any, select: Select = "*", every: int = 1
 ) -> int:
     """Write the history and the selected records of a run; see `Run.to_tensorboard`."""
     try:

@@ -35,20 +35,25 @@ def put_files(root: HeldDirectory, contents: Mapping[str, bytes]) -> None:
     try:
         for name, content in contents.items():
             changed |= root.make_folder(name.rpartition("/")[0])
-            _write(root, name + PARTIAL, content)
-        _at_once(lambda name: _force(root, name + PARTIAL), contents)
+            write_file(root, name + PARTIAL, content)
+        _at_once(lambda name: sync_file(root, name + PARTIAL), contents)
         root.check()  # a file in a directory that lost its name would be unreachable
         for name in contents:
-            _rename(root, name + PARTIAL, name)
+            rename_file(root, name + PARTIAL, name)
     except BaseException:
         for name in contents:
             with contextlib.suppress(Exception):
                 root.unlink(name + PARTIAL)
         raise
-    _at_once(lambda name: _force_folder(root, name), changed)
+    _at_once(lambda name: sync_folder(root, name), changed)
 
 
-def _write(root: HeldDirectory, name: str, content: bytes) -> None:
+# The four calls that reach the disk. They are separate and public because a disk fails in each of them
+# in its own way, and tests put such failures in their place.
+
+
+def write_file(root: HeldDirectory, name: str, content: bytes) -> None:
+    """Write a new file; a leftover of its name is removed first."""
     with contextlib.suppress(FileNotFoundError):
         root.unlink(name)  # a symbolic or hard link may be in its place
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -66,15 +71,18 @@ def _at_once(call: Callable[[str], None], names: Collection[str]) -> None:
         list(pool.map(call, names))
 
 
-def _rename(root: HeldDirectory, name: str, new: str) -> None:
+def rename_file(root: HeldDirectory, name: str, new: str) -> None:
+    """Rename a file in its folder."""
     root.rename(name, new)
 
 
-def _force(root: HeldDirectory, name: str) -> None:
+def sync_file(root: HeldDirectory, name: str) -> None:
+    """Sync the content of a file to disk."""
     _force_handle(root.open(name, os.O_RDWR))
 
 
-def _force_folder(root: HeldDirectory, name: str) -> None:
+def sync_folder(root: HeldDirectory, name: str) -> None:
+    """Sync the names in a folder to disk."""
     with _where_folders_can_be_forced():
         _force_handle(root.open_folder(name))
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from tailrace.errors import MissingDependency, RunError
 
@@ -131,7 +132,7 @@ def describe_tree(value: Any, leaf: Callable[[Any], int]) -> Any:
     )
 
 
-def build_tree(structure: Any, leaf: Callable[[int], Any]) -> Any:
+def build_tree(structure: PyTreeDef, leaf: Callable[[int], Any]) -> Any:
     """The tree described by a structure; the inverse of `describe_tree`.
 
     >>> build_tree({"tuple": [0, {"dict": {"a": 1}}]}, lambda number: number * 10)

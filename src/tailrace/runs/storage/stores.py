@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.held import HeldDirectory
 
 
-class RunStore(Store):
-    """The files of a run directory for reading: only regular files within the size limit.
+class DirectoryStore(Store, abc.ABC):
+    """The files of a run directory as they are on disk: only regular files within the size limit.
 
     Args:
         root: the directory.
@@ -39,7 +40,7 @@ class RunStore(Store):
             raise NotImplementedError("A run is written by its writer alone.")
         return RunStore(self.root, self.limit)
 
-    async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+    def read_file(self, key: str, prototype: Any, byte_range: Any) -> Any:
         """The content of a file; None if there is none."""
         if byte_range is not None:
             raise NotImplementedError("Files are read whole: the arrays of a run have no shards.")
@@ -55,18 +56,6 @@ class RunStore(Store):
     ) -> list[Any]:
         """Several files."""
         return [await self.get(key, prototype, part) for key, part in key_ranges]
-
-    async def exists(self, key: str) -> bool:
-        """Whether there is such a file."""
-        return (self.root / key).is_file()
-
-    async def set(self, key: str, value: Any) -> None:
-        """Nothing is written here."""
-        self._check_writable()
-
-    async def delete(self, key: str) -> None:
-        """Nothing is removed here."""
-        self._check_writable()
 
     async def list(self) -> AsyncIterator[str]:
         """The names of all files."""
@@ -96,7 +85,27 @@ class RunStore(Store):
         return str(self.root)
 
 
-class BufferedStore(RunStore):
+class RunStore(DirectoryStore):
+    """The files of a run directory for reading."""
+
+    async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+        """The content of a file; None if there is none."""
+        return self.read_file(key, prototype, byte_range)
+
+    async def exists(self, key: str) -> bool:
+        """Whether there is such a file."""
+        return (self.root / key).is_file()
+
+    async def set(self, key: str, value: Any) -> None:
+        """Nothing is written here."""
+        self._check_writable()
+
+    async def delete(self, key: str) -> None:
+        """Nothing is removed here."""
+        self._check_writable()
+
+
+class BufferedStore(DirectoryStore):
     """A store that writes only in `flush`.
 
     Zarr writes a chunk, or the description of an array, whenever one changes. With buffering, files
@@ -121,12 +130,12 @@ class BufferedStore(RunStore):
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
         """The latest content, buffered or not."""
         if key not in self._held or byte_range is not None:
-            return await super().get(key, prototype, byte_range)
+            return self.read_file(key, prototype, byte_range)
         return self._held[key]
 
     async def exists(self, key: str) -> bool:
         """Whether a file exists or is buffered."""
-        return key in self._held or await super().exists(key)
+        return key in self._held or (self.root / key).is_file()
 
     async def set(self, key: str, value: Any) -> None:
         """Buffer a file."""

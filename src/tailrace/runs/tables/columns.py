@@ -1,8 +1,7 @@
 """Columns that grow together: the arrays of one Zarr group, appended by rows.
 
 Rows are buffered in memory until `write`, which appends them after the committed rows and does not
-touch
-those: if a write is interrupted, the rows committed before it are intact.
+touch those: if a write is interrupted, the rows committed before it are intact.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ class Columns:
         columns = cls(group, rows)
         columns.committed = committed
         for name, array in group.arrays():
+            # Others are fixed coordinates, which do not grow.
             if array.metadata.dimension_names[:1] == (rows,) and name not in ("tensor", "stage"):
                 columns._arrays[name] = array.with_config({"write_empty_chunks": True})
         return columns
@@ -113,6 +113,7 @@ class Columns:
         """Write the buffered rows after the committed ones; returns the number of rows."""
         total = self.rows
         for name, array in self._arrays.items():
+            # Also columns without new rows: all have one length, and the rest are fill values.
             if self._count:
                 array.resize((total, *array.shape[1:]))
             for start, rows in _neighbours(self._waiting.get(name, [])):

@@ -86,6 +86,8 @@ def _joined(together: Sequence[Finished]) -> Finished:
 def _joined_part(parts: Sequence[Part]) -> Part:
     parts = [_without_copies(part) for part in parts]
     first = parts[0]
+    # Merging makes one row of many partial ones: for large parts that is cheaper than copying them into
+    # one array first; small ones are merged together, in fewer calls.
     if first.size >= 0 and max(part.value.nbytes for part in parts) > LARGE:
         values = [merge_statistics(part.value, part.size) for part in parts]
         parts = [replace(part, value=v, size=-1) for part, v in zip(parts, values, strict=True)]

@@ -8,10 +8,10 @@ import numpy as np
 
 from tailrace.errors import SelectionError
 from tailrace.records.records import Records
-from tailrace.taps.catalogue import Entry, matches
+from tailrace.taps.catalogue import Entry, Select, matches
 
 
-def chosen_keys(records: Records, select: Any, kinds: tuple[str, ...] = ()) -> list[Any]:
+def chosen_keys(records: Records, select: Select, kinds: tuple[str, ...] = ()) -> list[Any]:
     """The (name, kind) of the records that a selection matches.
 
     Args:

@@ -134,6 +134,7 @@ class Sorted:
         import jax
 
         found = [part.record() for part in self.parts]
+        # Stable: rows of one step keep the order of their microbatches.
         order = np.argsort(np.concatenate([r.steps for r in found]), kind="stable")
         pick = lambda *arrays: np.concatenate(arrays)[order]  # noqa: E731
         tags = [
@@ -202,6 +203,8 @@ def read_rows(
                 f"The run '{shown(str(directory))}' is truncated: {where} has {array.shape[0]} "
                 f"rows, and {stop} were written."
             )
+        # All three before Zarr reads anything: it would allocate what a file declares, and return fill
+        # values where a chunk is missing.
         _check_size(directory, where, array, stop - start, tensor)
         _check_chunks(directory, where, array, start, stop, tensor)
         index = slice(start, stop) if tensor is None else (slice(start, stop), tensor)
@@ -246,6 +249,7 @@ def _one_array(group: Any, name: str) -> Any:
 def _check_size(directory: Path, where: str, array: Any, rows: int, tensor: int | None) -> None:
     # Values of variable length have no fixed size, and are never read.
     values = math.prod(array.shape[1:] if tensor is None else array.shape[2:])
+    # A chunk is decompressed whole, however few of its rows are asked for.
     size = max(rows * values, math.prod(array.chunks)) * np.dtype(array.dtype).itemsize
     limit = array.store_path.store.limit
     if size > limit:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import TailraceError
 from tailrace.feeds.elements import effective_batch_size
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
@@ -15,7 +15,7 @@ from tailrace.trainer.costs.explanation import Explanation, explain, flops_of
 from tailrace.trainer.engine import Engine
 
 
-def explained(engine: Engine, example: Any, length: int) -> Explanation:
+def explained(engine: Engine, example: Tree, length: int) -> Explanation:
     """The cost of training on elements like `example`, with `length` steps per execution."""
     feed = engine.use([example])
     state, count = engine.state, engine.accumulation.microbatches

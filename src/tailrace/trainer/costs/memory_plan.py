@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.devices.devices import resolve_replicas
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.pipeline_runner import place_pipeline
@@ -32,19 +33,6 @@ class MemoryPlan:
     keeping: StateKeeping | None = None
     held_activations: HeldActivations | None = None
     decisions: tuple[str, ...] = ()
-
-    def optimizer_forms(self, forms: Any) -> Any:
-        """The shapes of optimizer state as it is held."""
-        return forms if self.keeping is None else self.keeping.held_forms
-
-    def with_fingerprints(self, params: Any) -> MemoryPlan:
-        """The same, with the memory of fingerprints."""
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        sentence = (
-            f"Fingerprints: gradients of at most {size / 1e6:,.1f} MB a device are kept until "
-            f"the execution has ended."
-        )
-        return dataclasses.replace(self, decisions=(*self.decisions, sentence))
 
     @property
     def all_decisions(self) -> tuple[str, ...]:
@@ -69,6 +57,7 @@ def plan_memory(
     offload_activations: bool,
     microbatches: int,
     pipelined: bool,
+    fingerprints_of: Tree = None,
 ) -> MemoryPlan:
     """Decide from the options and the capabilities of the devices.
 
@@ -81,6 +70,7 @@ def plan_memory(
         offload_activations: whether to offload activations.
         microbatches: the number of microbatches per step.
         pipelined: whether the model is a pipeline.
+        fingerprints_of: the parameters, if fingerprints of their gradients are kept.
     """
     check_options(share, offload_state)
     check_activations(offload_activations)
@@ -98,6 +88,13 @@ def plan_memory(
     if offload_activations:
         held, said = activations_on_host(placement.device, pipelined, placement.local_replicas)
         decisions += said
+    if fingerprints_of is not None:
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(fingerprints_of))
+        sentence = (
+            f"Fingerprints: gradients of at most {size / 1e6:,.1f} MB a device are kept until "
+            f"the execution has ended."
+        )
+        decisions = (*decisions, sentence)
     return MemoryPlan(keeping, held, decisions)
 
 

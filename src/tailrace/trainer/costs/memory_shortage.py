@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import DeviceMemoryError
 from tailrace.messages import size_text
 from tailrace.program.running.loop_runner import LoopRunner
@@ -31,7 +32,11 @@ class Training(Protocol):
     step: int
     memory: MemoryPlan
     form: TrainState
-    placement: Placement
+
+    @property
+    def placement(self) -> Placement:
+        """The devices."""
+        ...
 
     @property
     def runner(self) -> LoopRunner:
@@ -161,5 +166,5 @@ def _is_whole(engine: Training) -> bool:
     return not any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: Tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

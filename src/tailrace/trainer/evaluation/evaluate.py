@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from tailrace.data.adapters import as_dataset
 from tailrace.data.form_runs import form_runs
+from tailrace.data.trees import Tree
 from tailrace.devices.processes import distributed
 from tailrace.errors import DataError, DataExhausted, ProgramError
 from tailrace.feeds import dispatch_table
@@ -29,7 +31,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import Step
 from tailrace.trainer.evaluation.combining import Combined
 
-_MOST_RUNNERS = 16
+MOST_RUNNERS = 16
 """The most cached programs: a new lambda for each call would otherwise fill the memory."""
 
 
@@ -86,8 +88,9 @@ class Evaluator:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _loss(self, params: Any, model_state: Any, batch: Any, inputs: Any = ()) -> Any:
+    def _loss(self, params: Tree, model_state: Tree, batch: Tree, inputs: Any = ()) -> Any:
         trace = current_trace("evaluate")
+        # Asked for this call alone: the program may draw keys elsewhere, for good reason.
         before, trace.draws_keys = trace.draws_keys, False
         loss, _, aux = self._step.forward(params, model_state, batch, inputs)
         if trace.draws_keys:
@@ -132,6 +135,7 @@ class Evaluator:
         replicas = runner.placement.replicas
         local = runner.elements_per_pass  # the number of this process
         spec = infeed.spec()
+        # One capacity for all lengths: the last, shorter execution then needs no other program.
         most = runner.capacity = piece_within(1000, runner.bytes_per_pass)
         length = 1 if live else most
         structure = runner.traced.outfeeds[out].structure
@@ -143,15 +147,20 @@ class Evaluator:
                 started, compiled = time.perf_counter(), runner.compile_s
                 try:
                     emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position))
+                # Tried first, counted only when it fails: how long a dataset is, is mostly unknown, and
+                # nothing of what was read is lost.
                 except DataExhausted:
                     found = infeed.remaining(found)
                     length = -(-_most(found) // local)
                     if not length:
                         break
+                    # Replicas run together: a step that only some have elements for is filled up, and
+                    # the results of the copies are dropped by `_taken`.
                     if found < length * local:
                         infeed.pad(found, length * local)
                     emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position), 0)
                 position += length
+                # The results of the execution before, while this one runs.
                 if waiting is not None:
                     yield _taken(*waiting), spec
                 made = (emitted[out].value, runner.by_element)
@@ -161,6 +170,8 @@ class Evaluator:
                     waiting = None
                     elapsed = time.perf_counter() - started - (runner.compile_s - compiled)
                     elapsed = agreed_seconds(elapsed)
+                    # Measured once, on single elements: they come at the pace that was asked for from
+                    # the next one on.
                     if length == 1:
                         length = min(most, max(1, int(dispatch_table.LIVE_S / max(elapsed, 1e-6))))
             if waiting is not None:
@@ -168,7 +179,7 @@ class Evaluator:
         finally:
             infeed.rest()
             self._runners[key] = (runner, out)
-            while len(self._runners) > _MOST_RUNNERS:
+            while len(self._runners) > MOST_RUNNERS:
                 del self._runners[next(iter(self._runners))]
 
     def _runner_for(
@@ -189,10 +200,11 @@ class Evaluator:
             return key, runner, out, runner.infeeds[0]
         out = OutfeedQueue()
 
-        def compute(params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+        def compute(params: Tree, model_state: Tree, batch: Tree, inputs: Any) -> Any:
             precision = self._step.precision
             if precision is not None:
                 params, batch, inputs = precision.narrow((params, batch, inputs))
+            # Functions of ours take the model state in any case; a user's takes it if there is one.
             if getattr(fn, "__self__", None) in (self, self._step):  # ours
                 result = fn(params, model_state, batch, inputs)
             else:
@@ -248,7 +260,7 @@ def _most(found: int) -> int:
 
 
 def _taken(
-    structure: Any,
+    structure: PyTreeDef,
     leaves: Any,
     by_element: Callable[[Any], Any],
     found: list[int],

@@ -86,6 +86,8 @@ class Fit:
         self._dataset = dataset
         self._skipped: list[int] = []
         self._pending: deque[Ticket] = deque()
+        # A callback must see the state of the steps it is called for; a sentinel must compare before
+        # the next execution overwrites it.
         waits = engine.live or engine.sentinel is not None or any(map(listens, callbacks))
         self._in_flight = 0 if waits else 1
         self._together = saving is not None and distributed.process_count() > 1
@@ -109,6 +111,7 @@ class Fit:
         answers = distributed.meet({"due": due, "signal": self.interrupts.asked})
         signals = [said["signal"] for said in answers if said["signal"] is not None]
         self._signal = signals[0] if signals else self._signal
+        # Checkpoints by time are due at slightly different moments; all follow the first process.
         return answers[0]["due"]
 
     @property
@@ -127,6 +130,7 @@ class Fit:
                 self._end_epoch()  # not counted: a longer fit would continue the same pass
             return
         while not progress.reached(duration) and not self.stopping:
+            # Not where a fit was resumed in the middle of a pass: it goes on there.
             if progress.epochs and progress.steps == progress.epoch_start:
                 self._restart(duration)
             self._epoch(steps_per_epoch)
@@ -143,6 +147,7 @@ class Fit:
                 f"can be read once only. Give a re-iterable, a function that makes an iterator, or "
                 f"use fit(steps=...)."
             )
+        # A dataset of which nothing was read is at its start already.
         if self.feed.position:
             self.feed.restart(self._dataset, self.progress.epoch)
 
@@ -165,6 +170,8 @@ class Fit:
         if count is not None:
             self._steps(start + count, count)
             return
+        # Whole executions until one cannot be filled; what is left is then counted, and run as a
+        # shorter one.
         while not self.stopping:
             try:
                 self._execute(None)
@@ -174,6 +181,8 @@ class Fit:
             return
         per_step = self.engine.runner.elements_per_pass
         left = self.feed.remaining(self.pace.next(None) * per_step)
+        # Processes may have different numbers of elements left, and run only steps that all of them
+        # have.
         more = agreed_least(left // per_step) or 0
         self._steps(self.progress.steps + more, more)
         note_left_out(left, per_step)
@@ -184,10 +193,13 @@ class Fit:
         """Dispatch one execution, and do what is due after it."""
         engine, pace, progress = self.engine, self.pace, self.progress
         until = self.validation.until_next(progress.steps)
+        # An execution ends where a validation is due: it must see the state of that step.
         within = min(filter(None, (remaining, until)), default=None)
         length = pace.next(within)
         rest = None if remaining is None else remaining - length
         measuring = pace.is_measuring
+        # While lengths are still being tried, the next one is unknown: reading ahead would read the
+        # wrong number.
         following = 0 if pace.chosen is None or rest == 0 else pace.next(rest)
         compiled_before = engine.runner.compile_s
         started = time.perf_counter()
@@ -201,6 +213,7 @@ class Fit:
         progress.steps += length
         progress.elements += length * engine.elements_per_step
         if measuring:
+            # The only wait in this loop, and only for the first few executions.
             jax.block_until_ready(ticket.ready)
             seconds = time.perf_counter() - started - (engine.runner.compile_s - compiled_before)
             pace.measured(length, agreed_seconds(seconds))

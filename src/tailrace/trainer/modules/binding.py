@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs.marks import current_trace
@@ -44,26 +45,26 @@ class Binding(abc.ABC):
     has_modes: bool = False
 
     @abc.abstractmethod
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """The first arguments of a user's function, inside a traced function."""
 
     @abc.abstractmethod
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """The state after a call: from the module, or from the function's result."""
 
     @abc.abstractmethod
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The module with these values, for the user."""
 
-    def shown_params(self, params: Any) -> Any:
+    def shown_params(self, params: Tree) -> Any:
         """The parameters in the user's form."""
         return params
 
-    def shown_state(self, state: Any) -> Any:
+    def shown_state(self, state: Tree) -> Any:
         """The model state in the user's form."""
         return state
 
-    def check(self, opened: tuple[Any, ...], params: Any) -> None:
+    def check(self, opened: tuple[Any, ...], params: Tree) -> None:
         """Check the module after a call."""
         return None
 
@@ -71,11 +72,11 @@ class Binding(abc.ABC):
         """A context for tracing a user's function."""
         return contextlib.nullcontext()
 
-    def loss(self, fn: Any) -> Any:
+    def loss(self, fn: Callable[..., Any]) -> Any:
         """A loss function of the user as one of the engine."""
         return Loss(self, fn)
 
-    def function(self, fn: Any) -> Any:
+    def function(self, fn: Callable[..., Any]) -> Any:
         """A function for `evaluate` or `predict` as one of the engine."""
         return Function(self, fn)
 
@@ -83,29 +84,29 @@ class Binding(abc.ABC):
 class Plain(Binding):
     """Parameters that are a tree of arrays: nothing is changed."""
 
-    def __init__(self, params: Any, model_state: Any) -> None:
+    def __init__(self, params: Tree, model_state: Tree) -> None:
         self.params, self.model_state = params, model_state
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """Parameters, and the state if there is one."""
         return (params,) if self.model_state is None else (params, state)
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """What the function returned."""
         return returned
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """There is none."""
         raise ProgramError(
             "trainer.model is the module that was given in the place of params: an nnx.Module, an "
             "Equinox module, or Linen variables. Received: a tree of arrays. Use trainer.params."
         )
 
-    def loss(self, fn: Any) -> Any:
+    def loss(self, fn: Callable[..., Any]) -> Any:
         """The function itself."""
         return fn
 
-    def function(self, fn: Any) -> Any:
+    def function(self, fn: Callable[..., Any]) -> Any:
         """The function itself."""
         return fn
 
@@ -127,9 +128,10 @@ class Function:
 
     @property
     def _identity(self) -> tuple[Any, ...]:
+        # A binding is itself its identity; `evaluate` finds the program of an equal function by this.
         return self.binding, self.fn
 
-    def __call__(self, params: Any, *rest: Any) -> Any:
+    def __call__(self, params: Tree, *rest: Any) -> Any:
         """What the user's function returns."""
         return self.called(params, *self.split(rest))[0]
 
@@ -138,7 +140,7 @@ class Function:
         return (None, rest) if self.binding.model_state is None else (rest[0], rest[1:])
 
     def called(
-        self, params: Any, state: Any, values: Sequence[Any], whole_element: bool = True
+        self, params: Tree, state: Tree, values: Sequence[Any], whole_element: bool = True
     ) -> tuple[Any, tuple[Any, ...]]:
         """The result of the user's function, and the module afterwards.
 
@@ -160,6 +162,8 @@ class Function:
                 else:
                     out = self.fn(*opened, *values)
             binding.check(opened, params)
+            # In evaluation mode a module's streams are opened, but dropout draws nothing from them:
+            # `evaluate` need not warn of keys.
             if binding.has_modes and not training():
                 trace.draws_keys = drawn
             return out, opened
@@ -175,7 +179,7 @@ class Function:
 class Loss(Function):
     """A loss function of the user; with a model state it returns `(loss, (new_state, aux))`."""
 
-    def __call__(self, params: Any, *rest: Any) -> Any:
+    def __call__(self, params: Tree, *rest: Any) -> Any:
         """The result of the loss function in the engine's form."""
         binding = self.binding
         before, values = self.split(rest)

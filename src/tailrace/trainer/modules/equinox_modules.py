@@ -11,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.messages import note_once
 from tailrace.program.in_program import training
@@ -18,7 +19,7 @@ from tailrace.trainer.modules import equinox_seams
 from tailrace.trainer.modules.binding import Binding
 
 
-def recognised(params: Any) -> bool:
+def recognised(params: Tree) -> bool:
     """Whether there is a module in a tree."""
     return any(map(_is_module, jax.tree.leaves(params, is_leaf=_is_module)))
 
@@ -28,7 +29,7 @@ class EquinoxBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, module: Any, model_state: Any) -> None:
+    def __init__(self, module: Any, model_state: Tree) -> None:
         equinox_seams.check()
         modes = modes_of(module)
         self.has_modes = bool(modes)
@@ -37,6 +38,7 @@ class EquinoxBinding(Binding):
                 "The Equinox module is in inference mode: it is trained as it is, without dropout. Use "
                 "eqx.nn.inference_mode(module, False) first if that is not meant."
             )
+        # The index of a state is a leaf with an array in it, which must stay with the static rest.
         trained = jax.tree.map(_is_trained, module, is_leaf=equinox_seams.is_index)
         self.params, self._static = eqx.partition(module, trained)
         self.model_state, self._markers = model_state, None
@@ -44,7 +46,7 @@ class EquinoxBinding(Binding):
             self.model_state, self._markers = equinox_seams.state_as_dict(model_state, module)
             self._names = list(self.model_state)
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """The module, and the state if there is one."""
         module = eqx.combine(params, self._static)
         if self.has_modes and not training():
@@ -53,7 +55,7 @@ class EquinoxBinding(Binding):
             module = equinox_seams.scoped(module)
         return (module,) if self.model_state is None else (module, self.shown_state(state))
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """What the function returned."""
         if self._markers is None:
             return returned
@@ -64,11 +66,11 @@ class EquinoxBinding(Binding):
             )
         return equinox_seams.state_as_dict(returned, self._static)[0]
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The module; its state is `trainer.model_state`."""
         return eqx.combine(params, self._static)
 
-    def shown_state(self, state: Any) -> Any:
+    def shown_state(self, state: Tree) -> Any:
         """An `eqx.nn.State` again, where one was given."""
         if self._markers is None:
             return state

@@ -47,7 +47,7 @@ def scoped(model: Any, path: Sequence[Any] = ()) -> Any:
     kind = type(made)
     if not isinstance(made, eqx.Module) or (call := _own_call(kind)) is None:
         return made
-    copy = object.__new__(_scoped_class(kind, call))
+    copy = object.__new__(scoped_class(kind, call))
     for name, value in vars(made).items():
         object.__setattr__(copy, name, value)
     object.__setattr__(copy, PATH, path_name(path))
@@ -69,7 +69,7 @@ def _own_call(kind: type) -> Callable[..., Any] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _scoped_class(kind: Any, plain: Callable[..., Any]) -> type:
+def scoped_class(kind: Any, plain: Callable[..., Any]) -> type:
     """A subclass that differs in opening a scope, and in the field that names it."""
 
     @functools.wraps(plain)

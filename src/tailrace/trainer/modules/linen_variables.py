@@ -18,6 +18,7 @@ import jax
 from flax import linen as nn
 from flax.core import FrozenDict, freeze, unfreeze
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.trainer.modules.binding import Binding
 from tailrace.trainer.modules.scopes import module_scope
@@ -25,7 +26,7 @@ from tailrace.trainer.modules.scopes import module_scope
 PARAMS = "params"
 
 
-def recognised(params: Any) -> bool:
+def recognised(params: Tree) -> bool:
     """Whether this is a dict of collections, "params" among them."""
     return (
         isinstance(params, Mapping)
@@ -41,7 +42,7 @@ class LinenBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, variables: Any, model_state: Any) -> None:
+    def __init__(self, variables: Any, model_state: Tree) -> None:
         if model_state is not None:
             raise OptionError(
                 "The collections of Linen variables besides 'params' are the model state, so it is not "
@@ -49,21 +50,24 @@ class LinenBinding(Binding):
                 "Give variables['params'] and model_state, or the variables alone."
             )
         self._frozen = isinstance(variables, FrozenDict)
+        # Boxes name the axes of parameters for sharding by Flax, which does not happen here.
         plain = unfreeze(nn.meta.unbox(variables))
         self.params = plain.pop(PARAMS)
         self.model_state = plain or None
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """All collections."""
         return (self.model(params, state),)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Scopes are the paths of modules, as those of parameters: without the outermost's class."""
+        # Flax's own scopes have the name of the outermost class first, and taps would not find a layer
+        # under the name of its parameters.
         with nn.override_named_call(False), nn.intercept_methods(_in_scope):
             yield
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """The collections, those that were returned in their new values."""
         if not isinstance(returned, Mapping) or not set(returned) <= set(before):
             found = sorted(returned) if isinstance(returned, Mapping) else type(returned).__name__
@@ -80,7 +84,7 @@ class LinenBinding(Binding):
             )
         return after
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The variables: all collections, of the class that was given."""
         variables = {PARAMS: params, **(state or {})}
         return freeze(variables) if self._frozen else variables

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import note_once
@@ -22,7 +23,7 @@ from tailrace.trainer.modules import flax_seams
 from tailrace.trainer.modules.binding import Binding
 
 
-def recognised(params: Any) -> bool:
+def recognised(params: Tree) -> bool:
     """Whether this is a module, or a tree of modules."""
     found = jax.tree.leaves(params, is_leaf=_is_module)
     return bool(found) and all(map(_is_module, found))
@@ -33,7 +34,7 @@ class NnxBinding(Binding):
 
     has_modes = True
 
-    def __init__(self, module: Any, model_state: Any) -> None:
+    def __init__(self, module: Any, model_state: Tree) -> None:
         flax_seams.check()
         if model_state is not None:
             raise OptionError(
@@ -42,6 +43,7 @@ class NnxBinding(Binding):
                 "as an nnx.Variable of a class of your own."
             )
         note_evaluation_mode(module)
+        # The user's module stays as it is: `trainer.model` is a new one.
         module = nnx.clone(module)
         nnx.pop(module, nnx.Intermediate)
         self._graph, params, streams, state = nnx.split(module, *_PARTS)
@@ -49,15 +51,16 @@ class NnxBinding(Binding):
         self.params = nnx.to_pure_dict(params)
         self.model_state = nnx.to_pure_dict(state) or None
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """The module, with separate random streams for this call."""
         model = self._merged(params, state, self._fresh_streams())
         if not training():
+            # On the copy made for this call, so that nothing has to be set back.
             for module in jax.tree.leaves(model, is_leaf=_is_module):
                 module.eval()
         return (flax_seams.scoped(model) if self.scopes else model,)
 
-    def check(self, opened: tuple[Any, ...], params: Any) -> None:
+    def check(self, opened: tuple[Any, ...], params: Tree) -> None:
         """Say it once if the call assigned to parameters: that ends with the call."""
         after = nnx.to_pure_dict(nnx.state(opened[0], *_PARTS)[0])
         found = jax.tree_util.tree_flatten_with_path(after)[0]
@@ -72,7 +75,7 @@ class NnxBinding(Binding):
                 "nnx.Param to carry it from step to step."
             )
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """What the call left in the module."""
         (model,) = opened
         nnx.pop(model, nnx.Intermediate)  # what was sown: observers have taps for that
@@ -86,12 +89,12 @@ class NnxBinding(Binding):
             )
         return after
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """A new module; its random streams are as they were given."""
         streams = nnx.from_flat_state([(path, value.copy()) for path, value in self._streams])
         return self._merged(params, state, streams)
 
-    def _merged(self, params: Any, state: Any, streams: Any) -> Any:
+    def _merged(self, params: Tree, state: Tree, streams: Any) -> Any:
         return nnx.merge(self._graph, nnx.State(params), streams, nnx.State(state or {}))
 
     def _fresh_streams(self) -> Any:
@@ -102,6 +105,8 @@ class NnxBinding(Binding):
 
         def fresh(variable: Any) -> Any:
             value = variable.get_value()
+            # Counters start from 0 in every call: the key is new, and a count that went on would make
+            # the draws depend on how often the module was called before.
             if not isinstance(variable, nnx.RngKey):
                 return jnp.zeros_like(value)
             own = jax.random.fold_in(root, next(numbers))
@@ -134,7 +139,7 @@ def _is_float(_: Any, value: Any) -> bool:
     return bool(leaves) and all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
 
 
-def _names(tree: Any) -> set[str]:
+def _names(tree: Tree) -> set[str]:
     return {path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 

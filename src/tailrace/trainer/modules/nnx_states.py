@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from tailrace.data.trees import Tree
 from tailrace.trainer.modules.binding import Binding
 
 
@@ -19,7 +20,7 @@ class NnxStateBinding(Binding):
 
     returns_state = True
 
-    def __init__(self, params: nnx.State, model_state: Any) -> None:
+    def __init__(self, params: nnx.State, model_state: Tree) -> None:
         self.params, self._params = nnx.to_pure_dict(params), jax.tree.structure(params)
         self.model_state, self._state = model_state, None
         if isinstance(model_state, nnx.State):
@@ -28,24 +29,24 @@ class NnxStateBinding(Binding):
                 jax.tree.structure(model_state),
             )
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """States of variables."""
         first = self.shown_params(params)
         return (first,) if self.model_state is None else (first, self.shown_state(state))
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """What the function returned."""
         return nnx.to_pure_dict(returned) if isinstance(returned, nnx.State) else returned
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The parameters: the module is in the hands of the user."""
         return self.shown_params(params)
 
-    def shown_params(self, params: Any) -> Any:
+    def shown_params(self, params: Tree) -> Any:
         """A state, as it was given."""
         return jax.tree.unflatten(self._params, jax.tree.leaves(params))
 
-    def shown_state(self, state: Any) -> Any:
+    def shown_state(self, state: Tree) -> Any:
         """A state, where one was given."""
         if self._state is None:
             return state

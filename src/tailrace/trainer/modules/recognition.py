@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.trainer.modules.binding import Binding, Plain
 from tailrace.trainer.modules.stages import StagesBinding, pipeline_of_module
 
 
-def bind(loss_fn: Any, params: Any, model_state: Any) -> tuple[Binding, Any]:
+def bind(loss_fn: Any, params: Tree, model_state: Tree) -> tuple[Binding, Any]:
     """The binding for the object given as parameters, and the engine's loss function.
 
     >>> bind(len, {"w": 1.0}, None)[0].params
@@ -39,7 +40,7 @@ def bind(loss_fn: Any, params: Any, model_state: Any) -> tuple[Binding, Any]:
     return binding, pipeline_of_module(binding, pipeline)
 
 
-def bind_one(params: Any, model_state: Any) -> Binding:
+def bind_one(params: Tree, model_state: Tree) -> Binding:
     """The binding of one model."""
     for name, binding in _LIBRARIES:
         if name in sys.modules and (found := binding(params, model_state)) is not None:
@@ -47,7 +48,7 @@ def bind_one(params: Any, model_state: Any) -> Binding:
     return Plain(params, model_state)
 
 
-def _fits(pipeline: Pipeline, tree: Any) -> bool:
+def _fits(pipeline: Pipeline, tree: Tree) -> bool:
     """Whether a tree has an entry for each member of each stage."""
     if not isinstance(tree, list | tuple) or not len(tree) == len(pipeline.stages) > 0:
         return False
@@ -57,7 +58,7 @@ def _fits(pipeline: Pipeline, tree: Any) -> bool:
     )
 
 
-def _nnx(params: Any, model_state: Any) -> Binding | None:
+def _nnx(params: Tree, model_state: Tree) -> Binding | None:
     from flax import nnx
 
     from tailrace.trainer.modules.nnx_modules import NnxBinding, recognised
@@ -68,13 +69,13 @@ def _nnx(params: Any, model_state: Any) -> Binding | None:
     return NnxBinding(params, model_state) if recognised(params) else None
 
 
-def _linen(params: Any, model_state: Any) -> Binding | None:
+def _linen(params: Tree, model_state: Tree) -> Binding | None:
     from tailrace.trainer.modules.linen_variables import LinenBinding, recognised
 
     return LinenBinding(params, model_state) if recognised(params) else None
 
 
-def _equinox(params: Any, model_state: Any) -> Binding | None:
+def _equinox(params: Tree, model_state: Tree) -> Binding | None:
     from tailrace.trainer.modules.equinox_modules import EquinoxBinding, recognised
 
     return EquinoxBinding(params, model_state) if recognised(params) else None

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tailrace.data.trees import Tree
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.trainer.modules.binding import Binding, Function, Loss, Plain, is_pair
 
@@ -50,17 +51,17 @@ class StagesBinding(Binding):
         """Whether any stage has a module."""
         return not all(isinstance(one, Plain) for one in self.bindings)
 
-    def opened(self, params: Any, state: Any) -> tuple[Any, ...]:
+    def opened(self, params: Tree, state: Tree) -> tuple[Any, ...]:
         """The modules, and the states if they were given."""
         made = [one.opened(*both)[0] for one, *both in self._by_stage(params, state)]
         states = (self.shown_state(state),) if self._takes_state else ()
         return self._nested(made), *states
 
-    def stored(self, opened: tuple[Any, ...], returned: Any, before: Any) -> Any:
+    def stored(self, opened: tuple[Any, ...], returned: Tree, before: Tree) -> Any:
         """Each stage has its own."""
         raise AssertionError
 
-    def model(self, params: Any, state: Any) -> Any:
+    def model(self, params: Tree, state: Tree) -> Any:
         """The modules; of a stage that has none, its parameters."""
         return self._nested(
             [
@@ -69,12 +70,12 @@ class StagesBinding(Binding):
             ]
         )
 
-    def shown_params(self, params: Any) -> Any:
+    def shown_params(self, params: Tree) -> Any:
         """The parameters of all stages."""
         each = self._by_stage(params, None)
         return self._nested([one.shown_params(own) for one, own, _ in each])
 
-    def shown_state(self, state: Any) -> Any:
+    def shown_state(self, state: Tree) -> Any:
         """The states of all stages."""
         if state is None:
             return None
@@ -82,7 +83,7 @@ class StagesBinding(Binding):
             [one.shown_state(s) for one, s in zip(self.bindings, self._flat(state), strict=True)]
         )
 
-    def loss(self, fn: Any) -> Any:
+    def loss(self, fn: Callable[..., Any]) -> Any:
         """The pipeline, with stages that are called with their modules."""
         changed = copy.copy(self._pipeline)
         bindings = iter(self.bindings)
@@ -95,7 +96,7 @@ class StagesBinding(Binding):
         )
         return changed
 
-    def _by_stage(self, params: Any, state: Any) -> Iterator[tuple[Binding, Any, Any]]:
+    def _by_stage(self, params: Tree, state: Tree) -> Iterator[tuple[Binding, Any, Any]]:
         states = [None] * len(self.bindings) if state is None else self._flat(state)
         return zip(self.bindings, self._flat(params), states, strict=True)
 
@@ -123,11 +124,13 @@ class Stage(Function):
         stateful: whether the pipeline has a model state.
     """
 
-    def __init__(self, binding: Binding, fn: Any, first: bool, stateful: bool) -> None:
+    def __init__(
+        self, binding: Binding, fn: Callable[..., Any], first: bool, stateful: bool
+    ) -> None:
         super().__init__(binding, fn)
         self.first, self.stateful = first, stateful
 
-    def __call__(self, params: Any, *rest: Any) -> Any:
+    def __call__(self, params: Tree, *rest: Any) -> Any:
         """Its outputs, with the new state if the pipeline has one."""
         before, values = (rest[0], rest[1:]) if self.stateful else (None, rest)
         binding = self.binding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -33,13 +34,14 @@ class Journal:
 
     def __init__(
         self,
-        run_dir: Any = None,
+        run_dir: str | os.PathLike[str] | None = None,
         sink: Sink | None = None,
         leaving_out: Collection[str] = (),
         logged: LoggedValues | None = None,
     ) -> None:
-        keeps = run_dir is not None and distributed.writes()
-        self.sink: Sink | None = RunWriter(run_dir) if keeps else sink
+        self.sink: Sink | None = sink
+        if run_dir is not None and distributed.writes():
+            self.sink = RunWriter(run_dir)
         self.records = Records(None if self.sink is None else self.sink.stored)
         self.history = History()
         self.compilations: list[Compilation] = []
@@ -68,9 +70,11 @@ class Journal:
             self.sink.flush()
 
     def mark(self) -> Callable[[], Any]:
-        """Mark the current end. The returned function waits until the run directory has everything
-        before
-        it: a checkpoint must not be ahead of its run."""
+        """Mark the current end.
+
+        The returned function waits until the run directory has everything before it: a checkpoint must
+        not be ahead of its run.
+        """
         return (lambda: None) if self.sink is None else self.sink.mark()
 
     @contextmanager
@@ -82,6 +86,7 @@ class Journal:
                 keeps it: a catalogue of a thousand tensors takes tens of milliseconds.
         """
         self.records.runs.begin()
+        # Rates are measured between executions; the time between two fits is not training.
         if self._logged is not None:
             self._logged.restart()
         try:
@@ -125,6 +130,8 @@ class Journal:
         if results.reading is None:
             return {}
         epoch, first, count = results.reading
+        # The first execution after a resume says so: an audit must not take its elements for read
+        # twice.
         resumed, self._resumed = int(self._resumed), False
         fit = self.history.first_step
         return dict(zip(READING, (fit, epoch, first, count, resumed), strict=True))

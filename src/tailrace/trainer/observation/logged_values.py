@@ -104,6 +104,7 @@ class LoggedValues:
                 "there. Make it with optax.inject_hyperparams(optax.adam)(learning_rate=...), or "
                 "give the schedule: log={'learning_rate': schedule}."
             )
+        # Asked now for its error: after hours of training it would come too late.
         if MFU in asked:
             self._peak()
 
@@ -116,8 +117,10 @@ class LoggedValues:
         if not self._asked:
             return results
         now, compiled = time.perf_counter(), self._compile_s()
+        # Compiling is not training: a rate that contains it would say nothing of the next hour.
         seconds = max(now - self._last - (compiled - self._compiled), 1e-9)
         self._last, self._compiled = now, compiled
+        # Taken out of the records: users asked for a column of the history, not for a tap.
         own = {part.kind for part in results.parts if part.kind.startswith("log:")}
         values = self._of_taps([part for part in results.parts if part.kind in own])
         shape = results.scalars["loss"].shape
@@ -141,6 +144,8 @@ class LoggedValues:
         squares, rates = [], {}
         for part in parts:
             values = np.asarray(part.record().values, np.float64)
+            # The norm of all gradients, from the norms of each: tensors themselves never leave the
+            # device.
             if part.kind == f"log:{NORM}":
                 squares.append(values**2)
             else:
@@ -163,6 +168,8 @@ class LoggedValues:
         if TOKENS in self._asked:
             found[TOKENS] = examples * _tokens(leaves)
         if MFU in self._asked:
+            # Those of the model as written: recomputed activations use the device, but are not
+            # progress.
             flops = model_flops(engine.runner.traced.jaxpr.eqns) * engine.placement.replicas
             devices = len(engine.placement.device_ids)
             found[MFU] = flops * steps_per_second / (self._peak() * devices)

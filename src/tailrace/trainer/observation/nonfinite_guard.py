@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +18,105 @@ from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
 from tailrace.taps.frame import Ambient, Emission, Frame
 from tailrace.taps.wanted import FiniteKey, fine
+from tailrace.trainer.executions import Results, Ticket
 
 
-def first_bad_step(
-    emitted: Mapping[Hashable, Emission], replicas: int
-) -> tuple[int, int, list[str]] | None:
-    """The first step of an execution with a flag down, its replica, and the tensors concerned."""
-    found: list[tuple[int, int, list[str]]] = []
-    for key, emission in emitted.items():
-        if isinstance(key, FiniteKey):
-            flags = np.asarray(fine(jax.tree.map(np.asarray, emission)))
-            flags = flags if replicas > 1 else flags[None]
-            down = np.logical_not(flags.reshape(replicas, flags.shape[1], -1).all(axis=2))
-            if down.any():
-                step = int(np.argmax(down.any(axis=0)))
-                names = [name for name, _ in key]  # pyright: ignore[reportGeneralTypeIssues]
-                found.append((step, int(np.argmax(down[:, step])), names))
-    return min(found, key=lambda item: item[0]) if found else None
+class BadStep(NamedTuple):
+    """A step with values that are not finite.
+
+    Attributes:
+        step: its number within the execution.
+        replica: the first replica concerned.
+        names: the tensors concerned.
+    """
+
+    step: int
+    replica: int
+    names: list[str]
+
+
+def first_bad_step(emitted: Mapping[Hashable, Emission], replicas: int) -> BadStep | None:
+    """The first step of an execution with a flag down."""
+    found: list[BadStep] = []
+    for key, down in _flags_down(emitted, replicas):
+        if down.any():
+            step = int(np.argmax(down.any(axis=0)))
+            names = [name for name, _ in key]  # pyright: ignore[reportGeneralTypeIssues]
+            found.append(BadStep(step, int(np.argmax(down[:, step])), names))
+    return min(found, key=lambda bad: bad.step, default=None)
 
 
 def bad_steps(emitted: Mapping[Hashable, Emission], replicas: int) -> np.ndarray:
     """Which steps of an execution had a flag down on some replica: 1 or 0 each, float32."""
     found: Any = 0
+    for _, down in _flags_down(emitted, replicas):
+        found = found | down.any(axis=0)
+    return np.asarray(found, np.float32)
+
+
+def _flags_down(
+    emitted: Mapping[Hashable, Emission], replicas: int
+) -> Iterator[tuple[FiniteKey, np.ndarray]]:
+    """For each guarded group of tensors, whether it was not finite: [replicas, steps]."""
     for key, emission in emitted.items():
         if isinstance(key, FiniteKey):
             flags = np.asarray(fine(jax.tree.map(np.asarray, emission)))
             flags = flags if replicas > 1 else flags[None]
-            down = np.logical_not(flags.reshape(replicas, flags.shape[1], -1).all(axis=2))
-            found = found | down.any(axis=0)
-    return np.asarray(found, np.float32)
+            # A step of several microbatches has a flag for each: one that is down is enough.
+            yield key, np.logical_not(flags.reshape(replicas, flags.shape[1], -1).all(axis=2))
+
+
+def stopped(
+    results: Results,
+    ticket: Ticket,
+    bad: BadStep,
+    *,
+    runner: LoopRunner,
+    state: LoopState,
+    seed: int,
+    microbatches: int,
+) -> Results:
+    """Go back to the state before a bad step; the results before it, with the failure.
+
+    Args:
+        results: those of all steps of the execution.
+        ticket: the execution, with the inputs that were kept for its guard.
+        bad: the first bad step.
+        runner: its program.
+        state: the buffers of the program, which become those before the step.
+        seed: the seed of random keys.
+        microbatches: the number of microbatches per step.
+    """
+    kept, origin, feed = bad.step, ticket.origin, runner.infeeds[0]
+    assert origin is not None
+    # The state is recomputed here, after the fact: keeping the old one in every step would cost
+    # a read and a write of all of it.
+    runner.rewind(state, origin, kept)
+    failure = diagnose(
+        runner,
+        state,
+        origin.elements[feed],
+        bad,
+        first_step=ticket.first_step,
+        seed=seed,
+        microbatches=microbatches,
+    )
+    per_step = microbatches * runner.placement.local_replicas
+    rows = slice(kept * per_step, (kept + 1) * per_step)
+    failure.elements = feed.elements_of([leaf[rows] for leaf in origin.elements[feed].host])
+    weights, elements, reading = results.weights, results.elements, results.reading
+    if reading is not None:
+        reading = (*reading[:2], reading[2] // ticket.steps * kept)
+    return dataclasses.replace(
+        results,
+        steps=kept,
+        scalars={name: values[:kept] for name, values in results.scalars.items()},
+        weights=weights[:kept] if weights is not None else None,
+        failure=failure,
+        fingerprint={},  # the gradients belong to a step that does not count
+        elements=elements[:kept] if elements is not None else None,
+        reading=reading,
+    )
 
 
 def too_many_skipped(steps: Sequence[int], limit: int) -> NonFiniteError:
@@ -64,7 +135,7 @@ def diagnose(
     runner: LoopRunner,
     state: LoopState,
     staged: Staged,
-    bad: tuple[int, int, list[str]],
+    bad: BadStep,
     *,
     first_step: int,
     seed: int,

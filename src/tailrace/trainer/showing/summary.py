@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.flops import model_flops
 from tailrace.jaxprs.marks import path_name
 from tailrace.messages import shown, size_text
@@ -126,7 +127,7 @@ def _parts(named: list[tuple[str, Any]]) -> tuple[Part, ...]:
     )
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: Tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

@@ -1,0 +1,76 @@
+"""The iterations of a `lax.while_loop` that is emitted again, and what is kept of their emissions.
+
+How often it runs is known only afterwards. A loop of ours has a most number of iterations, and its
+emissions are written to buffers with that many rows; which rows were written is a flag of each. A
+user's loop has no bound, so there is no buffer: of each emission the last value is kept.
+"""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tailrace.taps.counted_loop import traced_once, zeros
+from tailrace.taps.frame import Emission, Emissions
+from tailrace.taps.loop_passes import both, collected
+from tailrace.taps.wanted import RawKey
+
+
+def run_while(
+    go_on: Callable[[Any], Any],
+    one_pass: Callable[[Any, Any], Any],
+    init: list[Any],
+    most: int | None,
+) -> tuple[Any, list[Any], Emissions[Hashable, Emission]]:
+    """Emit the loop: how often it ran, its carry, and its emissions with their validity.
+
+    Args:
+        go_on: `go_on(carry)`, whether there is another iteration.
+        one_pass: `one_pass(number, carry)` returns the next carry and emissions.
+        init: the carry before the first iteration.
+        most: the most iterations; None if there is no bound.
+    """
+
+    def is_single(key: Hashable) -> bool:
+        return most is None or (isinstance(key, RawKey) and key[0].collect != "stack")
+
+    def keep(number: Any, kept: Any, emitted: Any) -> Any:
+        put = lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, number, 0)  # noqa: E731
+        return Emissions(
+            (key, collected(key, old, emitted[key], most is not None))
+            if is_single(key)
+            else (key, jax.tree.map(put, old, emitted[key]))
+            for key, old in kept.items()
+        )
+
+    # Traced once, for shapes and body together: a separate trace for the shapes would double the
+    # work at each level of nested loops.
+    traced, (_, shapes) = traced_once(one_pass, jnp.int32(0), init)
+    # The buffers join the carry, which must have its final shape before the first iteration.
+    start = Emissions(
+        (key, jax.tree.map(lambda s, k=key: zeros(s, () if is_single(k) else (most,)), shape))
+        for key, shape in shapes.items()
+    )
+
+    def advance(state: Any) -> Any:
+        number, carry, kept = state
+        carry, emitted = traced(number, carry)
+        return number + 1, carry, keep(number, kept, emitted)
+
+    passes, carry, kept = lax.while_loop(
+        lambda state: go_on(state[1]), advance, (jnp.int32(0), list(init), start)
+    )
+    found: Emissions[Hashable, Emission] = Emissions()
+    for key, emission in kept.items():
+        # Zeros that no iteration overwrote must not be taken for values.
+        made = passes > 0 if is_single(key) else jnp.arange(most) < passes
+        valid = made if emission.valid is None else both(made, emission.valid)
+        found[key] = Emission(emission.value, valid)
+    return passes, list(carry), found

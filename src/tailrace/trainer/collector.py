@@ -1,0 +1,127 @@
+"""From the emissions of an execution to its results on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.step.loss_scale import NAME as SCALE
+from tailrace.program.step.loss_scale import LossScale, note_collapse
+from tailrace.program.tracing.tap_selection import Sight
+from tailrace.records.history import split_emission
+from tailrace.records.records import take_records
+from tailrace.taps.frame import Emission
+from tailrace.taps.tap import StopOnNonfinite
+from tailrace.trainer.executions import Results, Ticket
+from tailrace.trainer.observation.nonfinite_guard import BadStep, bad_steps, first_bad_step
+from tailrace.trainer.sentinel import Sentinel
+from tailrace.trainer.state_digests import StateDigests
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Collector:
+    """Reads what executions emitted.
+
+    Attributes:
+        scalars: the outfeed of losses, metrics and weights.
+        microbatches: the number of microbatches per step.
+        loss_scale: the rule of loss scaling, if there is one.
+        guard: the guard against values that are not finite, if there is one.
+        digests: computes fingerprints, if they were requested.
+        sentinel: compares executions that ran twice, if one does.
+    """
+
+    scalars: OutfeedQueue
+    microbatches: int
+    loss_scale: LossScale | None
+    guard: StopOnNonfinite | None
+    digests: StateDigests | None
+    sentinel: Sentinel | None
+
+    def sent(self, runner: LoopRunner, emitted: Mapping[Hashable, Emission]) -> Any:
+        """The losses, metrics and weights among a program's emissions."""
+        structure = runner.traced.outfeeds[self.scalars].structure
+        return jax.tree.unflatten(structure, emitted[self.scalars].value)
+
+    def scalars_on_device(
+        self, runner: LoopRunner, emitted: Mapping[Hashable, Emission]
+    ) -> dict[str, Any]:
+        """Loss and metrics by name, not waited for; empty if they were muted."""
+        if self.scalars not in emitted:
+            return {}
+        sent = self.sent(runner, emitted)
+        return {"loss": sent["loss"], **sent["aux"]}
+
+    def results(
+        self, ticket: Ticket, runner: LoopRunner, sight: Sight
+    ) -> tuple[Results, BadStep | None]:
+        """The results of an execution, and the step at which a guard stopped it, if one did.
+
+        With a bad step, the results are those of all steps: `stopped` cuts them.
+
+        Args:
+            ticket: the execution.
+            runner: its program.
+            sight: the tensors that taps select in it.
+        """
+        replicas, emitted = runner.placement.replicas, dict(ticket.emitted)
+        parts = take_records(
+            emitted,
+            sight.chosen,
+            first_step=ticket.first_step,
+            steps=ticket.steps,
+            replicas=replicas,
+            period=sight.period,
+        )
+        sent = self.sent(runner, emitted)
+        emitted.pop(self.scalars)
+        runner.traced.deliver(emitted)
+        values = {"loss": sent["loss"], **sent["aux"]}
+        arrays = {name: self._split(v, replicas) for name, v in values.items()}
+        weights = sent["weight"]
+        if weights is not None:
+            weights = self._split(weights, replicas).astype("float64")
+        if self.loss_scale is not None and not self.loss_scale.is_fixed:
+            note_collapse(float(arrays[SCALE][-1, 0, 0]))
+        bad = self._guarded(arrays, emitted, replicas)
+        marks, elements = {}, None
+        if self.digests is not None:
+            marks, elements = self.digests.of(ticket, arrays["loss"])
+        # A step that is not finite is reported as such: the second run has the same one.
+        if self.sentinel is not None and bad is None:
+            again = ticket.watch.emitted
+            losses = again and self._split(self.sent(runner, again)["loss"], replicas)
+            self.sentinel.check(ticket, marks, arrays["loss"], losses)
+        results = Results(
+            ticket.first_step,
+            ticket.steps,
+            parts,
+            arrays,
+            weights,
+            fingerprint=marks,
+            elements=elements,
+            reading=ticket.reading,
+        )
+        return results, bad
+
+    def _split(self, value: Any, replicas: int) -> np.ndarray:
+        """An emission as [steps, microbatches, replicas], on the host."""
+        return split_emission(value, self.microbatches, replicas)
+
+    def _guarded(
+        self, arrays: dict[str, np.ndarray], emitted: Mapping[Hashable, Emission], replicas: int
+    ) -> BadStep | None:
+        """The step at which the guard stops; a guard that skips adds a column to `arrays` instead."""
+        if self.guard is None:
+            return None
+        if not self.guard.skips:
+            return first_bad_step(emitted, replicas)
+        skipped = bad_steps(emitted, replicas)[:, None, None]
+        arrays["skipped"] = np.broadcast_to(skipped, arrays["loss"].shape)
+        return None

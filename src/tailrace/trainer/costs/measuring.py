@@ -1,0 +1,96 @@
+"""What a training costs: the methods of `tr.Trainer` that measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.data.trees import Tree
+from tailrace.errors import ProgramError
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
+from tailrace.pipeline.running.report import PipelineReport
+from tailrace.pipeline.running.report import report as pipeline_report
+from tailrace.profiling.profile.profile import Profile
+from tailrace.trainer.costs.explain import explained
+from tailrace.trainer.costs.explanation import Explanation
+from tailrace.trainer.costs.profiled import profiled
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.fitting.fits import Fits
+from tailrace.trainer.fitting.pace import parse_steps
+from tailrace.trainer.observation.journal import Journal
+from tailrace.trainer.showing.summary import Summary, summarise
+
+
+class Measuring:
+    """Memory and time of a trainer's steps; nothing that is trained changes."""
+
+    engine: Engine
+    _fits: Fits
+    _journal: Journal
+
+    def explain(self, example: Tree, steps: int | None = None) -> Explanation:
+        """The cost of training on elements like `example`: memory, FLOPs, compile time.
+
+        Args:
+            example: one element of the dataset.
+            steps: the number of steps per execution; None: as configured, or 10.
+
+        Raises:
+            OptionError: `steps` is not a number of at least 1.
+        """
+        length = self._fits.steps_per_execution or 10 if steps is None else parse_steps(steps)
+        assert length is not None
+        return explained(self.engine, example, length)
+
+    def profile(self, dataset: Any, executions: int = 2) -> Profile:
+        """The cost of each scope of the model in each phase of a step: time, FLOPs, bytes, memory.
+
+        Some executions run on copies of the state, with the next elements, under JAX's profiler.
+        Afterwards the trainer is unchanged: parameters, step, history, and the position in a one-shot
+        dataset.
+
+        Args:
+            dataset: the data, as for `fit`.
+            executions: the number of profiled executions; one more runs before them.
+
+        Returns:
+            A `Profile` that prints by cost, most expensive scope first. It is stored in the run
+            directory, for `tailrace report` and `tailrace compare`.
+
+        Raises:
+            DataError: the dataset is too short.
+            ProgramError: a fit is running.
+        """
+        self._fits.check_alone()
+        found = profiled(self.engine, dataset, executions, self._fits.pace)
+        self._journal.add_profile(found.to_json())
+        return found
+
+    def summary(self, example: Tree = None) -> Summary:
+        """A summary of the model: parameters by scope, memory, FLOPs per step.
+
+        Args:
+            example: one element of the dataset; not needed after a fit. Nothing is compiled.
+        """
+        if example is not None:
+            self.engine.use([example])
+        return summarise(self.engine)
+
+    def report(self) -> PipelineReport:
+        """The cost of each stage of a pipeline, its idle time, and possible improvements.
+
+        Each stage runs alone for a moment to measure its time.
+
+        Raises:
+            ProgramError: there is no pipeline, or no fit yet.
+        """
+        runner = self.engine.runner if self.engine.executions else None
+        if not isinstance(runner, PipelineRunner):
+            raise ProgramError(
+                "report tells what the stages of a pipeline cost, after a fit. Received: "
+                + (
+                    "no fit yet. Call trainer.fit first, or trainer.explain(example)."
+                    if self.engine.pipeline is not None
+                    else "a trainer without a pipeline. Use trainer.explain(example)."
+                )
+            )
+        return pipeline_report(runner.assembly, measured=self._fits.seconds_per_step)

@@ -1,0 +1,136 @@
+"""The fits of a trainer: one at a time, and what one leaves for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from tailrace.data.adapters import as_dataset
+from tailrace.errors import DataError, ProgramError
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.profiling.timeline.trace import as_trace
+from tailrace.trainer.callbacks.callback import AnyTrainer
+from tailrace.trainer.checkpoints.saving import Saving, saving_of
+from tailrace.trainer.engine import Engine
+from tailrace.trainer.fitting.fit import Fit
+from tailrace.trainer.fitting.fit_call import FitCall
+from tailrace.trainer.fitting.fit_progress import Duration
+from tailrace.trainer.fitting.pace import Pace, pace_for
+from tailrace.trainer.observation.journal import Journal
+
+
+class Fits:
+    """Runs calls of `fit`, and keeps what outlasts them.
+
+    Args:
+        engine: the engine.
+        journal: receives the results.
+        steps_per_execution: the given number of steps per dispatch; None for automatic.
+        observe_bytes: the most bytes of one execution's records on the device.
+
+    Attributes:
+        steps_per_execution: the given number of steps per dispatch; None for automatic.
+        epochs: the number of epochs begun, over all fits.
+        kept: the number of fits with checkpoints.
+        seconds_per_step: the mean over the latest fit that made steps; None before that.
+    """
+
+    def __init__(
+        self, engine: Engine, journal: Journal, steps_per_execution: int | None, observe_bytes: int
+    ) -> None:
+        self.epochs = self.kept = 0
+        self.seconds_per_step: float | None = None
+        self._engine, self._journal = engine, journal
+        self.steps_per_execution, self._observe_bytes = steps_per_execution, observe_bytes
+        self._pace: Pace | None = None
+        self._running: Fit | None = None
+
+    def check_alone(self) -> None:
+        """Raise an error if a fit is running: there is one state, and one place in it."""
+        if self._running is not None:
+            raise ProgramError(
+                "A trainer runs one fit at a time, and one is running. Call fit after it has ended, "
+                "or make a second trainer."
+            )
+
+    def stop(self) -> None:
+        """End the current fit after the running execution."""
+        if self._running is not None:
+            self._running.stopping = True
+
+    def saving(self, checkpoint: Any, duration: Duration) -> Saving | None:
+        """The checkpoints of the next fit, which is one of several in their directory."""
+        return saving_of(checkpoint, self.kept, self._engine, duration)
+
+    def pace(self, engine: Engine) -> Pace:
+        """The pace on the engine's current program: the one found before, if it still applies."""
+        return pace_for(engine, self.steps_per_execution, self._observe_bytes, self._pace)
+
+    @property
+    def length_reasons(self) -> tuple[str, ...]:
+        """The reason for the length of executions, if it was chosen."""
+        return (
+            (self._pace.reason,)
+            if self._pace is not None and self.steps_per_execution is None
+            else ()
+        )
+
+    def run(self, trainer: AnyTrainer, call: FitCall, trace: Any) -> None:
+        """One fit, from the beginning or from a checkpoint.
+
+        Args:
+            trainer: the argument of callbacks.
+            call: the arguments of the fit.
+            trace: a directory for its timeline, or a `tr.trace(...)`; None for none.
+        """
+        with (
+            as_trace(trace) if trace is not None else nullcontext(),
+            call.saving.open() if call.saving is not None else nullcontext(),
+        ):
+            self.kept += call.saving is not None
+            self._run(trainer, call)
+
+    def _run(self, trainer: AnyTrainer, call: FitCall) -> None:
+        engine, journal, feed = self._engine, self._journal, None
+        taken = call.take_up(journal)
+        try:
+            if taken is not None and taken.finished:
+                self._pass_by(call.dataset, taken.position)
+                return
+            feed = engine.use(call.dataset)
+            assert isinstance(feed, InfeedQueue)
+            # A resumed fit goes on in the order of its epoch. A queue that the user made has a position
+            # of its own.
+            if call.progress.epoch and feed is not call.dataset:
+                feed.start_epoch(call.dataset, call.progress.epoch)
+            # After `use`: which elements, and so how many bytes a step reads, is known only now.
+            self._pace = self.pace(engine)
+            engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
+            if taken is None:
+                microbatches = engine.accumulation.microbatches
+                journal.begin(engine.step, microbatches, engine.placement.replicas)
+            else:
+                # Those of the fit before; the history goes on from the checkpoint, records from the run
+                # directory.
+                journal.records.clear()
+                self._pace.choose_as(taken.pace)
+            self._running = call.prepare(trainer, engine, journal, self._pace)
+            call.run(self._running, taken, self.steps_per_execution)
+            self.seconds_per_step = call.seconds_per_step or self.seconds_per_step
+        finally:
+            self._running = None
+            # Also after a failure: the next fit must shuffle otherwise than the pass that was begun.
+            self.epochs = call.progress.first_epoch + call.epochs_begun
+            if feed is not None:
+                engine.let_go(call.dataset, feed)
+
+    def _pass_by(self, dataset: Any, position: Mapping[str, Any]) -> None:
+        """Skip what a finished fit has read of a one-shot iterator: later fits must not see it."""
+        if isinstance(dataset, InfeedQueue) or as_dataset(dataset).restartable:
+            return
+        with suppress(DataError):  # if it has become shorter, the next fit reports it
+            feed = self._engine.use(dataset)
+            assert isinstance(feed, InfeedQueue)
+            feed.set_state(position)
+            self._engine.let_go(dataset, feed)

@@ -1,0 +1,141 @@
+"""The training programs of an engine: one per structure and shape of elements.
+
+A program is traced when the first dataset with such elements comes, and kept: a fit that alternates
+between two shapes compiles each once. Its feed is kept with it, because the traced loop refers to that
+feed; a later dataset with equal elements is put behind the same feed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tailrace.data.trees import Tree
+from tailrace.errors import ProgramError
+from tailrace.feeds.elements import ElementSpec
+from tailrace.feeds.feed import Feed
+from tailrace.feeds.infeed import InfeedQueue
+from tailrace.pipeline.lowering.pipeline_step import PipelineStep
+from tailrace.pipeline.running.pipeline_runner import PipelineRunner
+from tailrace.pipeline.schedule.plan import Plan
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.placement import Placement
+from tailrace.program.step.train_state import TrainState
+from tailrace.program.step.training_step import Step
+from tailrace.program.tracing.tap_selection import Sight, look
+from tailrace.program.tracing.trace import trace_program
+from tailrace.taps.activation_listing import listing_activations
+from tailrace.taps.catalogue import Catalogue
+from tailrace.taps.tap import Tap
+from tailrace.trainer.sentinel import WATCHED, Sentinel
+
+
+class TrainingPrograms:
+    """Finds the program for a dataset, or traces it.
+
+    Args:
+        step: the step that all of them run.
+        form: the shapes of the state.
+        each: for each leaf of the state, whether it differs per replica.
+        placement: the devices, as far as they are known before tracing.
+        taps: the taps, whose tensors are looked for in each program.
+        sentinel: compares executions, if one does.
+
+    Attributes:
+        placement: the devices.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        form: TrainState,
+        each: list[bool],
+        placement: Placement,
+        taps: Sequence[Tap],
+        sentinel: Sentinel | None,
+    ) -> None:
+        self.placement = placement
+        self._step, self._form, self._each = step, form, each
+        self._taps, self._sentinel = taps, sentinel
+        self._runners: dict[ElementSpec, LoopRunner] = {}
+        self._sights: dict[ElementSpec, Sight] = {}
+        self._left: tuple[Any, InfeedQueue] | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the latest pipeline; None without one."""
+        for runner in reversed(self._runners.values()):
+            if isinstance(runner, PipelineRunner):
+                return runner.plan
+        return None
+
+    @property
+    def executions(self) -> int:
+        """The number of dispatches so far."""
+        return sum(runner.executions for runner in self._runners.values())
+
+    def sight(self, runner: LoopRunner) -> Sight:
+        """The tensors that taps select in a program."""
+        return self._sights[runner.infeeds[0].spec()]
+
+    def find(self, dataset: Any) -> tuple[LoopRunner, Feed]:
+        """The program for elements of the dataset's shape, and its feed set to that dataset."""
+        fresh = dataset if isinstance(dataset, Feed) else InfeedQueue(dataset)
+        fresh.bind_replicas(self.placement.replicas)
+        if self._left is not None and self._left[0] is dataset and isinstance(fresh, InfeedQueue):
+            fresh.adopt(self._left[1])  # a one-shot iterator: prefetched elements come first
+        spec = fresh.spec()
+        if spec not in self._runners:
+            self._runners[spec] = self._traced(spec, fresh)
+            return self._runners[spec], fresh
+        runner = self._runners[spec]
+        feed = runner.infeeds[0]
+        if isinstance(fresh, InfeedQueue) and feed is not fresh:
+            feed.adopt(fresh)
+        return runner, feed
+
+    def let_go(self, dataset: Any, feed: Feed) -> None:
+        """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
+        feed.rest()
+        self._left = None
+        if isinstance(feed, InfeedQueue) and feed is not dataset and not feed.restartable:
+            self._left = (dataset, feed)
+
+    def tensors(self, example: Tree) -> Catalogue:
+        """Every tensor of the step by name, for elements like `example`, or the latest if None."""
+        if example is None and not self._sights:
+            raise ProgramError(
+                "The step has tensors once the form of its batches is known. Give an element of "
+                "the dataset: trainer.tensors(example), or call it after a fit."
+            )
+        # With marks on all of them, so that exactly those are listed that a tap would find.
+        everything = (Tap("*"),)
+        step = self._step.tapped(everything)
+        spec = next(reversed(self._sights)) if example is None else None
+        infeed = InfeedQueue([example]) if spec is None else self._runners[spec].infeeds[0]
+
+        def train(state: TrainState, _: Any) -> TrainState:
+            return step.loop(state, infeed)
+
+        with listing_activations() as found:
+            traced = trace_program(train, (self._form, ()), self.placement.replicas)
+        # Only the program of a pipeline knows the stage of a tensor. Without one, looking at an
+        # example traces the tapped step alone: elements that are not trained on need no program.
+        if not isinstance(self._step, PipelineStep):
+            return look(traced, everything, found).catalogue
+        runner = self._runners[spec] if spec is not None else self.find([example])[0]
+        return look(traced, everything, found, runner.stage_of).catalogue
+
+    def _traced(self, spec: ElementSpec, feed: Feed) -> LoopRunner:
+        first = len(jax.tree.leaves(self._form.params))
+        with listing_activations() as found:
+            runner = self._step.runner(self._form, feed, self.placement, self._each, first)
+        runner.purpose = "training, another form of elements" if self._runners else "training"
+        self.placement = runner.placement  # a pipeline's is known once its stages are
+        self._sights[spec] = look(runner.traced, self._taps, found, runner.stage_of)
+        runner.wanted = self._sights[spec].wanted
+        if WATCHED in self._step.taps and self._sentinel is not None:
+            self._sentinel.watch(runner, look(runner.traced, [WATCHED], found, runner.stage_of))
+        return runner
