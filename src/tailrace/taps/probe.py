@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from tailrace.jaxprs.control import Call
 from tailrace.jaxprs.internals import JaxprEqn
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.jaxprs.visitor import Emitter
@@ -75,6 +74,9 @@ def probed(
 class _Marker(Emitter[None]):
     """Emits a program again with marks on some of its values; the result can be differentiated."""
 
+    # Or a tap would change the order in which gradients are added.
+    keeps_jits = True
+
     def __init__(self, marks: dict[Position, list[tuple[int, Tag]]]) -> None:
         self.marks = marks
         self._inside = by_surrounding(marks)
@@ -82,19 +84,6 @@ class _Marker(Emitter[None]):
     def enters(self, eqn: JaxprEqn, here: Position) -> bool:
         """Whether to mark something inside the equation."""
         return here in self._inside
-
-    def call(self, call: Call, inputs: list[Any], around: None, here: Position) -> list[Any]:
-        """Emit a jit as a jit: differentiation adds up what flows back through it before the rest.
-
-        Inlined, the terms of the gradient of an argument would be added in another order, and a tap
-        would change last bits.
-        """
-        function = self._function(call.program, around, here)
-        if not call.is_jit:
-            return call.again(function, inputs)
-        inner = lambda *values: function(list(values))  # noqa: E731
-        inner.__name__ = call.eqn.params["name"]  # profiles show it
-        return list(jax.jit(inner)(*inputs))
 
     def made(
         self, eqn: JaxprEqn, inputs: list[Any], outputs: list[Any], around: None, here: Position
