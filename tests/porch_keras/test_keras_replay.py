@@ -72,6 +72,17 @@ def unnumbered(name):
     return re.sub(r"_\d+", "", name)
 
 
+def test_taps_change_no_bit_of_a_pipeline(trained):
+    """Dropout, BatchNormalization and Adam, with gradients that are summed over microbatches."""
+    model, _, _, form = trained
+    if not form.get("stages"):
+        pytest.skip("of pipelines")
+    everything = made(**form, observe=[tr.Tap("*")])
+    everything.fit(X, Y, **FIT)
+    for plain, tapped in zip(model.variables, everything.variables, strict=True):
+        assert_bits_equal(np.asarray(tapped.value), np.asarray(plain.value))
+
+
 def test_taps_see_what_they_would_have_seen(trained):
     model, watched, folder, _ = trained
     steps = tk.of(model).programs["train"].steps

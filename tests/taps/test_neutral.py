@@ -100,6 +100,46 @@ def test_random_keys_branches_and_recomputation(taps):
     assert_bits_equal(trained(noisy, elements(7), STACK, EVERYTHING[taps]), untapped(noisy))
 
 
+def summed(params, x, y):
+    """A gradient that is a product with a vector, which XLA adds to a sum in one kernel."""
+    with jax.named_scope("hidden"):
+        hidden = tr.stage_boundary(jnp.tanh(x @ params["stack"][0]))
+    return ((hidden @ params["out"][:, 0] - y[:, 0]) ** 2).mean()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_gradients_that_are_summed(staged):
+    accumulation = tr.Accumulation(4, reduction="sum")
+
+    def run(taps):
+        model = tr.Pipeline(summed, accumulation=accumulation) if staged else summed
+        options = {} if staged else {"accumulation": accumulation}
+        return trained(model, elements(20), STACK, taps, "adam", steps=5, **options)
+
+    plain = run(())
+    assert_bits_equal(run(EVERYTHING["gradients"]), plain)
+
+
+def normalized(params, x, y):
+    """`jnp.var` is a jit of its own: differentiation adds up what flows back through it first."""
+    with jax.named_scope("hidden"):
+        h = jnp.tanh(x @ params["stack"][0])
+    with jax.named_scope("norm"):
+        h = tr.stage_boundary(h)
+        h = (h - jnp.mean(h, axis=0)) * jax.lax.rsqrt(jnp.var(h, axis=0) + 1e-3)
+    return ((h @ params["out"] - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_inside_functions_that_are_jitted(staged):
+    def run(taps):
+        model = tr.Pipeline(normalized, accumulation=4) if staged else normalized
+        return trained(model, elements(20), STACK, taps, "sgd", steps=5)
+
+    inside = tr.Tap(["activation/norm:var/square", "cotangent/norm:var/square"])
+    assert_bits_equal(run([inside]), run(()))
+
+
 def test_the_result_of_an_observed_function():
     def step(params, x, y):
         (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, x, y)

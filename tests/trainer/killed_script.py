@@ -1,6 +1,6 @@
 """A training script that is killed, and started again unchanged.
 
-    python killed_script.py DIRECTORY [--slow SECONDS] [--blocks AFTER]
+    python killed_script.py DIRECTORY [--slow SECONDS] [--blocks AFTER] [--run DIRECTORY]
 
 Prints "step N" while it runs, and at its end a digest of everything that it left behind.
 """
@@ -48,12 +48,14 @@ def main():
     parser.add_argument("directory")
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--blocks", type=int)
+    parser.add_argument("--run", help="of the run, with fingerprints: what an audit reads")
     given = parser.parse_args()
     rng = np.random.default_rng(0)
     x = rng.normal(size=(120, 4)).astype(np.float32)
     data = tr.batches((x, np.sin(x.sum(1))), 4, shuffle=True)
     w = {"a": rng.normal(size=(4, 8)).astype(np.float32), "b": np.zeros(8, np.float32)}
-    trainer = tr.Trainer(loss_fn, optax.adam(0.01), w, steps_per_execution=3)
+    watched = {} if given.run is None else {"run_dir": given.run, "fingerprint": True}
+    trainer = tr.Trainer(loss_fn, optax.adam(0.01), w, steps_per_execution=3, **watched)
     checkpoint = None if given.directory == "-" else tr.Checkpoint(given.directory, every=5)
     source = data if given.blocks is None else blocking(data, given.blocks)
     call = {"epochs": 3} if given.blocks is None else {"steps": 30}

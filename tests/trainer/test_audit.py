@@ -128,6 +128,18 @@ def test_a_dataset_that_goes_on_elsewhere_is_found_by_contents(tmp_path):
     )
 
 
+def test_a_run_without_an_execution_is_clean(tmp_path, capsys):
+    class Die(tr.Callback):
+        def on_fit_begin(self, trainer):
+            raise OSError("the machine goes away")
+
+    trainer = tr.Trainer(mlp_loss, optax.sgd(0.05), mlp(), run_dir=tmp_path / "run")
+    with pytest.raises(OSError, match="goes away"):
+        trainer.fit(data(), steps=2, callbacks=[Die()])
+    assert main(["audit", str(tmp_path / "run")]) == 0
+    assert "0 elements" in capsys.readouterr().out
+
+
 def test_several_fits(tmp_path):
     trainer = tr.Trainer(
         mlp_loss, optax.sgd(0.05), mlp(), run_dir=tmp_path / "run", steps_per_execution=5

@@ -12,8 +12,11 @@ import pytest
 import tailrace as tr
 from killed_fits import Kill, Killed
 from oracles import assert_bits_equal, mlp, mlp_apply, regression
-from tailrace.errors import CheckpointError, DataExhausted, OptionError
+from tailrace.errors import CheckpointError, DataExhausted, OptionError, RunError
+from tailrace.runs.storage import durable
+from tailrace.runs.storage.held import HeldDirectory
 from tailrace.trainer.checkpoints import device_copies
+from tailrace.trainer.checkpoints.saving import Saving
 
 X, Y = (np.concatenate(leaf) for leaf in zip(*regression(24), strict=True))
 HELD_OUT = regression(3, seed=3)
@@ -297,6 +300,42 @@ def test_the_run_directory_goes_on(tmp_path, kills, replicas):
             assert_bits_equal(np.asarray(a.values), np.asarray(b.values))
             assert a.steps.tolist() == b.steps.tolist()
             assert a.replicas.tolist() == b.replicas.tolist()
+
+
+@pytest.mark.parametrize("files", [0, 1, 3, 5, 99])
+def test_killed_while_the_run_directory_is_created(tmp_path, monkeypatch, files):
+    """After some of its files are in place, or all; then started again unchanged."""
+    left, plain = [files], durable.rename_file
+
+    def rename(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        plain(*args)
+
+    def run():
+        trainer = tr.Trainer(
+            lambda w, x: ((x - w) ** 2).mean(),
+            optax.sgd(0.1),
+            np.float32(0),
+            run_dir=tmp_path / "run",
+        )
+        trainer.fit(
+            tr.batches(np.ones((8, 2), np.float32), 2), epochs=1, checkpoint=tmp_path / "kept"
+        )
+
+    def died(*args, **options):
+        raise Killed
+
+    monkeypatch.setattr(durable, "rename_file", rename)
+    monkeypatch.setattr(HeldDirectory, "unlink", lambda *args: None)  # the process is gone
+    if files == 99:
+        monkeypatch.setattr(Saving, "begin", died)
+    with pytest.raises((Killed, RunError)):
+        run()
+    monkeypatch.undo()
+    run()
+    assert len(tr.open_run(tmp_path / "run").history.loss) == 4
 
 
 @pytest.mark.parametrize("kills", [(2,), (4, 3)], ids=str)

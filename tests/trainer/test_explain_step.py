@@ -10,6 +10,7 @@ import tailrace as tr
 from oracles import assert_bits_equal, assert_close, mlp, mlp_apply
 from tailrace.errors import DataError, OptionError
 from tailrace.runs.audit import audit
+from tailrace.trainer.lookback import examples
 
 ROWS, BATCH = 640, 8
 
@@ -83,6 +84,29 @@ def test_the_numbers_are_those_of_plain_jax(spiked):
         expected = np.float32([loss, norm, cosine])
         numbers = np.float32([one["loss"], one["gradient_norm"], one["alignment"]])
         assert_close(numbers, expected)
+
+
+def test_rows_are_computed_in_chunks(spiked, monkeypatch):
+    trainer, data, _, step, folder = spiked
+    whole = trainer.explain_step(step, data, checkpoint=folder).rows
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.params))
+    for rows in (3, 1):  # two at a time, because 8 rows are no multiple of 3; then one by one
+        monkeypatch.setattr(examples, "CHUNK_BYTES", rows * size)
+        found = trainer.explain_step(step, data, checkpoint=folder).rows
+        for name in ("loss", "gradient_norm", "alignment"):
+            assert_close(found[name], whole[name])
+        np.testing.assert_array_equal(found["row"], whole["row"])
+
+
+def test_operations_without_a_form_for_several_rows(tmp_path):
+    def loss(params, x, y):
+        same = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+        return loss_fn(params, x, same)
+
+    data, row, step = spoilt(3)
+    trainer = tr.Trainer(loss, optax.sgd(0.02), mlp(), steps_per_execution=10)
+    trainer.fit(data, steps=step + 1, checkpoint=tmp_path)
+    assert trainer.explain_step(step, data, checkpoint=tmp_path).rows["row"][0] == row
 
 
 def test_with_accumulation_and_replicas(tmp_path):

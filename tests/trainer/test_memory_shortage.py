@@ -8,6 +8,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_bits_equal
 from tailrace.program.running.executable import Executable
+from tailrace.trainer.collector import Collector
 
 X = np.random.default_rng(0).normal(size=(24, 3000)).astype(np.float32)
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8.00GiB."
@@ -65,6 +66,39 @@ def test_the_trainer_is_as_before_the_step(failing, options):
     assert_bits_equal(found.state, first.state)
     found.fit(data, steps=2)  # there is room again
     assert found.step == 4
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_shortage_that_shows_after_the_dispatch(monkeypatch, guarded):
+    """With a guard the state before an execution is kept; without, the execution consumed it."""
+    data = tr.batches(X, 2, shuffle=True, repeat=True)
+    observe = [tr.stop_on_nonfinite("loss")] if guarded else []
+    found = trainer_of(steps_per_execution=2, observe=observe)
+    first = trainer_of(steps_per_execution=2, observe=observe)
+    first.fit(data, steps=2)
+    plain = Collector.results
+
+    def results(self, ticket, *args):
+        if ticket.first_step == 2:
+            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+        return plain(self, ticket, *args)
+
+    monkeypatch.setattr(Collector, "results", results)
+    with pytest.raises(tr.errors.DeviceMemoryError, match="8.00GiB more were asked for") as caught:
+        found.fit(data, steps=10)
+    assert "smaller batches with more accumulation=" in str(caught.value)
+    assert found.step == 2
+    assert len(found.history.loss) == 2
+    if guarded:
+        assert str(caught.value).endswith("as it was before this execution, at step 2.")
+        assert_bits_equal(found.state, first.state)
+        monkeypatch.undo()
+        found.fit(data, steps=2)
+        assert found.step == 4
+    else:
+        assert str(caught.value).endswith(
+            "The state was lost with the execution: go back to a checkpoint."
+        )
 
 
 def test_options_in_use_are_not_advised(failing):

@@ -80,6 +80,8 @@ class InfeedQueue(Feed):
                 f"prefetch counts the executions staged ahead and must be an integer of at least 0. "
                 f"Received: prefetch={prefetch!r}. Use 1 unless memory is short."
             )
+        if resident is not None and not isinstance(resident, bool):
+            raise OptionError(f"resident is True, False or None. Received: resident={resident!r}.")
         if resident and not isinstance(dataset, Batches):
             raise OptionError(
                 f"resident=True needs arrays that can be indexed: a dataset made by tr.batches. "

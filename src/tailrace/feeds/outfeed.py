@@ -89,7 +89,9 @@ class OutfeedQueue:
             raise OptionError(
                 f"The mode of an outfeed is 'all' or 'last'. Received: mode={mode!r}."
             ) from None
-        self.live = bool(live)
+        if not isinstance(live, bool):
+            raise OptionError(f"live is True or False. Received: live={live!r}.")
+        self.live = live
         if self.live and self.mode is OutfeedMode.LAST:
             raise OptionError(
                 "A live outfeed delivers every element, so it cannot be in mode 'last'. "

@@ -240,8 +240,21 @@ class Call:
         """Whether the compiler must not merge it with the computation it repeats."""
         return internals.is_barrier(self.eqn)
 
-    def again(self, function: Function, operands: Sequence[Any]) -> list[Any]:
-        """Emit another program in place of the one called; under `jax.checkpoint` if that one was."""
+    def again(
+        self, function: Function, operands: Sequence[Any], *, jitted: bool = False
+    ) -> list[Any]:
+        """Emit another program in place of the one called; under `jax.checkpoint` if that one was.
+
+        Args:
+            function: what is emitted.
+            operands: its arguments.
+            jitted: whether a jit stays one. Differentiation adds up what flows back through a jit
+                before the rest: inlined before it, gradients are added in another order.
+        """
+        if jitted and self.is_jit:
+            inner = lambda *values: function(list(values))  # noqa: E731
+            inner.__name__ = self.eqn.params["name"]  # profiles show it
+            return list(jax.jit(inner)(*operands))
         # A jit's boundary has no meaning to XLA, so the contents are inlined. A checkpoint's does: it
         # decides what the backward pass recomputes, so it is put around the new function.
         if not self.is_remat:

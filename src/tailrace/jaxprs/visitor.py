@@ -161,7 +161,12 @@ class Emitter(Visitor[Any, Around]):
     Equations keep their names and source lines. Loops, branches and calls are emitted around the
     rewritten programs; a function with a custom derivative is inlined, because programs are rewritten
     after differentiation, when its rule has been applied already.
+
+    Attributes:
+        keeps_jits: whether a jit is emitted as one, not inlined; see `Call.again`.
     """
+
+    keeps_jits = False
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager[Any]:
         """Keep the equation's name stack and source lines."""
@@ -192,7 +197,8 @@ class Emitter(Visitor[Any, Around]):
 
     def call(self, call: Call, inputs: list[Any], around: Around, here: Position) -> list[Any]:
         """Emit the rewritten contents, under `jax.checkpoint` if they were."""
-        return call.again(self._function(call.program, around, here), inputs)
+        function = self._function(call.program, around, here)
+        return call.again(function, inputs, jitted=self.keeps_jits)
 
     def _function(self, inner: Inner, around: Around, here: Position) -> Any:
         return lambda values: self.run_inner(inner, values, around, here)

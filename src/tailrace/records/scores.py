@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 TO_DEVIATIONS = 1.4826
 """The median of absolute deviations of normal values, times this, is their standard deviation."""
 
 LEAST = 1e-3
 """The smallest spread that counts, as a fraction of the median: equal values have no outliers."""
+
+_AT_ONCE = 4096
+"""Of how many values the windows are compared at a time: they take memory."""
 
 
 def robust_scores(values: Any, among: Any = None) -> np.ndarray:
@@ -33,3 +37,35 @@ def robust_scores(values: Any, among: Any = None) -> np.ndarray:
     spread = TO_DEVIATIONS * np.median(np.abs(others - middle))
     spread = max(spread, LEAST * abs(middle), np.finfo(np.float32).tiny)
     return np.where(np.isfinite(values), (values - middle) / spread, np.inf)
+
+
+def moving_scores(values: Any, before: Any, window: int, least: int) -> np.ndarray:
+    """The score of each of a row of values among those before it.
+
+    Args:
+        values: numbers.
+        before: what came before the first of them.
+        window: among how many.
+        least: with fewer than this before it, a value scores 0.
+
+    >>> moving_scores([1.0, 9.0, 1.1], [1.0, 1.1, 0.9, 1.05], window=4, least=4).round(1).tolist()
+    [-0.3, 107.6, 0.7]
+    """
+    row = np.asarray(values, np.float64)
+    line = np.concatenate([np.asarray(before, np.float64), row])
+    first, scores = len(line) - len(row), np.zeros(len(row))
+    whole = min(len(row), max(0, window - first))  # from here on windows are full
+    if not np.isfinite(line).all():
+        whole = len(row)
+    for n in range(whole):
+        others = line[max(0, first + n - window) : first + n]
+        if len(others) >= least:
+            (scores[n],) = robust_scores([row[n]], among=others)
+    for start in range(whole, len(row), _AT_ONCE):  # in one pass: a tenth of the time
+        end = min(len(row), start + _AT_ONCE)
+        near = sliding_window_view(line[first + start - window : first + end - 1], window)
+        middle = np.median(near, axis=1)
+        spread = TO_DEVIATIONS * np.median(np.abs(near - middle[:, None]), axis=1)
+        spread = np.maximum(np.maximum(spread, LEAST * np.abs(middle)), np.finfo(np.float32).tiny)
+        scores[start:end] = (row[start:end] - middle) / spread
+    return scores if window >= least else np.zeros(len(row))

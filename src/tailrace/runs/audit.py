@@ -130,6 +130,8 @@ def audit(run: Run, dataset: Any = None) -> Audit:
 
 def _rows(run: Run) -> Iterator[Row]:
     columns = run.executions
+    if not len(run.history.steps):  # killed before an execution had ended
+        return
     if "first_element" not in columns:
         raise RunError(
             f"An audit reads which elements each execution consumed, and {str(run.directory)!r} does "

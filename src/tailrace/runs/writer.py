@@ -27,8 +27,11 @@ from tailrace.runs.storage.durable import put_files
 from tailrace.runs.storage.files import import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.storage.lock import DirectoryLock
-from tailrace.runs.tables.run_tables import COUNTS, RunTables
+from tailrace.runs.tables.run_tables import COUNTS, GROUPS, RunTables
 from tailrace.runs.write_queue import Mark, WriteQueue, retried_while_full
+
+CREATING = "creating"
+"""The file that is there while a run is created: what else is there belongs to none yet."""
 
 NO_ROWS = {"history": 0, "executions": 0, "records": [], "starts": []}
 """The position of a mark in a run that is not begun."""
@@ -183,6 +186,7 @@ class RunWriter:
                     self._identity = str(read_info(self.directory).get("run"))
                     self._tables = RunTables.reopened(self._place, self._taken_up)
                 else:
+                    self._remove_unfinished(info)
                     self._refuse_what_is_there()
                     self._tables = self._created(info)
             except BaseException:
@@ -196,12 +200,35 @@ class RunWriter:
         return self._queue
 
     def _created(self, info: Mapping[str, Any]) -> RunTables:
+        put_files(self._place, {CREATING: b""})
         tables = RunTables.create(self._place)
         # Last: a directory without this file is not a run.
         write_info(self._place, {**info, "run": self._identity})
+        self._place.remove(CREATING)
         if self._beside:
             put_files(self._place, self._beside)
         return tables
+
+    def _remove_unfinished(self, info: Mapping[str, Any]) -> None:
+        """Remove what a process left that was killed before its training had begun."""
+        if self._holds_a_run():
+            if not self._never_began(info):
+                return
+            put_files(self._place, {CREATING: b""})
+        elif not (self.directory / CREATING).is_file():
+            return
+        for name in (RUN_FILE, COUNTS, *GROUPS):
+            self._place.remove(name)
+
+    def _never_began(self, info: Mapping[str, Any]) -> bool:
+        """Whether the run there has no rows, and waits for the first checkpoint of this training."""
+        from tailrace.runs.tables.stored import open_root
+
+        where = info.get("checkpoint")
+        if where is None or str(read_info(self.directory).get("checkpoint")) != str(where):
+            return False
+        counts: Any = open_root(self.directory).attrs["committed"]
+        return not counts["history"]
 
     def _end(self, queue: WriteQueue) -> None:
         queue.end()

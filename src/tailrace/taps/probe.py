@@ -74,6 +74,9 @@ def probed(
 class _Marker(Emitter[None]):
     """Emits a program again with marks on some of its values; the result can be differentiated."""
 
+    # Or a tap would change the order in which gradients are added.
+    keeps_jits = True
+
     def __init__(self, marks: dict[Position, list[tuple[int, Tag]]]) -> None:
         self.marks = marks
         self._inside = by_surrounding(marks)

@@ -44,7 +44,7 @@ from tailrace.taps.tap import GradientDigest, StopOnNonfinite, parse_taps
 from tailrace.trainer.checks import check_model, check_numbers, check_replica_state
 from tailrace.trainer.collector import Collector
 from tailrace.trainer.costs.memory_plan import placement_of, plan_memory
-from tailrace.trainer.costs.memory_shortage import within_memory
+from tailrace.trainer.costs.memory_shortage import ended_within_memory, within_memory
 from tailrace.trainer.executions import Results, Ticket
 from tailrace.trainer.held_state import begin_state, leaves_of_replicas
 from tailrace.trainer.observation.nonfinite_guard import stopped
@@ -377,7 +377,7 @@ class Engine:
         `failure` of the results has the reason.
         """
         runner, state = self._state.active
-        with waiting_for(ticket.ready, "outfeed copy"):
+        with ended_within_memory(self, ticket), waiting_for(ticket.ready, "outfeed copy"):
             results, bad = self._collector.results(ticket, runner, self.sight)
             if bad is not None:
                 results = stopped(

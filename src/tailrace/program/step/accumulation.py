@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tailrace.data.trees import Tree
+from tailrace.devices import devices
 from tailrace.errors import OptionError
 from tailrace.spans.scopes import ACCUMULATION
 
@@ -119,7 +120,7 @@ class Accumulation:
             if share is not None:
                 return acc + (grad - acc) * share.astype(acc.dtype)
             if self.reduction is Reduction.SUM:
-                return acc + grad
+                return acc + apart(grad, number)
             if self.reduction is Reduction.MEAN:
                 return acc + grad * jnp.asarray(1 / self.microbatches, acc.dtype)
             n = number.astype(acc.dtype)
@@ -127,6 +128,19 @@ class Accumulation:
 
         with jax.named_scope(ACCUMULATION):
             return jax.tree.map(one, accumulated, grads)
+
+
+def apart(grad: Any, number: Any) -> Any:
+    """A gradient that XLA computes before it is added to a sum.
+
+    XLA's CPU compiler adds the product of a matrix and a vector to a sum in one kernel, which rounds
+    otherwise than two, but only if nothing else reads the product: a tap would change last bits. A
+    factor of one that the compiler cannot foresee keeps them apart; barriers are gone by then. (A mean
+    has a factor anyway.)
+    """
+    if devices.platform() != "cpu":
+        return grad
+    return grad * jnp.where(number >= 0, 1, 0).astype(grad.dtype)
 
 
 def _is_dtype(value: Any) -> bool:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 COUNTS = "zarr.json"
 """The file with the number of committed rows: the description of the root."""
 
+GROUPS = ("history", "records", "executions")
+"""The folders of the tables."""
+
 
 class RunTables:
     """History, executions and records of a run; made by `create` or `reopened`.

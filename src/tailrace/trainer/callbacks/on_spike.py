@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tailrace.errors import OptionError
 from tailrace.messages import logger
-from tailrace.records.scores import robust_scores
+from tailrace.records.scores import moving_scores
 from tailrace.trainer.callbacks.callback import Callback, Execution
 
 if TYPE_CHECKING:
@@ -65,12 +67,14 @@ class OnSpike(Callback):
 
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
         """Look at the loss of each step."""
-        for step, loss in enumerate(map(float, execution.values["loss"]), execution.first_step):
-            if len(self._window) >= self._least:
-                (score,) = robust_scores([loss], among=list(self._window))
-                if score > self._score:
-                    self._act(trainer, Spike(step, loss, float(score)))
-            self._window.append(loss)
+        # On the host: losses come to it anyway, and it has time while the next execution runs.
+        losses = [float(loss) for loss in execution.values["loss"]]
+        most = self._window.maxlen or len(self._window)
+        scores = moving_scores(losses, self._window, most, self._least)
+        self._window.extend(losses)
+        for number in np.flatnonzero(scores > self._score):
+            step, loss = execution.first_step + int(number), losses[number]
+            self._act(trainer, Spike(step, loss, float(scores[number])))
 
     def _act(self, trainer: Trainer, spike: Spike) -> None:
         self.spikes.append(spike)

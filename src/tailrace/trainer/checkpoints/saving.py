@@ -213,7 +213,9 @@ class Saving:
         self._fit = fit
         self._writer.started_at(self._engine.step)
         if fresh:
-            self.save()
+            # A run that has rows has a checkpoint, however early the process is killed: with none, it
+            # could not be continued.
+            self.save(wait=True)
 
     @property
     def due(self) -> bool:

@@ -18,6 +18,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.program.step.train_state import TrainState
 from tailrace.trainer.costs.explanation import explain
 from tailrace.trainer.costs.memory_plan import MemoryPlan
+from tailrace.trainer.executions import Ticket
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"
 """What XLA says first where memory is not enough."""
@@ -64,15 +65,44 @@ def within_memory(engine: Training, length: int) -> Iterator[None]:
         raise DeviceMemoryError(describe_shortage(engine, length, str(error))) from error
 
 
-def describe_shortage(engine: Training, length: int, said: str) -> str:
-    """The use of memory on each device, the remedies, and whether the state survived."""
+@contextmanager
+def ended_within_memory(engine: Training, ticket: Ticket) -> Iterator[None]:
+    """The same for an execution that was dispatched, and fails when its results are collected.
+
+    The step is that before it. So is the state if a guard keeps what executions start from; otherwise
+    the execution has consumed it.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if EXHAUSTED not in str(error):
+            raise
+        engine.step = ticket.first_step
+        if ticket.origin is not None:
+            engine.runner.rewind(engine.loop_state, ticket.origin, 0)
+        kept = ticket.origin is not None
+        text = describe_shortage(engine, ticket.steps, str(error), kept)
+        raise DeviceMemoryError(text) from error
+
+
+def describe_shortage(
+    engine: Training, length: int, said: str, survived: bool | None = None
+) -> str:
+    """The use of memory on each device, the remedies, and whether the state survived.
+
+    Args:
+        engine: the engine.
+        length: the number of steps of the execution.
+        said: what XLA said.
+        survived: whether the state did; None: it did unless the execution has taken its arrays.
+    """
     parts = _parts(engine, length)
     listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
     wanted = re.search(r"allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", said)
     asked = f" when {wanted[1]} more were asked for" if wanted else ""
     kept = (
         f"The trainer is as it was before this execution, at step {engine.step}."
-        if _is_whole(engine)
+        if (_is_whole(engine) if survived is None else survived)
         else "The state was lost with the execution: go back to a checkpoint."
     )
     return (

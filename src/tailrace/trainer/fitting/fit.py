@@ -11,7 +11,7 @@ import numpy as np
 
 from tailrace.data.adapters import as_dataset
 from tailrace.devices.processes import distributed
-from tailrace.errors import DataError, DataExhausted, WaitStopped
+from tailrace.errors import DataError, DataExhausted, DeviceMemoryError, WaitStopped
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
@@ -234,7 +234,12 @@ class Fit:
     def collect(self, in_flight: int = 0) -> None:
         """Collect results until at most `in_flight` executions are in flight."""
         while len(self._pending) > in_flight:
-            results = self.journal.add(self.engine.collect(self._pending.popleft()))
+            try:
+                results = self.journal.add(self.engine.collect(self._pending.popleft()))
+            except DeviceMemoryError:
+                self._pending.clear()  # they started from what that execution did not make
+                self.progress.steps = self.engine.step - self.progress.first_step
+                raise
             self._count_skipped(results)
             if results.failure is not None:
                 keep_bundle(self.engine, results.failure)

@@ -1,7 +1,7 @@
-"""The loss and gradient of each example of a step: the traced loss, one row at a time.
+"""The loss and gradient of each example of a step: the loss of single rows, many at a time.
 
-Nothing of this exists while training. A batch is cut into its rows; a program runs over them as
-`predict` runs over batches, and sends out three numbers for each: no gradient is kept.
+Nothing of this exists while training. A batch is cut into its rows; a program runs over chunks of them
+as `predict` runs over batches, and sends out three numbers for each row: no gradient is kept.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ EXAMPLE = np.dtype(
 )
 
 
+CHUNK_BYTES = 2**28
+"""The most memory that the gradients of a chunk take: each row has its own until its norm is known."""
+
+
 def example_gradients(
     engine: Engine,
     read: tuple[Any, Any],
@@ -55,7 +59,7 @@ def example_gradients(
     direction = jax.tree.unflatten(jax.tree.structure(params), list(gradients))
     inputs = () if engine.pipeline is None else jax.tree.map(jnp.asarray, engine.pipeline.inputs)
 
-    def compute(values: Any, model_state: Any, batch: Any, _: Any) -> Any:
+    def one(values: Any, model_state: Any, batch: Any) -> Any:
         params, direction = values
 
         def forward(params: Any) -> Any:
@@ -73,21 +77,49 @@ def example_gradients(
         return {"loss": loss, "gradient_norm": norm, "alignment": along / size}
 
     rows, places = examples_of(elements, spec)
-    out, infeed = OutfeedQueue(), InfeedQueue(rows, prefetch=0)
-    given = ((params, direction), read[1])
-    runner = Step.evaluating(step, compute, out, infeed, given, Placement(1))
-    state = Step.begin_evaluating(step, runner, given)
+
+    def measured(chunk: int) -> dict[str, np.ndarray]:
+        def compute(values: Any, model_state: Any, batch: Any, _: Any) -> Any:
+            if chunk == 1:
+                return one(values, model_state, jax.tree.map(lambda leaf: leaf[0], batch))
+            return jax.vmap(lambda row: one(values, model_state, row))(batch)
+
+        chunks = [
+            jax.tree.map(lambda *leaves: np.stack(leaves), *rows[first : first + chunk])
+            for first in range(0, len(rows), chunk)
+        ]
+        out, infeed = OutfeedQueue(), InfeedQueue(chunks, prefetch=0)
+        given = ((params, direction), read[1])
+        try:
+            runner = Step.evaluating(step, compute, out, infeed, given, Placement(1))
+            state = Step.begin_evaluating(step, runner, given)
+            numbers = Numbers(engine.seed, engine.step)
+            emitted, _ = runner.dispatch(state, len(chunks), numbers, 0)
+        finally:
+            infeed.close()
+        return jax.tree.unflatten(runner.traced.outfeeds[out].structure, emitted[out].value)
+
     try:
-        emitted, _ = runner.dispatch(state, len(rows), Numbers(engine.seed, engine.step), 0)
-    finally:
-        infeed.close()
-    values = jax.tree.unflatten(runner.traced.outfeeds[out].structure, emitted[out].value)
+        values = measured(chunk_of(len(rows), params))
+    except NotImplementedError:  # an operation without a form for several rows, in a chunk of one
+        values = measured(1)
     found = np.zeros(len(rows), EXAMPLE)
     found["element"], found["position"] = places.T
     for name, value in values.items():
         found[name] = np.asarray(value).reshape(-1)
     found["input_norm"] = [input_norm(row) for row in rows]
     return found
+
+
+def chunk_of(rows: int, params: Any) -> int:
+    """How many rows are computed at once: as many as have room, in chunks of one size.
+
+    >>> chunk_of(12, np.zeros(2**24, np.float32)), chunk_of(12, np.zeros(4, np.float32))
+    (4, 12)
+    """
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    most = min(rows, CHUNK_BYTES // max(1, size))
+    return next((n for n in range(most, 0, -1) if rows % n == 0), 1)
 
 
 def input_norm(row: Any) -> float:
