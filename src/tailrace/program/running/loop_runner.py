@@ -383,7 +383,9 @@ class LoopRunner:
             return f"the first program for elements of {shown}"
         if length not in [one.length for one in before]:
             return f"executions of up to {length} steps"
-        return f"taps look every {period} steps" if period > 1 else "it returns other values than before"
+        if period > 1:
+            return f"taps look every {period} steps"
+        return "it returns other values than before"
 
     def _counted(self, length: int | None) -> bool:
         """Whether a dispatch uses the executable whose length is data."""

@@ -23,8 +23,8 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the name of a logged value: "loss", "val_loss", "val_accuracy", ...
-        patience: the number of checks in a row without improvement after which to stop; 0 is the same as
-            1, as in Keras.
+        patience: the number of checks in a row without improvement after which to stop; 0 means 1, as
+            in Keras.
         mode: "min", "max", or "auto", which means "max" for names of accuracies and the like.
         min_delta: the smallest change that counts as an improvement.
         restore_best: whether to restore the whole state (parameters, optimizer state, model state,
