@@ -31,7 +31,7 @@ _DESCRIPTION_SHARE, _DESCRIPTION_LEAST = 64, 1 << 20
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
-def read_limit(given: Any = None) -> int:
+def read_limit(given: object = None) -> int:
     """The limit in bytes: the argument, the environment variable, or the default.
 
     >>> read_limit("2GiB"), read_limit(1000)

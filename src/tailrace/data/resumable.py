@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from tailrace.data.trees import Tree
 from tailrace.errors import DataError
 
 Element = TypeVar("Element")
@@ -39,7 +40,7 @@ class ResumableMap(Iterator[Element], Generic[Element]):
     def __next__(self) -> Element:
         return self._function(next(self._source))
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: Tree) -> None:
         """Continue from a state; some sources then have another iterator."""
         self._source = self._set_state(state) or self._source
 
@@ -49,7 +50,7 @@ def resumable(function: Callable[[Any], Element], iterable: Any) -> Iterator[Ele
     loads = callable(getattr(iterable, "state_dict", None))
     if loads and callable(getattr(iterable, "load_state_dict", None)):
 
-        def load(state: Any) -> Iterator[Any]:
+        def load(state: Tree) -> Iterator[Any]:
             iterable.load_state_dict(state)
             return iter(iterable)
 
@@ -65,7 +66,7 @@ def can_go_back(source: Any) -> bool:
     return all(callable(getattr(source, name, None)) for name in ("get_state", "set_state"))
 
 
-def encode_state(state: Any) -> dict[str, Any]:
+def encode_state(state: Tree) -> dict[str, Any]:
     """A state as a value for JSON."""
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode("ascii")}

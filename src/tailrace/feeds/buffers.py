@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import Any
 
 import numpy as np
+
+from tailrace.data.array_like import DTypeLike
 
 # XLA's CPU backend uses an array in place, without a copy, if it starts on such a boundary.
 _ALIGNMENT = 64
@@ -81,7 +82,7 @@ def idle_bytes() -> int:
     return _pool.idle_bytes
 
 
-def allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Uninitialized memory that a CPU device can use without a copy.
 
     Never write to it again once a device has it: the device may alias it.

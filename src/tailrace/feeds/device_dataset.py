@@ -70,7 +70,9 @@ class IndexBlocks(Blocks):
         """Indices, one after the other."""
         return [np.concatenate([block[0] for block in blocks])]
 
-    def to_device(self, block: Block, sharding: Any, room: int) -> tuple[Any, ...]:
+    def to_device(
+        self, block: Block, sharding: jax.sharding.Sharding, room: int
+    ) -> tuple[Any, ...]:
         """The elements at a block of indices, padded to `room` rows."""
         (indices,) = block
         if room > len(indices):  # padded with row 0, so that one compiled gather serves all lengths
@@ -84,7 +86,7 @@ class IndexBlocks(Blocks):
         """The elements at these indices."""
         return [np.asarray(leaf)[block[0]] for leaf in jax.tree.leaves(self._batches.arrays)]
 
-    def _copied(self, sharding: Any) -> tuple[Any, ...]:
+    def _copied(self, sharding: jax.sharding.Sharding) -> tuple[Any, ...]:
         """The arrays on the devices of a block: all of them on each, as any row may be wanted there."""
         whole: Any = sharding
         if isinstance(sharding, jax.sharding.NamedSharding):
@@ -98,7 +100,7 @@ class IndexBlocks(Blocks):
 
 
 @functools.cache
-def _gather(sharding: Any) -> Any:
+def _gather(sharding: jax.sharding.Sharding) -> Any:
     out = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
     def gather(arrays: tuple[Any, ...], indices: Any) -> tuple[Any, ...]:

@@ -120,7 +120,12 @@ class InfeedQueue(Feed):
             return reader.spec()
 
     def take(
-        self, count: int, sharding: Any, *, then: int | None = None, room: int | None = None
+        self,
+        count: int,
+        sharding: jax.sharding.Sharding,
+        *,
+        then: int | None = None,
+        room: int | None = None,
     ) -> Staged:
         """The next `count` elements per replica, on the device.
 
@@ -304,12 +309,14 @@ class InfeedQueue(Feed):
         if self._closed:
             raise FeedError("This InfeedQueue is closed and feeds no program. Make a new one.")
 
-    def _stage(self, count: int, sharding: Any, room: int | None) -> None:
+    def _stage(self, count: int, sharding: jax.sharding.Sharding, room: int | None) -> None:
         reader = self._open()
         future = self._worker().submit(self._stage_now, reader, count, sharding, room)
         self._staged.append(((count, sharding, room), future))
 
-    def _stage_now(self, reader: Reader, count: int, sharding: Any, room: int | None) -> Staged:
+    def _stage_now(
+        self, reader: Reader, count: int, sharding: jax.sharding.Sharding, room: int | None
+    ) -> Staged:
         """In the thread: wait for a free block, read elements into it, transfer it."""
         # Memory is bounded here, not by the length of the queue: a block is free only when its
         # execution has ended, which a dispatch does not wait for.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tailrace.data.trees import leaf_called
+from tailrace.data.trees import Tree, leaf_called
 from tailrace.errors import FeedError, OptionError
 from tailrace.feeds.sent_block import SentBlock
 from tailrace.feeds.waiting import Runs
@@ -116,7 +116,7 @@ class OutfeedQueue:
 
     # -- in a program ---------------------------------------------------------------------------
 
-    def enqueue(self, values: Any) -> Any:
+    def enqueue(self, values: Tree) -> Any:
         """Send `values` (a tree) out of the program each time this call runs; returns them.
 
         Raises:

@@ -26,7 +26,12 @@ class SentBlock:
     """
 
     def __init__(
-        self, structure: Any, leaves: list[Any], valid: Any, loops: int, replicas: int
+        self,
+        structure: Any,
+        leaves: list[Any],
+        valid: Any,
+        loops: int,
+        replicas: int,
     ) -> None:
         self.structure = structure
         self._leaves, self._valid, self._loops, self._replicas = leaves, valid, loops, replicas

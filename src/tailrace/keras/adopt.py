@@ -53,7 +53,7 @@ _ADDED = (
 )
 
 
-def adopt(model: Any, replicas: int = 1) -> Any:
+def adopt(model: keras.Model, replicas: int = 1) -> Any:
     """Give a Keras model Tailrace's trainer; returns the same model.
 
     Its class, layers, weights, name and compile arguments do not change. `fit`, `evaluate` and
@@ -86,7 +86,7 @@ def adopt(model: Any, replicas: int = 1) -> Any:
     return model
 
 
-def of(model: Any) -> Adopted:
+def of(model: keras.Model) -> Adopted:
     """What Tailrace adds to an adopted model, even if the model's class uses the same names.
 
     `model.records` is that of the model's class, if it has one: `tk.of(model).records` is ours.
@@ -109,7 +109,7 @@ def of(model: Any) -> Adopted:
     return adopted
 
 
-def take_over(model: Any, replicas: int, kind: type[Settings] = Settings) -> Settings:
+def take_over(model: keras.Model, replicas: int, kind: type[Settings] = Settings) -> Settings:
     """Let a model train on the engine; returns its settings."""
     settings = kind(model, replicas)
     adopted = Adopted(model, settings)
@@ -128,7 +128,7 @@ class _Added:
         self._name, self._inside = name, inside
         self.__doc__ = getattr(Adopted, inside, Settings).__doc__
 
-    def __get__(self, model: Any, kind: Any = None) -> Any:
+    def __get__(self, model: keras.Model, kind: Any = None) -> Any:
         if model is None:
             return self
         adopted = attached(model)
@@ -137,7 +137,7 @@ class _Added:
         return getattr(adopted, self._inside)
 
 
-def _made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def _made(make: Any, model: keras.Model, *args: Any, **kwargs: Any) -> None:
     """Create a model, and let an open scope adopt it."""
     make(model, *args, **kwargs)
     adopting = scopes.innermost()
@@ -145,7 +145,7 @@ def _made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         adopting(model)
 
 
-def _functional_made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def _functional_made(make: Any, model: keras.Model, *args: Any, **kwargs: Any) -> None:
     """Create a Functional model: either all of its layers have a stage, or none."""
     make(model, *args, **kwargs)
     if attached(model) is not None and scopes.innermost() is not None:
@@ -153,7 +153,7 @@ def _functional_made(make: Any, model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _asked(name: str) -> Any:
-    def around(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(plain: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         adopted = attached(model)
         if adopted is None:
             return plain(model, *args, **kwargs)
@@ -162,7 +162,7 @@ def _asked(name: str) -> Any:
     return around
 
 
-def _load_assets(model: Any, directory: str | None) -> None:
+def _load_assets(model: keras.Model, directory: str | None) -> None:
     """Adopt a model that was saved as adopted; called by Keras while it loads one."""
     path = pathlib.Path(directory, ASSET) if directory else None
     if path is None or not path.exists():

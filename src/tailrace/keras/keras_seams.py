@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -34,7 +35,7 @@ def check_graphs() -> None:
     PACKAGE.check([_GRAPHS])
 
 
-def _constants(function: Any) -> tuple[Any, ...]:
+def _constants(function: Callable[..., Any]) -> tuple[Any, ...]:
     code = inspect.unwrap(function).__code__
     names = code.co_names + code.co_varnames + code.co_freevars
     return (*code.co_consts, *names)

@@ -6,13 +6,14 @@ import contextlib
 import inspect
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.checkpoints.fit_forms import backups_of, callbacks_in
 from tailrace.keras.checkpoints.keeping import Keeping
@@ -67,7 +68,7 @@ class Adopted(Setters, Assigning, LookingBack):
         settings: its settings.
     """
 
-    def __init__(self, model: Any, settings: Settings) -> None:
+    def __init__(self, model: keras.Model, settings: Settings) -> None:
         self.model, self.settings = model, settings
         self.programs: dict[str, Any] = {}
         self._running: dict[str, Pacing] = {}
@@ -171,7 +172,9 @@ class Adopted(Setters, Assigning, LookingBack):
                 self.kept_fits += 1
                 return fit_kept(self, keeping, pacing, call)
 
-    def _fit_again(self, args: Any, kwargs: Any) -> tuple[Pacing, dict[str, Any]]:
+    def _fit_again(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Pacing, dict[str, Any]]:
         bound = inspect.signature(PLAIN["fit"]).bind(self.model, *args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
@@ -259,14 +262,14 @@ class Adopted(Setters, Assigning, LookingBack):
 
     def compute_loss_and_updates(
         self,
-        trainable_variables: Any,
-        non_trainable_variables: Any,
-        metrics_variables: Any,
-        x: Any,
+        trainable_variables: Tree,
+        non_trainable_variables: Tree,
+        metrics_variables: Tree,
+        x: object,
         y: Any,
         sample_weight: Any,
         training: bool = False,
-        optimizer_variables: Any = None,
+        optimizer_variables: Tree = None,
     ) -> Any:
         """Keras' forward pass; inside a training program, its loss is kept with its gradient."""
         settings, plain = self.settings, PLAIN["compute_loss_and_updates"]
@@ -340,7 +343,7 @@ class Adopted(Setters, Assigning, LookingBack):
         setattr(model, name, _Function(self, mode, program))
         return getattr(model, name)
 
-    def run(self, mode: str, program: Any, state: Any, iterator: Iterator[Any]) -> Any:
+    def run(self, mode: str, program: Any, state: Tree, iterator: Iterator[Any]) -> Any:
         """Run one execution of a program; called by Keras' trainer."""
         self.active = program
         running = self._running.get(mode)
@@ -388,12 +391,12 @@ class _Function:
     def __init__(self, adopted: Adopted, mode: str, program: Any) -> None:
         self._adopted, self._mode, self._program = adopted, mode, program
 
-    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
+    def __call__(self, state: Tree, iterator: Iterator[Any]) -> Any:
         """Run an execution; returns logs or outputs, and the next state."""
         return self._adopted.run(self._mode, self._program, state, iterator)
 
 
-def trains_by_engine(model: Any) -> bool:
+def trains_by_engine(model: keras.Model) -> bool:
     """Whether the engine computes the step: loss and gradient, then the optimizer.
 
     Otherwise the step is Keras' `train_step`, or the user's, in a loop on the device.
@@ -402,7 +405,7 @@ def trains_by_engine(model: Any) -> bool:
     return not own and bool(model.trainable_variables)
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(
             f"steps_per_execution counts batches and is at least 1. "

@@ -17,6 +17,7 @@ import jax
 import keras
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue
 from tailrace.jaxprs.marks import current_trace
@@ -97,7 +98,7 @@ class Outfeed(keras.layers.Layer):
         self.outfeed_queue = outfeed_queue
         self.supports_masking = True
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Tree) -> Any:
         """The inputs."""
         if self.outfeed_queue is None or not _sends():
             return inputs
@@ -136,7 +137,7 @@ class MaybeOutfeed(keras.layers.Layer):
         self.maybe_outfeed_queue, self.final_outfeed = maybe_outfeed_queue, final_outfeed
         self.supports_masking = True
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Tree) -> Any:
         """The inputs."""
         queue = self.maybe_outfeed_queue
         if queue is None or not _sends():
@@ -200,7 +201,7 @@ class OutfeedOptimizer(Wrapper):
         outfeed_queue: MaybeOutfeedQueue | None,
         outfeed_optimizer_mode: Any = OutfeedOptimizerMode.BEFORE_APPLY,
         name: str = "OutfeedOptimizer",
-        model: Any = None,
+        model: keras.Model | None = None,
     ) -> None:
         if model is None:
             raise OptionError(
@@ -269,7 +270,7 @@ class OutfeedOptimizer(Wrapper):
             self._queue.deliver(OrderedDict(found), replicas)
 
 
-def _names_in(model: Any) -> dict[int, str]:
+def _names_in(model: keras.Model) -> dict[int, str]:
     variables = model.trainable_variables
     names = names_of(variables, model.name)
     return {id(v): name for v, name in zip(variables, names, strict=True)}
@@ -286,7 +287,7 @@ def scale_is_elsewhere(wrapper: Wrapper) -> str:
     )
 
 
-def check_wrappers(optimizer: Any) -> None:
+def check_wrappers(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuse wrappers that a pipeline cannot call for the gradients of each batch.
 
     Several devices compute them: a gradient is changed on its device, and observed there before, if it

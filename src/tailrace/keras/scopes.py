@@ -41,7 +41,7 @@ class Scopes:
         )
 
     @contextlib.contextmanager
-    def opened(self, value: Any) -> Iterator[None]:
+    def opened(self, value: object) -> Iterator[None]:
         """A scope that is open while the block runs."""
         scope = _Scope(value)
         self._stack.set((*self._stack.get(), scope))

@@ -87,7 +87,7 @@ class FollowedRun:
         """Turn any error in this context into a sentence: files of a run are untrusted."""
         return describing(self.directory, "what its files describe")
 
-    def kept(self, key: Any, make: Callable[[], Kept]) -> Kept:
+    def kept(self, key: object, make: Callable[[], Kept]) -> Kept:
         """The cached value of a key, or a new one from `make`."""
         with self._lock:
             found = self._kept.pop(key) if key in self._kept else make()

@@ -113,12 +113,12 @@ def _devices(devices: Any) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
-def _mapping(value: Any) -> Rows:
+def _mapping(value: object) -> Rows:
     items = value.items() if isinstance(value, Mapping) else ()
     return [(_text(name), _text(inner)) for name, inner in items]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A text from a file, safe to print and of limited length."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return shown(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…")

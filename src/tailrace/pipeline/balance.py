@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs import internals, jax_seams
@@ -133,11 +134,11 @@ class Balance:
 
 def balance(
     fn: Callable[..., Any],
-    params: Any,
-    example: Any,
+    params: Tree,
+    example: Tree,
     *,
     stages: int,
-    model_state: Any = None,
+    model_state: Tree = None,
     measure: bool = False,
 ) -> Balance:
     """Propose where to cut a model into stages.

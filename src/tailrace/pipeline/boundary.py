@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.marks import Tag, mark
 
@@ -13,7 +14,7 @@ ROLE = "stage"
 NEXT, BESIDE = "next", "beside"
 
 
-def stage_boundary(values: Any) -> Any:
+def stage_boundary(values: Tree) -> Any:
     """End a stage of a pipeline here: everything computed after this belongs to the next one.
 
     Only the order of computation counts. `values` are returned as they are; give what flows on to
@@ -30,7 +31,7 @@ def stage_boundary(values: Any) -> Any:
     return boundary(values, NEXT)
 
 
-def boundary(values: Any, which: str) -> Any:
+def boundary(values: Tree, which: str) -> Any:
     """Begin the next stage, or (`BESIDE`) the next member of a group of concurrent stages."""
     if not jax.tree.leaves(values):
         raise PipelineError(

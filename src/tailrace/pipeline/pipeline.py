@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, PipelineError
 from tailrace.feeds.elements import call_with_element
 from tailrace.jaxprs.marks import path_name
@@ -145,7 +146,7 @@ class Pipeline:
     # -- the model as one function --------------------------------------------------------------
 
     def __call__(
-        self, params: Any, model_state: Any, has_state: bool, batch: Any, inputs: Sequence[Any]
+        self, params: Tree, model_state: Tree, has_state: bool, batch: Tree, inputs: Sequence[Any]
     ) -> Any:
         """What a loss function returns, with boundaries between stages."""
         if self.function is not None:
@@ -162,7 +163,7 @@ class Pipeline:
         return loss, (after, aux)
 
     def outputs(
-        self, params: Any, model_state: Any, has_state: bool, batch: Any, inputs: Sequence[Any]
+        self, params: Tree, model_state: Tree, has_state: bool, batch: Tree, inputs: Sequence[Any]
     ) -> tuple[Any, Any]:
         """What the last stage returns, and the next model state."""
         if self.function is not None:
@@ -203,8 +204,8 @@ class Pipeline:
         number: int,
         which: int,
         own: list[Any],
-        values: Any,
-        batch: Any,
+        values: Tree,
+        batch: Tree,
         inputs: Sequence[Any],
     ) -> Any:
         stage = self.stages[number][which]
@@ -234,7 +235,7 @@ class Pipeline:
                     f"{_forms(values)}: {error}"
                 ) from error
 
-    def _by_stage(self, what: str, tree: Any) -> Sequence[Any]:
+    def _by_stage(self, what: str, tree: Tree) -> Sequence[Any]:
         if not isinstance(tree, tuple | list) or len(tree) != len(self.stages):
             found = f"{len(tree)}" if isinstance(tree, tuple | list) else f"a {type(tree).__name__}"
             raise PipelineError(
@@ -245,7 +246,7 @@ class Pipeline:
 
     # -- weights of several stages --------------------------------------------------------------
 
-    def untie(self, params: Any) -> Any:
+    def untie(self, params: Tree) -> Any:
         """The parameters, each shared weight in its first place only."""
         if not self.shared:
             return params
@@ -271,7 +272,7 @@ class Pipeline:
         kept = [None if path_name(path) in extra else value for path, value in leaves]
         return jax.tree.unflatten(structure, kept)
 
-    def tie(self, params: Any) -> Any:
+    def tie(self, params: Tree) -> Any:
         """The parameters with every shared weight in all its places."""
         if not self.shared:
             return params
@@ -308,7 +309,7 @@ def _stage_name(stage: Any) -> str:
 
 
 def _groups(shared: Any) -> tuple[tuple[str, ...], ...]:
-    def is_list(value: Any) -> bool:
+    def is_list(value: object) -> bool:
         return isinstance(value, tuple | list)
 
     fits = is_list(shared) and all(map(is_list, shared))
@@ -358,8 +359,8 @@ def _name(stage: Any) -> str:
     return getattr(stage, "__name__", repr(stage))
 
 
-def _forms(values: Any) -> str:
-    def one(value: Any) -> str:
+def _forms(values: Tree) -> str:
+    def one(value: object) -> str:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         return type(value).__name__ if shape is None else f"{dtype}{list(shape)}"
 

@@ -201,7 +201,7 @@ def step_block(leaves: list[np.ndarray]) -> Block:
     return Block(tuple(jnp.asarray(leaf) for leaf in leaves))
 
 
-def _floats(value: Any) -> np.ndarray | None:
+def _floats(value: object) -> np.ndarray | None:
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return np.asarray(value, np.float64) if isinstance(value, float) else None

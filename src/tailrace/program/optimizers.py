@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.jaxprs.marks import Tag, current_trace, mark, name_values
@@ -76,7 +77,7 @@ def gradient_accumulation(
     optimizer: Any,
     microbatches: int,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike = None,
     reduction: Reduction | str = Reduction.MEAN,
 ) -> Any:
     """`optimizer`, run once for every `microbatches` updates, on their accumulated gradient.

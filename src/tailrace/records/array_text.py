@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.errors import OptionError
 
 _ELLIPSIS = "..."
@@ -79,7 +80,7 @@ class PrintOptions:
                 f"float_format is one of {choices}. Received: float_format={self.float_format!r}."
             ) from None
 
-    def format(self, array: Any, title: str = "") -> str:
+    def format(self, array: object, title: str = "") -> str:
         """An array as text, after `title: ` if there is a title."""
         values = np.asarray(array)
         head = f"{title}: " if title else ""
@@ -191,7 +192,7 @@ _LEAST = {"summarise_threshold": 0, "edge_items": 1, "max_line_width": 0, "digit
 
 
 def format_tensor(
-    array: Any,
+    array: object,
     title: str = "",
     summarise_threshold: int = 1000,
     edge_items: int = 3,
@@ -226,12 +227,12 @@ def format_tensor(
     return options.format(array, title)
 
 
-def _is_float(dtype: Any) -> bool:
+def _is_float(dtype: DTypeLike) -> bool:
     # NumPy does not treat the narrow floats (bfloat16, float8) as floats: their kind is "V".
     return dtype.kind in "fcV"
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> Any:
     return np.complex128 if dtype.kind == "c" else np.float64
 
 

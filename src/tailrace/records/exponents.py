@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.records.float_formats import FORMATS, format_shares
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 BIAS = 127
 
 
-def count_exponents(values: Any) -> np.ndarray:
+def count_exponents(values: Tree) -> np.ndarray:
     """The histogram of an array, with the bins of a tap with `reduce="histogram"`.
 
     >>> counts = count_exponents([1.0, 1.5, 0.0, float("nan")])

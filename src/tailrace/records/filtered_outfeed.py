@@ -59,7 +59,7 @@ class MaybeOutfeedQueue:
 
     # -- in a program ---------------------------------------------------------------------------
 
-    def maybe_outfeed(self, key: str, value: Any) -> Any:
+    def maybe_outfeed(self, key: str, value: object) -> Any:
         """Collect `value` (a tree) under `key` if the filters select it; returns `value`."""
         trace = current_trace("MaybeOutfeedQueue.maybe_outfeed")
         if not self.selects(key):

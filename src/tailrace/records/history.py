@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -230,7 +229,7 @@ class History:
         return f"<b>{len(self)} steps</b><table>{head}{rows}</table>"
 
 
-def split_emission(value: Any, microbatches: int, replicas: int) -> np.ndarray:
+def split_emission(value: object, microbatches: int, replicas: int) -> np.ndarray:
     """An emitted scalar as [steps, microbatches, replicas]."""
     array = np.asarray(value)
     if replicas > 1:

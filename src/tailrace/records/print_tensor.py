@@ -18,7 +18,7 @@ from tailrace.records.array_text import PrintOptions
 
 
 def print_tensor(
-    x: Any,
+    x: object,
     title: str = "",
     print_gradient: bool = True,
     *,
@@ -81,7 +81,7 @@ def print_tensor(
     )
     title = title or "tensor"
 
-    def show(value: Any, title: str) -> None:
+    def show(value: object, title: str) -> None:
         text = options.format(np.asarray(value), title)
         # One write: replicas print at the same time, and their lines must not interleave.
         sys.stderr.write(f"{text}\n")

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from tailrace.data.trees import Tree
+
 TO_DEVIATIONS = 1.4826
 """The median of absolute deviations of normal values, times this, is their standard deviation."""
 
@@ -17,7 +19,7 @@ _AT_ONCE = 4096
 """Of how many values the windows are compared at a time: they take memory."""
 
 
-def robust_scores(values: Any, among: Any = None) -> np.ndarray:
+def robust_scores(values: Tree, among: Any = None) -> np.ndarray:
     """How many standard deviations each value is above the median; infinite where it is not finite.
 
     Args:
@@ -39,7 +41,7 @@ def robust_scores(values: Any, among: Any = None) -> np.ndarray:
     return np.where(np.isfinite(values), (values - middle) / spread, np.inf)
 
 
-def moving_scores(values: Any, before: Any, window: int, least: int) -> np.ndarray:
+def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndarray:
     """The score of each of a row of values among those before it.
 
     Args:

@@ -69,7 +69,7 @@ def _line(index: str, name: str, width: int, numbers: Any, flags: Any) -> str:
     return " ".join(cells)
 
 
-def _summarised(array: Any) -> tuple[list[float], list[bool]]:
+def _summarised(array: object) -> tuple[list[float], list[bool]]:
     values = np.asarray(array)
     if not values.size:
         return [float("nan")] * len(_STATISTICS), [False] * len(_FLAGS)

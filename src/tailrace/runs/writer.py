@@ -340,7 +340,7 @@ def _in_words(directory: Path, what: str, tables: RunTables | None) -> Iterator[
         ) from error
 
 
-def _as_directory(given: Any) -> Path:
+def _as_directory(given: object) -> Path:
     """An absolute path, independent of later changes of the working directory."""
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise OptionError(

@@ -164,7 +164,7 @@ def _spread(h: Any, word: Any) -> Any:
 # -- on the host --------------------------------------------------------------------------------
 
 
-def host_digest(value: Any, name: str, first: int = 0) -> int:
+def host_digest(value: object, name: str, first: int = 0) -> int:
     """The digest of an array on the host: one 64-bit integer, equal to the device's.
 
     >>> whole = np.arange(6, dtype=np.float32)
@@ -181,7 +181,7 @@ def host_digest(value: Any, name: str, first: int = 0) -> int:
     return total % 2**64
 
 
-def host_row_digest(value: Any, name: str) -> int:
+def host_row_digest(value: object, name: str) -> int:
     """The digest of one entry, as `digest_rows` computes it."""
     words = _host_words(np.asarray(value))
     with np.errstate(over="ignore"):

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs import internals
 from tailrace.taps.frame import Emissions, Trip
 
@@ -51,7 +52,7 @@ def run_counted(
     _, (ys, each) = form
     kept = jax.tree.map(lambda s: zeros(s, (room,)), (ys, each))
 
-    def silent(state: Any) -> Any:
+    def silent(state: Tree) -> Any:
         index, carry, kept = state
         carry, made = quiet(carry, index)
         return index + 1, carry, _put(kept, made, index)
@@ -71,7 +72,7 @@ def run_counted(
         if key not in each
     )
 
-    def look(state: Any) -> Any:
+    def look(state: Tree) -> Any:
         index, number, carry, kept, looks = state
         carry, (ys, emitted) = loud(carry, index)
         always = Emissions((key, emitted[key]) for key in each)
@@ -79,7 +80,7 @@ def run_counted(
         kept, looks = _put(kept, (ys, always), index), _put(looks, now, number)
         return index + 1, number + 1, carry, kept, looks
 
-    def group(state: Any) -> Any:
+    def group(state: Tree) -> Any:
         index, number, carry, kept, looks = state
         # Looks are at fixed steps of the training, not of this execution: an execution may start in the
         # middle of a period.
@@ -118,7 +119,7 @@ def zeros(shape: Any, lead: tuple[Any, ...] = ()) -> Any:
     return jnp.zeros((*lead, *shape.shape), shape.dtype)
 
 
-def _put(buffers: Any, rows: Any, index: Any) -> Any:
+def _put(buffers: Tree, rows: Any, index: Any) -> Any:
     return jax.tree.map(
         lambda buffer, row: lax.dynamic_update_index_in_dim(buffer, row, index, 0), buffers, rows
     )

@@ -115,7 +115,7 @@ class Frame:
         blocks = self.blocks if blocks is None else blocks
         return dataclasses.replace(self, blocks=blocks, emitted=Emissions(), **changes)
 
-    def emit(self, key: Hashable, value: Any, valid: Any = None) -> None:
+    def emit(self, key: Hashable, value: object, valid: Any = None) -> None:
         """Emit a value under `key`."""
         self.emitted[key] = Emission(value, valid)
 

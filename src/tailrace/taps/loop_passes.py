@@ -86,7 +86,7 @@ class Passes:
         )
         kept = Emissions((k, jax.tree.map(zeros, shapes[k])) for k in self.collect if k in shapes)
 
-        def one_pass(carry: Tree, x: Any, looks: bool) -> Any:
+        def one_pass(carry: Tree, x: object, looks: bool) -> Any:
             carry, kept = carry
             # The trace above is of an iteration with `observing`; the other kind is traced here.
             made = traced(carry, x) if looks == observing else self.one_pass(carry, x, looks)
@@ -122,7 +122,7 @@ class Passes:
         assert not rest, "the caller cuts loops into multiples of the period"
         grouped = jax.tree.map(lambda x: x.reshape(groups, period, *x.shape[1:]), xs)
 
-        def group(carry: Tree, x: Any) -> Any:
+        def group(carry: Tree, x: object) -> Any:
             silent = jax.tree.map(lambda x: x[:-1], x)
             carry, (ys, emitted) = scan(
                 lambda c, x: one_pass(c, x, False), carry, silent, period - 1
@@ -140,7 +140,7 @@ class Passes:
 def skipping(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Callable[..., Any]:
     """An iteration that leaves the carry unchanged if its emissions are not good."""
 
-    def run(before: Any, x: Any, observing: bool) -> Any:
+    def run(before: Any, x: object, observing: bool) -> Any:
         after, (ys, emitted) = one_pass(before, x, observing)
         # Without the barrier, XLA would fuse the select with the update and round the update
         # differently from a program without a guard. Both must give the same bits.
@@ -152,7 +152,7 @@ def skipping(one_pass: Callable[..., Any], is_good: Callable[[Any], Any]) -> Cal
     return run
 
 
-def _append(many: Any, one: Any) -> Any:
+def _append(many: Any, one: object) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), many, one)
 
 

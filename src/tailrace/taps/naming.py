@@ -219,7 +219,7 @@ class _Program:
                 for var in internals.variables(eqn.invars):
                     self.users.setdefault(var, []).append(index)
 
-    def place(self, var: Any) -> tuple[JaxprEqn, Position, int]:
+    def place(self, var: Var) -> tuple[JaxprEqn, Position, int]:
         """The equation that defines a variable, its position, and the index of the result."""
         index, output = self._made[var]
         return self.jaxpr.eqns[index], (*self._position, index), output
@@ -269,7 +269,7 @@ def _operation_name(eqn: JaxprEqn) -> str:
     return call_name(eqn) or internals.operation(eqn)
 
 
-def _is_number(var: Any) -> bool:
+def _is_number(var: Var) -> bool:
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and (
         jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jnp.integer)

@@ -268,7 +268,7 @@ def careful_statistics(rows: jax.Array, lengths: jax.Array, shift: jax.Array) ->
     moved = jnp.where(finite, rows - shift, 0)
     missing = (rows.shape[1] - lengths).astype(rows.dtype)
 
-    def count(found: Any) -> Any:
+    def count(found: jax.Array) -> Any:
         return found.sum(axis=1, dtype=rows.dtype) - jnp.where(found[:, 0], missing, 0)
 
     return [

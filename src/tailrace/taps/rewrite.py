@@ -99,7 +99,7 @@ class Rewriter(Visitor[Any, Frame]):
         """Keep the equation's name stack and source lines."""
         return internals.equation_context(eqn)
 
-    def constant(self, value: Any, var: Any) -> Any:
+    def constant(self, value: object, var: Any) -> Any:
         """A constant; for a free literal, the argument that replaces it."""
         # By identity: two literals of equal value may differ in whether they can be arguments.
         place = self.free.places.get(id(var))

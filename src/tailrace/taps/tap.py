@@ -341,7 +341,7 @@ def check_bytes(
         )
 
 
-def _parse(kind: Any, value: Any, name: str, also: str) -> Any:
+def _parse(kind: Any, value: object, name: str, also: str) -> Any:
     try:
         return kind(value if isinstance(value, str) else "")
     except ValueError:

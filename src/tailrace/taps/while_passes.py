@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.taps.counted_loop import traced_once, zeros
 from tailrace.taps.frame import Emission, Emissions
 from tailrace.taps.loop_passes import both, collected
@@ -59,7 +60,7 @@ def run_while(
         for key, shape in shapes.items()
     )
 
-    def advance(state: Any) -> Any:
+    def advance(state: Tree) -> Any:
         number, carry, kept = state
         carry, emitted = traced(number, carry)
         return number + 1, carry, keep(number, kept, emitted)

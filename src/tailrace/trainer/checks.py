@@ -96,7 +96,7 @@ def check_accumulates_once(optimizer: Any, params: Tree) -> None:
     """Refuse an optimizer that accumulates: the trainer does, and it would happen twice."""
     import optax
 
-    def accumulates(state: Any) -> bool:
+    def accumulates(state: Tree) -> bool:
         return isinstance(state, AccumulationState | optax.MultiStepsState)
 
     state = jax.eval_shape(optimizer.init, params)

@@ -110,7 +110,7 @@ class Collector:
         )
         return results, bad
 
-    def _split(self, value: Any, replicas: int) -> np.ndarray:
+    def _split(self, value: object, replicas: int) -> np.ndarray:
         """An emission as [steps, microbatches, replicas], on the host."""
         return split_emission(value, self.microbatches, replicas)
 

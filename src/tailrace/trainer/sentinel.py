@@ -40,7 +40,7 @@ def is_watched(entry: Entry) -> bool:
     return entry.kind != "cotangent"
 
 
-def sentinel_bits(value: Any) -> Any:
+def sentinel_bits(value: object) -> Any:
     """What leaves of a tensor: the digest of its bits."""
     return digest(value, "bits")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 from tailrace.compat.ipu.errors import (
@@ -71,11 +72,11 @@ class AttributeMetadata:
 class _OnClassOrObject:
     """A method that fills the object it is called on, or a new one if called on the class."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.__doc__ = function.__doc__
 
-    def __get__(self, obj: Any, owner: Any = None) -> Any:
+    def __get__(self, obj: object, owner: Any = None) -> Any:
         return self._function.__get__(owner() if obj is None else obj)
 
 

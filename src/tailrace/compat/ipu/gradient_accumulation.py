@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.originals.missing import missing_from
@@ -23,7 +22,7 @@ class GradientAccumulationReductionMethod(enum.Enum):
         return Reduction(self.name.lower())
 
     @classmethod
-    def parse_reduction_method(cls, value: Any) -> GradientAccumulationReductionMethod:
+    def parse_reduction_method(cls, value: object) -> GradientAccumulationReductionMethod:
         """The member itself, or the one that a string names in either case.
 
         >>> GradientAccumulationReductionMethod.parse_reduction_method("mean").name

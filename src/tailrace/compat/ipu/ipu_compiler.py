@@ -33,6 +33,7 @@ from tailrace.compat.ipu.loops import NeedsNumber
 from tailrace.compat.ipu.pipelining.pipelines import PipelineProgram
 from tailrace.compat.ipu.scopes import current_ordinal
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import DataExhausted, FeedError, ProducerError
 from tailrace.jaxprs.internals import is_library
@@ -195,11 +196,11 @@ class _Version:
             return self._result.as_returned(list(tensors))
         return self._result.with_values(list(tensors))
 
-    def _function(self, values: Any, inputs: Any) -> Any:
+    def _function(self, values: Tree, inputs: Tree) -> Any:
         given = dict(zip(map(id, self._variables), values, strict=True))
         scope = Scope(self._found, looking=False)
 
-        def computation(values: Any, inputs: Any) -> Any:
+        def computation(values: Tree, inputs: Tree) -> Any:
             scope.values = dict(zip(given, values, strict=True))
             self._found.keep.begin()
             self._found.limits.clear()

@@ -21,6 +21,8 @@ from tailrace.compat.ipu.errors import (
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current, inside
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import DTypeLike
+from tailrace.data.trees import Tree
 from tailrace.errors import DataError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.marks import current_trace, dequeue
@@ -136,7 +138,7 @@ class IPUInfeedQueue:
         return queue
 
 
-def check_dtype(dtype: Any, index: int) -> None:
+def check_dtype(dtype: DTypeLike, index: int) -> None:
     """Refuse a dtype that no feed of the original took."""
     if str(np.dtype(dtype)) not in ALLOWED:
         raise FailedPreconditionError(
@@ -190,7 +192,7 @@ def _leaves(spec: Any) -> list[Any]:
     return [spec]
 
 
-def arguments_of(element: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+def arguments_of(element: Tree) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments that an element supplies: a list by position, a lone dict by name.
 
     >>> arguments_of((1, 2)), arguments_of({"a": 1}), arguments_of(3)

@@ -21,6 +21,8 @@ from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import check_dtype, check_ordinal
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import FeedError
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import Tracer
@@ -41,7 +43,7 @@ _NEVER = object()
 class Enqueued(Operation):
     """What `enqueue` returns: an operation, and the values sent, for code that goes on with them."""
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: Tree) -> None:
         super().__init__("outfeed enqueue")
         self.values = values
 
@@ -94,7 +96,7 @@ class IPUOutfeedQueue:
 
     # -- in a program ---------------------------------------------------------------------------
 
-    def enqueue(self, tensors: Any) -> Enqueued:
+    def enqueue(self, tensors: TensorLike) -> Enqueued:
         """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached."""
         if not is_tracing() and any(isinstance(x, Tracer) for x in jax.tree.leaves(tensors)):
             return Enqueued(tensors)  # Keras asks a layer for the shape of its outputs
@@ -187,7 +189,7 @@ class IPUOutfeedQueue:
         """The engine's queue."""
         return self._queue
 
-    def deliver(self, tensors: Any) -> None:
+    def deliver(self, tensors: TensorLike) -> None:
         """Take over elements that were put together on the host: leaves with them as first dim."""
         leaves: list[Any] = []
         self._form = _taken_apart(tensors, leaves)

@@ -21,6 +21,7 @@ from tailrace.compat.ipu.strategy.dataset_iteration import datasets_are_infeeds
 from tailrace.compat.ipu.strategy.in_keras import InKeras, keras_optimizer_in
 from tailrace.compat.ipu.strategy.older_steps import adapt
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.trees import Tree
 from tailrace.keras.adopt import take_over
 from tailrace.keras.data.batch_counts import Counts
 from tailrace.keras.keras_internals import hook
@@ -107,7 +108,7 @@ class IPUStrategyV1(Strategy):
         """Refused, as in the original."""
         raise IPURuntimeError("experimental_run_v2 is not available: use strategy.run.")
 
-    def all_reduce(self, reduce_op: Any, value: Any) -> Any:
+    def all_reduce(self, reduce_op: Any, value: object) -> Any:
         """The sum or the mean of a value over replicas, inside a device function."""
         name = str(getattr(reduce_op, "name", reduce_op)).upper()
         if name not in ("SUM", "MEAN"):
@@ -236,7 +237,7 @@ def _hook_optimizers() -> None:
     """Let Keras' optimizers ask whether gradients are averaged; once."""
     import keras  # here: `tailrace.keras` has seen to its backend by now
 
-    def apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(plain: Any, optimizer: Any, grads: Tree, trainable_variables: Tree = None) -> Any:
         if _averaging.innermost():
             grads = [None if grad is None else cross_replica_mean(grad) for grad in grads]
         return plain(optimizer, grads, trainable_variables)
@@ -244,7 +245,7 @@ def _hook_optimizers() -> None:
     hook(keras.optimizers.Optimizer, "apply", apply)
 
 
-def _own_function(fn: Any) -> Any:
+def _own_function(fn: Callable[..., Any]) -> Any:
     """The function inside of a `tf.function`: what compiles it is the strategy."""
     inner = getattr(fn, "python_function", None)
     is_foreign = type(fn).__module__.split(".")[0] == "tensorflow"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from tailrace.compat.ipu.graph.state import Scope, inside, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue, arguments_of
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
 from tailrace.jaxprs.internals import Tracer
@@ -42,7 +44,7 @@ def as_count(n: Any) -> Any:
 def repeat(
     n: Any,
     body: Callable[..., Any],
-    inputs: Any = None,
+    inputs: TensorLike = None,
     infeed_queue: IPUInfeedQueue | None = None,
     use_while_v1: bool = True,
 ) -> Any:
@@ -77,7 +79,7 @@ def repeat(
 def while_loop(
     condition: Callable[..., Any],
     body: Callable[..., Any],
-    inputs: Any = None,
+    inputs: TensorLike = None,
     infeed_queue: IPUInfeedQueue | None = None,
     maximum_iterations: int | None = None,
     use_while_v1: bool = True,
@@ -108,7 +110,7 @@ def while_loop(
             f"itself and all elements it may read are staged first. Give maximum_iterations=."
         )
 
-    def again(carry: Any) -> Any:
+    def again(carry: Tree) -> Any:
         values, variables = carry
         with loop.scope.inner(loop.carried, variables):
             return jnp.asarray(condition(*values), jnp.bool_).reshape(())
@@ -134,7 +136,9 @@ def while_loop(
 class _Loop:
     """A loop whose body reads and writes variables, as one of the engine's that carries them."""
 
-    def __init__(self, body: Callable[..., Any], inputs: Any, infeed_queue: Any, what: str) -> None:
+    def __init__(
+        self, body: Callable[..., Any], inputs: TensorLike, infeed_queue: Any, what: str
+    ) -> None:
         self.scope: Scope = inside("a loop")
         self.trace = current_trace("a loop")
         if infeed_queue is not None and not isinstance(infeed_queue, IPUInfeedQueue):
@@ -168,7 +172,7 @@ class _Loop:
         variables = [self.scope.read(variable) for variable in before]
         arguments = (self.inputs, variables, element)
 
-        def once(inputs: Any, values: Any, element: Any) -> Any:
+        def once(inputs: TensorLike, values: TensorLike, element: Tree) -> Any:
             args, kwargs = ((), {}) if queue is None else arguments_of(element)
             with self.scope.inner(before, values, loop=length) as inner:
                 out = tensors_of(
@@ -185,7 +189,7 @@ class _Loop:
             return self._result(self.inputs)
         structure = jax.tree.structure(form)
 
-        def one_pass(carry: Any, *elements: Any) -> Any:
+        def one_pass(carry: Tree, *elements: Any) -> Any:
             inputs, values = carry
             leaves = jax.tree.leaves((inputs, values, *elements))
             return jax.tree.unflatten(structure, evaluate(closed, leaves))
@@ -208,7 +212,11 @@ class _Loop:
 
 
 def _check_arity(
-    function: Callable[..., Any], inputs: int, args: Sequence[Any], kwargs: Any, what: str
+    function: Callable[..., Any],
+    inputs: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    what: str,
 ) -> None:
     try:
         signature = inspect.signature(function)

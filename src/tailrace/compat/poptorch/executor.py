@@ -12,6 +12,7 @@ import torch
 from tailrace.compat.poptorch import enums
 from tailrace.compat.poptorch.names import Names
 from tailrace.compat.poptorch.options import Options
+from tailrace.data.trees import Tree
 from tailrace.errors import NonFiniteError, OptionError, ProgramError, ReplicaError
 from tailrace.messages import note_once
 from tailrace.torch.calls.anchors import Anchor, output_tap
@@ -346,7 +347,7 @@ class _InferenceExecutor(PoplarExecutor, InferenceModel):
     def _names_in(self, catalogue: Any, forward: Forward) -> Names:
         return Names(catalogue, forward.form.names)
 
-    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _new_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         stages = len(forward.devices)
         pipelined = self._given.execution_strategy.execution == "pipelined"
         if forward.spread and pipelined and self._options.device_iterations < stages:

@@ -11,6 +11,7 @@ import torch
 
 from tailrace.compat.originals.missing import missing_from
 from tailrace.compat.poptorch.settings.containers import noted
+from tailrace.data.array_like import TensorLike
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.tracing import blocks
 from tailrace.torch.tracing.printing import print_tensor
@@ -203,19 +204,19 @@ class _Scope:
 class MultiConv(_Scope):
     """Convolutions that are planned together on that chip."""
 
-    def availableMemoryProportions(self, value: Any) -> MultiConv:
+    def availableMemoryProportions(self, value: TensorLike) -> MultiConv:
         """About that chip."""
         return self
 
-    def partialsTypes(self, value: Any) -> MultiConv:
+    def partialsTypes(self, value: TensorLike) -> MultiConv:
         """About that chip."""
         return self
 
-    def planType(self, value: Any) -> MultiConv:
+    def planType(self, value: TensorLike) -> MultiConv:
         """About that chip."""
         return self
 
-    def enableConvDithering(self, value: Any) -> MultiConv:
+    def enableConvDithering(self, value: TensorLike) -> MultiConv:
         """About that chip."""
         return self
 
@@ -294,12 +295,12 @@ class Channel:
         """Nothing is recorded."""
         return _nothing()
 
-    def instrument(self, obj: Any, *methods: str) -> Any:
+    def instrument(self, obj: object, *methods: str) -> Any:
         """The object itself."""
         return obj
 
 
-def _need_tensor(name: str, value: Any) -> None:
+def _need_tensor(name: str, value: TensorLike) -> None:
     if not isinstance(value, torch.Tensor):
         raise ProgramError(f"{name} takes a tensor. Received: {type(value).__name__}.")
 

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer as Optimizer
 
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.torch import optim as native
 from tailrace.torch.errors import UsageError
@@ -55,7 +56,7 @@ def _with_attributes(kind: type) -> type:
         if n.endswith(("momentum_accum_type", "velocity_accum_type"))
     }
 
-    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, params: Tree, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("amsgrad"):
             raise OptionError("Only non-amsgrad Adam/AdamW optimizers are supported.")
         given = {n: v for n, v in kwargs.items() if v is not None}

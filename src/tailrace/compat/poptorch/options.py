@@ -363,7 +363,7 @@ def _check_mode(mode: Any, period: int | None) -> None:
         )
 
 
-def _enum_member(value: Any) -> Any:
+def _enum_member(value: object) -> Any:
     if isinstance(value, str) and "." in value:
         kind, _, member = value.partition(".")
         found = getattr(enums, kind, None)

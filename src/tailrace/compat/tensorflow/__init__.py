@@ -36,6 +36,7 @@ from tailrace.compat.tensorflow.operations import shapes as _shapes  # noqa: F40
 from tailrace.compat.tensorflow.structures import TensorShape, TensorSpec
 from tailrace.compat.tensorflow.tape import GradientTape
 from tailrace.compat.tensorflow.variables import Module, Variable
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError as _ProgramError
 from tailrace.jaxprs.internals import Tracer as _Tracer
 
@@ -59,7 +60,7 @@ def name_scope(name: str) -> Any:
     return jax.named_scope(name)
 
 
-def is_tensor(x: Any) -> bool:
+def is_tensor(x: TensorLike) -> bool:
     """Whether a value is an array or a variable."""
     from keras import KerasTensor
 
@@ -86,7 +87,7 @@ def TensorArray(*args: Any, **kwargs: Any) -> Any:
     return _host.named("TensorArray")(*args, **kwargs)
 
 
-def get_static_value(tensor: Any, partial: bool = False) -> Any:
+def get_static_value(tensor: TensorLike, partial: bool = False) -> Any:
     """The value of a tensor, or None if it is known only when the program runs."""
     del partial
     return None if isinstance(tensor, _Tracer) else np.asarray(tensor)
@@ -176,7 +177,7 @@ _INITIALIZERS = {
 def _initializer(name: str) -> Any:
     kind = getattr(_keras().initializers, name)
 
-    def made(*args: Any, dtype: Any = None, **options: Any) -> Any:
+    def made(*args: Any, dtype: DTypeLike = None, **options: Any) -> Any:
         del dtype  # a variable says its own
         return kind(*args, **options)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import TailraceError
 
 
@@ -83,7 +84,7 @@ class DType:
         return f"tf.{self.name}"
 
 
-def _limits(dtype: Any) -> Any:
+def _limits(dtype: DTypeLike) -> Any:
     return jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
 
 
@@ -108,7 +109,7 @@ DTYPES = {name: DType(name) for name in NAMES}
 OTHER_NAMES = {"half": "float16", "double": "float64"}
 
 
-def as_dtype(value: Any) -> DType:
+def as_dtype(value: TensorLike) -> DType:
     """The dtype that a name, a numpy dtype or a class means.
 
     >>> as_dtype("float32"), as_dtype(np.int32), as_dtype(float)
@@ -132,7 +133,7 @@ class UnknownDType(TailraceError, TypeError):
     """What is no dtype."""
 
 
-def narrowed(dtype: Any) -> Any:
+def narrowed(dtype: DTypeLike) -> Any:
     """The dtype that arrays have on the device: 64 bits become 32, as JAX does.
 
     >>> narrowed("int64"), narrowed(DTYPES["float16"])

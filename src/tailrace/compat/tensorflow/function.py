@@ -13,6 +13,7 @@ from tailrace.compat.ipu.strategy.calls import Calls
 from tailrace.compat.tensorflow.control import autograph
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.tape import recording
+from tailrace.data.array_like import TensorLike
 from tailrace.errors import ProgramError
 
 
@@ -67,7 +68,7 @@ class Function:
         rest = args[len(first) :]
         return *first, *(_as_spec(value, spec) for value, spec in zip(rest, specs, strict=False))
 
-    def __get__(self, obj: Any, owner: Any = None) -> Any:
+    def __get__(self, obj: object, owner: Any = None) -> Any:
         return self if obj is None else functools.partial(self, obj)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +84,7 @@ class Function:
         return f"<tf.function {self.__name__}>"
 
 
-def _as_spec(value: Any, spec: Any) -> Any:
+def _as_spec(value: TensorLike, spec: Any) -> Any:
     dtype = getattr(spec, "dtype", None)
     if dtype is None or isinstance(value, list | tuple | dict):
         return value

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.compat.ipu.strategy.dataset_iteration import hook_datasets
+from tailrace.data.array_like import TensorLike
 from tailrace.errors import MissingDependency
 
 MODULES = frozenset(
@@ -111,7 +112,7 @@ def has(path: str) -> bool:
     return True
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: TensorLike) -> bool:
     """Whether a value is a tensor or a variable of TensorFlow itself."""
     kind = type(value)
     if "tensorflow" not in sys.modules or kind.__module__.split(".")[0] != "tensorflow":
@@ -120,16 +121,16 @@ def is_tensor(value: Any) -> bool:
     return not names.isdisjoint(("Tensor", "Variable", "CompositeTensor"))
 
 
-def is_symbolic(value: Any) -> bool:
+def is_symbolic(value: TensorLike) -> bool:
     """Whether a tensor of TensorFlow has no value yet: inside of `dataset.map`."""
     return is_tensor(value) and not hasattr(value, "numpy")
 
 
-def is_numeric(value: Any) -> bool:
+def is_numeric(value: TensorLike) -> bool:
     """Whether a tensor of TensorFlow holds numbers, which text is not."""
     return getattr(value.dtype, "name", "") not in ("string", "resource", "variant")
 
 
-def to_array(value: Any) -> Any:
+def to_array(value: TensorLike) -> Any:
     """A tensor of TensorFlow that has a value, as an array."""
     return np.asarray(value)

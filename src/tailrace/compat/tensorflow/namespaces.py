@@ -13,6 +13,7 @@ from typing import Any
 from tailrace.compat.originals.missing import UnknownImport, UnknownName, is_import
 from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.operations.table import OPERATIONS, names_under
+from tailrace.data.array_like import TensorLike
 
 PACKAGE = "tailrace.compat.tensorflow"
 
@@ -125,7 +126,7 @@ class _Modules:
     """The last of Python's finders: modules in a namespace, and Keras' own under TensorFlow's name."""
 
     @staticmethod
-    def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(fullname: str, path: Any = None, target: TensorLike = None) -> Any:
         """Find what the module around has under this name, if that is a module."""
         del path, target
         if not fullname.startswith(f"{PACKAGE}."):

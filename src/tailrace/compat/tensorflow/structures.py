@@ -9,6 +9,7 @@ from typing import Any
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.tensorflow.dtypes import DTYPES, DType, as_dtype
 from tailrace.compat.tensorflow.operations.table import leaves, mapped
+from tailrace.data.array_like import TensorLike
 
 
 class TensorShape(tuple[Any, ...]):
@@ -61,7 +62,7 @@ class TensorSpec:
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
 
     @classmethod
-    def from_tensor(cls, tensor: Any, name: str | None = None) -> TensorSpec:
+    def from_tensor(cls, tensor: TensorLike, name: str | None = None) -> TensorSpec:
         """The form that a tensor has."""
         dtype: DType = as_dtype(str(tensor.dtype))
         return cls(tensor.shape, dtype, name)
@@ -100,6 +101,6 @@ def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
     return mapped(lambda _: next(rest), structure)
 
 
-def is_nested(value: Any) -> bool:
+def is_nested(value: TensorLike) -> bool:
     """Whether a value is a nest."""
     return isinstance(value, list | tuple | dict)

@@ -21,6 +21,7 @@ from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import Variable, reads
 from tailrace.compat.tensorflow.operations.table import leaves, mapped
+from tailrace.data.array_like import TensorLike
 from tailrace.jaxprs.recording import Recording
 
 _recordings: contextvars.ContextVar[tuple[GradientTape, ...]] = contextvars.ContextVar(
@@ -70,7 +71,7 @@ class GradientTape:
 
     # -- what is watched ------------------------------------------------------------------------
 
-    def watch(self, tensor: Any) -> None:
+    def watch(self, tensor: TensorLike) -> None:
         """Let gradients be asked for in these tensors or variables."""
         for leaf in leaves(tensor):
             self._watched[id(leaf)] = leaf
@@ -102,7 +103,7 @@ class GradientTape:
         self._read.clear()
         self._used = False
 
-    def was_read(self, variable: Any, array: Any) -> None:
+    def was_read(self, variable: Any, array: object) -> None:
         """Note the array that a variable was read as."""
         self._read.setdefault(id(variable), (variable, array))
 
@@ -110,7 +111,7 @@ class GradientTape:
 
     def gradient(
         self,
-        target: Any,
+        target: TensorLike,
         sources: Any,
         output_gradients: Any = None,
         unconnected_gradients: Any = "none",
@@ -141,7 +142,7 @@ class GradientTape:
         rest = iter(grads)
         return mapped(lambda _: next(rest), sources)
 
-    def jacobian(self, target: Any, sources: Any, **_: Any) -> Any:
+    def jacobian(self, target: TensorLike, sources: Any, **_: Any) -> Any:
         """The gradient of each element of `target`, in the form of `sources`."""
         self._use()
         if self._in_program and current() is not None:
@@ -152,14 +153,16 @@ class GradientTape:
         rest = iter(jax.jacrev(self._recording.function(_array(target), found))(found))
         return mapped(lambda _: next(rest), sources)
 
-    def batch_jacobian(self, target: Any, source: Any, **_: Any) -> Any:
+    def batch_jacobian(self, target: TensorLike, source: Any, **_: Any) -> Any:
         """The jacobian of each row of `target` in the same row of `source`."""
         whole = self.jacobian(target, source)
         rows = jnp.arange(whole.shape[0])
         between = _array(target).ndim
         return jnp.moveaxis(whole, between, 1)[rows, rows]
 
-    def _in_a_program(self, targets: list[Any], sources: list[Any], weights: Any) -> list[Any]:
+    def _in_a_program(
+        self, targets: list[Any], sources: list[Any], weights: TensorLike
+    ) -> list[Any]:
         pairs = zip(targets, weights or [None] * len(targets), strict=True)
         total = sum(jnp.sum(t if w is None else t * w) for t, w in pairs)
         return gradients(total, [self._array_of(source) for source in sources])
@@ -180,7 +183,7 @@ class GradientTape:
         self._used = True
 
 
-def _array(value: Any) -> Any:
+def _array(value: TensorLike) -> Any:
     return value_of(value) if is_variable(value) else jnp.asarray(value)
 
 
@@ -200,7 +203,7 @@ def _hook_reads() -> None:
     reads.append(_noted)
 
 
-def _noted(variable: Any, array: Any) -> Any:
+def _noted(variable: Any, array: object) -> Any:
     for tape in _recordings.get():
         tape.was_read(variable, _before_cast(tape, variable, array))
     return array

@@ -10,6 +10,7 @@ import numpy as np
 
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.tensorflow.dtypes import narrowed
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
 
@@ -32,7 +33,7 @@ class Variable(keras.Variable):
         caching_device: Any = None,
         name: str | None = None,
         variable_def: Any = None,
-        dtype: Any = None,
+        dtype: DTypeLike = None,
         **options: Any,
     ) -> None:
         del validate_shape, caching_device, variable_def, options
@@ -56,7 +57,7 @@ class Variable(keras.Variable):
         """The value."""
         return self.value
 
-    def assign(self, value: Any, *_: Any, **__: Any) -> Any:
+    def assign(self, value: TensorLike, *_: Any, **__: Any) -> Any:
         """Give it another value."""
         super().assign(value)
         return self
@@ -112,7 +113,7 @@ class Module:
         return tuple(v for v in self.variables if v.trainable)
 
 
-def _variables_in(value: Any, seen: set[int]) -> Any:
+def _variables_in(value: TensorLike, seen: set[int]) -> Any:
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -89,7 +89,7 @@ def reopen(callback: Any, state: Mapping[str, Any]) -> Callable[[], None]:
     return lambda: setattr(callback, "append", appends)
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -103,7 +103,7 @@ def _encoded(value: Any) -> Any:
     raise _NotPlain
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> Any:
     if not isinstance(value, dict):
         return value
     if "number" in value:
@@ -114,7 +114,7 @@ def _decoded(value: Any) -> Any:
     return kind(_decoded(one) for one in value[kind.__name__])
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return (
             isinstance(one, np.ndarray)
@@ -129,7 +129,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def without_arrays(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
+def without_arrays(value: object, arrays: dict[str, np.ndarray], name: str) -> Any:
     """A state for JSON; its arrays go to `arrays`, under names with the prefix `name`."""
     if isinstance(value, np.ndarray):
         arrays[name] = value
@@ -141,7 +141,7 @@ def without_arrays(value: Any, arrays: dict[str, np.ndarray], name: str) -> Any:
     return value
 
 
-def with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def with_arrays(value: object, arrays: Mapping[str, np.ndarray]) -> Any:
     """The inverse of `without_arrays`."""
     if isinstance(value, list):
         return [with_arrays(one, arrays) for one in value]

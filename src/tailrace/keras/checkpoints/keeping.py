@@ -187,7 +187,7 @@ class Keeping:
             f"directory."
         )
 
-    def replay(self, x: Any) -> Any:
+    def replay(self, x: object) -> Any:
         """Restore the position of a dataset: iterated as often as before, or read as far as before.
 
         Returns:
@@ -380,7 +380,7 @@ def _numbers(history: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     try:
         return np.asarray(value).tolist()
     except (TypeError, ValueError):

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from tailrace.data.trees import Tree
 from tailrace.errors import FeedError, ProgramError
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.jaxprs.marks import dequeue
@@ -132,7 +133,7 @@ def repeat(count: int, body: Callable[[], Any]) -> None:
         body()
         return
 
-    def one_pass(carried: Any) -> Any:
+    def one_pass(carried: Tree) -> Any:
         counter, values = carried
         outer, running.counter = running.counter, counter
         try:
@@ -253,7 +254,7 @@ class DeviceFunctions:
 
 
 def _program(call: Callable[[Any], Any], variables: list[Any]) -> Callable[..., Any]:
-    def device_function(values: Any, arrays: Any) -> Any:
+    def device_function(values: Tree, arrays: Any) -> Any:
         running = Running(variables)
         token = _running.set(running)
         try:
@@ -294,9 +295,9 @@ def _build(call: Callable[[Any], Any], arrays: list[Any]) -> None:
         jax.eval_shape(lambda given: jax.tree.leaves(call(given)), arrays)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "assign")
 
 
-def _identity(value: Any) -> Hashable:
+def _identity(value: object) -> Hashable:
     return value if isinstance(value, int | float | str | bool | None) else id(value)

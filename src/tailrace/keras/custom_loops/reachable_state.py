@@ -27,7 +27,7 @@ DEEPEST, LONGEST = 8, 1000
 """The depth of the search, and the most items of a container to search: data have more."""
 
 
-def reached_by(function: Callable[..., Any], given: Any) -> list[Any]:
+def reached_by(function: Callable[..., Any], given: object) -> list[Any]:
     """The objects with variables that a function called with `given` may use, each once."""
     seen: dict[int, Any] = {}
     found = [one for one in _inside(given, seen) if isinstance(one, _KINDS)]
@@ -43,7 +43,7 @@ def variables_of(one: Any) -> list[Any]:
     return list(one.variables)
 
 
-def _inside(value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[Any]:
+def _inside(value: object, seen: dict[int, Any], depth: int = 0) -> Iterator[Any]:
     if id(value) in seen or depth > DEEPEST:
         return
     seen[id(value)] = value
@@ -54,7 +54,7 @@ def _inside(value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[Any]:
             yield from _inside(part, seen, depth + 1)
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[Any]:
     if isinstance(value, Mapping):
         yield from value.values() if len(value) <= LONGEST else ()
     elif isinstance(value, list | tuple | set | frozenset):
@@ -84,6 +84,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_library(function: Any) -> bool:
+def _is_library(function: Callable[..., Any]) -> bool:
     module = (function.__module__ or "").split(".")[0]
     return module in ("keras", "jax", "numpy", "tensorflow", "torch", "tailrace")

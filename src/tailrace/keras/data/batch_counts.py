@@ -49,7 +49,7 @@ def batches_in(
     return math.ceil(examples / batch_size)
 
 
-def read_once(x: Any) -> bool:
+def read_once(x: object) -> bool:
     """Whether a dataset can be read only once."""
     return hasattr(x, "__next__")
 

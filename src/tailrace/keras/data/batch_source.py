@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from tailrace.data.dtypes import check_numeric
+from tailrace.data.trees import Tree
 from tailrace.errors import DataError, DataExhausted
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import STOP_S, Worker
@@ -40,7 +41,7 @@ class Block:
     staged: Staged
     sharding: Any = None
 
-    def on(self, sharding: Any, replicas: int) -> Staged:
+    def on(self, sharding: jax.sharding.Sharding, replicas: int) -> Staged:
         """The block on `sharding`; transferred now if it was read before that was known."""
         if self.sharding != sharding:
             room = self.staged.room * replicas
@@ -98,7 +99,7 @@ class Batches:
         return self._bytes
 
     def take(
-        self, count: int, replicas: int, sharding: Any, ahead: int, room: int = 0
+        self, count: int, replicas: int, sharding: jax.sharding.Sharding, ahead: int, room: int = 0
     ) -> Block | None:
         """Up to `count` batches of one shape; None at the end.
 
@@ -169,7 +170,9 @@ class Batches:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _stage(self, count: int, replicas: int, sharding: Any, room: int) -> Block | None:
+    def _stage(
+        self, count: int, replicas: int, sharding: jax.sharding.Sharding, room: int
+    ) -> Block | None:
         if self._rest is not None:
             (form, rows), self._rest = self._rest, None
             if len(rows[0]) > count:
@@ -204,14 +207,14 @@ class Batches:
         count: int,
         block: list[np.ndarray],
         replicas: int,
-        sharding: Any,
+        sharding: jax.sharding.Sharding,
         room: int,
     ) -> Block:
         """A block with its copy on the device."""
         with span("infeed copy", bytes=sum(leaf.nbytes for leaf in block)):
             return Block(form, count, moved(block, count, replicas, sharding, room), sharding)
 
-    def _alike(self, key: Any, leaves: list[Any], count: int) -> Iterator[list[Any]]:
+    def _alike(self, key: object, leaves: list[Any], count: int) -> Iterator[list[Any]]:
         """The leaves of a batch, and of following ones of the same shape: up to `count` in all."""
         yield leaves
         for _ in range(count - 1):
@@ -254,7 +257,11 @@ class Batches:
 
 
 def moved(
-    block: list[np.ndarray], count: int, replicas: int, sharding: Any, room: int = 0
+    block: list[np.ndarray],
+    count: int,
+    replicas: int,
+    sharding: jax.sharding.Sharding,
+    room: int = 0,
 ) -> Staged:
     """A block, on the device too; there with room for `room` batches, so that a short block at the
     end of the data runs in the program of the long ones."""
@@ -276,7 +283,7 @@ def too_short(found: int, count: int) -> DataExhausted:
     )
 
 
-def form_of(batch: Any, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
+def form_of(batch: Tree, shape: Callable[[Any], Any], others: Iterable[Form]) -> Form:
     """The form of a batch; it shares its feed with another form that is equal to programs."""
     leaves, structure = jax.tree.flatten(batch)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:

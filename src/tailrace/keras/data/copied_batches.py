@@ -16,6 +16,8 @@ import jax
 import keras
 import numpy as np
 
+from tailrace.data.trees import Tree
+
 
 def reads_ahead() -> bool:
     """Whether Keras transfers each batch, and reads the next one before it hands it out."""
@@ -46,8 +48,8 @@ def _batches(generator: Iterator[Any]) -> Iterator[Any]:
         yield _copy(batch)
 
 
-def _copy(batch: Any) -> Any:
-    def own(leaf: Any) -> Any:
+def _copy(batch: Tree) -> Any:
+    def own(leaf: object) -> Any:
         return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     return keras.tree.map_structure(own, batch)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.devices import devices
 from tailrace.feeds.device_dataset import MOST_BYTES
 from tailrace.feeds.transfer import put
@@ -79,7 +80,7 @@ class Rows:
         kept = [self._on_device(array, spec.dtype, device) for array, spec in arrays]
         return _gather(kept, jax.device_put(numbers, device))
 
-    def _on_device(self, array: np.ndarray, dtype: Any, device: Any) -> Any:
+    def _on_device(self, array: np.ndarray, dtype: DTypeLike, device: Any) -> Any:
         key = (id(array), dtype, device)  # the arrays are kept alive here, so ids stay valid
         if key not in self._kept:
             self._kept[key] = put(array.astype(dtype, copy=False), device)
@@ -108,7 +109,7 @@ def rows_of(call: dict[str, Any]) -> Rows | None:
     return Rows((x, y, weights), size, call["shuffle"])
 
 
-def _is_sliced(leaf: Any) -> bool:
+def _is_sliced(leaf: object) -> bool:
     """Whether Keras passes slices of an array on unchanged."""
     if type(leaf) is not np.ndarray or not leaf.ndim or leaf.dtype.kind not in "fiub":
         return False

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form, form_of, too_short
 from tailrace.keras.data.resident_arrays import RowNumbers, Rows, numbers_of
@@ -44,7 +45,7 @@ class ResidentBatches:
         return sum(array.nbytes // max(1, len(array)) for array in rows.arrays) * rows.batch_size
 
     def take(
-        self, count: int, replicas: int, sharding: Any, ahead: int, room: int = 0
+        self, count: int, replicas: int, sharding: jax.sharding.Sharding, ahead: int, room: int = 0
     ) -> Block | None:
         """Up to `count` batches of one size, padded to `room`; None at the end."""
         del ahead  # nothing is read
@@ -97,7 +98,7 @@ class ResidentBatches:
             self._forms[key] = form_of(self._rows.batch(rows), self._shape, self._forms.values())
         return self._forms[key]
 
-    def _leaves(self, batch: Any, form: Form) -> list[tuple[Any, Any]]:
+    def _leaves(self, batch: Tree, form: Form) -> list[tuple[Any, Any]]:
         """The leaves of a batch in the order of an element, each with its form."""
         leaves = jax.tree.leaves(batch)
         return [(leaves[n], spec) for n, spec in zip(form.order, form.spec.leaves, strict=True)]

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.optimizers.application import applied, overrides
 from tailrace.keras.optimizers.wrapper import asked, scaled_twice
@@ -20,7 +21,7 @@ from tailrace.keras.outfeed_layers import scale_is_elsewhere
 from tailrace.keras.programs.variables import SCALE, Layout
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuse an override that would be silently ignored."""
     chain = chain_of(optimizer)
     scalers = [one for one in chain if isinstance(one, keras.optimizers.LossScaleOptimizer)]
@@ -37,7 +38,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_in_loop(optimizer: Any) -> None:
+def check_in_loop(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuse an optimizer that does not work in a hand-written loop."""
     chain = chain_of(optimizer)
     if any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in chain):
@@ -85,7 +86,7 @@ class Updates:
         scaled = layout.scale is not None or optimizer.loss_scale_factor is not None
         self.unscaled = self._unscaled if scaled else None
 
-    def init(self, params: Any) -> dict[str, Any]:
+    def init(self, params: Tree) -> dict[str, Any]:
         """The state of the optimizer's variables."""
         return self._start
 
@@ -104,7 +105,7 @@ class Updates:
             found = [with_scale(after, before, scale) for after, before in pairs]
         return {**grads, **variables.tree(found)}
 
-    def _each_alone(self, name: str, gradient: Any, value: Any) -> Any:
+    def _each_alone(self, name: str, gradient: Any, value: object) -> Any:
         """The same for one gradient, on the device of the stage that computes it."""
         if self._inside:
             raise OptionError(scale_is_elsewhere(self._inside[0]))

@@ -15,7 +15,11 @@ def overrides(thing: Any, name: str, base: type) -> bool:
 
 
 def applied(
-    optimizer: Any, kept: Sequence[Any], grads: Sequence[Any], values: Sequence[Any], variables: Any
+    optimizer: keras.optimizers.Optimizer,
+    kept: Sequence[Any],
+    grads: Sequence[Any],
+    values: Sequence[Any],
+    variables: Any,
 ) -> tuple[list[Any], list[Any]]:
     """One update by an optimizer: the new values of the variables, and its own.
 

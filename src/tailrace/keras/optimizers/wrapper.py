@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.keras.optimizers.application import applied, overrides
 from tailrace.keras.programs.variables import scaling
@@ -79,7 +80,7 @@ class Wrapper(keras.optimizers.Optimizer):
     def check_alone(self) -> None:
         """Refuse features that only `fit` on Tailrace's trainer supports; called by other loops."""
 
-    def _ask(self, grads: list[Any], values: Any, variables: list[Any]) -> tuple[list[Any], Any]:
+    def _ask(self, grads: list[Any], values: Tree, variables: list[Any]) -> tuple[list[Any], Any]:
         """The gradients of one batch after this wrapper and those directly inside; and the wrappers."""
         group = directly_inside(self)
         if id(self) in _asked.get():
@@ -105,7 +106,7 @@ class Wrapper(keras.optimizers.Optimizer):
         self.built = True
 
     def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+        self, optimizer_variables: Tree, grads: Tree, trainable_variables: Tree
     ) -> tuple[list[Any], list[Any]]:
         """One update, by the wrapped optimizer."""
         variables = self._wrapped_variables
@@ -116,7 +117,7 @@ class Wrapper(keras.optimizers.Optimizer):
                 self.inner_optimizer, optimizer_variables, grads, trainable_variables, variables
             )
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self, grads: Tree, trainable_variables: Tree = None) -> None:
         """One update of the variables themselves, outside of a program."""
         variables = None if trainable_variables is None else list(trainable_variables)
         if not self.built:
@@ -137,7 +138,7 @@ class Wrapper(keras.optimizers.Optimizer):
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
+    def learning_rate(self, value: object) -> None:
         if "inner_optimizer" in self.__dict__:
             self.inner_optimizer.learning_rate = value
 
@@ -148,7 +149,7 @@ class Wrapper(keras.optimizers.Optimizer):
         return None if inside is None else inside.loss_scale_factor
 
     @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
+    def loss_scale_factor(self, value: object) -> None:
         # A LossScaleOptimizer takes this over from the optimizer that it wraps.
         if "inner_optimizer" in self.__dict__:
             if scaling(self.inner_optimizer) is not None:
@@ -193,7 +194,7 @@ def directly_inside(wrapper: Wrapper) -> list[Wrapper]:
     return found
 
 
-def scaled_twice(optimizer: Any) -> str:
+def scaled_twice(optimizer: keras.optimizers.Optimizer) -> str:
     """The message for an optimizer between two loss scalers."""
     return (
         f"The loss is scaled once. Received: a LossScaleOptimizer around {type(optimizer).__name__}, "

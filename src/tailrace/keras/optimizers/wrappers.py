@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.errors import OptionError
 from tailrace.keras.optimizers.wrapper import Wrapper as Wrapper
 from tailrace.keras.programs.variables import scaling
@@ -66,7 +67,7 @@ class GradientAccumulationOptimizer(Wrapper):
         self,
         opt: Any,
         num_mini_batches: int,
-        dtype: Any = None,
+        dtype: DTypeLike = None,
         reduction_method: Any = "sum",
         name: str | None = None,
     ) -> None:
@@ -145,7 +146,7 @@ class MapGradientOptimizer(Wrapper):
         pairs = zip(grads, values, strict=True)
         return [g if g is None else self.mapped(g, v) for g, v in pairs]
 
-    def mapped(self, gradient: Any, value: Any) -> Any:
+    def mapped(self, gradient: Any, value: object) -> Any:
         """The function, applied to one pair."""
         return self._map(gradient, value)
 
@@ -180,7 +181,7 @@ class MapGradientOptimizer(Wrapper):
 # -- chains of them -------------------------------------------------------------------------------
 
 
-def chain_of(optimizer: Any) -> list[Any]:
+def chain_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """An optimizer and those inside it, through wrappers and loss scalers, outermost first."""
     found = [optimizer]
     while isinstance(optimizer, Wrapper | keras.optimizers.LossScaleOptimizer):
@@ -189,12 +190,12 @@ def chain_of(optimizer: Any) -> list[Any]:
     return found
 
 
-def wrappers_of(optimizer: Any) -> list[Wrapper]:
+def wrappers_of(optimizer: keras.optimizers.Optimizer) -> list[Wrapper]:
     """The wrappers around an optimizer, outermost first."""
     return [one for one in chain_of(optimizer) if isinstance(one, Wrapper)]
 
 
-def wrappers_by_scale(optimizer: Any) -> tuple[list[Wrapper], list[Wrapper]]:
+def wrappers_by_scale(optimizer: keras.optimizers.Optimizer) -> tuple[list[Wrapper], list[Wrapper]]:
     """The wrappers outside of a loss scaler, and those inside; without a scaler, all are outside."""
     inside = wrappers_of(scaling(optimizer))
     return [one for one in wrappers_of(optimizer) if all(one is not w for w in inside)], inside
@@ -214,7 +215,7 @@ def accumulation_of(optimizer: Any) -> Accumulation | None:
     return None
 
 
-def _has_name(dtype: Any) -> bool:
+def _has_name(dtype: DTypeLike) -> bool:
     """Whether this is a dtype, and not a function that returns one."""
     try:
         jnp.dtype(dtype)
@@ -223,7 +224,7 @@ def _has_name(dtype: Any) -> bool:
     return True
 
 
-def _registered_name(function: Any) -> str:
+def _registered_name(function: Callable[..., Any]) -> str:
     """The registered name of a function, or of the class of a callable object."""
     try:
         return keras.saving.get_registered_name(function)

@@ -10,6 +10,7 @@ import jax
 import keras
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.handles import attached
 from tailrace.keras.pipelines.assignment_classes import (
@@ -113,7 +114,7 @@ def balanced(model: Any, stages: int) -> list[Any]:
     return fill(flow)
 
 
-def _costs(model: Any, flow: Any, layers: list[Call]) -> list[float]:
+def _costs(model: keras.Model, flow: Any, layers: list[Call]) -> list[float]:
     """The approximate number of multiplications of each layer call, per example."""
     shapes: dict[Tensor, tuple[int, ...]] = {}
 
@@ -122,7 +123,7 @@ def _costs(model: Any, flow: Any, layers: list[Call]) -> list[float]:
         shapes.update({tensor: np.shape(value) for tensor, value in values.items()})
         return values
 
-    def run(inputs: Any) -> Any:
+    def run(inputs: Tree) -> Any:
         out = run_flow(model, flow, flow.calls, inputs, False, note)
         last = [leaf.tensor for leaf in keras.tree.flatten(flow.outputs)]
         note(None, dict(zip(last, keras.tree.flatten(out), strict=True)))
@@ -144,7 +145,7 @@ def _costs(model: Any, flow: Any, layers: list[Call]) -> list[float]:
 # -- the printed summary ------------------------------------------------------------------------
 
 
-def summary(model: Any, line_length: int | None) -> list[str]:
+def summary(model: keras.Model, line_length: int | None) -> list[str]:
     """The lines of the table."""
     chain = isinstance(model, keras.Sequential)
     width = line_length or (60 if chain else 89)

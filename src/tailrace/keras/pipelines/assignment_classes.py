@@ -52,7 +52,7 @@ class NestedModelStageAssignment:
     pipeline_stage_assignments: list[Any]
 
 
-def assigned(model: Any, stages: Any) -> list[Any]:
+def assigned(model: keras.Model, stages: Any) -> list[Any]:
     """Assignments for all layer calls of a model, with these stages, or None."""
     if not has_flow(model):
         return _assigned_calls(called_layers(model), stages, collections.Counter())
@@ -88,7 +88,7 @@ def _assigned(flow: Flow, stages: Any) -> list[Any]:
     return found
 
 
-def plain_stages(model: Any, given: Any) -> list[Any]:
+def plain_stages(model: keras.Model, given: object) -> list[Any]:
     """The caller's assignment, checked, as nested lists of numbers."""
     if not isinstance(given, list):
         raise OptionError(
@@ -152,7 +152,7 @@ def _flat(stages: Any, path: tuple[int, ...] = ()) -> list[tuple[int, tuple[int,
     return found
 
 
-def _flat_objects(one: Any) -> list[Any]:
+def _flat_objects(one: object) -> list[Any]:
     if isinstance(one, NestedModelStageAssignment):
         return [leaf for part in one.pipeline_stage_assignments for leaf in _flat_objects(part)]
     return [one]

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from tailrace.data.trees import Tree
 from tailrace.keras.keras_seams import check_graphs
 from tailrace.keras.pipelines.masks import with_mask
 
@@ -75,21 +76,21 @@ class _Leaf:
         self.tensor = tensor
 
 
-def has_flow(model: Any) -> bool:
+def has_flow(model: keras.Model) -> bool:
     """Whether a model is made of layers that Keras knows the order of."""
     if isinstance(model, keras.Sequential):
         return True
     return hasattr(model, "operations") and hasattr(model, "inputs")
 
 
-def flow_of(model: Any, path: str = "", around: tuple[Any, ...] = ()) -> Flow:
+def flow_of(model: keras.Model, path: str = "", around: tuple[Any, ...] = ()) -> Flow:
     """The calls of a Sequential or Functional model."""
     if isinstance(model, keras.Sequential):
         return _chain(model, path, around)
     return _graph(model, path, around)
 
 
-def _chain(model: Any, path: str, around: tuple[Any, ...]) -> Flow:
+def _chain(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
     first: Tensor = (f"{path}(input)", 0, 0)
     tensor = first
     calls: list[Call] = []
@@ -119,11 +120,11 @@ def _alias(inside: Tensor, outside: Tensor) -> Call:
     return Call(_same, inside[0], inside[1], (outside,), _one_argument(outside))
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> Any:
     return value
 
 
-def _graph(model: Any, path: str, around: tuple[Any, ...]) -> Flow:
+def _graph(model: keras.Model, path: str, around: tuple[Any, ...]) -> Flow:
     check_graphs()
     config = _described(model)
     operations = {operation.name: operation for operation in model.operations}
@@ -170,7 +171,7 @@ def _graph(model: Any, path: str, around: tuple[Any, ...]) -> Flow:
     return Flow(given, structure, calls, tree)
 
 
-def _described(model: Any) -> dict[str, Any]:
+def _described(model: keras.Model) -> dict[str, Any]:
     """How the calls of a Functional model are connected, which is part of its description."""
     silent = [layer for layer in model.layers if not _describes_itself(layer)]
     for layer in silent:
@@ -183,7 +184,7 @@ def _described(model: Any) -> dict[str, Any]:
             del layer.__dict__["get_config"]
 
 
-def _describes_itself(layer: Any) -> bool:
+def _describes_itself(layer: keras.layers.Layer) -> bool:
     try:
         layer.get_config()
     except NotImplementedError:
@@ -254,10 +255,10 @@ def _arguments(
 
 
 def run_flow(
-    model: Any,
+    model: keras.Model,
     flow: Flow,
     order: Sequence[Call],
-    inputs: Any,
+    inputs: Tree,
     training: Any,
     between: Callable[[Call, dict[Tensor, Any]], dict[Tensor, Any]],
     mask: Any = None,
@@ -314,7 +315,7 @@ def takes_training(operation: Any) -> bool:
     return call is not None and "training" in inspect.signature(call).parameters
 
 
-def _standard(model: Any, inputs: Any) -> Iterator[Any]:
+def _standard(model: keras.Model, inputs: Tree) -> Iterator[Any]:
     """Inputs as the graph takes them: flat, in its dtypes and ranks."""
     flat: list[Any] = list(keras.tree.flatten(inputs))  # type: ignore[arg-type]
     known = getattr(model, "inputs", None) or [None] * len(flat)

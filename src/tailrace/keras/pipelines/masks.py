@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from tailrace.data.trees import Tree
 from tailrace.pipeline.boundary import stage_boundary
 
 
@@ -23,7 +24,7 @@ class _Reading(keras.layers.Layer):
         self.supports_masking = True
         self.found: list[Any] = []
 
-    def call(self, value: Any, mask: Any = None) -> Any:
+    def call(self, value: object, mask: Any = None) -> Any:
         """Record the mask."""
         self.found = [mask]
         return value
@@ -37,17 +38,17 @@ class _Setting(keras.layers.Layer):
         self.supports_masking = True
         self.given = [mask]
 
-    def call(self, value: Any) -> Any:
+    def call(self, value: object) -> Any:
         """The input itself."""
         return value
 
-    def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
+    def compute_mask(self, inputs: Tree, previous_mask: Any) -> Any:
         """The mask that Keras attaches to the output."""
         del inputs, previous_mask
         return self.given[0]
 
 
-def mask_of(value: Any) -> Any:
+def mask_of(value: object) -> Any:
     """The mask attached to a tensor; None if there is none."""
     if not keras.ops.is_tensor(value):
         return None
@@ -56,7 +57,7 @@ def mask_of(value: Any) -> Any:
     return reading.found[0]
 
 
-def with_mask(value: Any, mask: Any) -> Any:
+def with_mask(value: object, mask: Any) -> Any:
     """A tensor with a mask attached; unchanged if the mask is None."""
     return value if mask is None else _Setting(mask)(value)
 

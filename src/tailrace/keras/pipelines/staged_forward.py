@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.pipelines.graph import Call, Flow, Tensor, flow_of, run_flow
 from tailrace.keras.pipelines.masks import masked_boundary
@@ -56,14 +57,14 @@ def check_order(flow: Flow, stages: dict[int, int]) -> None:
 class StagedFlow:
     """The forward pass of a Sequential or Functional model, stage by stage."""
 
-    def __init__(self, model: Any, stages: Any) -> None:
+    def __init__(self, model: keras.Model, stages: Any) -> None:
         self._model, self._flow = model, flow_of(model)
         self._stages = by_call(self._flow, stages)
         check_order(self._flow, self._stages)
         numbered = list(enumerate(self._flow.calls))
         self._order = [c for _, c in sorted(numbered, key=lambda p: (self._stages[id(p[1])], p[0]))]
 
-    def __call__(self, inputs: Any, training: Any = None, mask: Any = None, **_: Any) -> Any:
+    def __call__(self, inputs: Tree, training: Any = None, mask: Any = None, **_: Any) -> Any:
         """What the model returns."""
         here = 0
 
@@ -105,7 +106,7 @@ class Following:
         cuts: whether to begin stages; otherwise calls are only recorded.
     """
 
-    def __init__(self, model: Any, stages: Sequence[Any] | None, cuts: bool = True) -> None:
+    def __init__(self, model: keras.Model, stages: Sequence[Any] | None, cuts: bool = True) -> None:
         self.found = Opened(model)
         self.depth = 0
         self._here, self._cuts = 0, cuts
@@ -113,7 +114,7 @@ class Following:
         self._given: list[Iterator[Any]] | None = None if stages is None else [iter(stages)]
 
     @contextlib.contextmanager
-    def inside(self, model: Any) -> Iterator[None]:
+    def inside(self, model: keras.Model) -> Iterator[None]:
         """Follow the call of a model inside."""
         opened, outer = Opened(model), self._around[-1]
         outer.calls.append(opened)
@@ -129,7 +130,7 @@ class Following:
             if self._given is not None:
                 self._given.pop()
 
-    def enter(self, layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Called for each layer call: begins its stage, if it is a new one."""
         stage = self._stage_of(layer)
         self._around[-1].calls.append(layer)
@@ -157,7 +158,7 @@ class Following:
             args, kwargs = keras.tree.pack_sequence_as((args, kwargs), flat)
         return args, kwargs
 
-    def _stage_of(self, layer: Any) -> int | None:
+    def _stage_of(self, layer: keras.layers.Layer) -> int | None:
         if self._given is not None:
             return next(self._given[-1], None)
         named = [current_stage(), layer.__dict__.get(MADE)]
@@ -175,7 +176,7 @@ def followed(found: Following) -> Iterator[None]:
         following.reset(token)
 
 
-def noted_in_call(model: Any) -> list[Any] | None:
+def noted_in_call(model: keras.Model) -> list[Any] | None:
     """The stages given in a subclassed model's `call`; None if there are none."""
     found = called_layers(model)
     pairs = list(_pairs(found))
@@ -199,7 +200,7 @@ def _pairs(opened: Opened) -> Iterator[tuple[Any, int | None]]:
             yield one, stage
 
 
-def called_layers(model: Any) -> Opened:
+def called_layers(model: keras.Model) -> Opened:
     """The layers that a subclassed model calls, in order."""
     if not model.built:
         raise ProgramError(
@@ -230,7 +231,7 @@ def _symbols(shape: Any) -> Any:
 class StagedCall:
     """The forward pass of a subclassed model, stage by stage."""
 
-    def __init__(self, model: Any, stages: Sequence[Any] | None) -> None:
+    def __init__(self, model: keras.Model, stages: Sequence[Any] | None) -> None:
         self._model, self._call, self._stages = model, model.call, stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from tailrace.keras.pipelines.stage_scope import CALLS, MADE
 from tailrace.keras.pipelines.staged_forward import noted_in_call
 
 
-def stages_of(model: Any) -> list[Any] | None:
+def stages_of(model: keras.Model) -> list[Any] | None:
     """The stages of a model, set or named where its layers are called; None if it has none."""
     settings = settings_of(model)
     if settings.options.pipeline_stage_assignment is not None or settings.ignores_notes:
@@ -28,7 +28,7 @@ def stages_of(model: Any) -> list[Any] | None:
     return found
 
 
-def _layers(model: Any) -> Iterator[Any]:
+def _layers(model: keras.Model) -> Iterator[Any]:
     """The layers of a model, and of the models inside."""
     for layer in model.layers:
         yield layer

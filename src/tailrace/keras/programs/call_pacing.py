@@ -28,7 +28,7 @@ class Watch(keras.callbacks.Callback):
         self._pacing.begin_epoch()
 
 
-def listen(model: Any, settings: Settings, pacing: Pacing, call: dict[str, Any]) -> None:
+def listen(model: keras.Model, settings: Settings, pacing: Pacing, call: dict[str, Any]) -> None:
     """Find out who wants to hear of batches, and hear of epochs ourselves."""
     callbacks = call["callbacks"]
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -62,7 +62,7 @@ def listen_to_steps(settings: Settings, phase: str, pacing: Pacing, call: dict[s
     pacing.every_step = [c for c in keras.tree.flatten(callbacks) if not isinstance(c, own)]
 
 
-def pacing_of_fit(model: Any, settings: Settings, call: dict[str, Any]) -> Pacing:
+def pacing_of_fit(model: keras.Model, settings: Settings, call: dict[str, Any]) -> Pacing:
     """How a call of `fit` takes batches."""
     settings.check_pipeline()
     replicas, count = settings.replicas, settings.microbatches
@@ -105,7 +105,7 @@ def resident_rows(settings: Settings, call: dict[str, Any]) -> Rows | None:
 
 
 def pacing_of_test(
-    model: Any,
+    model: keras.Model,
     settings: Settings,
     call: dict[str, Any],
     validating: bool = False,
@@ -129,7 +129,7 @@ def pacing_of_test(
     )
 
 
-def logs_of_its_own(model: Any) -> bool:
+def logs_of_its_own(model: keras.Model) -> bool:
     """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
     names = ("compute_metrics", "get_metrics_result")
     return any(overrides(model, name, keras.Model) for name in names)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import keras
 
+from tailrace.data.trees import Tree
 from tailrace.errors import DataError
 from tailrace.feeds import buffers, dispatch_table
 from tailrace.feeds.feed import Staged
@@ -24,7 +25,7 @@ from tailrace.messages import note_once
 from tailrace.program.running.placement import Placement
 
 
-def as_element(batch: Any) -> dict[str, Any]:
+def as_element(batch: Tree) -> dict[str, Any]:
     """A Keras batch as the element that programs see: its parts by name."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     parts = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -69,7 +70,7 @@ class Executions(ABC):
     drops_remainder = False
     """Whether to drop batches at the end of the data that do not divide over replicas."""
 
-    def __init__(self, model: Any, placement: Placement, per_step: int) -> None:
+    def __init__(self, model: keras.Model, placement: Placement, per_step: int) -> None:
         self.model, self.placement, self.per_step = model, placement, per_step
         self.pacing = Pacing()
         self._sharding = placement.shared_out
@@ -102,7 +103,7 @@ class Executions(ABC):
     def dispatch(self, block: Block) -> tuple[Any, Any]:
         """Run a block; returns an array that is ready afterwards, and its results."""
 
-    def element(self, batch: Any) -> Any:
+    def element(self, batch: Tree) -> Any:
         """The element of a batch."""
         return as_element(batch)
 
@@ -158,7 +159,7 @@ class Executions(ABC):
         self.begun = resumed.begun - bool(resumed.skipped)
         pacing.go_on(resumed.done)
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Tree) -> None:
         """Restore the variables that Keras passed in, if nothing was computed from them."""
         values = [value for part in state for value in part or ()]
         variables = self.handed_over()

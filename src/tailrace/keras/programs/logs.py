@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.spans.span import span
 
 
@@ -59,7 +60,7 @@ class Series(Values):
 class Final(Values):
     """A value that is known only after the last step of a dispatch."""
 
-    def __init__(self, leaf: Any) -> None:
+    def __init__(self, leaf: object) -> None:
         self._leaf = leaf
 
     def host(self) -> np.ndarray:
@@ -82,7 +83,7 @@ class Number:
     def __float__(self) -> float:
         return float(self._series.at(self._step))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._series.at(self._step), dtype)
 
     def __repr__(self) -> str:

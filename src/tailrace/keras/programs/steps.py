@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import DeviceError, PipelineError, PlanError, ProgramError, ReplicaError
 from tailrace.feeds.feed import HandedFeed
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -48,7 +49,7 @@ class Looping(Executions, ABC):
     read_only = 1
     """The number of them, from the start, that the step does not change."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         super().__init__(model, Placement(settings_of(model).replicas), settings_of(model).replicas)
         self.layout = Layout(model)
         self.variables = [getattr(self.layout, kind) for kind in self.kinds]
@@ -76,7 +77,7 @@ class Looping(Executions, ABC):
 
     # -- called by Keras ------------------------------------------------------------------------
 
-    def run_blocks(self, state: Any, iterator: Iterator[Any]) -> list[Any]:
+    def run_blocks(self, state: Tree, iterator: Iterator[Any]) -> list[Any]:
         """Run one execution; returns the values of each dispatch."""
         if state is not self._token:
             self._active, self._start = None, self._parts([list(values) for values in state])
@@ -134,7 +135,7 @@ class Looping(Executions, ABC):
         runner, state = self._active
         return runner.changed(state) if isinstance(runner, ForwardRunner) else runner.carried(state)
 
-    def result(self, sent: Any) -> Any:
+    def result(self, sent: Tree) -> Any:
         """The result of a dispatch from its sent values: metrics, by default."""
         return self.log_series({k: v for k, v in sent.items() if not self.names[k]})
 
@@ -162,7 +163,7 @@ class Looping(Executions, ABC):
                 self.runners[key] = self._whole_model(read, carried, form.feed)
         return self.runners[key]
 
-    def _advanced(self, carried: Any, element: Any, read: Any) -> tuple[Any, Any]:
+    def _advanced(self, carried: Tree, element: Tree, read: Tree) -> tuple[Any, Any]:
         """The values that one batch sends out, and the next carry."""
         sent, state = self.step((*read, *carried), self.batch(element))
         after = jax.tree.map(
@@ -172,26 +173,28 @@ class Looping(Executions, ABC):
         )
         return sent, after
 
-    def _whole_model(self, read: Any, carried: Any, feed: HandedFeed) -> LoopRunner:
+    def _whole_model(self, read: Tree, carried: Tree, feed: HandedFeed) -> LoopRunner:
         """The step in a loop, on one device of each replica."""
 
-        def body(carried: Any, element: Any, read: Any) -> Any:
+        def body(carried: Tree, element: Tree, read: Tree) -> Any:
             sent, after = self._advanced(carried, element, read)
             self.out.enqueue(sent)
             # JAX would turn an unchanged carry into a constant; but each replica has its own value.
             return jax.lax.optimization_barrier(after) if self.replicas > 1 else after
 
-        def program(carried: Any, read: Any) -> Any:
+        def program(carried: Tree, read: Tree) -> Any:
             return repeat_with(whole, 1, lambda c, b: body(c, b, read), carried, feed)
 
         own = [True] * len(jax.tree.leaves(carried))
         return LoopRunner(program, carried, read, self.placement, own)
 
-    def _through_stages(self, read: Any, carried: Any, feed: HandedFeed, count: int) -> LoopRunner:
+    def _through_stages(
+        self, read: Tree, carried: Tree, feed: HandedFeed, count: int
+    ) -> LoopRunner:
         """The step as a pipeline, each stage on its device."""
         assert self._pipeline is not None
 
-        def compute(read: Any, carried: Any, element: Any, _: Any) -> Any:
+        def compute(read: Tree, carried: Tree, element: Tree, _: Any) -> Any:
             with settings_of(self.model).in_stages():
                 return self._advanced(carried, element, read)
 
@@ -205,7 +208,7 @@ class Looping(Executions, ABC):
             stages, compute, read, carried, feed, self.out, count, self._pipeline, self.placement
         )
 
-    def batch(self, element: Any) -> Any:
+    def batch(self, element: Tree) -> Any:
         """The batch that the step gets."""
         return as_batch(element)
 
@@ -231,7 +234,7 @@ class Looping(Executions, ABC):
 class Measuring(Looping, ABC):
     """A step in a loop whose metrics are what it is about."""
 
-    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
+    def run(self, state: Tree, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
         """One execution."""
         return self.logs(self.run_blocks(state, iterator)[-1]), self._token
 
@@ -262,7 +265,7 @@ class Stepping(Measuring):
     kinds = ("trainable", "others", "optimizer", "metrics")
     read_only = 0
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
         settings = settings_of(model)
         self._check_optimizer()
@@ -358,7 +361,7 @@ class Predicting(Looping):
     called, step_called = "predict", "predict_step"
     kinds = ("trainable", "others")
 
-    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+    def run(self, state: Tree, iterator: Iterator[Any]) -> tuple[Any, Any]:
         """One execution; returns the outputs of all its batches, joined."""
         parts = self.run_blocks(state, iterator)
         if len(parts) == 1:
@@ -375,13 +378,13 @@ class Predicting(Looping):
     ) -> dict[str, Any]:
         """The logs of a step: its outputs, or those of one replica."""
 
-        def rows(leaf: Any) -> np.ndarray:
+        def rows(leaf: object) -> np.ndarray:
             found = np.split(np.asarray(leaf), steps)[step]
             return found if replica is None else np.split(found, self.replicas)[replica]
 
         return {"outputs": jax.tree.map(rows, result)}
 
-    def result(self, sent: Any) -> Any:
+    def result(self, sent: Tree) -> Any:
         """Outputs in the order of the examples: passes, then replicas."""
 
         def join(leaf: Any) -> Any:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
@@ -44,7 +45,7 @@ from tailrace.trainer.observation.journal import Journal
 class Training(Executions):
     """The training program of one compiled model, kept from fit to fit."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         settings = settings_of(model)
         placement = Placement(settings.replicas)
         count = settings.microbatches
@@ -75,7 +76,7 @@ class Training(Executions):
 
     # -- what Keras calls -----------------------------------------------------------------------
 
-    def run(self, state: Any, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
+    def run(self, state: Tree, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
         """One execution."""
         if state is not self._token:
             self._load([value for values in state for value in values])
@@ -232,7 +233,7 @@ class Training(Executions):
 
     # -- the step -------------------------------------------------------------------------------
 
-    def loss(self, params: Any, model_state: Any, **element: Any) -> Any:
+    def loss(self, params: Tree, model_state: Tree, **element: Any) -> Any:
         """The loss of one batch; with it, the next state and the metrics so far."""
         layout, model = self.layout, self.model
         state = (

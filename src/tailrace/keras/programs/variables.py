@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 
 SCALE = "loss_scale"
@@ -75,7 +76,7 @@ class Layout:
         self.variables = [variable for kind in self.kinds for variable in kind.all]
         self.names = [name for kind in self.kinds for name in kind.names]
 
-    def same(self, model: Any) -> bool:
+    def same(self, model: keras.Model) -> bool:
         """Whether the model still has these variables."""
         pairs = (
             (self.trainable.all, model.trainable_variables),
@@ -114,7 +115,7 @@ def _named(variables: Any, outermost: str = "", prefix: str = "") -> tuple[list[
     return variables, names_of(variables, outermost, prefix)
 
 
-def for_replicas(variable: Any, value: Any, replicas: int) -> Any:
+def for_replicas(variable: Any, value: object, replicas: int) -> Any:
     """The initial values of each of several replicas: empty metrics, separate seeds."""
     if variable.name == _SEED:
         away = np.zeros((replicas, 2), np.uint32)
@@ -129,7 +130,7 @@ def for_replicas(variable: Any, value: Any, replicas: int) -> Any:
     return spread
 
 
-def merged(variable: Any, values: Any) -> Any:
+def merged(variable: Any, values: Tree) -> Any:
     """One value of those of all replicas (dim 0): what one replica would have that saw everything."""
     if variable.name == _SEED:
         return values[0]
@@ -141,7 +142,7 @@ def merged(variable: Any, values: Any) -> Any:
     return values.sum(axis=0, dtype=values.dtype)
 
 
-def on_one_device(value: Any) -> Any:
+def on_one_device(value: object) -> Any:
     """The same array on the device that Keras computes on, whichever devices hold it now."""
     if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         value = value.addressable_shards[0].data if value.is_fully_replicated else np.asarray(value)

@@ -58,7 +58,7 @@ class MetricReduction(enum.StrEnum):
             ) from None
 
 
-def positive(name: str, value: Any) -> int:
+def positive(name: str, value: object) -> int:
     """Check a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise OptionError(f"Expected {name} to be a positive integer, but got {value!r} instead.")
@@ -212,7 +212,7 @@ class Settings:
         check_no_gaps(stages)
         return self._pipeline(ForwardPipeline, self.model)
 
-    def _pipeline(self, kind: Any, function: Any) -> Any:
+    def _pipeline(self, kind: Any, function: Callable[..., Any]) -> Any:
         options = self.options
         return kind(
             function,

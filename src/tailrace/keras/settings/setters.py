@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.errors import OptionError
 from tailrace.keras.settings.options import MetricReduction, Options, Settings, positive
 from tailrace.messages import note_once
@@ -71,7 +72,7 @@ class Setters:
         gradient_accumulation_steps_per_replica: int | None = None,
         gradient_accumulation_reduction_method: Any = None,
         use_v2_gradient_accumulation_optimizer: bool | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike = None,
         **optimizer_kwargs: Any,
     ) -> None:
         """Set gradient accumulation, for a model without stages.
@@ -252,7 +253,7 @@ def _reduction(value: Any) -> str:
     return str(Reduction.parse(value))
 
 
-def _schedule(value: Any) -> PipelineSchedule:
+def _schedule(value: object) -> PipelineSchedule:
     name = getattr(value, "name", value)
     try:
         return PipelineSchedule(str(name).lower())

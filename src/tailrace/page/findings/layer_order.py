@@ -44,8 +44,8 @@ def layers(names: Sequence[str], ordered: bool = False) -> dict[str, list[int]]:
     for layer in found:
         families.setdefault(_DIGITS.sub("#", layer), []).append(layer)
     queues = {family: iter(sorted(members, key=_numbers)) for family, members in families.items()}
-    ordered = [next(queues[_DIGITS.sub("#", layer)]) for layer in found]
-    return {layer: found[layer] for layer in ordered}
+    by_number = [next(queues[_DIGITS.sub("#", layer)]) for layer in found]
+    return {layer: found[layer] for layer in by_number}
 
 
 def _numbers(layer: str) -> list[int]:

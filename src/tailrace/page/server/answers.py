@@ -256,7 +256,7 @@ def _numbers(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value

@@ -85,6 +85,6 @@ def static_file(static: Any, path: str) -> tuple[bytes, str] | None:
     return (found.read_bytes(), KINDS[ending]) if found.is_file() else None
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """Text that browsers can parse: without NaN, which JSON does not have."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)

@@ -168,7 +168,7 @@ class Layout:
         return wrapped(value, form)
 
     def write(
-        self, device: int, buffers: list[Any], key: Hashable, value: Any, index: Any = None
+        self, device: int, buffers: list[Any], key: Hashable, value: object, index: Any = None
     ) -> None:
         """Put the value of a device under `key` into `buffers`."""
         slot = self.slots[device][key]
@@ -184,12 +184,12 @@ class Layout:
         buffers[slot.buffer] = lax.dynamic_update_slice_in_dim(old, flat, start, 0)
 
 
-def to_host(value: Any) -> Any:
+def to_host(value: object) -> Any:
     """A value of a program, in the memory of the device's host."""
     return jax.device_put(value, jax.memory.Space.Host)
 
 
-def to_device(value: Any) -> Any:
+def to_device(value: object) -> Any:
     """The same, in the memory of the device."""
     return jax.device_put(value, jax.memory.Space.Device)
 

@@ -129,7 +129,7 @@ def cut(closed: ClosedJaxpr, parameters: int, batch: range) -> Cut:
         inputs = tuple(var for var in live_ins(own) if var not in consts)
         _check_beside(region, inputs, made_in)
 
-        def leaves(var: Any, region: Region = region) -> bool:
+        def leaves(var: Var, region: Region = region) -> bool:
             """Whether this piece hands a value that it makes to another, or out of the model."""
             made = made_in[var]
             # What is computed wherever it is used is no piece's output. As a result of the model it

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import ClosedJaxpr, Var
@@ -32,7 +33,7 @@ _CHECKPOINT = "tailrace_checkpoint"
 RECOMPUTE = (False, True, "then", "interleaved")
 
 
-def recomputation_checkpoint(values: Any) -> Any:
+def recomputation_checkpoint(values: Tree) -> Any:
     """Keep these values for the backward when a pipeline recomputes its stages.
 
     What follows is recomputed from here, and not from the inputs of the stage. Elsewhere it returns

@@ -22,6 +22,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import (
@@ -65,7 +66,7 @@ class PipelineStep(Step):
     def _inputs(self) -> Any:
         return jax.tree.map(jnp.asarray, self.pipeline.inputs)
 
-    def _called(self, params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
         return self.pipeline(params, model_state, self.has_model_state, batch, inputs)
 
     def runner(
@@ -73,7 +74,7 @@ class PipelineStep(Step):
     ) -> PipelineRunner:
         """What runs the steps, each stage on its device."""
 
-        def train(state: TrainState, inputs: Any) -> TrainState:
+        def train(state: TrainState, inputs: Tree) -> TrainState:
             return self.loop(state, infeed, inputs=inputs)
 
         flags = self.keeping.hosted if self.keeping else ()
@@ -89,17 +90,17 @@ class PipelineStep(Step):
         )
 
     def loop(
-        self, state: TrainState, infeed: Feed, length: int = 1, inputs: Any = ()
+        self, state: TrainState, infeed: Feed, length: int = 1, inputs: Tree = ()
     ) -> TrainState:
         """`length` steps, fed by `infeed`, all with the same `inputs`."""
         return repeat(length, lambda s: self.accumulated(s, infeed, inputs), state)
 
-    def outputs(self, params: Any, model_state: Any, batch: Any, inputs: Any) -> Any:
+    def outputs(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
         """What the last stage returns for an element."""
         return self.pipeline.outputs(params, model_state, self.has_model_state, batch, inputs)[0]
 
     def evaluating(
-        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Any, placement: Placement
+        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
     ) -> LoopRunner:
         """The same, each stage on its device; on one device if the function has no boundaries."""
         inputs = self._inputs
@@ -111,18 +112,18 @@ class PipelineStep(Step):
             return super().evaluating(bound, out, infeed, read, alone)
         count = microbatches_of(self.pipeline, sizes)
 
-        def program(read: Any, inputs: Any) -> Any:
+        def program(read: Tree, inputs: Tree) -> Any:
             return forward_pass(compute, read, infeed, out, count, inputs)
 
         return PipelineRunner(program, read, inputs, self.pipeline, placement, training=False)
 
-    def begin_evaluating(self, runner: LoopRunner, read: Any) -> LoopState:
+    def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
         """The values that such a runner's dispatches work on."""
         if not isinstance(runner, PipelineRunner):
             return super().begin_evaluating(runner, read)
         return runner.begin(read, self._inputs)
 
-    def accumulated(self, state: TrainState, infeed: Feed, inputs: Any = ()) -> TrainState:
+    def accumulated(self, state: TrainState, infeed: Feed, inputs: Tree = ()) -> TrainState:
         """A step; every stage accumulates the gradients of the parameters that it uses."""
         named = self._named(state)
         accumulation = self.accumulation
@@ -135,7 +136,7 @@ class PipelineStep(Step):
         structure = jax.tree.structure(named.params)
         zeros = jax.tree.leaves(accumulation.zeros(named.params))
 
-        def one(carry: Any, batch: Any) -> Any:
+        def one(carry: Tree, batch: Tree) -> Any:
             accumulated, model_state, total = carry
             batch = name_values("input", batch)
             weight = self._weight(batch)
@@ -172,7 +173,7 @@ class PipelineStep(Step):
         grads = jax.tree.unflatten(structure, [sums.get(i, zero) for i, zero in enumerate(zeros)])
         return self.finish(named, grads, model_state, total)
 
-    def model(self, state: TrainState, batch: Any, inputs: Any) -> Model:
+    def model(self, state: TrainState, batch: Tree, inputs: Tree) -> Model:
         """The model for such elements, cut and differentiated."""
         forward: Any = self.forward
         if self.taps:

@@ -195,7 +195,7 @@ class Stages:
         return found
 
 
-def value_in(values: dict[Any, Any], var: Any) -> Any:
+def value_in(values: dict[Any, Any], var: Var) -> Any:
     """The value of a variable or a literal, as an array."""
     return jnp.asarray(values[var] if isinstance(var, Var) else var.val)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.internals import Tracer
 from tailrace.jaxprs.marks import Tag, mark, path_name
@@ -74,7 +75,7 @@ class Model:
         """The variable of the loss."""
         return self.stages.outvars[0]
 
-    def run(self, state: TrainState, batch: Any, inputs: Any) -> Microbatch:
+    def run(self, state: TrainState, batch: Tree, inputs: Tree) -> Microbatch:
         """One microbatch through all stages, forth and back."""
         stages = self.stages
         named = self._named_state(state.model_state)
@@ -120,11 +121,11 @@ class Model:
         home = self.stages.home([var])
         return in_unit(home, lambda: mark(value_in(values, var), Tag("value", name)))
 
-    def _named_state(self, model_state: Any) -> Any:
+    def _named_state(self, model_state: Tree) -> Any:
         """The model state, marked with its names where it is used first."""
         homes = iter(self.stages.state)
 
-        def named(path: Any, leaf: Any) -> Any:
+        def named(path: Any, leaf: object) -> Any:
             tag = Tag("value", f"buffer/{path_name(path) or '0'}")
             return in_unit(self.stages.home([next(homes)]), lambda: mark(leaf, tag))
 

@@ -109,13 +109,13 @@ class Spread:
         """The devices that run an equation which not all run."""
         return sorted(self._where[index] or ())
 
-    def root(self, var: Any) -> Any:
+    def root(self, var: Var) -> Any:
         """The variable of which this is another name."""
         while var in self.same:
             var = self.same[var]
         return var
 
-    def ready(self, var: Any, where: Devices | None) -> int:
+    def ready(self, var: Var, where: Devices | None) -> int:
         """The phase from which a variable is on these devices; it is sent there if need be."""
         var = self.root(var)
         at = self.at.get(var)

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs.internals import variables
 from tailrace.jaxprs.own_equations import reduction_in
@@ -178,12 +179,12 @@ class Machine:
         rewriter.run_equations([eqn], made, values.frame, self.position, indices[index])
         values.keep(eqn, made)
 
-    def _on(self, values: Values, device: int, block: Callable[..., Any], state: Any) -> Any:
+    def _on(self, values: Values, device: int, block: Callable[..., Any], state: Tree) -> Any:
         """Run a block on one device; what it emits leaves with the step."""
         # A loop of at most one pass carries what the block emits, so its shapes come first.
         emitted = empty(self.emitting.room(block, state, device))
 
-        def run(carry: Any) -> Any:
+        def run(carry: Tree) -> Any:
             buffers, stores, made = block(*carry[0])
             return (buffers, stores), Emissions((key, made[key]) for key in carry[1])
 
@@ -210,7 +211,7 @@ class Machine:
             for device, slots in enumerate(layout.slots):
 
                 def block(
-                    buffers: Any,
+                    buffers: Tree,
                     device: int = device,
                     slots: Any = slots,
                     outs: dict[int, Any] = outs,

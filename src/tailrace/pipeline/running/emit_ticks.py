@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.devices.devices import STAGE
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
@@ -84,7 +85,7 @@ class Ticking:
             shapes = self.emitting.room(sketch, (forms,), a.device(job.who))
             emitted.update(empty(shapes, lambda key: () if _is_collected(key) else (count,)))
 
-        def tick(state: Any, row: Any) -> Any:
+        def tick(state: Tree, row: Any) -> Any:
             carry, emitted = dict(state[0]), state[1]
             for job in active:
                 kind, stage, _ = job.who
@@ -94,7 +95,7 @@ class Ticking:
                 if a.num_devices > 1:
                     mine = mine & (values.me == a.device(job.who))
 
-                def once(state: Any, job: Job = job, m: Any = m, slot: Any = slot) -> Any:
+                def once(state: Tree, job: Job = job, m: Any = m, slot: Any = slot) -> Any:
                     carry, emitted = state
                     carry, made = bodies[job.who](carry, m, slot)
                     return carry, _kept(emitted, made, m)
@@ -116,7 +117,7 @@ class Ticking:
         frame.emitted.update(emitted)
         return carry["carried"], loose, carry["stash"]
 
-    def _sketch(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
+    def _sketch(self, job: Job, values: Values, elements: Tree, ahead: dict[Any, Any]) -> Any:
         """What a job sends out, for its shapes alone: a function of operands, and their forms.
 
         Only equations from which something leaves are run, and the loop's counter. The forms of all
@@ -146,7 +147,7 @@ class Ticking:
 
         return lambda given: (run(given),), [_form(var, var in stored) for var in wanted]
 
-    def _body(self, job: Job, values: Values, elements: Any, ahead: dict[Any, Any]) -> Any:
+    def _body(self, job: Job, values: Values, elements: Tree, ahead: dict[Any, Any]) -> Any:
         """What a job does with the buffers, for a microbatch and a slot of the stash."""
         a, device = self.assembly, self.assembly.device(job.who)
         jobs, who = self.jobs, job.who
@@ -154,7 +155,7 @@ class Ticking:
         used = set(used_by(body.eqns[i] for i in job.equations))
         view = values.on(device)
 
-        def run(carry: Any, m: Any, slot: Any) -> Any:
+        def run(carry: Tree, m: Any, slot: Any) -> Any:
             frame = view.frame.inner(_blocks(elements, m))
             known = self._given(view, used)
             known.update((var, x[m]) for var, x in ahead.items() if var in used)
@@ -199,7 +200,7 @@ class Ticking:
         known.update((v, view.fetch(given)) for v, given in self.jobs.outside.items() if v in used)
         return known
 
-    def _ahead(self, values: Values, elements: Any) -> tuple[dict[Any, Any], dict[int, Any]]:
+    def _ahead(self, values: Values, elements: Tree) -> tuple[dict[Any, Any], dict[int, Any]]:
         """What depends on no job but on the microbatches before: run ahead, for all of them."""
         jobs = self.jobs
         if not jobs.loose:
@@ -211,7 +212,7 @@ class Ticking:
         chosen = jobs.from_ahead
         start = [values.fetch(jobs.starts[n]) for n in jobs.loose]
 
-        def one(carry: Any, m: Any) -> Any:
+        def one(carry: Tree, m: Any) -> Any:
             known = {**given, **dict(zip(inputs, carry, strict=True)), body.invars[-1]: m}
             frame = values.frame.inner(_blocks(elements, m))
             for index in jobs.ahead:
@@ -223,7 +224,7 @@ class Ticking:
         return dict(zip(chosen, stacked, strict=True)), dict(zip(jobs.loose, after, strict=True))
 
 
-def _blocks(elements: Any, m: Any) -> dict[Any, Block]:
+def _blocks(elements: Tree, m: Any) -> dict[Any, Block]:
     """The element of one microbatch, as what is left to be taken."""
     return {
         queue: Block(tuple(lax.dynamic_slice_in_dim(leaf, m, 1) for leaf in leaves))
@@ -238,7 +239,7 @@ def _form(var: Any, stored: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
-def _is_collected(key: Any) -> bool:
+def _is_collected(key: object) -> bool:
     return isinstance(key, RawKey) and key[0].collect != "stack"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.internals import value_of
@@ -69,7 +70,7 @@ class ForwardRunner(PipelineRunner):
         self,
         sizes: tuple[int, ...],
         compute: Compute,
-        read: Any,
+        read: Tree,
         changed: Any,
         infeed: Feed,
         out: OutfeedQueue,
@@ -80,7 +81,7 @@ class ForwardRunner(PipelineRunner):
         self.per_pass = per_pass(count, microbatches_of(pipeline, sizes, rounds=1))
         self._read_only = len(jax.tree.leaves(read))
 
-        def program(state: Any, _: Any) -> Any:
+        def program(state: Tree, _: Any) -> Any:
             return forward_pass(compute, state, infeed, out, self.per_pass, (), advances=True)
 
         each = [False] * self._read_only + [True] * len(jax.tree.leaves(changed))

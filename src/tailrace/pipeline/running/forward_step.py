@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from tailrace.data.trees import Tree
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, current_trace, inside_loop, mark
@@ -39,11 +40,11 @@ def stages_of(compute: Compute, args: Any) -> tuple[int, ...]:
 
 def forward_pass(
     compute: Compute,
-    read: Any,
+    read: Tree,
     infeed: Feed,
     out: OutfeedQueue,
     count: int,
-    inputs: Any,
+    inputs: Tree,
     advances: bool = False,
 ) -> Any:
     """A pass over `count` elements, inside a loop: sends out what `compute` makes of each.
@@ -52,13 +53,13 @@ def forward_pass(
     to element.
     """
 
-    def one_pass(read: Any) -> Any:
+    def one_pass(read: Tree) -> Any:
         params, model_state = read
         with inside_loop(current_trace("tr.Pipeline")):
             made, structure = cut_function(compute, (*read, infeed.spec().tree(), inputs))
         stages = forward_stages(made, structure, advances)
 
-        def one(carry: Any, batch: Any) -> Any:
+        def one(carry: Tree, batch: Tree) -> Any:
             state = carry if advances else model_state
             values = stages.start(params, state, batch, inputs)
             for stage in stages.each:

@@ -7,18 +7,19 @@ most one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.taps.counted_loop import zeros
 from tailrace.taps.frame import Emissions
 
 
-def once_if(condition: Any, body: Callable[[Any], Any], carried: Any) -> Any:
+def once_if(condition: Any, body: Callable[[Any], Any], carried: Tree) -> Any:
     """`body(carried)` if the condition holds, else `carried`; updated in place.
 
     >>> once_if(jnp.array(True), lambda x: x + 1, jnp.int32(1)).item()
@@ -27,7 +28,7 @@ def once_if(condition: Any, body: Callable[[Any], Any], carried: Any) -> Any:
     if condition is True:
         return body(carried)
 
-    def run(state: Any) -> Any:
+    def run(state: Tree) -> Any:
         old, structure = jax.tree.flatten(state[1])
         new = jax.tree.leaves(body(state[1]))
         # What is only read must pass through the loop as well: used beside it, it would be copied.
@@ -47,7 +48,7 @@ class Emitting:
     def __init__(self) -> None:
         self.sources: dict[Hashable, int] = {}
 
-    def room(self, function: Callable[..., Any], args: Any, device: int) -> Emissions:
+    def room(self, function: Callable[..., Any], args: Sequence[Any], device: int) -> Emissions:
         """The shapes of what `function(*args)`, which returns (..., emissions), will emit."""
         shapes = jax.eval_shape(function, *args)[-1]
         self.sources.update(dict.fromkeys(shapes, device))

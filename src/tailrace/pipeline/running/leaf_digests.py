@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from tailrace.data.trees import Tree
 from tailrace.devices.devices import REPLICA, STAGE
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.taps.bit_digests import WORDS, digest, total
@@ -57,7 +58,7 @@ def leaf_digests(
                 found[leaf] = part(layout.read(device, mine, number), number, leaf)
         return jnp.stack(found)
 
-    def one(buffers: Any, values: Any) -> Any:
+    def one(buffers: Tree, values: Tree) -> Any:
         mine = [b.reshape(form.shape) for b, form in zip(buffers, layout.buffers, strict=True)]
         # Each device digests what it alone holds; the others have zeros in that place, so a sum over
         # stages has all digests, and no state moves.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.devices.devices import REPLICA, STAGE
 from tailrace.jaxprs.control import as_scan
@@ -113,7 +114,7 @@ class PipelineExecutable(Executable):
 
         return jax.jit(call, donate_argnums=self._donated)
 
-    def _function(self, carried: Any, read: Any, elements: Any, numbers: Any, free: Any) -> Any:
+    def _function(self, carried: Tree, read: Tree, elements: Tree, numbers: Any, free: Any) -> Any:
         a, self._rewriter.arguments = self.assembly, free
         seed, first_step, offset, passes = Numbers.read(numbers)
         ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
@@ -150,7 +151,7 @@ class PipelineExecutable(Executable):
             for queue, leaves in zip(queues, elements, strict=True)
         )
 
-        def one_pass(carry: Any, x: Any, observing: bool) -> Any:
+        def one_pass(carry: Tree, x: Any, observing: bool) -> Any:
             counter, slices = x
             inside = frame.inner({q: Block(s) for q, s in slices.items()}, observing=observing)
             here = {**consts, a.body.invars[-1]: counter}

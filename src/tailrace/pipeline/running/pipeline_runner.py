@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tailrace.data.trees import Tree
 from tailrace.devices.devices import REPLICA, STAGE, available, resolve_replicas
 from tailrace.errors import PipelineError
 from tailrace.jaxprs.internals import value_of, variables
@@ -52,8 +53,8 @@ class PipelineRunner(LoopRunner):
     def __init__(
         self,
         function: Callable[[Any, Any], Any],
-        carried: Any,
-        read: Any,
+        carried: Tree,
+        read: Tree,
         pipeline: Pipeline,
         placement: Placement,
         each: Sequence[bool] | None = None,
@@ -85,7 +86,7 @@ class PipelineRunner(LoopRunner):
         self._results = results
         self._stages = self._stages_by_name(carried)
 
-    def begin(self, carried: Any, read: Any) -> LoopState:
+    def begin(self, carried: Tree, read: Tree) -> LoopState:
         """The buffers that dispatches work on, filled from `carried`, and `read`."""
         jaxpr = self.traced.jaxpr
         state = LoopState(dict(zip(jaxpr.constvars, self._consts, strict=True)))
@@ -113,7 +114,7 @@ class PipelineRunner(LoopRunner):
 
         return jax.tree.map(merge, value)
 
-    def read(self, state: LoopState, read: Any) -> None:
+    def read(self, state: LoopState, read: Tree) -> None:
         """Other values for what the loop only reads."""
         leaves = self.placement.put(jax.tree.leaves(read))
         state.values.update(zip(self.traced.jaxpr.invars[self._num_carried :], leaves, strict=True))
@@ -189,7 +190,7 @@ class PipelineRunner(LoopRunner):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _stages_by_name(self, carried: Any) -> dict[str, int]:
+    def _stages_by_name(self, carried: Tree) -> dict[str, int]:
         """The one stage that uses each parameter and each leaf of the model state."""
         a = self.assembly
         numbers: dict[Any, int] = {var: i for i, var in enumerate(a.carry_in)}

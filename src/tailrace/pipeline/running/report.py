@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.internals import nbytes, variables
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.lowering.stage import Who
@@ -158,7 +159,7 @@ def unit_seconds(assembly: Assembly, who: Who, repeats: int = 5) -> float:
     if not programs:
         return 0.0
 
-    def run(key: Any, inputs: Any) -> list[list[Any]]:
+    def run(key: object, inputs: Tree) -> list[list[Any]]:
         ambient = Ambient(key, jnp.int32(0), jnp.int32(0))
         counters = (Counter(1, jnp.int32(0)), Counter(1, jnp.int32(0)))
         frame = Frame(ambient, counters=counters)

@@ -44,11 +44,11 @@ def roofline(device: Any, dtype: str = "float32") -> Roofline:
     return Roofline(max(flops), max(moved))
 
 
-def _seconds(operation: Any, x: Any) -> float:
+def _seconds(operation: Any, x: object) -> float:
     """The time of one operation: the best of a few runs of several in a row."""
     import jax
 
-    def several(x: Any) -> Any:
+    def several(x: object) -> Any:
         return jax.lax.fori_loop(0, _REPEATS, lambda _, y: operation(x, y), x)
 
     run = jax.jit(several).lower(x).compile()

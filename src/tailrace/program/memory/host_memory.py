@@ -45,11 +45,11 @@ class Moves:
     to_host: Callable[[Any], Any]
     to_device: Callable[[Any], Any]
 
-    def bring_in(self, value: Any) -> Any:
+    def bring_in(self, value: object) -> Any:
         """Transfer a value from host memory to the device."""
         return mark(value, Tag("memory", payload=self.to_device))
 
-    def send_back(self, value: Any) -> Any:
+    def send_back(self, value: object) -> Any:
         """Transfer a value from the device to host memory."""
         return mark(value, Tag("memory", payload=self.to_host))
 
@@ -85,7 +85,7 @@ def obstacle(device: Any, guarded: bool) -> str | None:
     return None
 
 
-def check_activations(wanted: Any) -> None:
+def check_activations(wanted: object) -> None:
     """Refuse values other than True and False."""
     if not isinstance(wanted, bool):
         raise OptionError(f"offload_activations is True or False. Received: {wanted!r}.")
@@ -138,7 +138,7 @@ def after_accumulation(body: Callable[[Any], Any], carried: Tree) -> Any:
     # Always one iteration, since a step's index is never negative; but XLA does not know that.
     passes = jnp.where(ambient("step", -1, 1) < 0, 2, 1)
 
-    def one(state: Any) -> Any:
+    def one(state: Tree) -> Any:
         done, carried = state
         return done + 1, body(carried)
 

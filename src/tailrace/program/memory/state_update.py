@@ -45,7 +45,7 @@ class HeldUpdate:
         taps: Sequence[Tap],
         grads: Tree,
         state: TrainState,
-        taken: Any = None,
+        taken: Tree = None,
     ) -> None:
         self.keeping, self.taps = keeping, taps
         forms = (_forms(grads), keeping.forms, _forms(state.params), _forms(taken))

@@ -173,7 +173,7 @@ class Executable:
         # The carry is donated: a step then needs memory for one state, not for two.
         return jax.jit(function, donate_argnums=self._donated)
 
-    def _function(self, carried: Tree, read: Tree, elements: Any, numbers: Any, free: Any) -> Any:
+    def _function(self, carried: Tree, read: Tree, elements: Tree, numbers: Any, free: Any) -> Any:
         self._rewriter.arguments = free
         seed, first_step, offset, count = Numbers.read(numbers)
         several = self.placement.replicas > 1

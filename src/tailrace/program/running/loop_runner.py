@@ -142,7 +142,7 @@ class LoopRunner:
         """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
         return entry.stage
 
-    def by_element(self, value: Any) -> Any:
+    def by_element(self, value: object) -> Any:
         """Emissions of one loop, rearranged to [replica,] element."""
         return value
 

@@ -85,17 +85,17 @@ class Placement:
         """Transfer values to the devices; those already there are not copied."""
         return [self._place(value, self.everywhere) for value in values]
 
-    def own(self, value: Any) -> Any:
+    def own(self, value: object) -> Any:
         """A copy of a value on the devices that a loop may overwrite."""
         # Copied even if placing it made a copy: on a CPU `device_put` may alias the caller's memory,
         # which a donated buffer would overwrite.
         return jnp.copy(self._place(value, self.everywhere))
 
-    def own_each(self, value: Any) -> Any:
+    def own_each(self, value: object) -> Any:
         """The same for a value that differs per replica: dim 0 is the replica dim."""
         return jnp.copy(self._place(value, self._spread(devices.REPLICA)))
 
-    def _place(self, value: Any, sharding: Any) -> Any:
+    def _place(self, value: object, sharding: jax.sharding.Sharding) -> Any:
         """A value on the devices; with several processes, each has the value and places its part."""
         if self.in_one_process:
             return jax.device_put(value, sharding)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 
@@ -56,7 +57,7 @@ class FirstRows:
         """Those rows as an array on the device."""
         return jax.lax.slice_in_dim(jnp.asarray(self.whole), 0, self.count, axis=self.axis)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> np.ndarray:
         whole = self.whole
         large = isinstance(whole, jax.Array) and whole.nbytes > MOST_BYTES
         if large and self.count < whole.shape[self.axis] and devices.platform() != "cpu":
@@ -86,7 +87,7 @@ class Packed:
     start: int
     shape: tuple[int, ...]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> np.ndarray:
         whole = np.asarray(self.whole)
         found = whole[self.start : self.start + math.prod(self.shape)].reshape(self.shape)
         return np.array(found, dtype=dtype) if copy else np.asarray(found, dtype=dtype)
@@ -135,7 +136,7 @@ class Packing:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def on_device(leaf: Any) -> Any:
+def on_device(leaf: object) -> Any:
     """An emitted leaf as an array on the device."""
     return leaf.on_device() if isinstance(leaf, FirstRows) else leaf
 
@@ -150,7 +151,7 @@ def start_copying(tree: Tree) -> None:
         array.copy_to_host_async()
 
 
-def _stored(leaf: Any) -> Any:
+def _stored(leaf: object) -> Any:
     """The array on the device that a leaf is a part of."""
     while isinstance(leaf, Packed | FirstRows):
         leaf = leaf.whole

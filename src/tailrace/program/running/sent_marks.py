@@ -50,11 +50,11 @@ class SentMarks:
             return [tag.payload(value) for value in inputs]
         return inputs
 
-    def _print(self, tag: Tag, value: Any, frame: Frame) -> None:
+    def _print(self, tag: Tag, value: object, frame: Frame) -> None:
         title = tag.name if tag.direction == FORWARD else f"{tag.name}_gradient"
         show, several = tag.payload, self.replicas > 1
 
-        def arrive(value: Any, replica: Any) -> None:
+        def arrive(value: object, replica: Any) -> None:
             show(value, f"{title} (replica {int(replica)})" if several else title)
 
         # Ordered effects need a single device; with several, prints arrive in any order, with the

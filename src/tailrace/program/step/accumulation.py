@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import DTypeLike
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
@@ -151,7 +152,7 @@ def _is_dtype(value: Any) -> bool:
     return True
 
 
-def check_dtype(dtype: Any, what: str) -> Any:
+def check_dtype(dtype: DTypeLike, what: str) -> Any:
     """`dtype`, if an accumulator of it can hold a gradient."""
     try:
         found = jnp.dtype(dtype)

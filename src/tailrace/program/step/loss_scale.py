@@ -207,7 +207,7 @@ _HOPELESS = 2.0**-24
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -215,5 +215,5 @@ def _is_scale(value: Any) -> bool:
     return _is_number(value) and _SMALLEST <= float(value) <= _LARGEST
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

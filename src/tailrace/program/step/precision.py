@@ -51,7 +51,7 @@ class Precision:
     def widen(self, tree: Tree) -> Any:
         """A tree with its leaves of this dtype cast to float32."""
 
-        def one(x: Any) -> Any:
+        def one(x: object) -> Any:
             x = jnp.asarray(x)
             return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if x.dtype == self.dtype else x
 

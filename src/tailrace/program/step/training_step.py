@@ -366,5 +366,5 @@ def _same_state(before: Tree, after: Tree, name: str) -> None:
         )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return str(jax.tree.structure(value))

@@ -55,7 +55,7 @@ class Differing(Visitor[bool, None]):
         """Flags of a program's results, from flags of its inputs."""
         return self.run(jaxpr, consts, inputs, None)
 
-    def constant(self, value: Any, var: Any) -> bool:
+    def constant(self, value: object, var: Any) -> bool:
         """Constants are equal on all replicas."""
         return False
 

@@ -95,7 +95,7 @@ def trace_program(
     return traced
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape(leaf: object) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 

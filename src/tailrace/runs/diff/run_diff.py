@@ -91,7 +91,7 @@ def diff(
     )
 
 
-def _pair(name: str, value: Any) -> tuple[Any, Any]:
+def _pair(name: str, value: object) -> tuple[Any, Any]:
     if value is None:
         return (None, None)
     if not isinstance(value, tuple | list) or len(value) != 2:
@@ -101,11 +101,11 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
     return (value[0], value[1])
 
 
-def _is_run(value: Any) -> bool:
+def _is_run(value: object) -> bool:
     return isinstance(value, str | os.PathLike | Run) or hasattr(value, "records")
 
 
-def _opened(value: Any) -> Any:
+def _opened(value: object) -> Any:
     return open_run(Path(value)) if isinstance(value, str | os.PathLike) else value
 
 

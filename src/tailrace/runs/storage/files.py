@@ -104,7 +104,7 @@ def own_dtype(name: str) -> np.dtype:
 # -- trees --------------------------------------------------------------------------------------
 
 
-def describe_tree(value: Any, leaf: Callable[[Any], int]) -> Any:
+def describe_tree(value: object, leaf: Callable[[Any], int]) -> Any:
     """The structure of a tree of dicts, lists and tuples, as JSON; `leaf` numbers the leaves.
 
     >>> numbers = iter(range(9))

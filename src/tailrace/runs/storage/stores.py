@@ -96,7 +96,7 @@ class RunStore(DirectoryStore):
         """Whether there is such a file."""
         return (self.root / key).is_file()
 
-    async def set(self, key: str, value: Any) -> None:
+    async def set(self, key: str, value: object) -> None:
         """Nothing is written here."""
         self._check_writable()
 
@@ -137,11 +137,11 @@ class BufferedStore(DirectoryStore):
         """Whether a file exists or is buffered."""
         return key in self._held or (self.root / key).is_file()
 
-    async def set(self, key: str, value: Any) -> None:
+    async def set(self, key: str, value: object) -> None:
         """Buffer a file."""
         self._held[key] = value
 
-    async def set_if_not_exists(self, key: str, value: Any) -> None:
+    async def set_if_not_exists(self, key: str, value: object) -> None:
         """Buffer a file unless it exists."""
         if not await self.exists(key):
             await self.set(key, value)

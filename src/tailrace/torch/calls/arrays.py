@@ -83,7 +83,7 @@ def rows_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
     return jax.dlpack.from_dlpack(tensor)
 
 
-def tensor_of(array: Any) -> torch.Tensor:
+def tensor_of(array: object) -> torch.Tensor:
     """A tensor with a copy of an array."""
     found = np.array(array)
     for torch_dtype, (integer, numpy_dtype) in _BITS.items():

@@ -52,12 +52,12 @@ def register_container(kind: type, parser: CustomContainer | None) -> None:
         _custom[kind] = parser
 
 
-def is_custom(value: Any) -> bool:
+def is_custom(value: object) -> bool:
     """Whether the class of a value was registered."""
     return type(value) in _custom
 
 
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, leaf) of every leaf in nested containers."""
     if type(value) in _custom:
         for number, part in enumerate(_custom[type(value)].yield_tensors(value)):
@@ -78,7 +78,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
+def rebuild(value: object, replace: Callable[[Any], Any]) -> Any:
     """A container like `value`, every leaf replaced by `replace(leaf)`, in the order of `flatten`."""
     if type(value) in _custom:
         parser = _custom[type(value)]
@@ -106,19 +106,19 @@ def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
     return replace(value)
 
 
-def is_dataclass(value: Any) -> bool:
+def is_dataclass(value: object) -> bool:
     """Whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def fields_beside(value: Any) -> dict[str, Any]:
+def fields_beside(value: object) -> dict[str, Any]:
     """The set fields of a dataclass, without those that are also items."""
     items = value if isinstance(value, dict) else ()
     names = (name for name in _fields(value) if name not in items and hasattr(value, name))
     return {name: getattr(value, name) for name in names}
 
 
-def held_elsewhere(value: Any, held: Callable[[Any], bool]) -> tuple[str, type] | None:
+def held_elsewhere(value: object, held: Callable[[Any], bool]) -> tuple[str, type] | None:
     """(attribute, class) of something `held` that `flatten` does not visit; None if there is none."""
     if held(value) or type(value) in _custom:
         return None
@@ -142,7 +142,7 @@ _DEPTH = 6
 """The depth of the search in objects of unknown classes."""
 
 
-def _holds(value: Any, held: Callable[[Any], bool], seen: set[int], depth: int) -> bool:
+def _holds(value: object, held: Callable[[Any], bool], seen: set[int], depth: int) -> bool:
     if held(value):
         return True
     if id(value) in seen or not depth:
@@ -154,7 +154,7 @@ def _holds(value: Any, held: Callable[[Any], bool], seen: set[int], depth: int) 
     return any(_holds(part, held, seen, depth - 1) for part in inside)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, Any]:
     """The attributes of an object of an unknown class; empty for classes and functions."""
     if isinstance(value, set | frozenset | deque):
         return {str(number): part for number, part in enumerate(value)}
@@ -173,11 +173,11 @@ def _fields(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value)] if is_dataclass(value) else []
 
 
-def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+def _with_fields(value: object, fields: dict[str, Any]) -> Any:
     for name, part in fields.items():
         object.__setattr__(value, name, part)  # works for frozen ones, and runs no __init__
     return value
 
 
-def _joined(path: str, key: Any) -> str:
+def _joined(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)

@@ -118,7 +118,7 @@ class CallForm:
                 return list(args)
         return self._compare_arguments(self._bind(args, kwargs).arguments)
 
-    def _bind(self, args: Any, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         try:
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -207,7 +207,7 @@ class CallForm:
             )
 
     def _compare_fields(
-        self, name: str, expected: Any, found: Any, shapes: Any, tensors: list[torch.Tensor]
+        self, name: str, expected: Any, found: object, shapes: Any, tensors: list[torch.Tensor]
     ) -> None:
         ours, theirs = fields_beside(expected), fields_beside(found)
         if list(ours) != list(theirs):
@@ -251,5 +251,5 @@ def _packed(given: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, A
     return given.args, given.kwargs
 
 
-def _without_tensor(value: Any) -> Any:
+def _without_tensor(value: object) -> Any:
     return _SLOT if isinstance(value, torch.Tensor) else value

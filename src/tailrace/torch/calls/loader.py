@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import OptionError
 from tailrace.feeds.background import STOP_S
@@ -285,7 +286,7 @@ def _joined(first: Any, second: Any) -> Any:
     return rebuild(first, lambda t: torch.cat([t, next(others)]))
 
 
-def _rows(batch: Any) -> int:
+def _rows(batch: Tree) -> int:
     return len(next(leaf for _, leaf in flatten(batch)))
 
 

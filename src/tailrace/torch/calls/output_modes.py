@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.data.array_like import ShapeLike
 from tailrace.errors import OptionError
 from tailrace.taps.tap import Every, Tap, every
 from tailrace.torch.errors import UsageError
@@ -94,7 +95,7 @@ class Returned:
         `pick` is a function of the tensor that returns the part to keep.
         """
 
-        def whole(value: Any) -> Any:
+        def whole(value: object) -> Any:
             return value if pick is None else pick(value)
 
         whole.__name__ = kind
@@ -106,7 +107,7 @@ class Returned:
         return Tap(select, mode=mode, reduce=whole)
 
     def arrange(
-        self, part: Any, iterations: int, microbatches: int, replicas: int, shape: Any = None
+        self, part: Any, iterations: int, microbatches: int, replicas: int, shape: ShapeLike = None
     ) -> np.ndarray:
         """The array that a call returns, from the emission of the tap.
 

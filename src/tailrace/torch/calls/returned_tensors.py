@@ -6,6 +6,7 @@ alone. Scalars computed from them are of it as well (`loss.mean()`, `loss / 4`),
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,13 @@ class ReturnedScalar(torch.Tensor):
     """A scalar of each microbatch, as a call returns it."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             known = type(found) is not torch.Tensor or found.requires_grad

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, SelectionError
 from tailrace.messages import note_once
 from tailrace.records.records import Records
@@ -210,11 +211,11 @@ class Model(ABC):
             *(anchor.tap(count) for anchor in self._anchors.values()),
         ]
 
-    def _make_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _make_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         return self._new_program(forward, params, buffers, taps)
 
     @abstractmethod
-    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _new_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         """The program of a call, for training or for inference."""
 
     # Places to hook in, which most models leave empty.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.torch.calls.arrays import tensor_of
 from tailrace.torch.calls.options import ModelOptions
@@ -97,11 +98,11 @@ class InferenceModel(Model):
             return weights_of(self.module)
         return self._program.params, self._program.buffers
 
-    def _make_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _make_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         self._seen = self._version()
         return super()._make_program(forward, params, buffers, taps)
 
-    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _new_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         staged = can_be_staged(forward, self._options)
         kind = StagedInferenceProgram if staged else InferenceProgram
         return kind(forward, self._options, params, buffers, taps, self._seed)

@@ -194,5 +194,5 @@ def check_same_form(saved: Mapping[str, Any], own: Mapping[str, Any], what: str)
             )
 
 
-def _dtype_name(array: Any) -> str:
+def _dtype_name(array: object) -> str:
     return str(getattr(array, "dtype", np.asarray(array).dtype)).removeprefix("torch.")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.data.trees import Tree
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.messages import note_once
 from tailrace.program.step.training_step import TrainState
@@ -210,7 +211,7 @@ class TrainingModel(FollowingModel):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _make_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _make_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         program = self._new_program(forward, params, buffers, taps)
         self._hypers = self._device_optimizer.hypers()
         if self._held is not None:
@@ -219,7 +220,7 @@ class TrainingModel(FollowingModel):
             self._held = None
         return program
 
-    def _new_program(self, forward: Forward, params: Any, buffers: Any, taps: list[Any]) -> Any:
+    def _new_program(self, forward: Forward, params: Tree, buffers: Tree, taps: list[Any]) -> Any:
         return TrainingProgram(
             forward,
             self._device_optimizer,

@@ -68,7 +68,7 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
             before_reading()
             return self.__dict__[name]
 
-        def write(self: Any, value: Any) -> None:
+        def write(self: Any, value: object) -> None:
             self.__dict__[name] = value
 
         return property(read, write)
@@ -79,7 +79,7 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
             before_reading()
         return original.__getattr__(self, name)  # type: ignore[attr-defined]
 
-    def set_attribute(self: Any, name: str, value: Any) -> None:
+    def set_attribute(self: Any, name: str, value: object) -> None:
         here = self.__dict__["_modules"].get(name)
         if (here is not None or isinstance(value, torch.nn.Module)) and value is not here:
             before_restructuring()
@@ -89,7 +89,7 @@ def _reading_class(original: type, owners: tuple[Any, ...]) -> type:
         before_restructuring()
         original.register_parameter(self, name, param)  # type: ignore[attr-defined]
 
-    def add_module(self: Any, name: str, module: Any) -> None:
+    def add_module(self: Any, name: str, module: torch.nn.Module) -> None:
         before_restructuring()
         original.add_module(self, name, module)  # type: ignore[attr-defined]
 

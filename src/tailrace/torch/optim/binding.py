@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
 from tailrace.torch.calls.arrays import array_of, dtype_on_device, tensor_of
@@ -179,7 +180,7 @@ class DeviceOptimizer:
     def _held(self, name: str) -> Mapping[str, Any]:
         return self._source.get(self.tensors[name], {})
 
-    def apply(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(self, grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any]:
         """Parameters and state after one step."""
         step = state["step"] + 1
         after = {slot: dict(v) if isinstance(v, dict) else v for slot, v in state.items()}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.torch.errors import UsageError
 
@@ -79,7 +80,7 @@ class SGD(_OnDevice, torch.optim.SGD):
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         lr: float = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
@@ -124,7 +125,7 @@ class Adam(_AdamOptions, torch.optim.Adam):
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -157,7 +158,7 @@ class AdamW(_AdamOptions, torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -194,7 +195,7 @@ class RMSprop(_OnDevice, torch.optim.RMSprop):
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         lr: float = 1e-2,
         alpha: float = 0.99,
         eps: float = 1e-8,
@@ -246,7 +247,7 @@ class LAMB(_OnDevice, torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -15,6 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.array_like import TensorLike
+
 COLUMNS = (
     "lr",
     "weight_decay",
@@ -107,7 +109,9 @@ class GroupRule:
         """The initial value of a state tensor."""
         return 1.0 if slot == "square_avg" and "tf" in self.flags else 0.0
 
-    def update(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+    def update(
+        self, p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Hypers, step: Any
+    ) -> Any:
         """The next value of a parameter; `slots` is changed. All in float32; `step` counts from 1."""
         if "maximize" in self.flags:
             g = -g
@@ -115,7 +119,9 @@ class GroupRule:
             g = g + h.weight_decay * p
         return getattr(self, f"_{self.kind}")(p, g, slots, h, step)
 
-    def _sgd(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+    def _sgd(
+        self, p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Hypers, step: Any
+    ) -> Any:
         if "momentum" in self.flags:
             added = h.undamped * g if "dampening" in self.flags else g
             buffer = h.momentum * slots["momentum_buffer"] + added
@@ -125,7 +131,7 @@ class GroupRule:
             g = g + h.momentum * buffer if "nesterov" in self.flags else buffer
         return p - h.lr * g
 
-    def _moments(self, g: Any, slots: dict[str, Any], h: Hypers) -> tuple[Any, Any]:
+    def _moments(self, g: TensorLike, slots: dict[str, Any], h: Hypers) -> tuple[Any, Any]:
         first = slots["exp_avg"] + h.rest1 * (g - slots["exp_avg"])
         second = h.beta2 * slots["exp_avg_sq"] + h.rest2 * g * g
         slots.update(exp_avg=first, exp_avg_sq=second)
@@ -138,7 +144,9 @@ class GroupRule:
         # 1 - beta**t, without the cancellation that it would have in single precision
         return -jnp.expm1(t * h.log_beta1), -jnp.expm1(t * h.log_beta2)
 
-    def _adam(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+    def _adam(
+        self, p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Hypers, step: Any
+    ) -> Any:
         if "decoupled" in self.flags and "weight_decay" in self.flags:
             p = p * (1 - h.lr * h.weight_decay)
         first, second = self._moments(g, slots, h)
@@ -148,7 +156,9 @@ class GroupRule:
         denominator = jnp.sqrt(second) / jnp.sqrt(correction2) + h.eps
         return p - (h.lr / correction1) * first / denominator
 
-    def _lamb(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+    def _lamb(
+        self, p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Hypers, step: Any
+    ) -> Any:
         first, second = self._moments(g, slots, h)
         correction1, correction2 = self._corrections(h, step)
         update = (first / correction1) / (jnp.sqrt(second / correction2) + h.eps)
@@ -159,7 +169,9 @@ class GroupRule:
         trust = jnp.where(usable, weight_norm / jnp.where(usable, update_norm, 1), 1)
         return p - h.lr * trust * update
 
-    def _rmsprop(self, p: Any, g: Any, slots: dict[str, Any], h: Hypers, step: Any) -> Any:
+    def _rmsprop(
+        self, p: TensorLike, g: TensorLike, slots: dict[str, Any], h: Hypers, step: Any
+    ) -> Any:
         square = slots["square_avg"] = h.alpha * slots["square_avg"] + h.rest_alpha * g * g
         if "centered" in self.flags:
             mean = slots["grad_avg"] = slots["grad_avg"] + h.rest_alpha * (g - slots["grad_avg"])

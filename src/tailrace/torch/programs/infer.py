@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.feeds.feed import HandedFeed
 from tailrace.jaxprs.marks import name_values
 from tailrace.program.loops import repeat_with, whole
@@ -95,18 +96,18 @@ class InferenceProgram:
 
     # -- overridden for pipelines ---------------------------------------------------------------
 
-    def _make_runner(self, params: Any, buffers: Any) -> LoopRunner:
-        def one(state: Any, element: Any, read: Any) -> Any:
+    def _make_runner(self, params: Tree, buffers: Tree) -> LoopRunner:
+        def one(state: Tree, element: Tree, read: Tree) -> Any:
             self.found.clear()
             named = (name_values("param", read), name_values("buffer", state))
             return self._forward_pass(*named, name_values("input", element))
 
-        def program(state: Any, read: Any) -> Any:
+        def program(state: Tree, read: Tree) -> Any:
             return repeat_with(whole, 1, lambda s, e: one(s, e, read), state, self.feed)
 
         return LoopRunner(program, buffers, params, Placement(self.options.replicas))
 
-    def _begin(self, params: Any, buffers: Any) -> LoopState:
+    def _begin(self, params: Tree, buffers: Tree) -> LoopState:
         return self.runner.begin(buffers, params)
 
     @property
@@ -126,7 +127,7 @@ class InferenceProgram:
         """The emissions, as if each batch were one iteration."""
         return emitted
 
-    def _forward_pass(self, params: Any, state: Any, element: Any) -> Any:
+    def _forward_pass(self, params: Tree, state: Tree, element: Tree) -> Any:
         """The next buffers; observed values are marked, and all activations listed."""
         run = probed(lambda p, s, e: self.forward(p, s, e)[1], self._is_wanted, self.found)
         return run(params, state, element)

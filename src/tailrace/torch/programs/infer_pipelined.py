@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.devices.devices import available
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, mark, path_name
@@ -58,7 +59,7 @@ class StagedInferenceProgram(InferenceProgram):
         held = self.runner.changed(self.loop_state)
         return held if self.options.replicas == 1 else jax.tree.map(lambda leaf: leaf[0], held)
 
-    def _make_runner(self, params: Any, buffers: Any) -> LoopRunner:
+    def _make_runner(self, params: Tree, buffers: Tree) -> LoopRunner:
         options, devices = self.options, sorted(set(self.forward.devices))
         schedule = options.schedule
         if options.execution is not Execution.PIPELINED:
@@ -81,13 +82,13 @@ class StagedInferenceProgram(InferenceProgram):
             Placement(options.replicas),
         )
 
-    def _compute(self, params: Any, buffers: Any, element: Any, _: Any) -> Any:
+    def _compute(self, params: Tree, buffers: Tree, element: Tree, _: Any) -> Any:
         self.found.clear()
         given = (self._named("param", params), self._named("buffer", buffers))
         after = self._forward_pass(*given, self._named("input", element))
         return jnp.int32(0), after  # outputs leave through taps
 
-    def _named(self, kind: str, tree: Any) -> Any:
+    def _named(self, kind: str, tree: Tree) -> Any:
         """The tree with marks on observed leaves only: a mark ties a leaf to the first stage."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         values = []
@@ -99,7 +100,7 @@ class StagedInferenceProgram(InferenceProgram):
             values.append(leaf)
         return jax.tree.unflatten(structure, values)
 
-    def _begin(self, params: Any, buffers: Any) -> LoopState:
+    def _begin(self, params: Tree, buffers: Tree) -> LoopState:
         return self.runner.begin((params, buffers), ())
 
     @property
@@ -122,7 +123,7 @@ class StagedInferenceProgram(InferenceProgram):
     def _by_batch(self, emitted: dict[Hashable, Emission]) -> dict[Hashable, Emission]:
         collected = {one.key for one in self.sight.chosen if one.tap.mode in (Mode.SUM, Mode.FINAL)}
 
-        def flat(key: Any, emission: Emission) -> Emission:
+        def flat(key: object, emission: Emission) -> Emission:
             first = key.parts()[0][0] if isinstance(key, StatsKey) else key
             if first in collected:
                 return emission

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, PlanError
 from tailrace.feeds.feed import HandedFeed
 from tailrace.jaxprs.marks import path_name
@@ -41,7 +42,7 @@ _HYPER = "optimizer_state/hyper"
 
 
 @jax.custom_jvp
-def _scale_gradient(value: Any, factor: Any) -> Any:
+def _scale_gradient(value: object, factor: Any) -> Any:
     """The value unchanged, with its gradient multiplied by a factor."""
     return value
 
@@ -69,7 +70,7 @@ class TrainingProgram:
     ) -> None:
         self.options, self._automatic = options, optimizer.automatic
 
-        def loss_fn(params: Any, state: Any, element: Any, /) -> Any:
+        def loss_fn(params: Tree, state: Tree, element: Tree, /) -> Any:
             scaling: Any = optimizer.loss_scaling
             if optimizer.automatic:
                 scaling = scaling * params[FACTOR]
@@ -191,7 +192,7 @@ class TrainingProgram:
             leaves[self._leaves[f"{kind}/{name}"]] = jnp.array(value, like.dtype)
         self.engine.replace(leaves)
 
-    def set_hypers(self, values: Any) -> None:
+    def set_hypers(self, values: Tree) -> None:
         """Other learning rates and the like, from the next step on."""
         self.engine.replace({self.hypers: jnp.asarray(values)})
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as functional
 
+from tailrace.data.array_like import TensorLike
 from tailrace.torch.calls.containers import flatten, rebuild
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ _POINTWISE = frozenset({aten._prelu_kernel, aten.rsub})
 """Functions of each entry that PyTorch does not call so."""
 
 
-def spread(x: Any, shape: tuple[int, ...]) -> Any:
+def spread(x: TensorLike, shape: tuple[int, ...]) -> Any:
     """A JAX value in a larger shape; others than those of 16 bits are broadcast where they are used."""
     if x.dtype not in _NARROW or x.shape == shape:
         return x
@@ -56,7 +57,7 @@ def spread_out(func: Any, args: Any, kwargs: Any, tensor: Callable[[Any], Any]) 
 def first_spread_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A product that is added to the first argument."""
 
-    def run(x: Any, *factors: Any, **named: Any) -> Any:
+    def run(x: TensorLike, *factors: Any, **named: Any) -> Any:
         shape = jax.eval_shape(lambda x, *factors: theirs(x, *factors, **named), x, *factors).shape
         return theirs(spread(x, shape), *factors, **named)
 
@@ -66,7 +67,7 @@ def first_spread_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def linear_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A linear layer with a bias."""
 
-    def run(x: Any, weight: Any, bias: Any = None) -> Any:
+    def run(x: TensorLike, weight: TensorLike, bias: TensorLike = None) -> Any:
         out = theirs(x, weight)
         return out if bias is None else out + spread(bias, out.shape)
 

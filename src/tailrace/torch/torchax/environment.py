@@ -7,7 +7,7 @@ functions that PyTorch composes (`F.normalize` calls a norm, and so on).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as functional
 
+from tailrace.data.array_like import TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.broadcasts import SPREAD, spread, spread_out
@@ -36,14 +37,14 @@ from tailrace.torch.tracing.watch import current_watch
 aten = torch.ops.aten
 
 
-def _safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+def _safe_softmax(x: TensorLike, dim: int, dtype: torch.dtype | None = None) -> Any:
     """A softmax that is 0 for rows of -inf, which would give NaN."""
     x = x if dtype is None else x.astype(dtype_on_device(dtype))
     nothing = jnp.isneginf(x).all(dim, keepdims=True)
     return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
 
 
-def _first_of(choose: Any, x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+def _first_of(choose: Any, x: TensorLike, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     """The maximum, or minimum, and its index; the first of several gets the gradient, as in PyTorch."""
     if not x.ndim:
         return x, jnp.zeros((), int)
@@ -154,11 +155,11 @@ def make_environment() -> Any:
 
     decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
 
-    def lowered(func: Any, run: Any, **flags: bool) -> Any:
+    def lowered(func: Callable[..., Any], run: Any, **flags: bool) -> Any:
         kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
         return ops_registry.Operator(func, run, **{**kinds, **flags})
 
-    def mutating(func: Any, run: Any, **flags: bool) -> Any:
+    def mutating(func: Callable[..., Any], run: Any, **flags: bool) -> Any:
         return lowered(func, run, is_jax_function=False, is_view_op=True, **flags)
 
     class Lowerings(Environment):
@@ -212,7 +213,9 @@ def make_environment() -> Any:
             ):
                 self._ops[one] = lowered(one, attention.attend, needs_env=True)
 
-        def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        def dispatch(
+            self, func: Callable[..., Any], types: Any, args: Any, kwargs: Mapping[str, Any]
+        ) -> Any:
             """Run a function or operation, by PyTorch's rules for `dtype=`, `out=` and results."""
             kwargs = kwargs or {}
             if results.asks_of_dtypes(func):
@@ -237,7 +240,13 @@ def make_environment() -> Any:
                 found = self._promoted(func, types, args, kwargs, error)
             return results.corrected(func, args, kwargs, found, self.j2t_iso)
 
-        def _without_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        def _without_out(
+            self,
+            func: Callable[..., Any],
+            types: Any,
+            args: Sequence[Any],
+            kwargs: Mapping[str, Any],
+        ) -> Any:
             plain = results.without_out(func) or func
             try:
                 return self.dispatch(plain, types, args, kwargs)
@@ -246,7 +255,7 @@ def make_environment() -> Any:
                     raise
                 return func(*args, **kwargs)
 
-        def _as_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+        def _as_dtype(self, x: TensorLike, dtype: torch.dtype) -> Any:
             return self.j2t_iso(results.as_dtype(x.jax(), dtype_on_device(dtype)))
 
         def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
@@ -257,7 +266,9 @@ def make_environment() -> Any:
                 return the_tensor
             return self._as_dtype(the_tensor, new_dtype)
 
-        def _promoted(self, func: Any, types: Any, args: Any, kwargs: Any, error: Any) -> Any:
+        def _promoted(
+            self, func: Callable[..., Any], types: Any, args: Any, kwargs: Any, error: Any
+        ) -> Any:
             """Retry with integers promoted to PyTorch's result dtype; JAX's functions are stricter."""
             inner = results.promoted(func, args, kwargs, self._as_dtype)
             if inner is None:
@@ -282,7 +293,7 @@ def make_environment() -> Any:
     return Lowerings()
 
 
-def _is_composed(func: Any) -> bool:
+def _is_composed(func: Callable[..., Any]) -> bool:
     """Whether PyTorch composes an operation of others."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
@@ -290,7 +301,7 @@ def _is_composed(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kernel)
 
 
-def _composed(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+def _composed(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's composition of an operation; some have parts without a lowering."""
 
     def composed(*args: Any, **kwargs: Any) -> Any:
@@ -315,7 +326,7 @@ def _seen(write: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _copied(x: Any, source: Any, non_blocking: bool = False, *, env: Any) -> Any:
+def _copied(x: TensorLike, source: Any, non_blocking: bool = False, *, env: Any) -> Any:
     """Copy one tensor into another, keeping its shape and dtype, which torchax's does not."""
     held = x.jax()
     source = source if hasattr(source, "jax") else env.to_xla(source)
@@ -327,14 +338,14 @@ def _copied(x: Any, source: Any, non_blocking: bool = False, *, env: Any) -> Any
     return x
 
 
-def _filled(x: Any, value: Any = 0, *, env: Any) -> Any:
+def _filled(x: TensorLike, value: Any = 0, *, env: Any) -> Any:
     """Fill a tensor, or a slice of one, for which torchax's has no effect."""
     held = x.jax()
     value = value.jax() if hasattr(value, "jax") else value
     return x.copy_(env.j2t_iso(jnp.full(held.shape, value, held.dtype)))
 
 
-def _out_of_place(func: Any) -> Any:
+def _out_of_place(func: Callable[..., Any]) -> Any:
     """The out-of-place form of an in-place operation; None if there is none."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
@@ -373,7 +384,7 @@ def _grouped(convolve: Callable[..., Any]) -> Callable[..., Any]:
     Its bias is added here, by the rule of `broadcasts`.
     """
 
-    def run(x: Any, weight: Any, bias: Any, *given: Any) -> Any:
+    def run(x: TensorLike, weight: TensorLike, bias: TensorLike, *given: Any) -> Any:
         transposed, groups = given[3], given[5]
         if transposed and groups > 1:
             # torchax reads the first two dimensions as [channels of a group, all outputs].

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from tailrace.data.array_like import TensorLike
 from tailrace.torch.torchax.unnamed_device import unnamed_device
 from tailrace.torch.torchax.versions import check_installed, together
 
@@ -56,12 +57,12 @@ def environment() -> Any:
         return make_environment()
 
 
-def _has_gradient(tensor: Any) -> bool:
+def _has_gradient(tensor: TensorLike) -> bool:
     """Whether PyTorch would differentiate by a tensor. Said by us: JAX differentiates here."""
     return vars(tensor).get("_has_gradient", False)
 
 
-def _give_gradient(tensor: Any, flag: bool) -> None:
+def _give_gradient(tensor: TensorLike, flag: bool) -> None:
     tensor._has_gradient = flag
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils import _mode_utils as modes
 
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.calls.containers import flatten, rebuild
 
@@ -30,7 +31,7 @@ def plainly() -> Iterator[None]:
         yield
 
 
-def expected(func: Any, args: Any, kwargs: Any) -> Any:
+def expected(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """PyTorch's result, as tensors without values; None if it is unknown."""
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     try:
@@ -41,7 +42,7 @@ def expected(func: Any, args: Any, kwargs: Any) -> Any:
         return None
 
 
-def asks_of_dtypes(func: Any) -> bool:
+def asks_of_dtypes(func: Callable[..., Any]) -> bool:
     """Whether an operation depends only on dtypes, such as `torch.can_cast`."""
     return getattr(func, "overloadpacket", None) in _QUESTIONS
 
@@ -49,7 +50,7 @@ def asks_of_dtypes(func: Any) -> bool:
 _QUESTIONS = frozenset({aten.can_cast, aten.promote_types, aten.result_type})
 
 
-def _without_values(value: Any) -> Any:
+def _without_values(value: object) -> Any:
     if isinstance(value, torch.device):
         return torch.device("meta")
     if not isinstance(value, torch.Tensor):
@@ -95,14 +96,14 @@ def corrected(func: Any, args: Any, kwargs: Any, found: Any, tensor: Callable[[A
     return rebuild(found, cast)
 
 
-def as_dtype(array: Any, dtype: Any) -> Any:
+def as_dtype(array: Any, dtype: DTypeLike) -> Any:
     """Cast as PyTorch casts."""
     if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
         array = array.real
     return array.astype(dtype)
 
 
-def _counted_in_bits(func: Any) -> bool:
+def _counted_in_bits(func: Callable[..., Any]) -> bool:
     """Whether shapes follow from how wide a dtype is, which integers are not here."""
     return name_of(func).split("::")[-1].startswith("view")
 
@@ -116,7 +117,7 @@ def name_of(func: Any) -> str:
 
 
 @functools.cache
-def _place_of_dtype(func: Any) -> int | None:
+def _place_of_dtype(func: Callable[..., Any]) -> int | None:
     """Where a function takes the dtype that it computes in; None where it takes none."""
     overloads = [func] if isinstance(func, torch._ops.OpOverload) else []
     if not overloads:
@@ -135,7 +136,9 @@ def _place_of_dtype(func: Any) -> int | None:
     return None
 
 
-def cast_first(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
+def cast_first(
+    func: Callable[..., Any], args: Any, kwargs: Any, to: Callable[..., Any]
+) -> tuple[Any, Any]:
     """The arguments of a sum, a softmax and their like in the dtype asked for: `dtype=` is the dtype
     that they compute in, not only that of the result."""
     number = _place_of_dtype(func)
@@ -152,17 +155,17 @@ def cast_first(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tup
 # -- out= -----------------------------------------------------------------------------------------
 
 
-def has_traced(value: Any) -> bool:
+def has_traced(value: object) -> bool:
     """Whether there is a tensor of the program in nested containers."""
     return any(hasattr(leaf, "jax") for _, leaf in flatten(value))
 
 
-def is_written_here(out: Any) -> bool:
+def is_written_here(out: TensorLike) -> bool:
     """Whether `out=` is of tensors of the program; those of the host are PyTorch's business."""
     return all(hasattr(leaf, "jax") for _, leaf in flatten(out))
 
 
-def written(out: Any, found: Any, tensor: Callable[[Any], Any]) -> Any:
+def written(out: TensorLike, found: object, tensor: Callable[[Any], Any]) -> Any:
     """Write a result into `out=`, which takes its shape but keeps its own dtype; returns `out`."""
     places = [leaf for _, leaf in flatten(out)]
     values = [leaf for _, leaf in flatten(found)]
@@ -187,7 +190,7 @@ def _shown(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def without_out(func: Any) -> Any:
+def without_out(func: Callable[..., Any]) -> Any:
     """The overload that returns what this one writes into `out`; None if there is none."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
@@ -210,14 +213,16 @@ _NARROW = (torch.float16, torch.bfloat16)
 def widened(args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
     """The arguments with 16-bit tensors in 32 bits."""
 
-    def cast(value: Any) -> Any:
+    def cast(value: object) -> Any:
         narrow = isinstance(value, torch.Tensor) and value.dtype in _NARROW
         return to(value, torch.float32) if narrow else value
 
     return rebuild((args, kwargs), cast)
 
 
-def as_floats(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
+def as_floats(
+    func: Callable[..., Any], args: Any, kwargs: Any, to: Callable[..., Any]
+) -> tuple[Any, Any]:
     """The arguments of a function of each entry, such as a sine, as floats where they are whole numbers
     or booleans and the result is not."""
     if torch.Tag.pointwise not in getattr(func, "tags", ()):
@@ -232,7 +237,9 @@ def as_floats(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tupl
     return rebuild((args, kwargs), lambda v: to(v, dtype) if isinstance(v, torch.Tensor) else v)
 
 
-def promoted(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any] | None:
+def promoted(
+    func: Callable[..., Any], args: Any, kwargs: Any, to: Callable[..., Any]
+) -> tuple[Any, Any] | None:
     """The arguments in dtypes that JAX's functions take; None if they are in them already.
 
     Integers and booleans become what PyTorch's result is, 16-bit numbers get 32 bits.
@@ -244,7 +251,7 @@ def promoted(func: Any, args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple
     floating = any(dtype.is_floating_point or dtype.is_complex for dtype in made)
     found = []
 
-    def cast(value: Any) -> Any:
+    def cast(value: object) -> Any:
         if not isinstance(value, torch.Tensor) or value.is_complex():
             return value
         dtype = torch.float32 if floating or value.is_floating_point() else torch.int32

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 from tailrace.torch.torchax.results import plainly
 
 _NAMES = (
@@ -66,7 +68,7 @@ class Aliases:
     def __init__(self) -> None:
         self._views: list[_View] = []
 
-    def note(self, func: Any, out: Any, args: Any, kwargs: Any) -> None:
+    def note(self, func: Callable[..., Any], out: TensorLike, args: Any, kwargs: Any) -> None:
         """Remember a view that a function returned, if it is one and not a copy."""
         if func not in VIEWS or not args or not hasattr(out, "_elem") or out is args[0]:
             return
@@ -81,7 +83,7 @@ class Aliases:
         again = functools.partial(_made, func, rest, kwargs)
         self._views.append(_View(out, base, again, shadow, seen))
 
-    def contiguous(self, tensor: Any) -> bool:
+    def contiguous(self, tensor: TensorLike) -> bool:
         """Whether PyTorch would hold the entries of a tensor in order."""
         with plainly():
             return self._shadow(tensor).is_contiguous()
@@ -101,7 +103,7 @@ class Aliases:
         # Two: this list's, and that of the question.
         self._views = [view for view in self._views if sys.getrefcount(view.tensor) > 2]
 
-    def _shadow(self, tensor: Any) -> torch.Tensor:
+    def _shadow(self, tensor: TensorLike) -> torch.Tensor:
         """A tensor without values, with the strides that PyTorch would give this one."""
         for view in self._views:
             if view.tensor is tensor:
@@ -110,15 +112,15 @@ class Aliases:
             return _without_values(tensor)
 
 
-def _made(func: Any, rest: Any, kwargs: Any, base: Any) -> Any:
+def _made(func: Callable[..., Any], rest: Any, kwargs: Mapping[str, Any], base: Any) -> Any:
     return func(base, *rest, **kwargs)
 
 
-def _without_values(tensor: Any) -> torch.Tensor:
+def _without_values(tensor: TensorLike) -> torch.Tensor:
     return torch.empty(tuple(tensor.shape), device="meta")
 
 
-def _write(view: _View, values: Any) -> None:
+def _write(view: _View, values: Tree) -> None:
     """Put the values of a view to where they belong in its base."""
     old = view.base.jax()
     with jax.ensure_compile_time_eval():
@@ -139,7 +141,7 @@ def _write(view: _View, values: Any) -> None:
         view.base.update(new)
 
 
-def _memory(tensor: Any) -> Any:
+def _memory(tensor: TensorLike) -> Any:
     """The tensor whose values a slice of torchax's is cut from."""
     while not hasattr(tensor, "_elem"):
         tensor = tensor.parent

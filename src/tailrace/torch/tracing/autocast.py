@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,14 +65,14 @@ def current_dtype() -> torch.dtype | None:
     return None
 
 
-def cast_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_arguments(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a function in the dtype that the autocast in force gives it."""
     narrow = current_dtype()
     if narrow is None or func not in NARROW | WIDE:
         return args, kwargs
     dtype = narrow if func in NARROW else torch.float32
 
-    def cast(value: Any) -> Any:
+    def cast(value: object) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
             return value.to(dtype)
         return value

@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
+from tailrace.data.array_like import TensorLike
 from tailrace.errors import ProgramError
 from tailrace.torch.tracing.watch import Watch
 
@@ -33,14 +34,14 @@ def refuse_backward_hooks(module: torch.nn.Module) -> None:
 def refusals(trains: bool) -> dict[Any, Callable[..., Any]]:
     """Functions of PyTorch's backward pass that have no place in forward, and what is done instead."""
 
-    def hook(watch: Watch, tensor: Any, *_: Any, name: str = "register_hook") -> Any:
+    def hook(watch: Watch, tensor: TensorLike, *_: Any, name: str = "register_hook") -> Any:
         if not trains:  # no backward pass, and so nothing for the hook to see
             return RemovableHandle(OrderedDict())
         raise ProgramError(
             f"{_place(watch)} calls {name} on a tensor, and the hook would never run. {_INSTEAD}"
         )
 
-    def later(watch: Watch, tensor: Any, *_: Any) -> Any:
+    def later(watch: Watch, tensor: TensorLike, *_: Any) -> Any:
         return hook(watch, tensor, name="register_post_accumulate_grad_hook")
 
     def differentiates(watch: Watch, *_: Any, **__: Any) -> Any:

@@ -81,7 +81,7 @@ class _Begin:
     def __init__(self, name: str | None, device: int | None) -> None:
         self.name, self.device = name, device
 
-    def __call__(self, module: Any, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
         begin(self.name, self.device)
 
 
@@ -94,7 +94,7 @@ class _Called(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
-def begin_block(module: Any, name: str | None = None, device: int | None = None) -> Any:
+def begin_block(module: torch.nn.Module, name: str | None = None, device: int | None = None) -> Any:
     """Let a block begin where a module is called; returns the module.
 
     The block lasts until the next one begins. Names of parameters stay as they are. A function gets

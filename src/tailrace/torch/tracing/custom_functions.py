@@ -20,6 +20,7 @@ import torch
 from torch.autograd import function as autograd
 from torch.utils import checkpoint
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import ClosedJaxpr
 from tailrace.jaxprs.stretches import bound, results_of, run
@@ -148,13 +149,13 @@ class _Call:
         held = [jax.lax.stop_gradient(value) for value in program.consts]
 
         @jax.custom_vjp
-        def attach(inputs: Any, values: Any, held: Any) -> Any:
+        def attach(inputs: Tree, values: Tree, held: Any) -> Any:
             return values
 
-        def keep(inputs: Any, values: Any, held: Any) -> Any:
+        def keep(inputs: Tree, values: Tree, held: Any) -> Any:
             return values, held
 
-        def back(held: Any, gradients: Any) -> Any:
+        def back(held: Any, gradients: Tree) -> Any:
             jaxpr = program.jaxpr
             known = bound(jaxpr, held, gradients)
             run(jaxpr.eqns, known)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import torch
 
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import ProgramTrace, Tag, mark, tracing
 from tailrace.messages import note_once
 from tailrace.program.in_program import key
@@ -62,7 +63,7 @@ class Forward:
         if training:
             refuse_backward_hooks(module)
 
-        def look(params: Any, buffers: Any, element: Any, seed: Any) -> list[Any]:
+        def look(params: Tree, buffers: Tree, element: Tree, seed: Any) -> list[Any]:
             ran = self._run(params, buffers, element, seed)
             seen[:] = [ran]
             return [*ran.losses, *(value for _, value in ran.leaves)]
@@ -109,7 +110,7 @@ class Forward:
         """Whether the blocks are on more than one device."""
         return len(set(self.devices)) > 1
 
-    def __call__(self, params: Any, buffers: Any, element: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, params: Tree, buffers: Tree, element: Tree) -> tuple[Any, dict[str, Any]]:
         """(loss, next buffers); the outputs are marked by name. Called while a program is traced."""
         ran = self._run(params, buffers, element, key())
         for name, value in ran.leaves:
@@ -129,7 +130,7 @@ class Forward:
 
         return rebuild(self.template, lambda v: tensor(next(values)) if v is _Leaf else v)
 
-    def _run(self, params: Any, buffers: Any, element: Any, seed: Any) -> Ran:
+    def _run(self, params: Tree, buffers: Tree, element: Tree, seed: Any) -> Ran:
         def fill(wrap: Any) -> Any:
             return self.form.arguments(element, wrap)
 
@@ -151,5 +152,5 @@ def weights_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]
     return params, buffers
 
 
-def _placed(value: Any) -> Any:
+def _placed(value: object) -> Any:
     return _Leaf if isinstance(value, jax.Array) else value

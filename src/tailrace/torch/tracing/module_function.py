@@ -21,6 +21,8 @@ import jax
 import torch
 from torch.nn.modules import transformer
 
+from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError, TailraceError
 from tailrace.jaxprs import internals
 from tailrace.torch.calls.containers import flatten, held_elsewhere, rebuild
@@ -80,7 +82,7 @@ class ModuleFunction:
         params: Mapping[str, Any],
         buffers: Mapping[str, Any],
         fill: Callable[[Callable[[Any], Any]], tuple[tuple[Any, ...], dict[str, Any]]],
-        key: Any,
+        key: object,
     ) -> Ran:
         """Run forward.
 
@@ -97,7 +99,7 @@ class ModuleFunction:
         _as_parameters(self.module, {**weights, **states})
         given: list[tuple[Any, Any]] = []
 
-        def wrap(array: Any) -> Any:
+        def wrap(array: object) -> Any:
             given.append((watch.tensor(array), array))
             return given[-1][0]
 
@@ -241,11 +243,13 @@ def _without_looking_at_values():
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _as_given(_: Any, values: Any) -> Any:
+def _as_given(_: Any, values: Tree) -> Any:
     return values
 
 
-def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+def _said_to_be_causal(
+    mask: TensorLike, is_causal: bool | None = None, size: int | None = None
+) -> bool:
     return is_causal is True
 
 

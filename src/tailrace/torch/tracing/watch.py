@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
+from tailrace.data.array_like import TensorLike
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.torchax.results import corrected, written
@@ -64,7 +65,7 @@ class Watch:
         self.losses.append(value.jax())
         return value
 
-    def tensor(self, array: Any) -> torch.Tensor:
+    def tensor(self, array: object) -> torch.Tensor:
         """A JAX value as the tensor that PyTorch's code computes with."""
         return self.env.j2t_iso(array)
 
@@ -120,7 +121,7 @@ class WatchingMode(TorchFunctionMode):
             out = self.watch.mark_loss(out)
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         """Run a function, or what replaces it here."""
         if func in self.replaced:
             with jax.named_scope(func.__name__):
@@ -129,14 +130,14 @@ class WatchingMode(TorchFunctionMode):
                 return corrected(func, args, kwargs, out, self.watch.tensor)
         return func(*args, **kwargs)
 
-    def _flag(self, out: Any, given: list[Any]) -> None:
+    def _flag(self, out: TensorLike, given: list[Any]) -> None:
         """Let results say whether they have a gradient, as those of PyTorch do."""
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             for _, leaf in flatten(out):
                 if is_traced(leaf) and leaf.dtype.is_floating_point:
                     leaf.requires_grad = True
 
-    def _note(self, out: Any) -> None:
+    def _note(self, out: TensorLike) -> None:
         """Remember the latest tensor, where blocks are cut; refuse one that belongs to no block."""
         made = next((leaf for _, leaf in flatten(out) if is_traced(leaf)), None)
         if made is None:
@@ -148,7 +149,7 @@ class WatchingMode(TorchFunctionMode):
             )
         self.watch.latest = made
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, value: object) -> Any:
         """A tensor that lives outside of the module, as a constant of the program."""
         if not isinstance(value, torch.Tensor) or is_traced(value):
             return value
@@ -157,7 +158,7 @@ class WatchingMode(TorchFunctionMode):
             self._constants[id(value)] = (value, constant)  # keeps the tensor, and so its id
         return self._constants[id(value)][1]
 
-    def _stopped(self, out: Any, given: list[Any]) -> Any:
+    def _stopped(self, out: TensorLike, given: list[Any]) -> Any:
         def stop(value: Any) -> Any:
             if not is_traced(value) or not value.dtype.is_floating_point:
                 return value
@@ -170,7 +171,7 @@ class WatchingMode(TorchFunctionMode):
         return rebuild(out, stop)
 
 
-def is_traced(value: Any) -> bool:
+def is_traced(value: object) -> bool:
     """Whether a tensor represents a value of the program (torchax's classes have `jax()`)."""
     return isinstance(value, torch.Tensor) and hasattr(value, "jax")
 
@@ -190,14 +191,14 @@ def module_scopes(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
     """While this lasts, calling a module inside `root` opens a scope with its path."""
     paths = {id(module): path for path, module in root.named_modules() if path}
 
-    def enter(module: Any, _args: Any) -> None:
+    def enter(module: torch.nn.Module, _args: Any) -> None:
         path = paths.get(id(module))
         if path is not None and _watching.get() is watch:
             scope = jax.named_scope(path)
             scope.__enter__()
             watch.path.append((path, scope))
 
-    def leave(module: Any, _args: Any, _out: Any) -> None:
+    def leave(module: torch.nn.Module, _args: Any, _out: Any) -> None:
         if id(module) in paths and _watching.get() is watch:
             watch.path.pop()[1].__exit__(None, None, None)
 

@@ -181,7 +181,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return arrays, note
 
 
-def checksum(array: Any) -> int:
+def checksum(array: object) -> int:
     """A checksum of an array's bits."""
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
 

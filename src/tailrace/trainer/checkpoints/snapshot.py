@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.devices.surroundings import SURROUNDINGS, surroundings
 from tailrace.errors import CheckpointError
 from tailrace.jaxprs.marks import path_name
@@ -124,7 +125,7 @@ def check_forms(
         )
 
 
-def named_leaves(state: Any) -> dict[str, Any]:
+def named_leaves(state: Tree) -> dict[str, Any]:
     """The leaves of a training state by name: `params/dense/kernel`, `optimizer_state/0/mu/...`."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 

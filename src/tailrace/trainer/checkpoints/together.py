@@ -55,7 +55,7 @@ def each_does(act: Callable[[], Result]) -> Result:
     return found
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value: object) -> list[Any]:
     """The values of all processes, in order; they must be JSON."""
     return [answer["value"] for answer in distributed.meet({"value": value})]
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 
 
@@ -28,11 +29,11 @@ class Metric(Protocol):
         """The state before the first batch."""
         ...
 
-    def update(self, state: Any, value: Any, /) -> Any:
+    def update(self, state: Tree, value: object, /) -> Any:
         """The state after one more batch."""
         ...
 
-    def result(self, state: Any, /) -> Any:
+    def result(self, state: Tree, /) -> Any:
         """The value of a state."""
         ...
 

@@ -87,7 +87,7 @@ class Evaluator:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _loss(self, params: Tree, model_state: Tree, batch: Tree, inputs: Any = ()) -> Any:
+    def _loss(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree = ()) -> Any:
         trace = current_trace("evaluate")
         # Asked for this call alone: the program may draw keys elsewhere, for good reason.
         before, trace.draws_keys = trace.draws_keys, False
@@ -199,7 +199,7 @@ class Evaluator:
             return key, runner, out, runner.infeeds[0]
         out = OutfeedQueue()
 
-        def compute(params: Tree, model_state: Tree, batch: Tree, inputs: Any) -> Any:
+        def compute(params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
             precision = self._step.precision
             if precision is not None:
                 params, batch, inputs = precision.narrow((params, batch, inputs))

@@ -18,7 +18,7 @@ from tailrace.trainer.lookback.replay import nearest, read_fit
 from tailrace.trainer.lookback.rerun import Rerun
 
 
-def bits(value: Any) -> Any:
+def bits(value: object) -> Any:
     """What is kept of a tensor to compare it: the digest of its bits."""
     return digest(value, "bits")
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import CheckpointError
 from tailrace.records.records import Records
 from tailrace.taps.tap import parse_taps
@@ -16,7 +17,7 @@ from tailrace.trainer.lookback.rerun import twin_of
 from tailrace.trainer.observation.bundles import put_bundle, read_bundle
 
 
-def replay_bundle(engine: Engine, bundle: Any, example: Any, observe: Any) -> Replay:
+def replay_bundle(engine: Engine, bundle: Any, example: Tree, observe: Any) -> Replay:
     """Run the step of a bundle; see `tr.Trainer.replay_bundle`."""
     arrays, note = read_bundle(bundle)
     here = engine.accumulation.microbatches * engine.placement.replicas

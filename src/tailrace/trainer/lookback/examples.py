@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.infeed import InfeedQueue
@@ -59,10 +60,10 @@ def example_gradients(
     direction = jax.tree.unflatten(jax.tree.structure(params), list(gradients))
     inputs = () if engine.pipeline is None else jax.tree.map(jnp.asarray, engine.pipeline.inputs)
 
-    def one(values: Any, model_state: Any, batch: Any) -> Any:
+    def one(values: Tree, model_state: Tree, batch: Tree) -> Any:
         params, direction = values
 
-        def forward(params: Any) -> Any:
+        def forward(params: Tree) -> Any:
             with tracing_training():
                 return step.forward(params, model_state, batch, inputs)[0]
 
@@ -79,7 +80,7 @@ def example_gradients(
     rows, places = examples_of(elements, spec)
 
     def measured(chunk: int) -> dict[str, np.ndarray]:
-        def compute(values: Any, model_state: Any, batch: Any, _: Any) -> Any:
+        def compute(values: Tree, model_state: Tree, batch: Tree, _: Any) -> Any:
             if chunk == 1:
                 return one(values, model_state, jax.tree.map(lambda leaf: leaf[0], batch))
             return jax.vmap(lambda row: one(values, model_state, row))(batch)
@@ -111,7 +112,7 @@ def example_gradients(
     return found
 
 
-def chunk_of(rows: int, params: Any) -> int:
+def chunk_of(rows: int, params: Tree) -> int:
     """How many rows are computed at once: as many as have room, in chunks of one size.
 
     >>> chunk_of(12, np.zeros(2**24, np.float32)), chunk_of(12, np.zeros(4, np.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tailrace.data.trees import Tree
 from tailrace.trainer.checkpoints.checkpoint import Checkpoint
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.lookback.bundled import replay_bundle
@@ -109,7 +110,7 @@ class LookingBack:
         return proved
 
     def replay_bundle(
-        self, bundle: str | os.PathLike[str], example: Any, *, observe: Any = ()
+        self, bundle: str | os.PathLike[str], example: Tree, *, observe: Any = ()
     ) -> Replay:
         """Run the step of a bundle, which `tr.stop_on_nonfinite(bundle=dir)` wrote, here.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -73,7 +72,7 @@ def recorded_by(journal: Journal) -> Recorded:
     return found.add_history(journal.history)
 
 
-def same_bits(one: Any, other: Any) -> bool:
+def same_bits(one: object, other: object) -> bool:
     """Whether two arrays have the same values, bit for bit; they may be shaped otherwise."""
     return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
 

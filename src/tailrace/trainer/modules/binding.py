@@ -195,6 +195,6 @@ class Loss(Function):
         return loss, (binding.stored(opened, returned, before), aux)
 
 
-def is_pair(value: Any) -> bool:
+def is_pair(value: object) -> bool:
     """Whether a function returned two things."""
     return isinstance(value, tuple) and len(value) == 2

@@ -81,7 +81,7 @@ def modes_of(module: Any) -> list[bool]:
     """Which parts of a module are in inference mode, of those that have modes."""
     found: list[bool] = []
 
-    def collect(part: Any) -> bool:
+    def collect(part: object) -> bool:
         if isinstance(flag := getattr(part, "inference", None), bool):
             found.append(flag)
         return False
@@ -90,9 +90,9 @@ def modes_of(module: Any) -> list[bool]:
     return found
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: object) -> bool:
     return isinstance(value, eqx.Module)
 
 
-def _is_trained(part: Any) -> bool:
+def _is_trained(part: object) -> bool:
     return not equinox_seams.is_index(part) and eqx.is_inexact_array(part)

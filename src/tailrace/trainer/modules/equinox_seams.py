@@ -109,7 +109,7 @@ def state_from_dict(values: dict[str, Any], names: Sequence[str], markers: tuple
     return eqx.nn.State.tree_unflatten(markers, [values[name] for name in names])
 
 
-def is_index(part: Any) -> bool:
+def is_index(part: object) -> bool:
     """Whether a part of a model says where in the state its values are."""
     return isinstance(part, eqx.nn.StateIndex)
 

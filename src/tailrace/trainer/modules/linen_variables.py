@@ -11,7 +11,7 @@ the other collections are the model state, and functions get all of them, as `mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,6 @@ class LinenBinding(Binding):
         return freeze(variables) if self._frozen else variables
 
 
-def _in_scope(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+def _in_scope(method: Any, args: Sequence[Any], kwargs: Mapping[str, Any], context: Any) -> Any:
     with module_scope("/".join(context.module.path)):
         return method(*args, **kwargs)

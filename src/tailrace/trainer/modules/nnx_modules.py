@@ -130,11 +130,11 @@ def note_evaluation_mode(module: Any) -> None:
         )
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: object) -> bool:
     return isinstance(value, nnx.Module)
 
 
-def _is_float(_: Any, value: Any) -> bool:
+def _is_float(_: Any, value: object) -> bool:
     leaves = jax.tree.leaves(value)
     return bool(leaves) and all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
 

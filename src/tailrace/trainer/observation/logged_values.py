@@ -80,7 +80,7 @@ def _is_rate(entry: Entry) -> bool:
 def _kept_as(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A reduction with a distinct kind, so that it differs from the user's taps."""
 
-    def reduce(value: Any) -> Any:
+    def reduce(value: object) -> Any:
         return function(value)
 
     reduce.__name__ = f"log:{name}"

@@ -47,7 +47,7 @@ def _injected(optimizer: Any) -> str | None:
     return _call(getattr(factory, "__name__", "inject_hyperparams"), numbers)
 
 
-def _parts(function: Any, seen: list[int]) -> list[str]:
+def _parts(function: Callable[..., Any], seen: list[int]) -> list[str]:
     """The transformations that an update is made of."""
     if id(function) in seen or len(seen) > MOST:
         return []

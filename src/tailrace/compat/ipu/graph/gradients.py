@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from tailrace.compat.ipu.errors import IPUTypeError
 from tailrace.compat.ipu.graph.capture_context import active
 from tailrace.compat.ipu.graph.state import inside, is_variable, value_of
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.control import programs_in
@@ -158,7 +159,7 @@ def _answer(
         else:
             run([eqn], known)
 
-    def forward(values: Any) -> Any:
+    def forward(values: Tree) -> Any:
         local = known | dict(zip(free, values, strict=True))
         _run_again(old, local, done)
         run(way, local)
@@ -170,7 +171,7 @@ def _answer(
     _give(question, free, grads, known)
 
 
-def _give(question: JaxprEqn, free: list[Any], grads: Any, known: dict[Any, Any]) -> None:
+def _give(question: JaxprEqn, free: list[Any], grads: Tree, known: dict[Any, Any]) -> None:
     """Write the answer to a question."""
     for var, out in zip(question.invars[1:], question.outvars, strict=True):
         known[out] = grads[free.index(var)] if isinstance(var, Var) else jnp.zeros_like(var.val)
@@ -190,7 +191,7 @@ def _run_again(equations: list[JaxprEqn], known: dict[Any, Any], history: list[J
             earlier = history[: next(i for i, one in enumerate(history) if one is eqn)]
             way = _on_the_way(earlier, free, loss)
 
-            def inner(values: Any, way: Any = way, free: Any = free, loss: Any = loss) -> Any:
+            def inner(values: Tree, way: Any = way, free: Any = free, loss: Any = loss) -> Any:
                 local = known | dict(zip(free, values, strict=True))
                 _run_again(way, local, history)
                 return jnp.sum(internals.value_of(local, loss))

@@ -14,6 +14,7 @@ from jax import lax
 
 from tailrace.compat.ipu.errors import InvalidArgumentError, IPUTypeError
 from tailrace.compat.ipu.graph.state import current
+from tailrace.data.array_like import TensorLike
 from tailrace.jaxprs.marks import current_trace
 from tailrace.jaxprs.replica_reductions import reduced_dtype
 from tailrace.program import in_program as engine
@@ -49,23 +50,23 @@ class Groups:
         """The number of this replica's group."""
         return engine.replica() // self.size
 
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: TensorLike) -> Any:
         """The sum over the group."""
         return _placed(x, self.mine, self.count)[self.mine]
 
-    def mean(self, x: Any) -> Any:
+    def mean(self, x: TensorLike) -> Any:
         """The mean over the group, added up in 32 bits at least."""
         dtype = reduced_dtype(x.dtype, mean=True)
         wide = jnp.float32 if dtype.itemsize < 4 else dtype
         return (self.sum(x.astype(wide)) / self.size).astype(dtype)
 
-    def gather(self, x: Any) -> Any:
+    def gather(self, x: TensorLike) -> Any:
         """The values of all replicas of the group, along a new first dimension."""
         places = _placed(x, engine.replica(), self.count * self.size)
         return lax.dynamic_slice_in_dim(places, self.mine * self.size, self.size).astype(x.dtype)
 
 
-def _placed(x: Any, place: Any, count: int) -> Any:
+def _placed(x: TensorLike, place: Any, count: int) -> Any:
     dtype = reduced_dtype(x.dtype, mean=False)
     places = jnp.zeros((count, *x.shape), dtype).at[place].set(x.astype(dtype))
     return engine.cross_replica_sum(places)

@@ -72,5 +72,5 @@ class Result:
         return again(self._out)
 
 
-def _is_done(value: Any) -> bool:
+def _is_done(value: object) -> bool:
     return value is None or isinstance(value, Operation)

@@ -20,6 +20,7 @@ from typing import Any
 
 from jax import lax
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 
 
@@ -35,7 +36,7 @@ class Prepare(BaseException):
         self.action = action
 
 
-def prepared(made: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+def prepared(made: dict[Any, Any], key: object, make: Callable[[], Any]) -> Any:
     """What `make` makes, once, where arrays are real: outside of the program being traced."""
     if key not in made:
         if current() is None:
@@ -138,7 +139,7 @@ class Scope:
             raise ProgramError(_CHANGED.format(variable=variable))
         return None
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: Any, value: object) -> None:
         """Change a variable, for what comes after."""
         self.seen[id(variable)] = variable
         if self.looking:
@@ -193,7 +194,7 @@ def value_of(variable: Any) -> Any:
     return variable.value()
 
 
-def write_host(variable: Any, value: Any) -> None:
+def write_host(variable: Any, value: object) -> None:
     """Give a variable the value that a program left it with."""
     if _is_keras(variable):
         variable.assign(value)
@@ -220,7 +221,7 @@ def run_if(predicate: Any, action: Callable[[], Any]) -> None:
         return
     carried = scope.found.carried()
 
-    def act(values: Any) -> Any:
+    def act(values: Tree) -> Any:
         with scope.inner(carried, values) as inner:
             action()
             return [inner.read(variable) for variable in carried]
@@ -240,6 +241,6 @@ def _is_keras(variable: Any) -> bool:
     return keras is not None and isinstance(variable, keras.Variable)
 
 
-def is_variable(value: Any) -> bool:
+def is_variable(value: object) -> bool:
     """Whether `value` is a variable, ours or Keras'."""
     return hasattr(value, "settle") or _is_keras(value)

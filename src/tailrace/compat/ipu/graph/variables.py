@@ -14,6 +14,7 @@ import numpy as np
 
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import current, prepared
+from tailrace.data.array_like import DTypeLike
 from tailrace.errors import ProgramError
 
 reads: list[Callable[[Any, Any], Any]] = []
@@ -43,7 +44,7 @@ class Variable:
         initial_value: Any,
         trainable: bool = True,
         name: str | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike = None,
     ) -> None:
         if current() is not None:
             raise ProgramError(
@@ -76,7 +77,7 @@ class Variable:
     def __jax_array__(self) -> jax.Array:
         return self.value()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> np.ndarray:
         del copy
         return np.asarray(self.value(), dtype)
 
@@ -150,7 +151,7 @@ _prefix: contextvars.ContextVar[str] = contextvars.ContextVar("ipu_variable_scop
 def get_variable(
     name: str,
     shape: Sequence[int] | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike = None,
     initializer: Any = None,
     trainable: bool = True,
 ) -> Variable:
@@ -211,10 +212,10 @@ def forget_variables() -> None:
 def _both_ways(name: str) -> None:
     function = getattr(operator, name)
 
-    def forward(self: Variable, other: Any) -> Any:
+    def forward(self: Variable, other: object) -> Any:
         return function(self.value(), _plain(other))
 
-    def backward(self: Variable, other: Any) -> Any:
+    def backward(self: Variable, other: object) -> Any:
         return function(_plain(other), self.value())
 
     setattr(Variable, f"__{name}__", forward)
@@ -225,11 +226,11 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
     _both_ways(_name)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.value() if isinstance(value, Variable) else value
 
 
-def _array(value: Any, dtype: Any) -> jax.Array:
+def _array(value: object, dtype: DTypeLike) -> jax.Array:
     if dtype is not None:
         return jnp.asarray(value, dtype)
     if isinstance(value, Variable):
@@ -238,10 +239,10 @@ def _array(value: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(value, jnp.result_type(value) if hasattr(value, "dtype") else _dtype(value))
 
 
-def _dtype(value: Any) -> Any:
+def _dtype(value: object) -> Any:
     return jax.dtypes.canonicalize_dtype(np.asarray(value).dtype)
 
 
-def as_array(value: Any) -> jax.Array:
+def as_array(value: object) -> jax.Array:
     """A variable, array or number as an array with a strong dtype."""
     return _array(value, None)

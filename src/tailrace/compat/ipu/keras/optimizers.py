@@ -8,6 +8,7 @@ import tailrace.keras as _tk
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import check_sharding
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import DTypeLike
 
 
 def GradientAccumulationOptimizer(
@@ -15,7 +16,7 @@ def GradientAccumulationOptimizer(
     num_mini_batches: int,
     offload_weight_update_variables: bool | None = None,
     replicated_optimizer_state_sharding: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike = None,
     reduction_method: Any = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
 ) -> Any:

@@ -12,10 +12,11 @@ from tailrace.compat.ipu.errors import InvalidArgumentError
 from tailrace.compat.ipu.graph.replica_groups import Groups
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 from tailrace.program.in_program import replica
 
 
-def all_gather(x: Any, replication_factor: int, name: str | None = None) -> Any:
+def all_gather(x: TensorLike, replication_factor: int, name: str | None = None) -> Any:
     """The values that the replicas of a group have, along a new first dimension.
 
     Args:
@@ -29,7 +30,7 @@ def all_gather(x: Any, replication_factor: int, name: str | None = None) -> Any:
 
 
 def all_to_all(
-    x: Any,
+    x: TensorLike,
     split_dimension: int,
     concat_dimension: int,
     replication_factor: int,

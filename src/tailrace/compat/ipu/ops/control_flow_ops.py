@@ -9,10 +9,11 @@ from jax import lax
 
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 
 
 def barrier(
-    tensors: Any, insert_barrier_for_gradients: bool = False, name: str | None = None
+    tensors: TensorLike, insert_barrier_for_gradients: bool = False, name: str | None = None
 ) -> Any:
     """The tensors themselves, none of which can be used before all are computed.
 

@@ -9,12 +9,13 @@ import jax
 from tailrace.compat.ipu.graph.replica_groups import Groups
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.program import in_program as engine
 
 
 def cross_replica_sum(
-    x: Any, replica_group_size: int | None = None, name: str | None = None
+    x: TensorLike, replica_group_size: int | None = None, name: str | None = None
 ) -> Any:
     """The sum of `x` over replicas, on each of them.
 
@@ -31,7 +32,7 @@ def cross_replica_sum(
 
 
 def cross_replica_mean(
-    x: Any, replica_group_size: int | None = None, name: str | None = None
+    x: TensorLike, replica_group_size: int | None = None, name: str | None = None
 ) -> Any:
     """The mean of `x` over replicas, on each of them; see `cross_replica_sum`."""
     del name
@@ -40,7 +41,7 @@ def cross_replica_mean(
     return Groups.of(replica_group_size, "replica_group_size").mean(as_array(x))
 
 
-def assume_equal_across_replicas(tensors: Any, inplace: bool = False) -> Any:
+def assume_equal_across_replicas(tensors: TensorLike, inplace: bool = False) -> Any:
     """The tensors themselves, which replicas are said to have in common.
 
     Args:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.trees import Tree
 
 
 def embedding_lookup(
-    params: Any,
+    params: Tree,
     ids: Any,
     serialization_factor: int = 1,
     indices_are_sorted: bool = False,

@@ -9,13 +9,14 @@ import jax
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 
 _DIMENSIONS = ("a_columns", "a_rows_b_columns", "b_rows")
 
 
 def serialized_matmul(
-    a: Any,
-    b: Any,
+    a: TensorLike,
+    b: TensorLike,
     serialization_factor: int,
     serialization_dimension: str,
     transpose_a: bool = False,

@@ -10,27 +10,28 @@ import jax.numpy as jnp
 
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 
 
-def gelu(x: Any, approximate: bool = True, name: str | None = None) -> Any:
+def gelu(x: TensorLike, approximate: bool = True, name: str | None = None) -> Any:
     """The Gaussian error linear unit, by tanh if approximate."""
     del name
     return jax.nn.gelu(as_array(x), approximate)
 
 
-def hard_sigmoid(x: Any, name: str | None = None) -> Any:
+def hard_sigmoid(x: TensorLike, name: str | None = None) -> Any:
     """0.2 x + 0.5, between 0 and 1, as in the Keras of the original; that of Keras 3 is x/6 + 0.5."""
     del name
     return jnp.clip(as_array(x) * 0.2 + 0.5, 0, 1)
 
 
-def swish(x: Any, name: str | None = None) -> Any:
+def swish(x: TensorLike, name: str | None = None) -> Any:
     """x times its sigmoid."""
     del name
     return jax.nn.silu(as_array(x))
 
 
-def softmax(x: Any, stable: bool = False, name: str | None = None) -> Any:
+def softmax(x: TensorLike, stable: bool = False, name: str | None = None) -> Any:
     """The softmax over the last dimension; always the stable form."""
     del stable, name
     return jax.nn.softmax(as_array(x))

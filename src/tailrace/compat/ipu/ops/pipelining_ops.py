@@ -25,6 +25,7 @@ from tailrace.compat.ipu.pipelining.pipeline_options import (
 )
 from tailrace.compat.ipu.pipelining.pipeline_options import RecomputationMode as RecomputationMode
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 from tailrace.pipeline.lowering.forward_backward import (
     recomputation_checkpoint as engine_checkpoint,
 )
@@ -38,7 +39,7 @@ def pipeline(
     gradient_accumulation_for_captured_grads: bool = True,
     repeat_count: int = 1,
     batch_serialization_iterations: int = 1,
-    inputs: Any = None,
+    inputs: TensorLike = None,
     infeed_queue: IPUInfeedQueue | None = None,
     outfeed_queue: IPUOutfeedQueue | None = None,
     optimizer_function: Callable[..., Any] | None = None,
@@ -105,7 +106,7 @@ def pipeline(
     return pipelines.add(options)
 
 
-def recomputation_checkpoint(tensors: Any, name: str | None = None) -> Any:
+def recomputation_checkpoint(tensors: TensorLike, name: str | None = None) -> Any:
     """Mark values that are kept rather than computed again; they are returned.
 
     It counts where recomputation and backward pass are interleaved; see `RecomputationMode`.

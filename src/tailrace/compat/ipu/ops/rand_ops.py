@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import ShapeLike, TensorLike
 from tailrace.program.in_program import key
 
 
 def dropout(
-    x: Any,
+    x: TensorLike,
     rate: float = 0.5,
-    noise_shape: Any = None,
+    noise_shape: ShapeLike = None,
     seed: Any = None,
     name: str | None = None,
     **_: Any,

@@ -12,6 +12,7 @@ from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.replica_groups import Groups
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 from tailrace.program.in_program import replica
 
 _OPERATIONS = {
@@ -27,7 +28,7 @@ _OPERATIONS = {
 
 
 def reduce_scatter(
-    x: Any, replication_factor: int, op: str = "COLLECTIVE_OP_ADD", name: str | None = None
+    x: TensorLike, replication_factor: int, op: str = "COLLECTIVE_OP_ADD", name: str | None = None
 ) -> Any:
     """Reduce a value over the replicas of a group; each gets a share of the result.
 
@@ -48,7 +49,7 @@ def reduce_scatter(
         )
     groups = Groups.of(replication_factor, "replication_factor")
 
-    def one(value: Any) -> Any:
+    def one(value: TensorLike) -> Any:
         value = as_array(value)
         if value.ndim != 1:
             raise IPUValueError(

@@ -16,6 +16,7 @@ from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import (
 )
 from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import DTypeLike
 from tailrace.program.in_program import cross_replica_sum
 
 
@@ -202,7 +203,7 @@ class ALSGradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
         num_mini_batches: int,
         offload_weight_update_variables: bool | None = None,
         replicated_optimizer_state_sharding: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike = None,
         reduction_method: Any = GradientAccumulationReductionMethod.SUM,
         name: str = "ALSGradientAccumulationOptimizer",
     ) -> None:

@@ -15,6 +15,7 @@ from tailrace.compat.ipu.graph.variables import Variable
 from tailrace.compat.ipu.optimizers.cross_replica_optimizer import CrossReplicaOptimizer
 from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import DTypeLike
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.messages import note_once
 from tailrace.program.step.accumulation import Accumulation
@@ -45,7 +46,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
         num_mini_batches: int,
         offload_weight_update_variables: bool | None = None,
         replicated_optimizer_state_sharding: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike = None,
         reduction_method: Any = _Method.SUM,
         name: str = "GradientAccumulationOptimizerV2",
     ) -> None:
@@ -157,7 +158,7 @@ class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV
         num_mini_batches: int,
         offload_weight_update_variables: bool | None = None,
         replicated_optimizer_state_sharding: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike = None,
         reduction_method: Any = _Method.SUM,
         name: str = "CrossReplicaGradientAccumulationOptimizerV2",
     ) -> None:

@@ -27,6 +27,7 @@ from tailrace.compat.ipu.pipelining.stage_model import (
     sum_dtype,
     through_stages,
 )
+from tailrace.data.trees import Tree
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.pipeline.running.forward_step import forward_pass
@@ -84,7 +85,7 @@ class Inference:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _look(self, inputs: Any, element: Any) -> Any:
+    def _look(self, inputs: Tree, element: Tree) -> Any:
         out = through_stages(self.options, inputs, element)
         need_outfeed(self.options, out)
         sent = sent_of(self.options, out, None)
@@ -94,13 +95,13 @@ class Inference:
         )
         return out
 
-    def _compute(self, variables: Any, inputs: Any, element: Any, _: Any) -> Any:
+    def _compute(self, variables: Any, inputs: Tree, element: Tree, _: Any) -> Any:
         scope = Scope(self._found, looking=False)
         scope.values.update(zip(map(id, self._variables), variables, strict=True))
         with keras_scope(), scope_of(scope):
             return tuple(jax.tree.leaves(through_stages(self.options, inputs, element)))
 
-    def _runner_for(self, read: Any) -> PipelineRunner:
+    def _runner_for(self, read: Tree) -> PipelineRunner:
         if self._runner is None:
             options = self.options
             pipeline = tr.Pipeline(
@@ -110,7 +111,7 @@ class Inference:
                 device_mapping=options.device_mapping,
             )
 
-            def program(read: Any, _: Any) -> Any:
+            def program(read: Tree, _: Any) -> Any:
                 return forward_pass(
                     self._compute, read, self._queue, self._out, options.mini_batches, ()
                 )
@@ -131,7 +132,7 @@ class Inference:
         return [found] if options.accumulate_outfeed and not isinstance(found, list) else found
 
 
-def _summed(options: PipelineOptions, values: Any) -> Any:
+def _summed(options: PipelineOptions, values: Tree) -> Any:
     dtype = sum_dtype(options, values)
     grouped = values.reshape(-1, options.mini_batches, *values.shape[1:])
     return grouped.astype(dtype).sum(axis=1, dtype=dtype)

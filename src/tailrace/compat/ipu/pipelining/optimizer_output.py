@@ -103,7 +103,7 @@ class OptimizerFunctionOutput:
         return wanted
 
 
-def _checked(value: Any, kind: type, name: str) -> Any:
+def _checked(value: object, kind: type, name: str) -> Any:
     if value is not None and not isinstance(value, kind):
         raise IPUTypeError(
             f"OptimizerFunctionOutput.{name} must be a {kind.__name__}. "

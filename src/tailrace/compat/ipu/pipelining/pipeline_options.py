@@ -378,5 +378,5 @@ class PipelineOptions:
                 note_once(f"pipeline({name}=...) is for the original's compiler; nothing changes.")
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple)

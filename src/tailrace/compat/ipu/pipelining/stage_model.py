@@ -14,6 +14,7 @@ from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import arguments_of
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.pipeline.boundary import BESIDE, NEXT, boundary
 
@@ -21,7 +22,7 @@ from tailrace.pipeline.boundary import BESIDE, NEXT, boundary
 def through_stages(
     options: PipelineOptions,
     inputs: Sequence[Any],
-    element: Any,
+    element: Tree,
     at_stage: Callable[[], None] = lambda: None,
     forwarded: dict[int, int] | None = None,
 ) -> Any:
@@ -126,7 +127,7 @@ def infer(options: PipelineOptions) -> None:
     if options.infeed_queue is not None:
         element = options.infeed_queue.take_part(None).spec().tree()
 
-    def model(element: Any) -> Any:
+    def model(element: Tree) -> Any:
         out = through_stages(options, inputs, element)
         need_outfeed(options, out)
         return out

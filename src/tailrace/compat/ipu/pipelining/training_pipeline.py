@@ -43,6 +43,7 @@ from tailrace.compat.ipu.pipelining.stage_model import (
     sum_dtype,
     through_stages,
 )
+from tailrace.data.trees import Tree
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.trainer.engine import Engine
@@ -124,7 +125,7 @@ class Training:
 
     # -- the model --------------------------------------------------------------------------------
 
-    def _look(self, inputs: Any, element: Any) -> Any:
+    def _look(self, inputs: Tree, element: Tree) -> Any:
         scope, before = inside("a pipeline"), Counter()
 
         def at_stage() -> None:
@@ -155,7 +156,7 @@ class Training:
             )
         return found
 
-    def _loss(self, params: Any, model_state: Any, *args: Any, **kwargs: Any) -> Any:
+    def _loss(self, params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         """The loss function of the engine: all stages, the optimizer function, the outfeed."""
         options, count = self.options, len(self.options.inputs)
         inputs, element = args[:count], kwargs or list(args[count:])
@@ -205,12 +206,12 @@ class Training:
 
     # -- the optimizer, as the engine has it ------------------------------------------------------
 
-    def init(self, params: Any) -> list[Any]:
+    def init(self, params: Tree) -> list[Any]:
         """The state of the optimizer: the values of its variables."""
         del params
         return [jnp.asarray(value_of(variable)) for variable in self.slots]
 
-    def apply(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(self, grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any]:
         """The parameters and the state after an update."""
         scope = Scope(self._apply_found, looking=False)
         scope.values.update(zip(map(id, self.trained), params, strict=True))
@@ -222,7 +223,7 @@ class Training:
                 [scope.read(variable) for variable in self.slots],
             )
 
-    def _apply(self, grads: Any) -> None:
+    def _apply(self, grads: Tree) -> None:
         pairs = list(zip(grads, self.trained, strict=True))
         output = self._output
         self._opt.apply_gradients(pairs, *output.apply_args, **output.apply_kwargs)
@@ -250,7 +251,7 @@ class Training:
         assert options.outfeed_queue is not None
         found = self._private.dequeue()
 
-        def total(values: Any) -> Any:
+        def total(values: Tree) -> Any:
             dtype = sum_dtype(options, values)
             grouped = values.reshape(-1, options.mini_batches, *values.shape[1:])
             return grouped.astype(dtype).sum(axis=1, dtype=dtype)
@@ -304,14 +305,14 @@ def _mappings(opt: Any) -> list[Callable[[Any, Any], Any]]:
     return found[::-1]
 
 
-def mapped(value: Any, functions: Sequence[Callable[[Any, Any], Any]]) -> Any:
+def mapped(value: object, functions: Sequence[Callable[[Any, Any], Any]]) -> Any:
     """`value`, whose gradient goes through the functions on its way back."""
 
     @jax.custom_vjp
-    def same(value: Any) -> Any:
+    def same(value: object) -> Any:
         return value
 
-    def backward(value: Any, grad: Any) -> Any:
+    def backward(value: object, grad: Any) -> Any:
         for function in functions:
             grad = function(grad, value)
         return (grad,)

@@ -34,7 +34,7 @@ class Option:
     only_there: bool = True
     deprecated: bool = False
 
-    def accepts(self, value: Any) -> bool:
+    def accepts(self, value: object) -> bool:
         """Whether `value` has one of the types; a bool is not an int here."""
         if isinstance(value, bool):
             return bool in self.types
@@ -67,7 +67,7 @@ class Category:
             raise IPUValueError(self._unknown(key))
         return children[key]
 
-    def __setattr__(self, key: str, value: Any) -> None:
+    def __setattr__(self, key: str, value: object) -> None:
         if key not in self._declared:
             raise IPUValueError(self._unknown(key))
         full, option = self._name + key, self._declared[key]
@@ -104,12 +104,12 @@ def _copied(option: Option) -> Any:
     return option.default.copy() if isinstance(option.default, list | dict) else option.default
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A value as JSON can hold it: enums become integers."""
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def restored(option: Option, value: Any) -> Any:
+def restored(option: Option, value: object) -> Any:
     """The value of an option, from what `plain` made of it."""
     if isinstance(value, list) and list not in option.types and tuple in option.types:
         return tuple(value)

@@ -61,12 +61,12 @@ class Calls:
         return computation
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     """Whether a value is taken as it is: None, objects, and containers of other kinds."""
     return value is None or type(value) not in (list, tuple, dict)
 
 
-def own_array(value: Any) -> Any:
+def own_array(value: object) -> Any:
     """An array of another library as one of numpy; anything else as it is."""
     is_foreign = type(value).__module__.split(".")[0] in ("tensorflow", "torch")
     if is_foreign and hasattr(value, "__array__") and not hasattr(value, "assign"):
@@ -74,12 +74,12 @@ def own_array(value: Any) -> Any:
     return value
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Whether a value is data: an array or a number of numpy or JAX."""
     return isinstance(value, np.ndarray | np.generic | jax.Array)
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: object) -> Any:
     """What a program is found again by: numbers and texts by value and kind, objects themselves."""
     if isinstance(value, int | float | str | bool | None):
         return type(value), value

@@ -20,6 +20,7 @@ from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.discovery import discover
 from tailrace.compat.ipu.graph.update import Computed, Optimizer, computed
 from tailrace.compat.ipu.strategy.calls import Calls
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.optimizers.wrappers import Wrapper
 from tailrace.keras.programs.variables import names_of
@@ -160,7 +161,7 @@ def _given(grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[None]:
 def _hook_keras() -> None:
     """Give Keras' optimizers `get_gradients`, and variables TensorFlow's names where asked; once."""
 
-    def get_gradients(optimizer: Any, loss: Any, params: Any) -> list[Any]:
+    def get_gradients(optimizer: Any, loss: Any, params: Tree) -> list[Any]:
         """The gradients of the loss, which `fit` has computed."""
         del loss
         given = computed.get()

@@ -16,6 +16,7 @@ import jax
 from tailrace.compat.ipu.graph.discovery import keras_scope
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.state import Found, Scope, scope_of
+from tailrace.data.trees import Tree
 from tailrace.messages import note_once
 
 _KINDS = {
@@ -49,7 +50,7 @@ def takes_data_alone(step: Any) -> bool:
     }
 
 
-def _step(model: Any, name: str, step: Callable[..., Any], state: Any, data: Any) -> Any:
+def _step(model: Any, name: str, step: Callable[..., Any], state: Tree, data: Any) -> Any:
     groups = [_variables(model, kind) for kind in _KINDS[name]]
     variables = [variable for group in groups for variable in group]
     known = {id(variable): variable for variable in variables}

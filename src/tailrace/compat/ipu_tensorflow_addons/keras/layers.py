@@ -12,6 +12,8 @@ import keras
 import tailrace as tr
 import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import DTypeLike, ShapeLike
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
 
@@ -122,7 +124,7 @@ class Dropout(keras.layers.Dropout):
     def __init__(
         self,
         rate: float = 0.5,
-        noise_shape: Any = None,
+        noise_shape: ShapeLike = None,
         seed: Any = None,
         ref: bool = False,
         **kwargs: Any,
@@ -155,7 +157,7 @@ class GroupNormalization(keras.layers.GroupNormalization):
 
     def __init__(
         self,
-        dtype: Any = "float32",
+        dtype: DTypeLike = "float32",
         groups: int = 2,
         channels_axis: int = -1,
         center: bool = True,
@@ -206,12 +208,12 @@ GroupNorm, InstanceNorm, LayerNorm = GroupNormalization, InstanceNormalization, 
 class RecomputationCheckpoint(keras.layers.Layer):
     """Keeps its inputs where a pipeline computes activations again, and passes them on."""
 
-    def call(self, inputs: Any, **kwargs: Any) -> Any:
+    def call(self, inputs: Tree, **kwargs: Any) -> Any:
         """The inputs."""
         del kwargs
         return tr.recomputation_checkpoint(inputs)
 
-    def compute_output_spec(self, inputs: Any, **kwargs: Any) -> Any:
+    def compute_output_spec(self, inputs: Tree, **kwargs: Any) -> Any:
         """The form of the inputs."""
         del kwargs
         return keras.tree.map_structure(lambda one: keras.KerasTensor(one.shape, one.dtype), inputs)

@@ -26,7 +26,7 @@ class OptionsDict:
             raise AttributeError(f"Invalid attribute {name}: options are {sorted(values)}")
         return values[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self.set(**{name: value})
 
     def __call__(self, name: str) -> Any:
@@ -86,7 +86,7 @@ def noted(name: str) -> None:
     note_once(f"{name} is about a chip that is not here; it is accepted and has no effect.")
 
 
-def _same_type(before: Any, value: Any) -> bool:
+def _same_type(before: Any, value: object) -> bool:
     if isinstance(before, bool) or isinstance(value, bool):
         return isinstance(before, bool) and isinstance(value, bool)
     if isinstance(before, float):

@@ -92,7 +92,7 @@ class TensorLocationOptions(OptionsDict):
         return self
 
 
-def _typed(name: str, value: Any, kind: type, optional: bool = False) -> Any:
+def _typed(name: str, value: object, kind: type, optional: bool = False) -> Any:
     if optional and value is None:
         return value
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

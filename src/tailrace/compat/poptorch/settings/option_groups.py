@@ -147,7 +147,7 @@ class JitOptions:
 class PopartOptions:
     """`opts._Popart`: settings of the original's compiler, accepted without effect."""
 
-    def set(self, key: str, value: Any) -> PopartOptions:
+    def set(self, key: str, value: object) -> PopartOptions:
         """A setting of a compiler that is not here."""
         noted(f"_Popart.set({key!r})")
         return self

@@ -12,7 +12,7 @@ import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.tensorflow.control import loops
 from tailrace.compat.tensorflow.control.branches import branch, either
 from tailrace.compat.tensorflow.control.symbols import Symbols, is_device_value
+from tailrace.data.array_like import TensorLike
 from tailrace.jaxprs.internals import is_library
 from tailrace.messages import note_once
 
@@ -73,7 +74,7 @@ def _name(function: Any) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def is_user_code(function: Any) -> bool:
+def is_user_code(function: Callable[..., Any]) -> bool:
     """Whether a function is a program's own: not a library's, and not excluded by the program."""
     plain = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(plain, "__code__", None)
@@ -106,7 +107,7 @@ def _malt() -> Any:
                     setattr(ours, name, operator)
             return self._extra_locals
 
-        def rewritten(self, function: Any) -> Any:
+        def rewritten(self, function: Callable[..., Any]) -> Any:
             features: Any = None  # the library's own default, which it does not type
             options: Any = converter.ConversionOptions(
                 recursive=True, user_requested=True, optional_features=features
@@ -122,7 +123,7 @@ def _malt() -> Any:
 def _operators(variables: Any) -> dict[str, Any]:
     """What rewritten code calls, by the names that it calls it by."""
 
-    def is_missing(value: Any) -> bool:
+    def is_missing(value: TensorLike) -> bool:
         return isinstance(value, variables.Undefined | variables.UndefinedReturnValue)
 
     def symbols(names: Any, get_state: Any, set_state: Any, count: int | None = None) -> Symbols:
@@ -188,7 +189,7 @@ def _operators(variables: Any) -> dict[str, Any]:
     }
 
 
-def _plain_bool(value: Any) -> bool:
+def _plain_bool(value: TensorLike) -> bool:
     return bool(value)
 
 
@@ -204,7 +205,9 @@ def _both(function: Callable[..., Any], goes_on: Callable[[Any], bool]) -> Calla
     return operator
 
 
-def converted_call(f: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
+def converted_call(
+    f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *_: Any, **__: Any
+) -> Any:
     """A call in rewritten code: of the user's functions, which are rewritten too, or of others."""
     kwargs = kwargs or {}
     if f is super or f is locals or f is globals or f is eval:

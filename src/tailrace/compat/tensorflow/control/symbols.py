@@ -12,6 +12,7 @@ import numpy as np
 
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.data.array_like import TensorLike
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import Tracer
 
@@ -84,12 +85,12 @@ def split(values: Sequence[Any]) -> Split:
     return Split(structure, kept, arrays)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: TensorLike) -> bool:
     """Whether JAX must not look inside: None would vanish, and objects are not its business."""
     return value is None or value is MISSING or not isinstance(value, list | tuple | dict)
 
 
-def is_carried(value: Any) -> bool:
+def is_carried(value: TensorLike) -> bool:
     """Whether a value is one of the device's: an array or a number."""
     if is_variable(value):
         return False
@@ -116,7 +117,7 @@ def same_form(
     )
 
 
-def _same(a: Any, b: Any, dtypes: bool) -> bool:
+def _same(a: TensorLike, b: TensorLike, dtypes: bool) -> bool:
     return a.shape == b.shape and (not dtypes or a.dtype == b.dtype)
 
 
@@ -132,11 +133,11 @@ def _form(found: Split) -> str:
     return f"({', '.join(shown)})"
 
 
-def is_device_value(value: Any) -> bool:
+def is_device_value(value: TensorLike) -> bool:
     """Whether a value is known only when the program runs."""
     return isinstance(value, Tracer)
 
 
-def boolean(value: Any) -> Any:
+def boolean(value: TensorLike) -> Any:
     """A condition as one boolean of the device."""
     return jnp.asarray(value, jnp.bool_).reshape(())

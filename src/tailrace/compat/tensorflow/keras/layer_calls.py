@@ -27,7 +27,7 @@ def rewrite_calls() -> None:
     hook(keras.layers.Layer, "__init__", _init)
 
 
-def _init(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+def _init(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
     for kind in type(layer).__mro__:
         call = vars(kind).get("call")
         is_own = kind.__module__.split(".")[0] not in ("keras", "tailrace")
@@ -38,7 +38,7 @@ def _init(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
 
 def _called(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         try:
             return call(layer, *args, **kwargs)
         except jax.errors.TracerBoolConversionError as error:
@@ -58,7 +58,7 @@ def _called(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _in_scope(layer: Any, call: Callable[[], Any]) -> Any:
+def _in_scope(layer: keras.layers.Layer, call: Callable[[], Any]) -> Any:
     """Run a call that Keras traces, as a program: branches and loops carry what the layer changes."""
     if not is_tracing():  # Keras asks for the shape of the result
         with tracing(ProgramTrace()):

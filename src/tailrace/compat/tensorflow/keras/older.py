@@ -13,6 +13,7 @@ import keras
 
 from tailrace.compat.tensorflow.keras.layer_calls import rewrite_calls
 from tailrace.compat.tensorflow.namespaces import Namespace
+from tailrace.data.array_like import TensorLike
 from tailrace.keras.keras_internals import hook
 from tailrace.messages import note_once
 
@@ -64,7 +65,7 @@ def accept() -> None:
     keras.Model.compiled_loss = property(_compiled_loss)  # type: ignore[attr-defined]
 
 
-def _input(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+def _input(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
     if "input_shape" in kwargs:
         kwargs["shape"] = kwargs.pop("input_shape")
         _note("InputLayer(input_shape=...)", "shape=...")
@@ -101,13 +102,13 @@ def _apply(plain: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs
     return plain(optimizer, grads_and_vars)
 
 
-def _embedding(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+def _embedding(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
     if kwargs.pop("input_length", None) is not None:
         _note("Embedding(input_length=...)", "nothing: the length is that of the input")
     plain(layer, *args, **kwargs)
 
 
-def _weight(plain: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _weight(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     """TensorFlow's Keras has the name first, Keras 3 the shape."""
     if args and isinstance(args[0], str):
         _note("add_weight(name, shape)", "add_weight(shape, name=name)")
@@ -121,7 +122,10 @@ def _compiled_loss(model: Any) -> Any:
     """What `compile` was given as loss, with what layers add."""
 
     def loss(
-        y_true: Any, y_pred: Any, sample_weight: Any = None, regularization_losses: Any = None
+        y_true: TensorLike,
+        y_pred: TensorLike,
+        sample_weight: Any = None,
+        regularization_losses: Any = None,
     ) -> Any:
         del regularization_losses  # compute_loss adds them
         return model.compute_loss(y=y_true, y_pred=y_pred, sample_weight=sample_weight)

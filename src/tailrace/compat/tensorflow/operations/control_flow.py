@@ -17,11 +17,12 @@ from tailrace.compat.tensorflow.control.loops import Range
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
 
 @operation("range")
-def range_(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
+def range_(start: Any, limit: Any = None, delta: Any = 1, dtype: DTypeLike = None) -> Any:
     """Numbers from `start` to before `limit`.
 
     A limit that is a value of the device gives something that a `for` of a `tf.function` iterates.
@@ -102,20 +103,20 @@ def while_loop(
 
 
 @operation("map_fn")
-def map_fn(fn: Callable[[Any], Any], elems: Any, *_: Any, **__: Any) -> Any:
+def map_fn(fn: Callable[[Any], Any], elems: TensorLike, *_: Any, **__: Any) -> Any:
     """A function of each row."""
     return jax.lax.map(fn, jax.tree.map(jnp.asarray, elems))
 
 
 @operation("vectorized_map")
-def vectorized_map(fn: Callable[[Any], Any], elems: Any, *_: Any, **__: Any) -> Any:
+def vectorized_map(fn: Callable[[Any], Any], elems: TensorLike, *_: Any, **__: Any) -> Any:
     """A function of each row, of all rows at once."""
     return jax.vmap(fn)(jax.tree.map(jnp.asarray, elems))
 
 
 @operation("scan")
 def scan(
-    fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_: Any, **__: Any
+    fn: Callable[[Any, Any], Any], elems: TensorLike, initializer: Any = None, *_: Any, **__: Any
 ) -> Any:
     """What a function of what it returned before and of each row returns."""
     elems = jax.tree.map(jnp.asarray, elems)
@@ -131,7 +132,7 @@ def scan(
 
 @operation("foldl")
 def foldl(
-    fn: Callable[[Any, Any], Any], elems: Any, initializer: Any = None, *_: Any, **__: Any
+    fn: Callable[[Any, Any], Any], elems: TensorLike, initializer: Any = None, *_: Any, **__: Any
 ) -> Any:
     """What a function of what it returned before and of each row returns in the end."""
     return jax.tree.map(lambda each: each[-1], scan(fn, elems, initializer))

@@ -11,6 +11,7 @@ import keras
 from keras import ops
 
 from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.data.array_like import TensorLike
 
 UNARY: dict[str, Any] = {
     "abs": ops.absolute,
@@ -134,20 +135,20 @@ AT_TOP = frozenset(
 
 
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(x: Any) -> Any:
+    def computed(x: TensorLike) -> Any:
         return function(x if isinstance(x, keras.KerasTensor) else tensor(x))
 
     return computed
 
 
 def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(x: Any, y: Any) -> Any:
+    def computed(x: TensorLike, y: TensorLike) -> Any:
         return function(x, y)
 
     return computed
 
 
-def tensor(value: Any) -> Any:
+def tensor(value: TensorLike) -> Any:
     """A value as a tensor; Keras' symbolic ones as they are."""
     return value if isinstance(value, keras.KerasTensor) else ops.convert_to_tensor(value)
 
@@ -159,39 +160,39 @@ for _name, _function in BINARY.items():
 
 
 @operation("truncatediv")
-def truncatediv(x: Any, y: Any) -> Any:
+def truncatediv(x: TensorLike, y: TensorLike) -> Any:
     """x / y, rounded towards zero."""
     dtype = jnp.result_type(x, y)
     return jax.lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
 
 
 @operation("truncatemod")
-def truncatemod(x: Any, y: Any) -> Any:
+def truncatemod(x: TensorLike, y: TensorLike) -> Any:
     """What is left of x after `truncatediv`."""
     return jnp.fmod(jnp.asarray(x), jnp.asarray(y))
 
 
 @operation("math.squared_difference", "squared_difference")
-def squared_difference(x: Any, y: Any) -> Any:
+def squared_difference(x: TensorLike, y: TensorLike) -> Any:
     """(x - y)²."""
     return ops.square(ops.subtract(x, y))
 
 
 @operation("math.multiply_no_nan")
-def multiply_no_nan(x: Any, y: Any) -> Any:
+def multiply_no_nan(x: TensorLike, y: TensorLike) -> Any:
     """x · y, and 0 where y is 0, whatever x is there."""
     x, y = tensor(x), tensor(y)
     return ops.where(ops.equal(y, 0), ops.zeros_like(x), ops.multiply(x, y))
 
 
 @operation("math.xlogy")
-def xlogy(x: Any, y: Any) -> Any:
+def xlogy(x: TensorLike, y: TensorLike) -> Any:
     """x · log y, and 0 where x is 0."""
     return jax.scipy.special.xlogy(jnp.asarray(x), jnp.asarray(y))
 
 
 @operation("math.xdivy")
-def xdivy(x: Any, y: Any) -> Any:
+def xdivy(x: TensorLike, y: TensorLike) -> Any:
     """x / y, and 0 where x is 0."""
     x, y = tensor(x), tensor(y)
     zero = ops.equal(x, 0)
@@ -199,7 +200,7 @@ def xdivy(x: Any, y: Any) -> Any:
 
 
 @operation("math.add_n", "add_n")
-def add_n(inputs: Any) -> Any:
+def add_n(inputs: TensorLike) -> Any:
     """The sum of a list of tensors."""
     total, *rest = inputs
     for each in rest:
@@ -237,13 +238,13 @@ def clip_by_global_norm(t_list: Any, clip_norm: Any, use_norm: Any = None) -> An
 
 
 @operation("identity")
-def identity(input: Any) -> Any:
+def identity(input: TensorLike) -> Any:
     """The same values."""
     return tensor(input)
 
 
 @operation("stop_gradient")
-def stop_gradient(input: Any) -> Any:
+def stop_gradient(input: TensorLike) -> Any:
     """The same values, through which no gradient flows back."""
     return ops.stop_gradient(tensor(input))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ from keras import ops
 
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.data.array_like import TensorLike
 
 
-def _turned(a: Any, transpose: bool, adjoint: bool) -> Any:
+def _turned(a: TensorLike, transpose: bool, adjoint: bool) -> Any:
     a = tensor(a)
     if transpose or adjoint:
         a = ops.swapaxes(a, -1, -2)
@@ -21,8 +23,8 @@ def _turned(a: Any, transpose: bool, adjoint: bool) -> Any:
 
 @operation("linalg.matmul", "matmul")
 def matmul(
-    a: Any,
-    b: Any,
+    a: TensorLike,
+    b: TensorLike,
     transpose_a: bool = False,
     transpose_b: bool = False,
     adjoint_a: bool = False,
@@ -35,13 +37,13 @@ def matmul(
 
 
 @operation("linalg.matvec")
-def matvec(a: Any, b: Any, transpose_a: bool = False, adjoint_a: bool = False) -> Any:
+def matvec(a: TensorLike, b: TensorLike, transpose_a: bool = False, adjoint_a: bool = False) -> Any:
     """The product of a matrix and a vector."""
     return ops.squeeze(ops.matmul(_turned(a, transpose_a, adjoint_a), ops.expand_dims(b, -1)), -1)
 
 
 @operation("tensordot", "linalg.tensordot")
-def tensordot(a: Any, b: Any, axes: Any) -> Any:
+def tensordot(a: TensorLike, b: TensorLike, axes: Any) -> Any:
     """The product of tensors over axes."""
     return ops.tensordot(a, b, axes=axes)
 
@@ -54,7 +56,9 @@ def einsum(equation: str, *inputs: Any, **kwargs: Any) -> Any:
 
 
 @operation("norm", "linalg.norm")
-def norm(tensor: Any, ord: Any = "euclidean", axis: Any = None, keepdims: bool = False) -> Any:
+def norm(
+    tensor: TensorLike, ord: Any = "euclidean", axis: Any = None, keepdims: bool = False
+) -> Any:
     """The norm of a tensor, of its rows or of matrices in it."""
     tensor = jnp.asarray(tensor)
     axis = tuple(axis) if isinstance(axis, list) else axis
@@ -66,7 +70,7 @@ def norm(tensor: Any, ord: Any = "euclidean", axis: Any = None, keepdims: bool =
 
 
 @operation("linalg.band_part")
-def band_part(input: Any, num_lower: int, num_upper: int) -> Any:
+def band_part(input: TensorLike, num_lower: int, num_upper: int) -> Any:
     """A matrix without what is further from the diagonal; -1 keeps all."""
     found = tensor(input)
     rows, columns = jnp.ogrid[: found.shape[-2], : found.shape[-1]]
@@ -83,13 +87,13 @@ def diag(diagonal: Any) -> Any:
 
 
 @operation("linalg.solve")
-def solve(matrix: Any, rhs: Any, adjoint: bool = False) -> Any:
+def solve(matrix: Any, rhs: jax.Array, adjoint: bool = False) -> Any:
     """x in matrix · x = rhs."""
     return jnp.linalg.solve(_turned(matrix, False, adjoint), tensor(rhs))
 
 
 @operation("linalg.triangular_solve")
-def triangular_solve(matrix: Any, rhs: Any, lower: bool = True, adjoint: bool = False) -> Any:
+def triangular_solve(matrix: Any, rhs: jax.Array, lower: bool = True, adjoint: bool = False) -> Any:
     """x in matrix · x = rhs, of a triangular matrix."""
     return jax.scipy.linalg.solve_triangular(
         tensor(matrix), tensor(rhs), trans="C" if adjoint else "N", lower=lower
@@ -97,7 +101,7 @@ def triangular_solve(matrix: Any, rhs: Any, lower: bool = True, adjoint: bool = 
 
 
 @operation("linalg.svd", "svd")
-def svd(tensor: Any, full_matrices: bool = False, compute_uv: bool = True) -> Any:
+def svd(tensor: TensorLike, full_matrices: bool = False, compute_uv: bool = True) -> Any:
     """Singular values s, or (s, u, v)."""
     found = jnp.linalg.svd(jnp.asarray(tensor), full_matrices=full_matrices, compute_uv=compute_uv)
     if not compute_uv:
@@ -107,13 +111,13 @@ def svd(tensor: Any, full_matrices: bool = False, compute_uv: bool = True) -> An
 
 
 @operation("linalg.qr")
-def qr(input: Any, full_matrices: bool = False) -> Any:
+def qr(input: TensorLike, full_matrices: bool = False) -> Any:
     """An orthogonal and a triangular matrix."""
     return jnp.linalg.qr(tensor(input), mode="complete" if full_matrices else "reduced")
 
 
-def _of_matrix(name: str, function: Any) -> None:
-    def computed(input: Any) -> Any:
+def _of_matrix(name: str, function: Callable[..., Any]) -> None:
+    def computed(input: TensorLike) -> Any:
         return function(tensor(input))
 
     operation(f"linalg.{name}")(computed)

@@ -11,6 +11,8 @@ from keras import ops
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.random_numbers import next_seed
 from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.data.array_like import ShapeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -28,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _activation(name: str, function: Callable[..., Any]) -> None:
-    def computed(features: Any) -> Any:
+    def computed(features: TensorLike) -> Any:
         return function(tensor(features))
 
     operation(f"nn.{name}")(computed)
@@ -39,31 +41,31 @@ for _name, _function in ACTIVATIONS.items():
 
 
 @operation("nn.gelu")
-def gelu(features: Any, approximate: bool = False) -> Any:
+def gelu(features: TensorLike, approximate: bool = False) -> Any:
     """The Gaussian error linear unit."""
     return ops.gelu(tensor(features), approximate)
 
 
 @operation("nn.leaky_relu")
-def leaky_relu(features: Any, alpha: float = 0.2) -> Any:
+def leaky_relu(features: TensorLike, alpha: float = 0.2) -> Any:
     """A rectifier with a slope for negative values."""
     return ops.leaky_relu(tensor(features), alpha)
 
 
 @operation("nn.softmax")
-def softmax(logits: Any, axis: int | None = None) -> Any:
+def softmax(logits: TensorLike, axis: int | None = None) -> Any:
     """Shares along an axis, which add up to 1."""
     return ops.softmax(tensor(logits), -1 if axis is None else axis)
 
 
 @operation("nn.log_softmax")
-def log_softmax(logits: Any, axis: int | None = None) -> Any:
+def log_softmax(logits: TensorLike, axis: int | None = None) -> Any:
     """Logarithms of shares along an axis."""
     return ops.log_softmax(tensor(logits), -1 if axis is None else axis)
 
 
 @operation("nn.crelu")
-def crelu(features: Any, axis: int = -1) -> Any:
+def crelu(features: TensorLike, axis: int = -1) -> Any:
     """The positive part and the negative part, one behind the other."""
     features = tensor(features)
     return ops.relu(ops.concatenate([features, ops.negative(features)], axis=axis))
@@ -73,7 +75,7 @@ def crelu(features: Any, axis: int = -1) -> Any:
 
 
 @operation("nn.sigmoid_cross_entropy_with_logits")
-def sigmoid_cross_entropy_with_logits(labels: Any = None, logits: Any = None) -> Any:
+def sigmoid_cross_entropy_with_logits(labels: TensorLike = None, logits: TensorLike = None) -> Any:
     """The cross entropy of independent probabilities, for each element."""
     logits, labels = tensor(logits), tensor(labels)
     less = ops.log1p(ops.exp(ops.negative(ops.absolute(logits))))
@@ -81,14 +83,16 @@ def sigmoid_cross_entropy_with_logits(labels: Any = None, logits: Any = None) ->
 
 
 @operation("nn.softmax_cross_entropy_with_logits", "nn.softmax_cross_entropy_with_logits_v2")
-def softmax_cross_entropy_with_logits(labels: Any, logits: Any, axis: int = -1) -> Any:
+def softmax_cross_entropy_with_logits(
+    labels: TensorLike, logits: TensorLike, axis: int = -1
+) -> Any:
     """The cross entropy of distributions, for each row."""
     logs = ops.log_softmax(tensor(logits), axis)
     return ops.negative(ops.sum(ops.multiply(labels, logs), axis=axis))
 
 
 @operation("nn.sparse_softmax_cross_entropy_with_logits")
-def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any) -> Any:
+def sparse_softmax_cross_entropy_with_logits(labels: TensorLike, logits: TensorLike) -> Any:
     """The cross entropy of classes, for each row."""
     logs = ops.log_softmax(tensor(logits), -1)
     labels = ops.cast(tensor(labels), "int32")
@@ -107,7 +111,7 @@ def l2_loss(t: Any) -> Any:
 
 
 @operation("nn.l2_normalize", "math.l2_normalize", "linalg.l2_normalize")
-def l2_normalize(x: Any, axis: Any = None, epsilon: float = 1e-12) -> Any:
+def l2_normalize(x: TensorLike, axis: Any = None, epsilon: float = 1e-12) -> Any:
     """Scaled so that the norm along an axis is 1."""
     x = tensor(x)
     total = ops.sum(ops.square(x), axis=axis, keepdims=True)
@@ -115,7 +119,7 @@ def l2_normalize(x: Any, axis: Any = None, epsilon: float = 1e-12) -> Any:
 
 
 @operation("nn.moments")
-def moments(x: Any, axes: Any, shift: Any = None, keepdims: bool = False) -> Any:
+def moments(x: TensorLike, axes: Any, shift: Any = None, keepdims: bool = False) -> Any:
     """Mean and variance over axes."""
     del shift
     return ops.moments(tensor(x), tuple(axes) if isinstance(axes, list) else axes, keepdims)
@@ -123,7 +127,7 @@ def moments(x: Any, axes: Any, shift: Any = None, keepdims: bool = False) -> Any
 
 @operation("nn.batch_normalization")
 def batch_normalization(
-    x: Any, mean: Any, variance: Any, offset: Any, scale: Any, variance_epsilon: float
+    x: TensorLike, mean: Any, variance: Any, offset: Any, scale: Any, variance_epsilon: float
 ) -> Any:
     """Scaled and moved by statistics that are given."""
     factor = ops.rsqrt(ops.add(variance, variance_epsilon))
@@ -135,7 +139,7 @@ def batch_normalization(
 
 @operation("nn.dropout")
 def dropout(
-    x: Any, rate: Any = None, noise_shape: Any = None, seed: Any = None, **older: Any
+    x: TensorLike, rate: Any = None, noise_shape: ShapeLike = None, seed: Any = None, **older: Any
 ) -> Any:
     """Elements set to 0 by chance, the others scaled up."""
     import keras
@@ -145,7 +149,7 @@ def dropout(
 
 
 @operation("nn.bias_add")
-def bias_add(value: Any, bias: Any, data_format: str | None = None) -> Any:
+def bias_add(value: TensorLike, bias: Any, data_format: str | None = None) -> Any:
     """A bias for each channel."""
     if data_format is not None and data_format.startswith("NC") and data_format != "NC":
         bias = ops.reshape(bias, (-1, *[1] * (len(value.shape) - 2)))
@@ -153,7 +157,7 @@ def bias_add(value: Any, bias: Any, data_format: str | None = None) -> Any:
 
 
 @operation("nn.embedding_lookup")
-def embedding_lookup(params: Any, ids: Any, max_norm: Any = None, **partition: Any) -> Any:
+def embedding_lookup(params: Tree, ids: Any, max_norm: Any = None, **partition: Any) -> Any:
     """Rows of a table."""
     del partition
     if max_norm is not None:
@@ -192,7 +196,7 @@ def _padding(padding: Any) -> str:
 def _convolution(dims: int) -> None:
     @operation(f"nn.conv{dims}d")
     def convolution(
-        input: Any,
+        input: TensorLike,
         filters: Any = None,
         strides: Any = 1,
         padding: Any = "VALID",
@@ -215,7 +219,7 @@ for _dims in (1, 2, 3):
 
 @operation("nn.depthwise_conv2d")
 def depthwise_conv2d(
-    input: Any,
+    input: TensorLike,
     filter: Any,
     strides: Any,
     padding: Any,
@@ -235,7 +239,9 @@ def depthwise_conv2d(
 
 
 def _pool(name: str, dims: int, function: Callable[..., Any]) -> None:
-    def pooled(input: Any, ksize: Any, strides: Any, padding: Any, data_format: Any = None) -> Any:
+    def pooled(
+        input: TensorLike, ksize: Any, strides: Any, padding: Any, data_format: Any = None
+    ) -> Any:
         size, steps = (_middle(each, dims, data_format) for each in (ksize, strides))
         found = function(tensor(input), size, steps, _padding(padding), _format(data_format))
         return found.astype(jnp.asarray(input).dtype)

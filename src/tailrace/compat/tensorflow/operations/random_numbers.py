@@ -12,6 +12,7 @@ from tailrace.compat.ipu.graph.state import prepared
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.shapes import shape_of
 from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 
 _made: dict[str, Any] = {}
 _first: list[int] = [0]
@@ -34,7 +35,11 @@ def set_seed(seed: int) -> None:
 
 @operation("random.normal")
 def normal(
-    shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = "float32", seed: Any = None
+    shape: ShapeLike,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: DTypeLike = "float32",
+    seed: Any = None,
 ) -> Any:
     """Numbers of a normal distribution."""
     drawn = keras.random.normal(shape_of(shape), dtype=str(narrowed(dtype)), seed=next_seed(seed))
@@ -43,7 +48,11 @@ def normal(
 
 @operation("random.truncated_normal")
 def truncated_normal(
-    shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = "float32", seed: Any = None
+    shape: ShapeLike,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: DTypeLike = "float32",
+    seed: Any = None,
 ) -> Any:
     """Numbers of a normal distribution, at most two deviations from its mean."""
     drawn = keras.random.truncated_normal(
@@ -54,7 +63,11 @@ def truncated_normal(
 
 @operation("random.uniform")
 def uniform(
-    shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = "float32", seed: Any = None
+    shape: ShapeLike,
+    minval: Any = 0,
+    maxval: Any = None,
+    dtype: DTypeLike = "float32",
+    seed: Any = None,
 ) -> Any:
     """Numbers between two, the lower one included."""
     kind = narrowed(dtype)
@@ -66,13 +79,15 @@ def uniform(
 
 
 @operation("random.shuffle")
-def shuffle(value: Any, seed: Any = None) -> Any:
+def shuffle(value: TensorLike, seed: Any = None) -> Any:
     """The rows in another order."""
     return keras.random.shuffle(jnp.asarray(value), seed=next_seed(seed))
 
 
 @operation("random.categorical")
-def categorical(logits: Any, num_samples: int, dtype: Any = "int64", seed: Any = None) -> Any:
+def categorical(
+    logits: TensorLike, num_samples: int, dtype: DTypeLike = "int64", seed: Any = None
+) -> Any:
     """Classes drawn for each row."""
     drawn: Any = keras.random.categorical(jnp.asarray(logits), num_samples, seed=next_seed(seed))
     return drawn.astype(narrowed(dtype))
@@ -82,7 +97,7 @@ def _stateless(name: str) -> None:
     plain = {"normal": normal, "truncated_normal": truncated_normal, "uniform": uniform}[name]
 
     @operation(f"random.stateless_{name}")
-    def drawn(shape: Any, seed: Any, *args: Any, **kwargs: Any) -> Any:
+    def drawn(shape: ShapeLike, seed: Any, *args: Any, **kwargs: Any) -> Any:
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
         return plain(shape, *args, seed=int(key[0]), **kwargs)
 

@@ -12,21 +12,22 @@ from keras import ops
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.data.array_like import DTypeLike, TensorLike
 
 
-def _euclidean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+def _euclidean(x: TensorLike, axis: Any = None, keepdims: bool = False) -> Any:
     return ops.sqrt(ops.sum(ops.square(x), axis=axis, keepdims=keepdims))
 
 
-def _sum(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+def _sum(x: TensorLike, axis: Any = None, keepdims: bool = False) -> Any:
     return _same(x, ops.sum(x, axis=axis, keepdims=keepdims))
 
 
-def _prod(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+def _prod(x: TensorLike, axis: Any = None, keepdims: bool = False) -> Any:
     return _same(x, ops.prod(x, axis=axis, keepdims=keepdims))
 
 
-def _mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+def _mean(x: TensorLike, axis: Any = None, keepdims: bool = False) -> Any:
     # TensorFlow's mean of integers is an integer.
     found = ops.mean(x, axis=axis, keepdims=keepdims)
     if not jnp.issubdtype(_dtype(x), jnp.integer):
@@ -36,11 +37,11 @@ def _mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     return ops.cast(ops.trunc(ops.true_divide(total, count)), _dtype(x))
 
 
-def _dtype(x: Any) -> Any:
+def _dtype(x: TensorLike) -> Any:
     return jnp.dtype(str(getattr(x.dtype, "name", x.dtype)))
 
 
-def _same(x: Any, found: Any) -> Any:
+def _same(x: TensorLike, found: object) -> Any:
     """With the dtype of `x`, which TensorFlow keeps where others widen it."""
     return found if _dtype(found) == _dtype(x) else ops.cast(found, _dtype(x))
 
@@ -86,14 +87,14 @@ for _name, _function in REDUCTIONS.items():
 
 
 @operation("math.argmax", "argmax")
-def argmax(input: Any, axis: Any = None, output_type: Any = "int64", **older: Any) -> Any:
+def argmax(input: TensorLike, axis: Any = None, output_type: Any = "int64", **older: Any) -> Any:
     """The place of the largest element along an axis; along the first if none is given."""
     axis = older.get("dimension", axis)
     return ops.cast(ops.argmax(input, axis=0 if axis is None else axis), narrowed(output_type))
 
 
 @operation("math.argmin", "argmin")
-def argmin(input: Any, axis: Any = None, output_type: Any = "int64", **older: Any) -> Any:
+def argmin(input: TensorLike, axis: Any = None, output_type: Any = "int64", **older: Any) -> Any:
     """The place of the smallest element along an axis; along the first if none is given."""
     axis = older.get("dimension", axis)
     return ops.cast(ops.argmin(input, axis=0 if axis is None else axis), narrowed(output_type))
@@ -101,7 +102,7 @@ def argmin(input: Any, axis: Any = None, output_type: Any = "int64", **older: An
 
 @operation("math.count_nonzero")
 def count_nonzero(
-    input: Any, axis: Any = None, keepdims: bool = False, dtype: Any = "int64"
+    input: TensorLike, axis: Any = None, keepdims: bool = False, dtype: DTypeLike = "int64"
 ) -> Any:
     """How many elements are not 0."""
     some = ops.cast(ops.not_equal(tensor(input), 0), "int32")
@@ -109,13 +110,18 @@ def count_nonzero(
 
 
 @operation("math.zero_fraction", "nn.zero_fraction")
-def zero_fraction(value: Any) -> Any:
+def zero_fraction(value: TensorLike) -> Any:
     """The share of elements that are 0."""
     return ops.mean(ops.cast(ops.equal(tensor(value), 0), "float32"))
 
 
 def _cumulated(
-    function: Any, start: float, x: Any, axis: int, exclusive: bool, reverse: bool
+    function: Callable[..., Any],
+    start: float,
+    x: TensorLike,
+    axis: int,
+    exclusive: bool,
+    reverse: bool,
 ) -> Any:
     x = tensor(x)
     x = ops.flip(x, axis=axis) if reverse else x
@@ -129,45 +135,47 @@ def _cumulated(
 
 
 @operation("math.cumsum", "cumsum")
-def cumsum(x: Any, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Any:
+def cumsum(x: TensorLike, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Any:
     """Sums of the elements up to each; without it if `exclusive`."""
     return _cumulated(ops.cumsum, 0, x, axis, exclusive, reverse)
 
 
 @operation("math.cumprod")
-def cumprod(x: Any, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Any:
+def cumprod(x: TensorLike, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Any:
     """Products of the elements up to each; without it if `exclusive`."""
     return _cumulated(ops.cumprod, 1, x, axis, exclusive, reverse)
 
 
 @operation("sort")
-def sort(values: Any, axis: int = -1, direction: str = "ASCENDING") -> Any:
+def sort(values: TensorLike, axis: int = -1, direction: str = "ASCENDING") -> Any:
     """The elements along an axis in order."""
     found = ops.sort(tensor(values), axis=axis)
     return ops.flip(found, axis=axis) if direction.upper() == "DESCENDING" else found
 
 
 @operation("argsort")
-def argsort(values: Any, axis: int = -1, direction: str = "ASCENDING", stable: bool = False) -> Any:
+def argsort(
+    values: TensorLike, axis: int = -1, direction: str = "ASCENDING", stable: bool = False
+) -> Any:
     """Where the elements along an axis are, in order."""
     values = tensor(values)
     return jnp.argsort(values, axis=axis, descending=direction.upper() == "DESCENDING", stable=True)
 
 
 @operation("math.top_k", "nn.top_k")
-def top_k(input: Any, k: int = 1, sorted: bool = True) -> Any:
+def top_k(input: TensorLike, k: int = 1, sorted: bool = True) -> Any:
     """The k largest elements of each row, and where they are."""
     return ops.top_k(tensor(input), k, sorted)
 
 
 @operation("math.in_top_k", "nn.in_top_k")
-def in_top_k(targets: Any, predictions: Any, k: int) -> Any:
+def in_top_k(targets: Any, predictions: TensorLike, k: int) -> Any:
     """Whether the target of each row is among its k largest elements."""
     return ops.in_top_k(targets, predictions, k)
 
 
 @operation("math.bincount")
-def bincount(arr: Any, weights: Any = None, minlength: int | None = None) -> Any:
+def bincount(arr: Any, weights: TensorLike = None, minlength: int | None = None) -> Any:
     """How often each number occurs."""
     return ops.bincount(tensor(arr), weights=weights, minlength=minlength or 0)
 

@@ -13,10 +13,12 @@ from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import operation
+from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 
 
-def shape_of(given: Any) -> tuple[int, ...]:
+def shape_of(given: object) -> tuple[int, ...]:
     """A shape from a number, a list of numbers or an array of them."""
     if isinstance(given, int | np.integer):
         return (int(given),)
@@ -29,7 +31,7 @@ def shape_of(given: Any) -> tuple[int, ...]:
 
 
 @operation("constant")
-def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
+def constant(value: TensorLike, dtype: DTypeLike = None, shape: ShapeLike = None) -> Any:
     """An array of a value; a number fills a shape."""
     found = tensor(value) if dtype is None else jnp.asarray(value, narrowed(dtype))
     if shape is None:
@@ -41,45 +43,48 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
 
 
 @operation("convert_to_tensor")
-def convert_to_tensor(value: Any, dtype: Any = None, dtype_hint: Any = None) -> Any:
+def convert_to_tensor(value: TensorLike, dtype: DTypeLike = None, dtype_hint: Any = None) -> Any:
     """A value as an array."""
     del dtype_hint
     return tensor(value) if dtype is None else ops.convert_to_tensor(value, narrowed(dtype))
 
 
 @operation("zeros")
-def zeros(shape: Any, dtype: Any = "float32") -> Any:
+def zeros(shape: ShapeLike, dtype: DTypeLike = "float32") -> Any:
     """Zeros."""
     return jnp.zeros(shape_of(shape), narrowed(dtype))
 
 
 @operation("ones")
-def ones(shape: Any, dtype: Any = "float32") -> Any:
+def ones(shape: ShapeLike, dtype: DTypeLike = "float32") -> Any:
     """Ones."""
     return jnp.ones(shape_of(shape), narrowed(dtype))
 
 
 @operation("fill")
-def fill(dims: Any, value: Any) -> Any:
+def fill(dims: Any, value: TensorLike) -> Any:
     """A shape filled with a value."""
     return jnp.broadcast_to(tensor(value), shape_of(dims))
 
 
 @operation("zeros_like")
-def zeros_like(input: Any, dtype: Any = None) -> Any:
+def zeros_like(input: TensorLike, dtype: DTypeLike = None) -> Any:
     """Zeros of the shape of a tensor."""
     return ops.zeros_like(tensor(input), None if dtype is None else narrowed(dtype))
 
 
 @operation("ones_like")
-def ones_like(input: Any, dtype: Any = None) -> Any:
+def ones_like(input: TensorLike, dtype: DTypeLike = None) -> Any:
     """Ones of the shape of a tensor."""
     return ops.ones_like(tensor(input), None if dtype is None else narrowed(dtype))
 
 
 @operation("eye")
 def eye(
-    num_rows: int, num_columns: int | None = None, batch_shape: Any = None, dtype: Any = "float32"
+    num_rows: int,
+    num_columns: int | None = None,
+    batch_shape: Any = None,
+    dtype: DTypeLike = "float32",
 ) -> Any:
     """Ones on the diagonal."""
     found = jnp.eye(num_rows, num_columns, dtype=narrowed(dtype))
@@ -98,12 +103,12 @@ def linspace(start: Any, stop: Any, num: int, axis: int = 0) -> Any:
 
 @operation("one_hot")
 def one_hot(
-    indices: Any,
+    indices: TensorLike,
     depth: int,
     on_value: Any = None,
     off_value: Any = None,
     axis: int | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike = None,
 ) -> Any:
     """A row for each index, with `on_value` at it and `off_value` elsewhere."""
     kind = narrowed("float32" if dtype is None else dtype)
@@ -115,7 +120,7 @@ def one_hot(
 
 
 @operation("sequence_mask")
-def sequence_mask(lengths: Any, maxlen: int | None = None, dtype: Any = "bool") -> Any:
+def sequence_mask(lengths: Any, maxlen: int | None = None, dtype: DTypeLike = "bool") -> Any:
     """For each length, true for as many places."""
     lengths = tensor(lengths)
     size = int(jnp.max(lengths)) if maxlen is None else int(maxlen)
@@ -132,31 +137,31 @@ def meshgrid(*args: Any, indexing: str = "xy") -> Any:
 
 
 @operation("cast", "saturate_cast")
-def cast(x: Any, dtype: Any) -> Any:
+def cast(x: TensorLike, dtype: DTypeLike) -> Any:
     """The values in another dtype."""
     return ops.cast(tensor(x), narrowed(dtype))
 
 
 @operation("bitcast")
-def bitcast(input: Any, type: Any) -> Any:
+def bitcast(input: TensorLike, type: Any) -> Any:
     """The bits read as another dtype."""
     return tensor(input).view(narrowed(type))
 
 
 @operation("shape")
-def shape(input: Any, out_type: Any = "int32") -> Any:
+def shape(input: TensorLike, out_type: Any = "int32") -> Any:
     """The shape, as an array."""
     return jnp.asarray(ops.shape(tensor(input)), narrowed(out_type))
 
 
 @operation("size")
-def size(input: Any, out_type: Any = "int32") -> Any:
+def size(input: TensorLike, out_type: Any = "int32") -> Any:
     """How many elements there are."""
     return jnp.asarray(np.prod(tensor(input).shape, dtype=np.int64), narrowed(out_type))
 
 
 @operation("rank")
-def rank(input: Any) -> Any:
+def rank(input: TensorLike) -> Any:
     """How many axes there are."""
     return jnp.asarray(len(tensor(input).shape), jnp.int32)
 
@@ -165,19 +170,19 @@ def rank(input: Any) -> Any:
 
 
 @operation("reshape")
-def reshape(tensor: Any, shape: Any) -> Any:
+def reshape(tensor: TensorLike, shape: ShapeLike) -> Any:
     """The elements in another shape; one length may be -1."""
     return ops.reshape(tensor, shape_of(shape))
 
 
 @operation("expand_dims")
-def expand_dims(input: Any, axis: int) -> Any:
+def expand_dims(input: TensorLike, axis: int) -> Any:
     """One more axis, of length 1."""
     return ops.expand_dims(input, axis)
 
 
 @operation("squeeze")
-def squeeze(input: Any, axis: Any = None, **older: Any) -> Any:
+def squeeze(input: TensorLike, axis: Any = None, **older: Any) -> Any:
     """Without axes of length 1."""
     axis = older.get("squeeze_dims", axis)
     axis = None if axis is None or axis == [] else axis
@@ -185,33 +190,33 @@ def squeeze(input: Any, axis: Any = None, **older: Any) -> Any:
 
 
 @operation("transpose")
-def transpose(a: Any, perm: Any = None, conjugate: bool = False) -> Any:
+def transpose(a: TensorLike, perm: Any = None, conjugate: bool = False) -> Any:
     """Axes in another order; backwards if none is given."""
     found = ops.transpose(a, None if perm is None else list(shape_of(perm)))
     return ops.conjugate(found) if conjugate else found
 
 
 @operation("concat")
-def concat(values: Any, axis: int) -> Any:
+def concat(values: TensorLike, axis: int) -> Any:
     """Tensors one after the other along an axis."""
     return ops.concatenate(list(values), axis=int(axis))
 
 
 @operation("stack")
-def stack(values: Any, axis: int = 0) -> Any:
+def stack(values: TensorLike, axis: int = 0) -> Any:
     """Tensors along a new axis."""
     return ops.stack(list(values), axis=axis)
 
 
 @operation("unstack")
-def unstack(value: Any, num: int | None = None, axis: int = 0) -> Any:
+def unstack(value: TensorLike, num: int | None = None, axis: int = 0) -> Any:
     """The parts along an axis, as a list."""
     parts: Any = ops.unstack(tensor(value), num, axis)
     return list(parts)
 
 
 @operation("split")
-def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = None) -> Any:
+def split(value: TensorLike, num_or_size_splits: Any, axis: int = 0, num: int | None = None) -> Any:
     """A tensor cut along an axis, into equal parts or parts of these lengths."""
     del num
     if isinstance(num_or_size_splits, int | np.integer):
@@ -225,19 +230,19 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = 
 
 
 @operation("tile")
-def tile(input: Any, multiples: Any) -> Any:
+def tile(input: TensorLike, multiples: Any) -> Any:
     """A tensor repeated along its axes."""
     return ops.tile(tensor(input), shape_of(multiples))
 
 
 @operation("repeat")
-def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
+def repeat(input: TensorLike, repeats: Any, axis: int | None = None) -> Any:
     """Each element repeated."""
     return ops.repeat(tensor(input), repeats, axis=axis)
 
 
 @operation("pad")
-def pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any = 0) -> Any:
+def pad(tensor: TensorLike, paddings: Any, mode: str = "CONSTANT", constant_values: Any = 0) -> Any:
     """A tensor with more elements around it."""
     widths = [tuple(shape_of(each)) for each in paddings]
     kind = mode.lower()
@@ -247,19 +252,19 @@ def pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any
 
 
 @operation("broadcast_to")
-def broadcast_to(input: Any, shape: Any) -> Any:
+def broadcast_to(input: TensorLike, shape: ShapeLike) -> Any:
     """A tensor repeated to fill a shape."""
     return ops.broadcast_to(tensor(input), shape_of(shape))
 
 
 @operation("reverse")
-def reverse(tensor: Any, axis: Any) -> Any:
+def reverse(tensor: TensorLike, axis: Any) -> Any:
     """Backwards along these axes."""
     return ops.flip(tensor, axis=tuple(shape_of(axis)))
 
 
 @operation("roll")
-def roll(input: Any, shift: Any, axis: Any) -> Any:
+def roll(input: TensorLike, shift: Any, axis: Any) -> Any:
     """Moved along an axis; what leaves it comes back at its other end."""
     return ops.roll(tensor(input), shift, axis)
 
@@ -268,7 +273,7 @@ def roll(input: Any, shift: Any, axis: Any) -> Any:
 
 
 @operation("where")
-def where(condition: Any, x: Any = None, y: Any = None) -> Any:
+def where(condition: Any, x: TensorLike = None, y: TensorLike = None) -> Any:
     """The one where a condition holds and the other elsewhere; or the places where it holds."""
     if x is None and y is None:
         return jnp.argwhere(jnp.asarray(condition))
@@ -277,8 +282,8 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
 
 @operation("gather")
 def gather(
-    params: Any,
-    indices: Any,
+    params: Tree,
+    indices: TensorLike,
     validate_indices: Any = None,
     axis: int | None = None,
     batch_dims: int = 0,
@@ -301,7 +306,7 @@ def gather(
 
 
 @operation("gather_nd")
-def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
+def gather_nd(params: Tree, indices: TensorLike, batch_dims: int = 0) -> Any:
     """The parts at these places; a place is a row of `indices`."""
     if batch_dims:
         raise OptionError("tf.gather_nd is available without batch_dims. Use jax.vmap around it.")
@@ -333,7 +338,7 @@ def strided_slice(
 
 
 @operation("boolean_mask")
-def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
+def boolean_mask(tensor: TensorLike, mask: Any, axis: int | None = None) -> Any:
     """The parts for which a mask holds; its values must be known, so not those of a program."""
     if is_device_value(mask):
         raise ProgramError(
@@ -346,7 +351,7 @@ def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
 
 
 @operation("unique")
-def unique(x: Any, out_idx: Any = "int32") -> Any:
+def unique(x: TensorLike, out_idx: Any = "int32") -> Any:
     """The different values in the order in which they come, and for each element which it is."""
     values, first, inverse = np.unique(np.asarray(x), return_index=True, return_inverse=True)
     order = np.argsort(first)
@@ -355,7 +360,7 @@ def unique(x: Any, out_idx: Any = "int32") -> Any:
 
 
 @operation("scatter_nd")
-def scatter_nd(indices: Any, updates: Any, shape: Any) -> Any:
+def scatter_nd(indices: TensorLike, updates: Tree, shape: ShapeLike) -> Any:
     """Zeros with values added at these places."""
     updates = jnp.asarray(updates)
     places = tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
@@ -364,7 +369,7 @@ def scatter_nd(indices: Any, updates: Any, shape: Any) -> Any:
 
 def _scattered(name: str) -> None:
     @operation(f"tensor_scatter_nd_{name}")
-    def scattered(tensor: Any, indices: Any, updates: Any) -> Any:
+    def scattered(tensor: TensorLike, indices: TensorLike, updates: Tree) -> Any:
         places = tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
         at = jnp.asarray(tensor).at[places]
         return getattr(at, {"update": "set", "sub": "subtract"}.get(name, name))(
@@ -376,7 +381,7 @@ for _name in ("update", "add", "sub", "max", "min"):
     _scattered(_name)
 
 
-def is_symbolic(value: Any) -> bool:
+def is_symbolic(value: TensorLike) -> bool:
     """Whether a value is a symbolic tensor of Keras."""
     return isinstance(value, keras.KerasTensor)
 

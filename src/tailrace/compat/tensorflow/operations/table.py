@@ -12,6 +12,7 @@ import numpy as np
 from tailrace.compat.ipu.graph.variables import Variable as IpuVariable
 from tailrace.compat.tensorflow import host
 from tailrace.compat.tensorflow.v1.deferred import Deferred, deferred_call
+from tailrace.data.array_like import TensorLike
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """What there is, by its name in TensorFlow: `reduce_mean`, `math.reduce_mean`, `nn.relu`."""
@@ -49,7 +50,7 @@ def names_under(prefix: str) -> list[str]:
     return sorted({end for end in ends if "." not in end})
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: TensorLike) -> Iterator[Any]:
     """The leaves of a nest of lists, tuples and dicts."""
     if isinstance(value, dict):
         for inner in value.values():
@@ -61,7 +62,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def mapped(function: Callable[[Any], Any], value: TensorLike) -> Any:
     """A nest with its leaves replaced."""
     if isinstance(value, dict):
         return {key: mapped(function, inner) for key, inner in value.items()}
@@ -72,7 +73,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _kind(given: Any) -> str:
+def _kind(given: object) -> str:
     found = "here"
     for leaf in leaves(given):
         if isinstance(leaf, Deferred):
@@ -82,10 +83,10 @@ def _kind(given: Any) -> str:
     return found
 
 
-def _plain(given: Any) -> Any:
+def _plain(given: object) -> Any:
     """Arguments with variables read, and tensors of TensorFlow that have values as arrays."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> Any:
         if isinstance(leaf, IpuVariable):
             return leaf.value()
         return host.to_array(leaf) if host.is_tensor(leaf) else leaf
@@ -93,10 +94,10 @@ def _plain(given: Any) -> Any:
     return mapped(one, given)
 
 
-def _for_host(given: Any) -> Any:
+def _for_host(given: object) -> Any:
     """Arguments for TensorFlow: arrays of JAX as numpy's."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> Any:
         return np.asarray(leaf) if type(leaf).__module__.startswith("jax") else leaf
 
     return mapped(one, given)

@@ -15,6 +15,8 @@ import optax
 from tailrace.compat.ipu.graph.state import is_variable, value_of
 from tailrace.compat.ipu.graph.update import OptaxOptimizer
 from tailrace.compat.ipu.graph.update import Optimizer as PlainOptimizer
+from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 
 
 class Optimizer(PlainOptimizer):
@@ -49,7 +51,7 @@ class _Rule(OptaxOptimizer, Optimizer):
         return self._make(value_of(self._rate) if is_variable(self._rate) else self._rate)
 
     @transformation.setter
-    def transformation(self, value: Any) -> None:
+    def transformation(self, value: TensorLike) -> None:
         del value  # made when it is asked for
 
 
@@ -130,11 +132,11 @@ class AdamOptimizer(_Rule):
 
 
 def _adam(rate: Any, beta1: Any, beta2: Any, epsilon: Any) -> Any:
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Any:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jnp.zeros((), jnp.int32), zeros, zeros
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree = None) -> Any:
         del params
         grads = updates
         count, first, second = state

@@ -18,13 +18,20 @@ from tailrace.compat.tensorflow.structures import TensorShape
 from tailrace.compat.tensorflow.v1 import deferred
 from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed, Step, evaluated
 from tailrace.compat.tensorflow.v1.training import run_step
+from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.jaxprs.marks import is_tracing
 
 
 class Placeholder(Deferred):
     """A value that each run of a session is given."""
 
-    def __init__(self, dtype: Any, shape: Any = None, name: str | None = None, default: Any = None):
+    def __init__(
+        self,
+        dtype: DTypeLike,
+        shape: ShapeLike = None,
+        name: str | None = None,
+        default: Any = None,
+    ):
         super().__init__(self._missing, name or "Placeholder")
         self.dtype, self._default = narrowed(dtype), default
         self.shape = None if shape is None else TensorShape(shape)
@@ -39,12 +46,14 @@ class Placeholder(Deferred):
         )
 
 
-def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:
+def placeholder(dtype: DTypeLike, shape: ShapeLike = None, name: str | None = None) -> Placeholder:
     """A value that each run of a session is given."""
     return Placeholder(dtype, shape, name)
 
 
-def placeholder_with_default(input: Any, shape: Any, name: str | None = None) -> Placeholder:
+def placeholder_with_default(
+    input: TensorLike, shape: ShapeLike, name: str | None = None
+) -> Placeholder:
     """The same, with a value for runs that are given none."""
     return Placeholder(np.asarray(input).dtype, shape, name, input)
 
@@ -119,7 +128,7 @@ def _fetched(fetch: Any, feed: Feed, steps: list[Step]) -> Any:
     return _host(fetch)
 
 
-def _host(value: Any) -> Any:
+def _host(value: TensorLike) -> Any:
     if is_variable(value):
         value = value_of(value)
     return np.asarray(value) if isinstance(value, jax.Array) else value
@@ -138,7 +147,7 @@ class Graph:
         """Without effect."""
         yield self
 
-    def device(self, name: Any) -> Any:
+    def device(self, name: object) -> Any:
         """Without effect."""
         del name
         return contextlib.nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from tailrace.compat.ipu.strategy.calls import Calls
@@ -18,7 +19,7 @@ def run_step(step: Step, feed: Feed) -> None:
     step.program(feed)
 
 
-def _run(calls: Calls, function: Any, feed: Feed) -> None:
+def _run(calls: Calls, function: Callable[..., Any], feed: Feed) -> None:
     calls(function, [list(feed.fed.values())], {"keys": tuple(feed.fed)})
 
 

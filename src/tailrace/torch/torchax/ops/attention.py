@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import TensorLike
 from tailrace.devices import devices
 
 BLOCK = 512
@@ -25,7 +26,7 @@ LONG = 2048 * 2048
 
 
 def attend(
-    query: Any,
+    query: TensorLike,
     key: Any,
     value: Any,
     attn_mask: Any = None,
@@ -56,7 +57,7 @@ def attend(
     return out if nothing is None else jnp.where(nothing, 0, out).astype(out.dtype)
 
 
-def fits_fused(query: Any, key: Any, value: Any, mask: Any, is_causal: bool) -> bool:
+def fits_fused(query: TensorLike, key: Any, value: Any, mask: TensorLike, is_causal: bool) -> bool:
     """Whether cuDNN's kernel supports these: on a GPU, in 16 bits, with few enough features."""
     rows, features = query.shape[-2:]
     return (
@@ -72,7 +73,9 @@ def fits_fused(query: Any, key: Any, value: Any, mask: Any, is_causal: bool) -> 
     )
 
 
-def _fused(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float) -> Any:
+def _fused(
+    query: TensorLike, key: Any, value: Any, mask: TensorLike, is_causal: bool, scale: float
+) -> Any:
     query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
     boolean = mask is not None and mask.dtype == bool
     out = jax.nn.dot_product_attention(
@@ -89,10 +92,10 @@ def _fused(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: 
 
 
 def _plain(
-    query: Any,
+    query: TensorLike,
     key: Any,
     value: Any,
-    mask: Any,
+    mask: TensorLike,
     is_causal: bool,
     scale: float,
     drop: Any,
@@ -115,7 +118,13 @@ def _plain(
 
 
 def _blockwise(
-    query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float, drop: Any
+    query: TensorLike,
+    key: object,
+    value: object,
+    mask: TensorLike,
+    is_causal: bool,
+    scale: float,
+    drop: Any,
 ) -> Any:
     """Some queries at a time: their scores exist only while their block is computed."""
     count = query.shape[-2] // BLOCK
@@ -133,7 +142,7 @@ def _blockwise(
     return out.reshape(*out.shape[:-3], count * BLOCK, out.shape[-1])
 
 
-def _opened(mask: Any) -> tuple[Any, Any]:
+def _opened(mask: TensorLike) -> tuple[Any, Any]:
     """The mask with fully masked rows opened, whose softmax would be NaN, and flags of those rows."""
     if mask is None:
         return None, None

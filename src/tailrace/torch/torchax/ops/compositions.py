@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tailrace.data.array_like import ShapeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.torch.torchax.ops.norms import vector_norm
 
 aten = torch.ops.aten
 
 
-def _cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+def _cov(x: TensorLike, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """Covariances of rows; PyTorch checks the sum of the weights, which would branch on values."""
     x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
     rows = x[None] if x.ndim < 2 else x
@@ -37,7 +39,7 @@ def _cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = N
     return found.squeeze().astype(dtype)  # of one row: a number
 
 
-def _corrcoef(x: Any) -> Any:
+def _corrcoef(x: TensorLike) -> Any:
     """Correlations of rows."""
     found = _cov(x)
     if found.ndim == 0:
@@ -47,7 +49,7 @@ def _corrcoef(x: Any) -> Any:
     return found if jnp.iscomplexobj(found) else jnp.clip(found, -1, 1)
 
 
-def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+def _combinations(x: TensorLike, r: int = 2, with_replacement: bool = False) -> Any:
     """All choices of r entries, in order."""
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     chosen = list(choose(range(x.shape[0]), r))
@@ -71,7 +73,7 @@ def _lu_unpack(
     return permutation, lower, upper
 
 
-def _unpooled(x: Any, indices: Any, output_size: Any, *_: Any) -> Any:
+def _unpooled(x: TensorLike, indices: Any, output_size: ShapeLike, *_: Any) -> Any:
     """Maxima put back to where they were found; 0 elsewhere."""
     dims = len(output_size)
     lead = x.shape[: x.ndim - dims]
@@ -86,7 +88,7 @@ def _unpooled(x: Any, indices: Any, output_size: Any, *_: Any) -> Any:
 
 
 @jax.custom_jvp
-def _digamma(x: Any) -> Any:
+def _digamma(x: TensorLike) -> Any:
     """Infinite at 0, where JAX's is NaN."""
     return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jax.scipy.special.digamma(x))
 
@@ -97,7 +99,7 @@ def _digamma_jvp(given: Any, tangents: Any) -> Any:
 
 
 def index_reduce(
-    x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+    x: TensorLike, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
     """Slices of one tensor reduced into those of another, as `scatter_reduce` does with entries."""
     if not source.ndim:
@@ -109,7 +111,7 @@ def index_reduce(
     return aten.scatter_reduce.two(x, dim, places, source, reduce, include_self=include_self)
 
 
-def _polygamma(n: int, x: Any) -> Any:
+def _polygamma(n: int, x: TensorLike) -> Any:
     """The n-th derivative of digamma."""
     if n == 0:
         return _digamma(x)
@@ -118,7 +120,7 @@ def _polygamma(n: int, x: Any) -> Any:
 
 
 def grid_sampler_3d(
-    x: Any, grid: Any, mode: int = 0, padding: int = 0, align_corners: bool = False
+    x: TensorLike, grid: Any, mode: int = 0, padding: int = 0, align_corners: bool = False
 ) -> Any:
     """A composition of PyTorch's kind; that of reflected coordinates is not PyTorch's own."""
     if padding == 2:
@@ -127,7 +129,7 @@ def grid_sampler_3d(
     return table[aten.grid_sampler_3d.default](x, grid, mode, padding, align_corners)
 
 
-def _shifted_zeta(x: Any, q: Any, exponent: Any) -> Any:
+def _shifted_zeta(x: TensorLike, q: TensorLike, exponent: Any) -> Any:
     """JAX's zeta is for positive numbers, so others are shifted."""
     shifts = 24
     negative = q <= 0
@@ -136,7 +138,7 @@ def _shifted_zeta(x: Any, q: Any, exponent: Any) -> Any:
     return jax.scipy.special.zeta(x, safe) + near
 
 
-def _zeta(x: Any, q: Any) -> Any:
+def _zeta(x: TensorLike, q: TensorLike) -> Any:
     """Hurwitz' zeta; below 0 for whole exponents, as in PyTorch."""
     x, q = jnp.broadcast_arrays(x, q)
     whole = jnp.floor(x)
@@ -148,7 +150,7 @@ def _zeta(x: Any, q: Any) -> Any:
 
 
 def _repeat_interleave(
-    x: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+    x: TensorLike, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
     """Each entry, repeated by its count; with counts alone, the numbers of the entries.
 
@@ -159,7 +161,7 @@ def _repeat_interleave(
     return jnp.repeat(x, repeats, axis=dim, total_repeat_length=output_size)
 
 
-def _of_triangle(x: Any, upper: bool) -> Any:
+def _of_triangle(x: TensorLike, upper: bool) -> Any:
     """The symmetric matrix that one triangle says, with PyTorch's gradient: a symmetric one."""
     even = (x + jnp.swapaxes(x, -1, -2).conj()) / 2
     part, off = (jnp.triu(x), jnp.triu(x, 1)) if upper else (jnp.tril(x), jnp.tril(x, -1))
@@ -167,13 +169,13 @@ def _of_triangle(x: Any, upper: bool) -> Any:
     return even + jax.lax.stop_gradient(read - even)
 
 
-def _cholesky(x: Any, upper: bool = False) -> Any:
+def _cholesky(x: TensorLike, upper: bool = False) -> Any:
     """Of what one triangle says; JAX's would be that of the mean of both."""
     found = jax.lax.linalg.cholesky(_of_triangle(x, upper), symmetrize_input=False)
     return jnp.swapaxes(found, -1, -2).conj() if upper else found
 
 
-def _eigh(x: Any, UPLO: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
+def _eigh(x: TensorLike, UPLO: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
     """Likewise."""
     matrix = _of_triangle(x, UPLO.upper() == "U")
     vectors, values = jax.lax.linalg.eigh(matrix, symmetrize_input=False)
@@ -183,7 +185,7 @@ def _eigh(x: Any, UPLO: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
 def pinv_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A pseudo-inverse; torchax's does not look at `hermitian`."""
 
-    def run(x: Any, *args: Any, hermitian: bool = False, **named: Any) -> Any:
+    def run(x: TensorLike, *args: Any, hermitian: bool = False, **named: Any) -> Any:
         if hermitian:
             raise NotImplementedError("linalg.pinv has no lowering for hermitian=True")
         return theirs(x, *args, **named)
@@ -194,14 +196,14 @@ def pinv_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def at_indices_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A running maximum or minimum, whose gradient goes to the entry that the index names."""
 
-    def run(x: Any, dim: int) -> Any:
+    def run(x: TensorLike, dim: int) -> Any:
         found, index = theirs(x, dim)
         return (jnp.take_along_axis(x, index, dim) if x.ndim else found), index
 
     return run
 
 
-def _lu(x: Any, *, pivot: bool = True) -> tuple[Any, Any, Any]:
+def _lu(x: TensorLike, *, pivot: bool = True) -> tuple[Any, Any, Any]:
     """The permutation and the two factors."""
     if not pivot:
         raise NotImplementedError("linalg.lu has no lowering for pivot=False")
@@ -249,7 +251,7 @@ def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     products, which JAX differentiates only if no place is named twice."""
 
     def run(
-        x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
+        x: TensorLike, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
     ) -> Any:
         floats = jnp.issubdtype(x.dtype, jnp.inexact)
         if floats and reduce != "prod":
@@ -282,7 +284,7 @@ def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _searchsorted(
     ordered: Any,
-    values: Any,
+    values: Tree,
     *,
     out_int32: bool = False,
     right: bool = False,
@@ -302,12 +304,14 @@ def _searchsorted(
     return jax.vmap(before)(*rows).reshape(values.shape)
 
 
-def _cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> tuple[Any, Any]:
+def _cholesky_ex(
+    x: TensorLike, *, upper: bool = False, check_errors: bool = False
+) -> tuple[Any, Any]:
     """The same, and 0 for each matrix: whether it could be done is not known before it runs."""
     return _cholesky(x, upper), jnp.zeros(x.shape[:-2], jnp.int32)
 
 
-def _renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+def _renorm(x: TensorLike, p: TensorLike, dim: int, maxnorm: Any) -> Any:
     """Slices along one dim, each made shorter if its norm is too large."""
     others = [axis for axis in range(x.ndim) if axis != dim % x.ndim]
     norm = vector_norm(x, p, others, True)
@@ -315,17 +319,17 @@ def _renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
 
 
 @jax.custom_jvp
-def _nextafter(x: Any, other: Any) -> Any:
+def _nextafter(x: TensorLike, other: TensorLike) -> Any:
     return jnp.nextafter(x, other)
 
 
 @_nextafter.defjvp
-def _nextafter_jvp(given: Any, tangents: Any) -> Any:
+def _nextafter_jvp(given: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """As PyTorch's: the neighbour moves with the number, unless it is where it goes to."""
     return _nextafter(*given), jnp.where(given[0] == given[1], 0, tangents[0])
 
 
-def polygamma_in_place(x: Any, n: int) -> Any:
+def polygamma_in_place(x: TensorLike, n: int) -> Any:
     """Its arguments are in another order than those of the function."""
     return x.copy_(torch.polygamma(n, x))
 

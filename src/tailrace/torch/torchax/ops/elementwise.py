@@ -6,101 +6,103 @@ selected makes the gradient NaN. So each side computes only with its own inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import TensorLike
 
-def absolute(x: Any) -> Any:
+
+def absolute(x: TensorLike) -> Any:
     """The absolute value, with gradient 0 at 0; JAX's is 1 there."""
     size = jnp.abs(x)
     return jnp.where(x == 0, 0, size) if jnp.issubdtype(x.dtype, jnp.inexact) else size
 
 
-def softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
+def softplus(x: TensorLike, beta: float = 1, threshold: float = 20) -> Any:
     """A line where x is large, as in PyTorch."""
     return jnp.where(x * beta > threshold, x, jax.nn.softplus(x * beta) / beta)
 
 
-def elu(x: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+def elu(x: TensorLike, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
     """Exponential below 0, a line above."""
     below = jnp.where(x > 0, 0, x)
     return jnp.where(x > 0, scale * x, alpha * scale * jnp.expm1(below * input_scale))
 
 
-def celu(x: Any, alpha: float = 1) -> Any:
+def celu(x: TensorLike, alpha: float = 1) -> Any:
     """An ELU that is smooth for every alpha."""
     return elu(x, alpha, 1, 1 / alpha)
 
 
-def selu(x: Any) -> Any:
+def selu(x: TensorLike) -> Any:
     """An ELU with the constants that keep mean and variance."""
     return elu(x, 1.6732632423543772, 1.0507009873554805)
 
 
-def mish(x: Any) -> Any:
+def mish(x: TensorLike) -> Any:
     """x tanh(softplus(x))."""
     return x * jnp.tanh(jax.nn.softplus(x))
 
 
-def log_sigmoid(x: Any) -> tuple[Any, Any]:
+def log_sigmoid(x: TensorLike) -> tuple[Any, Any]:
     """The value, and PyTorch's residual for its backward pass, which is not used here."""
     return jax.nn.log_sigmoid(x), jnp.zeros(x.shape, x.dtype)
 
 
-def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+def clamp(x: TensorLike, min: Any = None, max: Any = None) -> Any:
     """Between two limits; the gradient at a limit is 1."""
     if min is not None:
         x = jnp.where(x < min, min, x)
     return x if max is None else jnp.where(x > max, max, x)
 
 
-def clamp_max(x: Any, max: Any) -> Any:
+def clamp_max(x: TensorLike, max: Any) -> Any:
     """Not above a limit."""
     return clamp(x, None, max)
 
 
-def hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
+def hardtanh(x: TensorLike, min_val: float = -1, max_val: float = 1) -> Any:
     """Between two limits; the gradient at a limit is 0."""
     inside = (x > min_val) & (x < max_val)
     return jnp.where(inside, x, jax.lax.stop_gradient(clamp(x, min_val, max_val)))
 
 
-def hardsigmoid(x: Any) -> Any:
+def hardsigmoid(x: TensorLike) -> Any:
     """A line between -3 and 3, flat elsewhere."""
     return hardtanh(x + 3, 0, 6) / 6
 
 
-def hardswish(x: Any) -> Any:
+def hardswish(x: TensorLike) -> Any:
     """x hardsigmoid(x)."""
     return x * hardsigmoid(x)
 
 
-def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
+def leaky_relu(x: TensorLike, negative_slope: float = 0.01) -> Any:
     """A line above 0, and a flatter one below; the gradient at 0 is the flatter one's."""
     return jnp.where(x > 0, x, x * negative_slope)
 
 
-def fmod(x: Any, other: Any) -> Any:
+def fmod(x: TensorLike, other: TensorLike) -> Any:
     """What is left of a division towards 0; exact, as the quotient is not."""
     return jnp.fmod(x, other)
 
 
 @jax.custom_jvp
-def _left(x: Any, other: Any) -> Any:
+def _left(x: TensorLike, other: TensorLike) -> Any:
     return jnp.remainder(x, other)
 
 
 @_left.defjvp
-def _left_jvp(given: Any, tangents: Any) -> Any:
+def _left_jvp(given: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """As PyTorch's: the quotient without its rest. One in floats may be rounded past a whole number."""
     left = _left(*given)
     return left, tangents[0] - jnp.round((given[0] - left) / given[1]) * tangents[1]
 
 
-def remainder(x: Any, other: Any) -> Any:
+def remainder(x: TensorLike, other: TensorLike) -> Any:
     """What is left of a division towards minus infinity."""
     dtype = jnp.result_type(x, other)
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -108,7 +110,7 @@ def remainder(x: Any, other: Any) -> Any:
     return _left(jnp.asarray(x, dtype), jnp.asarray(other, dtype))
 
 
-def bessel_i0(x: Any) -> Any:
+def bessel_i0(x: TensorLike) -> Any:
     """An even function, flat at 0; JAX's formula is of the absolute value."""
     return jnp.exp(absolute(x)) * jax.scipy.special.i0e(x)
 
@@ -116,7 +118,7 @@ def bessel_i0(x: Any) -> Any:
 def power_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A power; of whole numbers by multiplication, because floats have not all of them."""
 
-    def run(x: Any, exponent: Any) -> Any:
+    def run(x: TensorLike, exponent: Any) -> Any:
         if not (_is_whole(x) and _is_whole(exponent)):
             return theirs(x, exponent)
         base, exponent = jnp.broadcast_arrays(jnp.int32(x), jnp.int32(exponent))
@@ -127,7 +129,7 @@ def power_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     dtype = getattr(value, "dtype", None)
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return is_number if dtype is None else jnp.issubdtype(dtype, jnp.integer)

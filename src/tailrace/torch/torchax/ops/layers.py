@@ -14,17 +14,19 @@ import jax
 import jax.numpy as jnp
 import torch.nn.functional as functional
 
+from tailrace.data.array_like import ShapeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.tracing.watch import Watch
 
 
 def _batch_norm(
     watch: Watch,
-    input: Any,
+    input: TensorLike,
     running_mean: Any,
     running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
+    weight: TensorLike = None,
+    bias: TensorLike = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -61,11 +63,11 @@ def _batch_norm(
 
 def _instance_norm(
     watch: Watch,
-    input: Any,
+    input: TensorLike,
     running_mean: Any = None,
     running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
+    weight: TensorLike = None,
+    bias: TensorLike = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -95,7 +97,7 @@ def _instance_norm(
     return watch.tensor(out.astype(x.dtype))
 
 
-def _advance(state: Any, value: Any, momentum: float) -> None:
+def _advance(state: Tree, value: Any, momentum: float) -> None:
     """Move a running statistic towards that of this batch."""
     old = state.jax()
     new = old * (1 - momentum) + value.astype(old.dtype) * momentum
@@ -104,8 +106,8 @@ def _advance(state: Any, value: Any, momentum: float) -> None:
 
 def _embedding(
     watch: Watch,
-    input: Any,
-    weight: Any,
+    input: TensorLike,
+    weight: TensorLike,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
@@ -131,8 +133,8 @@ def _embedding(
 
 def _embedding_bag(
     watch: Watch,
-    input: Any,
-    weight: Any,
+    input: TensorLike,
+    weight: TensorLike,
     offsets: Any = None,
     max_norm: Any = None,
     norm_type: float = 2,
@@ -176,7 +178,12 @@ def _embedding_bag(
 
 
 def _adaptive_max_pool(
-    watch: Watch, input: Any, output_size: Any, return_indices: bool = False, *, dims: int
+    watch: Watch,
+    input: TensorLike,
+    output_size: ShapeLike,
+    return_indices: bool = False,
+    *,
+    dims: int,
 ) -> Any:
     """Maxima over windows that divide each of the last dims as evenly as possible.
 
@@ -200,7 +207,12 @@ def _adaptive_max_pool(
 
 
 def _with_indices(
-    watch: Watch, input: Any, output_size: Any, return_indices: bool = False, *, dims: int
+    watch: Watch,
+    input: TensorLike,
+    output_size: ShapeLike,
+    return_indices: bool = False,
+    *,
+    dims: int,
 ) -> Any:
     return _adaptive_max_pool(watch, input, output_size, True, dims=dims)
 

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import torch.nn.functional as functional
 
+from tailrace.data.array_like import TensorLike
 from tailrace.torch.tracing.watch import Watch
 
 
 def _nll_loss(
     watch: Watch,
-    input: Any,
-    target: Any,
-    weight: Any = None,
+    input: TensorLike,
+    target: TensorLike,
+    weight: TensorLike = None,
     size_average: Any = None,
     ignore_index: int = -100,
     reduce: Any = None,
@@ -51,7 +52,7 @@ def _nll_loss(
     return watch.tensor(loss.sum() / share.sum() if how == "mean" else _reduced(loss, how))
 
 
-def _fit_together(x: Any, classes: Any, weight: Any, axis: int) -> bool:
+def _fit_together(x: TensorLike, classes: Any, weight: TensorLike, axis: int) -> bool:
     """Whether there is one class for each row, and one weight for each class."""
     rows = (*x.shape[:axis], *x.shape[axis + 1 :])
     weighed = weight is None or tuple(weight.shape) == (x.shape[axis],)
@@ -60,9 +61,9 @@ def _fit_together(x: Any, classes: Any, weight: Any, axis: int) -> bool:
 
 def _cross_entropy(
     watch: Watch,
-    input: Any,
-    target: Any,
-    weight: Any = None,
+    input: TensorLike,
+    target: TensorLike,
+    weight: TensorLike = None,
     size_average: Any = None,
     ignore_index: int = -100,
     reduce: Any = None,
@@ -79,8 +80,8 @@ def _cross_entropy(
 
 def _gaussian_nll_loss(
     watch: Watch,
-    input: Any,
-    target: Any,
+    input: TensorLike,
+    target: TensorLike,
     var: Any,
     full: bool = False,
     eps: float = 1e-6,
@@ -101,8 +102,8 @@ def _gaussian_nll_loss(
 
 def _multilabel_margin_loss(
     watch: Watch,
-    input: Any,
-    target: Any,
+    input: TensorLike,
+    target: TensorLike,
     size_average: Any = None,
     reduce: Any = None,
     reduction: str = "mean",
@@ -158,7 +159,7 @@ def _ctc_loss(
 
 
 @jax.custom_jvp
-def _entropy(x: Any, y: Any) -> Any:
+def _entropy(x: TensorLike, y: Any) -> Any:
     """Of a probability; logarithms end at -100, as in PyTorch."""
     return (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
 
@@ -174,9 +175,9 @@ def _entropy_jvp(given: Any, tangents: Any) -> Any:
 
 def _binary_cross_entropy(
     watch: Watch,
-    input: Any,
-    target: Any,
-    weight: Any = None,
+    input: TensorLike,
+    target: TensorLike,
+    weight: TensorLike = None,
     size_average: Any = None,
     reduce: Any = None,
     reduction: str = "mean",

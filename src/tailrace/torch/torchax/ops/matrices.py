@@ -10,30 +10,32 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tailrace.data.array_like import DTypeLike, TensorLike
+
 aten = torch.ops.aten
 
 
-def _kron(x: Any, other: Any) -> Any:
+def _kron(x: TensorLike, other: TensorLike) -> Any:
     """All products of two tensors' entries. Each entry's gradient is a long sum: in 32 bits."""
     wide = [part.astype(_wide(part.dtype)) for part in (x, other)]
     with jax.numpy_dtype_promotion("standard"):
         return jnp.kron(*wide)
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 @jax.custom_vjp
-def _exponential(x: Any) -> Any:
+def _exponential(x: TensorLike) -> Any:
     return jax.scipy.linalg.expm(x)
 
 
-def _exponential_forward(x: Any) -> tuple[Any, Any]:
+def _exponential_forward(x: TensorLike) -> tuple[Any, Any]:
     return _exponential(x), x
 
 
-def _exponential_backward(x: Any, slope: Any) -> tuple[Any]:
+def _exponential_backward(x: TensorLike, slope: Any) -> tuple[Any]:
     """As PyTorch's: one block of the exponential of a larger matrix, as exact as a value is.
 
     A derivative of the approximation that computes a value is less so.
@@ -48,12 +50,12 @@ def _exponential_backward(x: Any, slope: Any) -> tuple[Any]:
 _exponential.defvjp(_exponential_forward, _exponential_backward)
 
 
-def _matrix_exp(x: Any) -> Any:
+def _matrix_exp(x: TensorLike) -> Any:
     """In 32 bits, because the powers of a matrix leave the range of 16."""
     return _exponential(x.astype(_wide(x.dtype))) if x.size else x
 
 
-def _det(x: Any) -> Any:
+def _det(x: TensorLike) -> Any:
     """Determinants; that of a matrix without rows is 1."""
     return jnp.linalg.det(x) if x.size else jnp.ones(x.shape[:-2], x.dtype)
 
@@ -80,7 +82,7 @@ def _solved_backward(upper: bool, kept: Any, slope: Any) -> tuple[Any, Any]:
 _solved.defvjp(_solved_forward, _solved_backward)
 
 
-def _turned(x: Any) -> Any:
+def _turned(x: TensorLike) -> Any:
     return jnp.swapaxes(x, -1, -2).conj()
 
 

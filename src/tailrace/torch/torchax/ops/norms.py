@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax.ops.elementwise import absolute
 
 _NARROW = (jnp.float16, jnp.bfloat16)
 
 
-def root(x: Any, power: float = 2) -> Any:
+def root(x: TensorLike, power: float = 2) -> Any:
     """The root of what is not negative, with gradient 0 at 0."""
     zero = x == 0
     safe = jnp.where(zero, 1, x)
@@ -23,11 +24,11 @@ def root(x: Any, power: float = 2) -> Any:
 
 
 def vector_norm(
-    x: Any,
+    x: TensorLike,
     ord: float = 2,
     dim: int | Sequence[int] | None = None,
     keepdim: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike = None,
 ) -> Any:
     """The norm over some dimensions, or all of them."""
     if dtype is not None:
@@ -55,7 +56,9 @@ def vector_norm(
     return out.astype(given)
 
 
-def deviation(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+def deviation(
+    x: TensorLike, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
     """The standard deviation over some dimensions, or all of them."""
     axes = _axes(x, dim)
     freedom = 1 if correction is None else correction
@@ -63,30 +66,30 @@ def deviation(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool 
 
 
 def deviation_and_mean(
-    x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+    x: TensorLike, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[Any, Any]:
     """The standard deviation and the mean."""
     axes = _axes(x, dim)
     return deviation(x, dim, correction=correction, keepdim=keepdim), x.mean(axes, keepdims=keepdim)
 
 
-def deviation_of_all(x: Any, unbiased: bool = True) -> Any:
+def deviation_of_all(x: TensorLike, unbiased: bool = True) -> Any:
     """The standard deviation of all entries."""
     return deviation(x, correction=int(unbiased))
 
 
-def deviation_along(x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Any:
+def deviation_along(x: TensorLike, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Any:
     """The standard deviation, by PyTorch's older arguments."""
     return deviation(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
-def deviation_and_mean_of_all(x: Any, unbiased: bool = True) -> tuple[Any, Any]:
+def deviation_and_mean_of_all(x: TensorLike, unbiased: bool = True) -> tuple[Any, Any]:
     """Both, of all entries."""
     return deviation_and_mean(x, correction=int(unbiased))
 
 
 def deviation_and_mean_along(
-    x: Any, dim: Any, unbiased: bool = True, keepdim: bool = False
+    x: TensorLike, dim: Any, unbiased: bool = True, keepdim: bool = False
 ) -> tuple[Any, Any]:
     """Both, by PyTorch's older arguments."""
     return deviation_and_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
@@ -100,7 +103,7 @@ def each_with_each(x1: Any, x2: Any, p: float = 2, compute_mode: Any = None) -> 
     return _length(x1[..., :, None, :] - x2[..., None, :, :], p)
 
 
-def each_pair(x: Any, p: float = 2) -> Any:
+def each_pair(x: TensorLike, p: float = 2) -> Any:
     """Distances of all rows of a matrix from those after them."""
     first, second = jnp.triu_indices(x.shape[0], 1)
     return _length(x[first] - x[second], p)
@@ -117,18 +120,18 @@ def _length(difference: Any, p: float) -> Any:
     return top[..., 0] + jnp.where(fixed == top, size - fixed, 0).sum(-1)
 
 
-def apart(x: Any, other: Any, p: float = 2) -> Any:
+def apart(x: TensorLike, other: TensorLike, p: float = 2) -> Any:
     """The distance of two tensors."""
     return vector_norm(x - other, p)
 
 
-def mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def mean(x: TensorLike, dim: Any = None, keepdim: bool = False, *, dtype: DTypeLike = None) -> Any:
     """The mean over some dimensions, or all of them, in the dtype that is asked for."""
     x = x if dtype is None else x.astype(dtype_on_device(dtype))
     return x.mean(_axes(x, dim), keepdims=keepdim)
 
 
-def _axes(x: Any, dim: Any) -> Any:
+def _axes(x: TensorLike, dim: Any) -> Any:
     """Over which axes; none are named for all, and a number has none."""
     axes = tuple(dim) if isinstance(dim, Sequence) else dim
     return None if axes == () or x.ndim == 0 else axes

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tailrace.data.array_like import ShapeLike, TensorLike
+
 aten = torch.ops.aten
 
 
@@ -23,7 +25,11 @@ def _starts(sample: Any, size: int, outputs: int, window: int) -> Any:
 
 
 def _pooled(
-    x: Any, samples: Any, windows: Sequence[int], outputs: Sequence[int], order: Sequence[int]
+    x: TensorLike,
+    samples: Any,
+    windows: Sequence[int],
+    outputs: Sequence[int],
+    order: Sequence[int],
 ) -> tuple[Any, Any]:
     """The maxima of one plane, and their places in it; `order` names the sample of each dim."""
     dims = len(windows)
@@ -42,7 +48,9 @@ def _pooled(
 
 
 def _fractional(order: Sequence[int]) -> Callable[..., Any]:
-    def run(x: Any, kernel_size: Any, output_size: Any, random_samples: Any) -> tuple[Any, Any]:
+    def run(
+        x: TensorLike, kernel_size: Any, output_size: ShapeLike, random_samples: Any
+    ) -> tuple[Any, Any]:
         dims = len(order)
         planes = x.reshape(-1, *x.shape[x.ndim - dims :])
         plane = functools.partial(

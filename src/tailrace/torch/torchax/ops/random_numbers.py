@@ -13,41 +13,46 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 
 
-def exponential(key: Any, shape: Any, dtype: Any, lambd: float = 1) -> Any:
+def exponential(key: Any, shape: ShapeLike, dtype: DTypeLike, lambd: float = 1) -> Any:
     """Above 0: what follows is often a logarithm."""
     least = float(jnp.finfo(dtype).tiny)
     return -jnp.log1p(-jax.random.uniform(key, shape, minval=least)) / lambd
 
 
-def cauchy(key: Any, shape: Any, dtype: Any, median: float = 0, sigma: float = 1) -> Any:
+def cauchy(
+    key: Any, shape: ShapeLike, dtype: DTypeLike, median: float = 0, sigma: float = 1
+) -> Any:
     """A Cauchy distribution."""
     return median + sigma * jax.random.cauchy(key, shape)
 
 
-def geometric(key: Any, shape: Any, dtype: Any, p: float) -> Any:
+def geometric(key: Any, shape: ShapeLike, dtype: DTypeLike, p: float) -> Any:
     """The number of trials up to the first success; 1 at least."""
     return jax.random.geometric(key, p, shape)
 
 
-def normal(key: Any, shape: Any, dtype: Any, mean: Any = 0, std: Any = 1) -> Any:
+def normal(key: Any, shape: ShapeLike, dtype: DTypeLike, mean: Any = 0, std: Any = 1) -> Any:
     """A normal distribution."""
     return mean + std * jax.random.normal(key, shape)
 
 
-def log_normal(key: Any, shape: Any, dtype: Any, mean: float = 1, std: float = 2) -> Any:
+def log_normal(
+    key: object, shape: ShapeLike, dtype: DTypeLike, mean: float = 1, std: float = 2
+) -> Any:
     """What is normal in its logarithm."""
     return jnp.exp(normal(key, shape, dtype, mean, std))
 
 
-def chance(key: Any, shape: Any, dtype: Any, p: Any = 0.5) -> Any:
+def chance(key: Any, shape: ShapeLike, dtype: DTypeLike, p: TensorLike = 0.5) -> Any:
     """1 with a probability, which may be a tensor; 0 otherwise."""
     return jax.random.uniform(key, shape) < (p.jax() if hasattr(p, "jax") else p)
 
 
-def integers(key: Any, shape: Any, dtype: Any, *limits: Any) -> Any:
+def integers(key: Any, shape: ShapeLike, dtype: DTypeLike, *limits: Any) -> Any:
     """`random_()`, `random_(to)`, `random_(from, to)`; without a limit, all that the dtype counts."""
     start, stop = {0: (0, None), 1: (0, *limits)}.get(len(limits), limits)
     if stop is None:
@@ -60,7 +65,7 @@ def integers(key: Any, shape: Any, dtype: Any, *limits: Any) -> Any:
 def in_place(draw: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's method that fills a tensor from a distribution."""
 
-    def fill(x: Any, *given: Any, generator: Any = None, env: Any) -> Any:
+    def fill(x: TensorLike, *given: Any, generator: Any = None, env: Any) -> Any:
         held = x.jax()
         key = env.get_and_rotate_prng_key(generator)
         return x.copy_(env.j2t_iso(draw(key, held.shape, held.dtype, *given).astype(held.dtype)))
@@ -78,7 +83,9 @@ def normal_of(mean: Any, std: Any = 1, size: Any = None, **named: Any) -> Any:
     return normal(key, shape, wanted, mean, std).astype(wanted)
 
 
-def normal_like(x: Any, mean: float = 0, std: float = 1, *, generator: Any = None, env: Any) -> Any:
+def normal_like(
+    x: TensorLike, mean: float = 0, std: float = 1, *, generator: Any = None, env: Any
+) -> Any:
     """Normal numbers in the shape of a tensor."""
     return normal(env.get_and_rotate_prng_key(generator), x.shape, x.dtype, mean, std).astype(
         x.dtype
@@ -86,7 +93,7 @@ def normal_like(x: Any, mean: float = 0, std: float = 1, *, generator: Any = Non
 
 
 def rrelu(
-    x: Any,
+    x: TensorLike,
     noise: Any,
     lower: float = 1 / 8,
     upper: float = 1 / 3,

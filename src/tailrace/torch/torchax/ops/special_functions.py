@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tailrace.data.array_like import TensorLike
+
 aten = torch.ops.aten
 
 
-def _floats(x: Any) -> Any:
+def _floats(x: TensorLike) -> Any:
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
 
@@ -21,12 +23,12 @@ def _floats(x: Any) -> Any:
 def _polynomial(first: Callable[..., Any], following: Callable[..., Any]) -> Callable[..., Any]:
     """Polynomials by degree: 1, `first(x)`, then `following(k, x, that of k - 1, that of k - 2)`."""
 
-    def run(x: Any, n: Any) -> Any:
+    def run(x: TensorLike, n: Any) -> Any:
         degree = jnp.asarray(n).astype(jnp.int32)
         x, degree = jnp.broadcast_arrays(_floats(x), degree)
         highest = degree.max() if degree.size else 0
 
-        def further(k: Any, pair: Any) -> Any:
+        def further(k: TensorLike, pair: Any) -> Any:
             before, now = pair
             reached = k <= degree
             after = following(k.astype(x.dtype), x, now, before)
@@ -44,7 +46,7 @@ def _chebyshev(first: Callable[..., Any], at_angle: Callable[..., Any]) -> Calla
     polynomial = _polynomial(first, lambda k, x, now, before: 2 * x * now - before)
     most = 4  # degrees by recurrence
 
-    def run(x: Any, n: Any) -> Any:
+    def run(x: TensorLike, n: Any) -> Any:
         x, degree = jnp.broadcast_arrays(_floats(x), jnp.asarray(n))
         by_angle = (jnp.abs(x) < 1) & (degree > most)
         angle = jnp.arccos(jnp.where(by_angle, x, 0))
@@ -72,7 +74,7 @@ _legendre = _polynomial(
 )
 
 
-def _spherical_j0(x: Any) -> Any:
+def _spherical_j0(x: TensorLike) -> Any:
     """sin(x) / x."""
     x = _floats(x)
     return jnp.where(jnp.isinf(x), 0, jnp.sinc(jnp.where(jnp.isinf(x), 0, x) / math.pi))
@@ -82,7 +84,7 @@ def _scaled_k(order: int, plain: Callable[..., Any]) -> Callable[..., Any]:
     """exp(x) K(x), for large x by the series in 1 / x: K itself is 0 there."""
     large = 20.0
 
-    def run(x: Any) -> Any:
+    def run(x: TensorLike) -> Any:
         x = x if x.is_floating_point() else x.float()
         near, far = x.clamp(max=large), x.clamp(min=large)
         series = term = torch.ones_like(far)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as functional
 
+from tailrace.data.array_like import TensorLike
 from tailrace.torch.tracing.watch import Watch
 
 
@@ -18,7 +19,7 @@ def _cast_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(
         watch: Watch,
-        input: Any,
+        input: TensorLike,
         dim: Any = None,
         _stacklevel: Any = 3,
         dtype: torch.dtype | None = None,
@@ -32,7 +33,7 @@ def _cast_first(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _take_along_dim(watch: Watch, input: Any, indices: Any, dim: int | None = None) -> Any:
+def _take_along_dim(watch: Watch, input: TensorLike, indices: Any, dim: int | None = None) -> Any:
     """With indices of any integer dtype; those that operations return here have 32 bits."""
     x, index = input.jax(), indices.jax()
     if not jnp.issubdtype(index.dtype, jnp.integer):
@@ -51,7 +52,7 @@ def _take_along_dim(watch: Watch, input: Any, indices: Any, dim: int | None = No
     return watch.tensor(jnp.take_along_axis(x, index, axis))
 
 
-def _fill_diagonal(watch: Watch, input: Any, fill_value: float, wrap: bool = False) -> Any:
+def _fill_diagonal(watch: Watch, input: TensorLike, fill_value: float, wrap: bool = False) -> Any:
     """In place; PyTorch's own writes through a view of the storage, which there is none of here."""
     x = input.jax()
     step = sum(math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim))
@@ -60,25 +61,27 @@ def _fill_diagonal(watch: Watch, input: Any, fill_value: float, wrap: bool = Fal
     return input.copy_(watch.tensor(filled))
 
 
-def _contiguous(watch: Watch, input: Any, memory_format: Any = torch.contiguous_format) -> Any:
+def _contiguous(
+    watch: Watch, input: TensorLike, memory_format: Any = torch.contiguous_format
+) -> Any:
     """Itself, or a copy where PyTorch makes one; formats of memory mean nothing else here."""
     if memory_format == torch.contiguous_format and watch.aliases.contiguous(input):
         return input
     return watch.tensor(input.jax())
 
 
-def _type_as(watch: Watch, input: Any, other: Any) -> Any:
+def _type_as(watch: Watch, input: TensorLike, other: TensorLike) -> Any:
     """In the dtype of another tensor; torchax's own casts in place."""
     return input.to(other.dtype)
 
 
-def _requires_grad(watch: Watch, input: Any, requires_grad: bool = True) -> Any:
+def _requires_grad(watch: Watch, input: TensorLike, requires_grad: bool = True) -> Any:
     """A no-op flag: JAX decides what has a gradient here."""
     input.requires_grad = requires_grad
     return input
 
 
-def _is_meta(watch: Watch, input: Any) -> bool:
+def _is_meta(watch: Watch, input: TensorLike) -> bool:
     """False, although torchax's tensors are inside: callers want to know whether there are values."""
     return False
 
