@@ -255,7 +255,7 @@ class Trainer(Measuring, LookingBack):
 
     @property
     def elements_per_step(self) -> int:
-        """The number of elements of the dataset per step: microbatches x replicas.
+        """The number of elements of the dataset per step, which is microbatches x replicas.
 
         With several processes, each has a separate dataset and counts its local replicas.
         """
@@ -268,7 +268,7 @@ class Trainer(Measuring, LookingBack):
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:
-        """The compilations of all fits: purpose, cause, seconds, and whether a program was reused."""
+        """The compilations of all fits, with purpose, cause and seconds; or that one was reused."""
         return tuple(self._journal.compilations)
 
     def set_inputs(self, inputs: Sequence[Any]) -> None:

@@ -32,7 +32,7 @@ class PipelineSchedule(StrEnum):
     """A microbatch starts every tick; in a tick each device does one backward and one forward."""
 
     INTERLEAVED = "interleaved"
-    """A device does one forward or one backward a tick: about half the stash of Grouped."""
+    """A device does one forward or one backward a tick, with about half the stash of Grouped."""
 
     SEQUENTIAL = "sequential"
     """One microbatch at a time, as plain sharding does it; for debugging."""
