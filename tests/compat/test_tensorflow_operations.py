@@ -10,6 +10,7 @@ pytest.importorskip("keras")
 
 from tailrace.compat import tensorflow as tf  # noqa: E402
 from tailrace.compat.tensorflow import host  # noqa: E402
+from tailrace.compat.tensorflow.compat import v1  # noqa: E402, F401  (fills the table)
 from tailrace.compat.tensorflow.operations.elementwise import BINARY, UNARY  # noqa: E402
 from tailrace.compat.tensorflow.operations.neural import ACTIVATIONS  # noqa: E402
 from tailrace.compat.tensorflow.operations.reductions import REDUCTIONS  # noqa: E402
@@ -280,6 +281,11 @@ ELSEWHERE = {
     "recompute_grad": "tapes",
     "group": "sessions",
     "print": "printed",
+    "switch_case": "programs",
+    "case": "programs",
+    "truncatediv": "programs",
+    "truncatemod": "programs",
+    "strided_slice": "programs",
     **dict.fromkeys([p for p in OPERATIONS if p.startswith("random.")], "drawn"),
     "nn.dropout": "drawn",
 }

@@ -179,7 +179,7 @@ def test_layers_are_in_the_order_of_the_model_whatever_their_names(options, tmp_
 
     def loss_fn(params, x):
         for name in names:
-            x = 1 / (1 + jnp.exp(-x @ params[name]))
+            x = 1 / (1 + jnp.exp(-x.astype(params[name].dtype) @ params[name]))
         return (x.mean() - 0.1) ** 2
 
     params = {name: rng.normal(size=(8, 8)).astype(np.float32) * 0.2 for name in names}

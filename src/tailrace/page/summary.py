@@ -13,7 +13,10 @@ from tailrace.page.followed import FollowedRun
 MOST_CHARACTERS = 300
 """The most letters of a text from a file."""
 
-OWN = ("devices", "options", "taps", "versions", "catalogue", "plan", "format", "run", "created")
+OWN = (
+    *("devices", "options", "taps", "versions", "catalogue", "use_order"),
+    *("plan", "format", "run", "created"),
+)
 """Entries of run.json with a special row; others are shown unchanged."""
 
 Rows = list[tuple[str, str]]

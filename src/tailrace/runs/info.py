@@ -87,8 +87,9 @@ def read_info(directory: Path, limit: int | None = None) -> dict[str, Any]:
     return info
 
 
-def read_catalogue(rows: Any) -> Catalogue:
-    """The catalogue in `run.json`."""
+def read_catalogue(rows: Any, use_order: Any = ()) -> Catalogue:
+    """The catalogue in `run.json`, and the names of tensors of parameters in the order of their use."""
+    uses = {str(name): use for use, name in enumerate(use_order)}
     return Catalogue(
         Entry(
             str(row["name"]),
@@ -97,7 +98,7 @@ def read_catalogue(rows: Any) -> Catalogue:
             str(row["dtype"]),
             int(row.get("stage", -1)),
             str(row.get("source", "")),
-            use=int(row.get("use", -1)),
+            use=uses.get(str(row["name"]), -1),
         )
         for row in rows
     )

@@ -102,7 +102,7 @@ class Run:
     def catalogue(self) -> Catalogue:
         """The tensors of the training step."""
         with describing(self.directory, "the catalogue in run.json"):
-            return read_catalogue(self.info["catalogue"])
+            return read_catalogue(self.info["catalogue"], self.info.get("use_order", ()))
 
     @property
     def plan(self) -> Any:
@@ -265,6 +265,6 @@ class Run:
         rows = "".join(
             f"<tr><td>{html.escape(shown(str(name)))}</td><td>{html.escape(shown(str(v)))}</td></tr>"
             for name, v in self.info.items()
-            if name not in ("catalogue", "plan")
+            if name not in ("catalogue", "use_order", "plan")
         )
         return f"<b>{html.escape(repr(self))}</b><table>{rows}</table>{self.history._repr_html_()}"

@@ -111,6 +111,11 @@ class Catalogue(Sequence[Entry]):
         order = sorted(range(len(keys)), key=keys.__getitem__)
         return {self._entries[index].name: place for place, index in enumerate(order)}
 
+    def use_order(self) -> list[str]:
+        """The names of tensors that belong to parameters, in the order in which the step uses those."""
+        used = [entry for entry in self._entries if entry.use >= 0]
+        return [entry.name for entry in sorted(used, key=lambda entry: entry.use)]
+
     def to_rows(self) -> list[dict[str, Any]]:
         """The catalogue as plain data, one dictionary a tensor."""
         return [
@@ -121,7 +126,6 @@ class Catalogue(Sequence[Entry]):
                 "dtype": str(e.dtype),
                 "stage": e.stage,
                 "source": e.source,
-                "use": e.use,
             }
             for e in self._entries
         ]

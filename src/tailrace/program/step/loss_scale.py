@@ -26,6 +26,7 @@ from tailrace.errors import OptionError
 from tailrace.jaxprs import internals
 from tailrace.jaxprs.internals import Var
 from tailrace.messages import note_once
+from tailrace.program.step.precision import wide_dtype
 
 NAME = "loss_scale"
 """The name of the scale in the catalogue and in the history."""
@@ -136,7 +137,7 @@ def unscaled(grads: Tree, state: ScaleState) -> Any:
 
     def one(grad: jax.Array) -> Any:
         # In float32 at least: float16 cannot represent a scale of 65,536.
-        wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+        wide = grad.astype(wide_dtype(grad.dtype))
         return (wide / state.scale.astype(wide.dtype)).astype(grad.dtype)
 
     return jax.tree.map(one, grads)

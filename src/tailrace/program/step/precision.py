@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
@@ -53,7 +54,7 @@ class Precision:
 
         def one(x: object) -> Any:
             x = jnp.asarray(x)
-            return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if x.dtype == self.dtype else x
+            return x.astype(wide_dtype(x.dtype)) if x.dtype == self.dtype else x
 
         return jax.tree.map(one, tree)
 
@@ -65,3 +66,8 @@ def same_dtypes(after: Tree, before: Tree) -> Any:
 
 def _is_float(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
+
+
+def wide_dtype(dtype: np.dtype) -> Any:
+    """Float32, or a wider dtype itself. Not by promotion, which strict promotion refuses."""
+    return jnp.float32 if dtype.itemsize < 4 else dtype

@@ -47,6 +47,7 @@ def describe(
             if not tap.kind.startswith("log:")
         ],
         "catalogue": engine.sight.catalogue.to_rows(),
+        "use_order": engine.sight.catalogue.use_order(),
         "plan": plan.to_json(ticks=False) if plan is not None else None,
     }
 
