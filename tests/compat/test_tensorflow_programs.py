@@ -350,7 +350,11 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[one.__name__ for one in PROGRAMS])
 def test_a_program_gives_what_tensorflow_gives(program):
-    found, expected = _leaves(program(compat)), _leaves(program(real))
+    found = _leaves(program(compat))
+    try:
+        expected = _leaves(program(real))
+    except real.errors.OperatorNotAllowedInGraphError:
+        pytest.skip("TensorFlow's own AutoGraph does not know this Python")
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert np.shape(one) == np.shape(other)
