@@ -245,3 +245,19 @@ def test_library_functions_have_the_name_they_are_called_by():
 
     names = trainer_of(loss, np.float32(1)).tensors(elements(1)[0]).names
     assert {"activation/:relu", "activation/:softplus", "activation/:silu"} <= set(names)
+
+
+def test_parameters_are_in_the_order_of_their_use():
+    """Casts, jitted functions of a parameter alone, loops and branches on the way are no use."""
+
+    def loss_fn(params, x):
+        params = {name: jax.jit(lambda w: 2.0 * w.T)(w) for name, w in params.items()}
+        x = jax.lax.cond(x.sum() > 0, lambda x: x @ params["c"], lambda x: x, x)
+        x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ params["a"]), None), x, length=2)
+        return jnp.mean(x @ params["b"])
+
+    params = {name: np.eye(3, dtype=np.float32) for name in "abc"}
+    trainer = tr.Trainer(loss_fn, optax.sgd(0.1), params)
+    tensors = trainer.tensors(np.ones((2, 3), np.float32))
+    assert tensors.select("grad/*").use_order() == ["grad/c", "grad/a", "grad/b"]
+    assert tensors.select("grad/*").names == ["grad/a", "grad/b", "grad/c"]

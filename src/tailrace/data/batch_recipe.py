@@ -54,11 +54,6 @@ class BatchRecipe(ABC):
         num_examples = num_rows - len(left_out)
         if not num_examples:
             raise DataError("There is nothing to cut batches from: all rows are left out.")
-        # Without `drop_remainder` they may still be evaluated, which keeps a smaller last batch.
-        if num_examples < self.batch_size and (
-            self.drop_remainder or (self.repeat and self.drop_remainder is None)
-        ):
-            raise self._too_few(num_examples)
         if self.shuffle or self.left_out:
             # np.take copies an array that is not contiguous as a whole, at every call.
             arrays = map_leaves(np.ascontiguousarray, arrays)
@@ -70,17 +65,18 @@ class BatchRecipe(ABC):
         set_field(self, "num_examples", num_examples)
         set_field(self, "left_out", left_out)
         set_field(self, "leaves", tuple(leaves(arrays)))
+        # Others may still be evaluated, which keeps a smaller last batch.
+        if self.drop_remainder or self.repeat:
+            self.check_has_batches()
 
     def check_has_batches(self) -> None:
         """Raise an error if there are fewer examples than a batch has, and smaller ones are dropped."""
-        if not self.batches_per_epoch:
-            raise self._too_few(self.num_examples)
-
-    def _too_few(self, examples: int) -> DataError:
+        if self.batches_per_epoch:
+            return
         why = "drop_remainder=True drops" if self.drop_remainder else "training drops"
-        return DataError(
-            f"A batch of {self.batch_size} cannot be cut from {examples} examples, and {why} what is "
-            f"smaller. Choose batch_size <= {examples}, or drop_remainder=False."
+        raise DataError(
+            f"A batch of {self.batch_size} cannot be cut from {self.num_examples} examples, and {why} "
+            f"what is smaller. Choose batch_size <= {self.num_examples}, or drop_remainder=False."
         )
 
     @property

@@ -35,10 +35,7 @@ def robust_scores(values: Tree, among: Any = None) -> np.ndarray:
     others = others[np.isfinite(others)]
     if not others.size:
         return np.where(np.isfinite(values), 0.0, np.inf)
-    middle = np.median(others)
-    spread = TO_DEVIATIONS * np.median(np.abs(others - middle))
-    spread = max(spread, LEAST * abs(middle), np.finfo(np.float32).tiny)
-    return np.where(np.isfinite(values), (values - middle) / spread, np.inf)
+    return np.where(np.isfinite(values), _deviations(values, others), np.inf)
 
 
 def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndarray:
@@ -66,8 +63,13 @@ def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndar
     for start in range(whole, len(row), _AT_ONCE):  # in one pass: a tenth of the time
         end = min(len(row), start + _AT_ONCE)
         near = sliding_window_view(line[first + start - window : first + end - 1], window)
-        middle = np.median(near, axis=1)
-        spread = TO_DEVIATIONS * np.median(np.abs(near - middle[:, None]), axis=1)
-        spread = np.maximum(np.maximum(spread, LEAST * np.abs(middle)), np.finfo(np.float32).tiny)
-        scores[start:end] = (row[start:end] - middle) / spread
+        scores[start:end] = _deviations(row[start:end], near)
     return scores if window >= least else np.zeros(len(row))
+
+
+def _deviations(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Values above the median of others, in deviations; a row of others each, or one for all."""
+    middle = np.median(others, axis=-1)
+    spread = TO_DEVIATIONS * np.median(np.abs(others - middle[..., None]), axis=-1)
+    spread = np.maximum(np.maximum(spread, LEAST * np.abs(middle)), np.finfo(np.float32).tiny)
+    return (values - middle) / spread

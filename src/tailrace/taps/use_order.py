@@ -6,74 +6,68 @@ layer is the one whose parameters meet the element first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-from tailrace.jaxprs.control import Cond, While, control
-from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn, Var, variables
+from tailrace.jaxprs.control import Call, Cond, Scan, While
+from tailrace.jaxprs.internals import Atom, Jaxpr, JaxprEqn
 from tailrace.jaxprs.own_equations import is_mark, tag_in
+from tailrace.jaxprs.visitor import Visitor
+from tailrace.jaxprs.walk import Position
 
 PREFIX = "param/"
 
 MADE_FOR_EACH = ("param", "grad", "accumulated", "reduced", "update")
 """Kinds of which there is one tensor for each parameter, under the parameter's name."""
 
+Held = str | None
+"""What a value is made of: one parameter, by name; constants alone (empty); or anything else (None)."""
 
-def use_order(programs: Iterable[Sequence[JaxprEqn]]) -> list[str]:
-    """The names of parameters, in the order of their first use.
 
-    Args:
-        programs: a traced step and the programs in it. In the first one that marks parameters, their
-            uses are looked for.
+class UseOrder(Visitor[Held, None]):
+    """Follows parameters from the marks that name them to their first use.
+
+    Attributes:
+        names: of the parameters, in the order of their first use.
     """
-    for equations in programs:
-        marks = {eqn.outvars[0]: name for eqn in equations if (name := _parameter(eqn)) is not None}
-        if marks:
-            return list(dict.fromkeys(_uses(equations, marks)))
-    return []
 
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self._used: dict[str, None] = {}
+        self.run(jaxpr, [None] * len(jaxpr.constvars), [None] * len(jaxpr.invars), None)
+        self.names = list(self._used)
 
-def _parameter(eqn: JaxprEqn) -> str | None:
-    tag = tag_in(eqn)
-    named = tag is not None and tag.role == "value" and tag.name.startswith(PREFIX)
-    return tag.name.removeprefix(PREFIX) if tag is not None and named else None
+    def constant(self, value: object, var: Atom) -> Held:
+        """Made of no parameter."""
+        return ""
 
-
-def _uses(equations: Sequence[JaxprEqn], names: Mapping[Var, str]) -> Iterator[str]:
-    """The parameters that equations use, by the variables that hold them; some more than once."""
-    known = dict(names)
-    for eqn in equations:
-        operands = variables(eqn.invars)
-        held = [known[var] for var in operands if var in known]
-        if not held:
-            continue
-        if inside := list(_inside(eqn)):
-            for jaxpr, outer in inside:
-                pairs = zip(outer, jaxpr.invars, strict=False)
-                yield from _uses(
-                    jaxpr.eqns,
-                    {
-                        one: known[var]
-                        for var, one in pairs
-                        if isinstance(var, Var) and var in known
-                    },
-                )
+    def plain(self, eqn: JaxprEqn, inputs: list[Held], around: None, here: Position) -> list[Held]:
+        """One operation; a mark of a parameter names what it marks."""
+        if is_mark(eqn):
+            tag = tag_in(eqn)
+            named = tag is not None and tag.role == "value" and tag.name.startswith(PREFIX)
+            return [tag.name.removeprefix(PREFIX)] if tag is not None and named else inputs
+        found = dict.fromkeys(filter(None, inputs))
         # A cast or a transposed weight is not yet a use: all parameters may be cast before the first
         # layer runs.
-        elif is_mark(eqn) or (len(set(held)) == 1 and all(var in known for var in operands)):
-            known.update(dict.fromkeys(eqn.outvars, held[0]))
-        else:
-            yield from held
+        if inputs and None not in inputs and len(found) <= 1:
+            return [next(iter(found), "")] * len(eqn.outvars)
+        self._used.update(found)
+        return [None] * len(eqn.outvars)
 
+    def call(self, call: Call, inputs: list[Held], around: None, here: Position) -> list[Held]:
+        """The contents of the call, in its place."""
+        return self.run_inner(call.program, inputs, around, here)
 
-def _inside(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
-    """The programs in an equation, each with the operands that it is given."""
-    found = control(eqn)
-    if found is None:
-        return
-    if isinstance(found, While):
-        _, consts, carry = found.split(eqn.invars)
-        yield found.body.jaxpr, [*consts, *carry]
-        return
-    operands = found.split(eqn.invars)[1] if isinstance(found, Cond) else eqn.invars
-    for inner in found.inside:
-        yield inner.jaxpr, operands
+    def scan(self, scan: Scan, inputs: list[Held], around: None, here: Position) -> list[Held]:
+        """One pass of the body."""
+        return self.run_inner(scan.body, inputs, around, here)
+
+    def while_loop(
+        self, loop: While, inputs: list[Held], around: None, here: Position
+    ) -> list[Held]:
+        """One pass of the body."""
+        _, consts, carry = loop.split(inputs)
+        return self.run_inner(loop.body, [*consts, *carry], around, here)
+
+    def cond(self, cond: Cond, inputs: list[Held], around: None, here: Position) -> list[Held]:
+        """All branches; a result is a parameter if all of them return that one."""
+        _, operands = cond.split(inputs)
+        results = [self.run_inner(one, operands, around, here) for one in cond.branches]
+        return [each[0] if len(set(each)) == 1 else None for each in zip(*results, strict=True)]

@@ -44,13 +44,14 @@ def unit_findings(zero: LayerMap, shapes: Mapping[str, tuple[int, ...]]) -> Iter
         if name.startswith("grad/") and len(shapes.get(plain, ())) == 1 and share >= DEAD_UNITS:
             biases.append((float(share), name))
     if silent:
+        silent = _layers_first(silent)
         yield Finding(
             Severity.WARNING,
             "dead units",
-            f"Nearly all values are zero in {_shares(_layers_first(silent))}: units that pass nothing "
+            f"Nearly all values are zero in {_shares(silent)}: units that pass nothing "
             f"on get no gradient either. A lower learning rate, or a leaky activation, keeps them "
             f"alive.",
-            _layers_first(silent)[0][1],
+            silent[0][1],
         )
     if biases and np.isfinite([share for share, _ in biases]).all():
         yield Finding(

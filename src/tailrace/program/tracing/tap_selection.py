@@ -9,7 +9,6 @@ from typing import Any
 
 from tailrace.errors import SelectionError
 from tailrace.jaxprs import internals
-from tailrace.jaxprs.control import programs_in
 from tailrace.jaxprs.marks import COTANGENT, Tag
 from tailrace.jaxprs.walk import LOOP, SCAN, Place, tag_of, walk
 from tailrace.program.tracing.replica_drift import Differing
@@ -17,7 +16,7 @@ from tailrace.program.tracing.trace import Traced
 from tailrace.taps.catalogue import Catalogue, Entry, matches
 from tailrace.taps.probe import COTANGENT_OF
 from tailrace.taps.tap import Chosen, Tap, choose, common_period, wanted_of
-from tailrace.taps.use_order import MADE_FOR_EACH, use_order
+from tailrace.taps.use_order import MADE_FOR_EACH, UseOrder
 
 
 @dataclasses.dataclass
@@ -67,8 +66,7 @@ def look(
         e for e in listed if not e.position and any(matches(tap.select, e) for tap in taps)
     )
     found = [*entries.values(), *(e for e in listed if e.name not in absent)]
-    inner = [program for place in places.values() for program in programs_in(place.equation)]
-    order = use_order([traced.jaxpr.eqns, *(program.eqns for program in inner)])
+    order = UseOrder(traced.jaxpr).names
     uses = {f"{kind}/{name}": use for use, name in enumerate(order) for kind in MADE_FOR_EACH}
 
     def use_of(entry: Entry) -> int:
