@@ -12,7 +12,7 @@ from tailrace.runs import write_queue
 from tailrace.runs.writer import RunWriter
 
 STEPS = 5
-SETTLING, FILLING, WRITES, EXECUTIONS = 30, 8, 10, 50
+SETTLING, FILLING, WRITES, EXECUTIONS = 30, 8, 40, 50
 """Short and long writes before anything is measured; long ones that are; executions in a long one."""
 
 
