@@ -67,7 +67,7 @@ def pacing_of_fit(model: keras.Model, settings: Settings, call: dict[str, Any]) 
     """How a call of `fit` takes batches."""
     settings.check_pipeline()
     replicas, count = settings.replicas, settings.microbatches
-    steps, split = call["steps_per_epoch"], call["validation_split"]
+    steps, split = limited(call["steps_per_epoch"]), call["validation_split"]
     share = 1.0 - split if split and call["validation_data"] is None else 1.0
     size = batches_in(call["x"], call["batch_size"], steps, share)
     epochs = max(0, call["epochs"] - call["initial_epoch"])
@@ -113,7 +113,7 @@ def pacing_of_test(
     outer: Pacing | None = None,
 ) -> Pacing:
     """How a call of `evaluate` or `predict` takes batches; `outer` is that of the fit around it."""
-    replicas, steps = settings.replicas, call.get("steps")
+    replicas, steps = settings.replicas, limited(call.get("steps"))
     if validating and outer is not None:  # as many batches to an execution as in training
         counts = counted(steps, None, outer.execution // replicas, replicas)
     elif validating:  # in an epoch of Keras' own loop
@@ -128,6 +128,12 @@ def pacing_of_test(
         batches=counts.batches,
         ahead=settings.options.prefetch > 0,
     )
+
+
+def limited(steps: int | None) -> int | None:
+    """The steps of an epoch, as `keras.config.set_max_steps_per_epoch` limits them in Keras' loop."""
+    limit = keras.config.max_steps_per_epoch()
+    return min(steps or limit, limit) if limit else steps
 
 
 def logs_of_its_own(model: keras.Model) -> bool:

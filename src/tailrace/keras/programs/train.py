@@ -183,6 +183,8 @@ class Training(Executions):
             self.engine = self._made(values)
             self._leaves = _leaf_numbers(self.layout, self.engine.state)
             self.engine.step = self._step
+        # Keras hands over every value at the start of an epoch and after a callback has read the model.
+        # Those that are still the arrays it was given need not travel: the engine has them.
         changed: dict[int, Any] = {}
         for number, (name, variable, value) in enumerate(
             zip(self.layout.names, self.layout.variables, values, strict=True)

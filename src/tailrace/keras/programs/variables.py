@@ -120,6 +120,8 @@ def _named(
 def for_replicas(variable: keras.Variable, value: object, replicas: int) -> Any:
     """The initial values of each of several replicas: empty metrics, separate seeds."""
     if variable.name == _SEED:
+        # A generator's state is (seed, counter). Only the seeds are moved apart: counters must stay
+        # equal, or replica r would draw in step n what another one draws later.
         away = np.zeros((replicas, 2), np.uint32)
         away[:, 0] = (np.arange(replicas, dtype=np.uint64) * _GOLDEN).astype(np.uint32)
         return np.asarray(value, np.uint32)[None] + away
@@ -127,7 +129,7 @@ def for_replicas(variable: keras.Variable, value: object, replicas: int) -> Any:
     spread = np.zeros((replicas, *value.shape), value.dtype)
     if getattr(variable, "aggregation", "sum") in ("sum", "none"):
         spread[0] = value  # summed up again when they are merged
-    else:
+    else:  # a mean, or the value of any one: all replicas start from the same
         spread[:] = value
     return spread
 
