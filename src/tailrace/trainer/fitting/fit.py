@@ -250,7 +250,7 @@ class Fit:
                 values = self.journal.one(results)
                 execution = Execution(results.first_step, results.steps, values)
                 tell(self.callbacks, self.trainer, execution)
-            self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))
+            self.bar.advance(results.steps, results.scalars["loss"])
 
     def note_compilation(self, compilation: Compilation) -> None:
         """A program is about to be compiled, or was."""
