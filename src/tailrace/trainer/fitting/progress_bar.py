@@ -85,7 +85,9 @@ class ProgressBar(ProgressView):
         if self._bar is not None:
             speed = self._bar.tasks[self._task].speed
             rate = f"{speed:,.0f} steps/s" if speed else ""
-            self._bar.update(self._task, advance=steps, rate=rate, loss=f"loss {losses[-1].mean():.4f}")
+            self._bar.update(
+                self._task, advance=steps, rate=rate, loss=f"loss {losses[-1].mean():.4f}"
+            )
 
     def compiling(self, text: str) -> None:
         """Show that a program is being compiled; an empty text ends it."""
