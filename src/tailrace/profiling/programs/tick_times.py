@@ -81,6 +81,8 @@ def measured(
     """
     ticks = plan.ticks
     loops, inside = _loops_and_operations(operations, program)
+    # Ticks are found by counting, so one event that the profiler lost would shift all after it:
+    # nothing is better than a wrong grid.
     if not loops or any(len(times) != steps * len(ticks) for times in loops.values()):
         return None
     # Devices of a plan are numbered from 0; replicas of a pipeline have more of them.
@@ -155,5 +157,6 @@ def _by_loop(loops: Times, operations: Times) -> dict[int, tuple[int, int, int]]
             found[index] = (start, end, end - start)
             continue
         first, last, busy = found[index]
+        # Operations of one unit may overlap (several threads, several streams): time counts once.
         found[index] = (first, max(last, end), busy + max(0, end - max(start, last)))
     return found
