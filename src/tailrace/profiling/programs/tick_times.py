@@ -83,6 +83,8 @@ def measured(
     """
     ticks = plan.ticks
     loops, inside = _loops_and_operations(operations, program)
+    # Ticks are found by counting, so one event that the profiler lost would shift all after it:
+    # nothing is better than a wrong grid.
     if not loops or any(len(times) != steps * len(ticks) for times in loops.values()):
         return None
     # Devices of a plan are numbered from 0; replicas of a pipeline have more of them.
@@ -171,7 +173,10 @@ def _by_loop(loops: Times, operations: Times) -> dict[int, Times]:
 
 
 def _merged(times: Times) -> Times:
-    """The same moments without overlaps, in order."""
+    """The same moments without overlaps, in order.
+
+    Operations of one unit may overlap (several threads, several streams): time counts once.
+    """
     found: Times = []
     for start, end in sorted(times):
         if found and start <= found[-1][1]:

@@ -120,6 +120,8 @@ class CSVLogger(Callback):
         with self._path.open(newline="") as file:
             before = list(csv.DictReader(file))
         self._names += new
+        # Through a second file: a process that is killed while it widens the table must not lose
+        # it.
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._names)

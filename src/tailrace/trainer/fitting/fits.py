@@ -106,6 +106,7 @@ class Fits:
                 feed.start_epoch(call.dataset, call.progress.epoch)
             # After `use`: which elements, and so how many bytes a step reads, is known only now.
             self._pace = self.pace(engine)
+            # Before the first dispatch: the capacity is compiled in.
             engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
             if taken is None:
                 microbatches = engine.accumulation.microbatches
