@@ -9,6 +9,7 @@ pytest.importorskip("keras")
 real = pytest.importorskip("tensorflow")
 
 import tailrace.compat.tensorflow.compat.v1 as tf  # noqa: E402
+from tailrace.compat import ipu  # noqa: E402
 from tailrace.compat import tensorflow as tf2  # noqa: E402
 from tailrace.compat.ipu.errors import IPUValueError, NotFoundError  # noqa: E402
 from tailrace.compat.ipu.graph.named_variables import forget_variables  # noqa: E402
@@ -81,6 +82,45 @@ def test_assignments_are_done_when_a_session_runs_them():
         assert sess.run(more, {x: 2.0}) == 3.0
         assert sess.run(less) == 2.5
         assert sess.run(tf.assign(w, 7.0)) == 7.0
+
+
+RULES = {
+    "descent": lambda rate: tf.train.GradientDescentOptimizer(rate),
+    "momentum": lambda rate: tf.train.MomentumOptimizer(rate, 0.9),
+    "rmsprop": lambda rate: tf.train.RMSPropOptimizer(rate, momentum=0.5),
+    "adagrad": lambda rate: tf.train.AdagradOptimizer(rate),
+    "adam": lambda rate: tf.train.AdamOptimizer(rate),
+    "accumulated": lambda rate: ipu.optimizers.GradientAccumulationOptimizerV2(
+        tf.train.MomentumOptimizer(rate, 0.9), num_mini_batches=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rate_may_be_fed(name):
+    """The rate is a placeholder: an input of the program, made of nothing when its slots are."""
+
+    def trained(given, inputs, feed):
+        forget_variables()
+
+        def body(count, rate=None):
+            w = tf.get_variable("w", initializer=np.float32([1.0, -2.0]))
+            loss = tf.reduce_sum((w - 3.0) ** 2)
+            train = RULES[name](given if rate is None else rate).minimize(loss)
+            return [count + 1, *([] if rate is None else [rate]), train]
+
+        program = ipu.ipu_compiler.compile(
+            lambda *rate: ipu.loops.repeat(4, body, [0, *rate]), inputs=inputs
+        )
+        with tf.Session() as sess:
+            sess.run(program, feed)
+            return sess.run(tf.get_variable("w"))
+
+    rate = tf.placeholder(tf.float32, [])
+    fed = trained(None, [rate], {rate: 0.1})
+    known = trained(0.1, [], None)
+    assert_close(fed, known)
+    assert not np.array_equal(fed, [1.0, -2.0])
 
 
 # -- files --------------------------------------------------------------------------------------------

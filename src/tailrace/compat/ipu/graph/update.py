@@ -156,12 +156,16 @@ class OptaxOptimizer(Optimizer):
         """The optimizer's variables for these variables, and the tree that they form."""
 
         def make() -> Any:
-            state = self.transformation.init([jnp.asarray(value_of(var)) for var in variables])
+            state = self._initial([jnp.asarray(value_of(var)) for var in variables])
             leaves, structure = jax.tree.flatten(state)
             slots = [Variable(leaf, trainable=False, name="slot") for leaf in leaves]
             return slots, structure, variables  # kept, so that no other takes their identity
 
         return prepared(self._states, tuple(map(id, variables)), make)
+
+    def _initial(self, values: list[Any]) -> Any:
+        """The state before the first update; asked for outside of the program."""
+        return self.transformation.init(values)
 
     def variables(self) -> list[Any]:
         """Everything that the transformation keeps."""

@@ -50,6 +50,10 @@ class _Rule(OptaxOptimizer, Optimizer):
         """The rule with the current rate."""
         return self._make(value_of(self._rate) if is_variable(self._rate) else self._rate)
 
+    def _initial(self, values: list[Any]) -> Any:
+        # No state depends on the rate, and a rate that is an input of the program has no value here.
+        return self._make(0.0).init(values)
+
     @transformation.setter
     def transformation(self, value: TensorLike) -> None:
         del value  # made when it is asked for
