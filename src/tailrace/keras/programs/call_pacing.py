@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ class Watch(keras.callbacks.Callback):
         super().__init__()
         self._pacing = program
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Count the batches of this epoch."""
         self._pacing.begin_epoch()
 
@@ -135,7 +136,7 @@ def logs_of_its_own(model: keras.Model) -> bool:
     return any(overrides(model, name, keras.Model) for name in names)
 
 
-def _listens(callback: Any) -> bool:
+def _listens(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback does something before or after a batch."""
     names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
     return any(overrides(callback, name, keras.callbacks.Callback) for name in names)
