@@ -16,7 +16,7 @@ import numpy as np
 
 from tailrace.data.array_like import ShapeLike
 from tailrace.errors import OptionError
-from tailrace.records.records import Part
+from tailrace.records.parts import Part
 from tailrace.taps.tap import Every, Tap, every
 from tailrace.torch.errors import UsageError
 
