@@ -102,6 +102,7 @@ def _times(one: Profile, two: Profile) -> Iterator[Line]:
         for profile in (one, two)
     ]
     whole_one, whole_two = (profile.wall_s / max(profile.steps, 1) for profile in (one, two))
+    # First, whatever its difference: the rows below are parts of it.
     yield _line("the whole step", whole_one, whole_two, time_text, size=float("inf"))
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         yield _line(shown(name), sides[0].get(name), sides[1].get(name), time_text)
@@ -143,6 +144,7 @@ def _settings(one: FollowedRun, two: FollowedRun) -> Iterator[Line]:
                 (title, label): text
                 for title, rows in headings.items()
                 for label, text in rows
+                # These differ between any two runs and say nothing about them.
                 if label not in ("directory", "began")
             }
         )

@@ -90,6 +90,8 @@ class TableDigest:
         if columns is None:
             return Rows([], 1, np.zeros((0, 0)))
         found = columns.sums() if self.measure == "nonfinite" else columns.mean()
+        # The root of the mean square, taken last: a mean of roots would depend on how many steps
+        # share a column.
         values = np.sqrt(found) if self.measure == "rms" else found
         return Rows(self._names(table), columns.width, values.T)
 
@@ -116,6 +118,8 @@ def slabs(table: StoredTable, start: int, tensors: int | None = None) -> Iterato
             f"{table.path} holds {size / 2**30:.0f} GiB of records of the kind {table.kind!r}, too "
             f"much to sum up. Taps with reduce='stats' make a picture of many steps."
         )
+    # Whole chunks, from their first row: a chunk is decompressed as a whole, so a slab that ends
+    # inside of one would read it twice.
     chunk = array.chunks[0]
     length = max(1, SLAB_BYTES // (row_bytes * chunk)) * chunk
     while start < table.stop:

@@ -82,8 +82,13 @@ class History:
         self._validated.append(step)
         for name, value in values.items():
             before = self._validations.setdefault(f"val_{name}", [])
+            # A metric may appear late, or be missing once: NaN keeps one entry per validation.
             before += [np.nan] * (len(self._validated) - 1 - len(before))
             before.append(value)
+
+    def last_validation(self) -> dict[str, float]:
+        """The values of the latest validation, by name; empty before the first."""
+        return {name: values[-1] for name, values in self._validations.items()}
 
     @property
     def validated(self) -> np.ndarray:
@@ -132,6 +137,7 @@ class History:
         values = self.each(name)
         if values.shape[1:] == (1, 1):
             return values[:, 0, 0]
+        # Averaged wide, returned narrow: a sum over many microbatches in float16 would lose digits.
         wide = values.astype(np.float64)
         if self._weights is not None:
             weights = self._weights.values()

@@ -68,6 +68,7 @@ def check_numbers(
             "precision='float16' without a loss scale: gradients below 6e-8 become zero. Give "
             "loss_scale='dynamic'."
         )
+    # Scaled gradients overflow now and then, and the scale recovers: a guard would end the training.
     guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite)] if scale else []
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         for kind in ("grad", "accumulated", "reduced"):
@@ -99,6 +100,7 @@ def check_accumulates_once(optimizer: Any, params: Tree) -> None:
     def accumulates(state: Tree) -> bool:
         return isinstance(state, AccumulationState | optax.MultiStepsState)
 
+    # By the type of its state: an accumulating transformation may be anywhere inside of a chain.
     state = jax.eval_shape(optimizer.init, params)
     parts = jax.tree.leaves(state, is_leaf=accumulates)
     if isinstance(optimizer, optax.MultiSteps) or any(map(accumulates, parts)):

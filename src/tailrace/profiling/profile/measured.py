@@ -70,6 +70,7 @@ def profile_of(
     rows = [each.row(phase, scope, limits) for (phase, scope), each in sums.items()]
     if unnamed:
         rows.append(Row("", "(no place)", unnamed, 0.0, 0.0, None, 0, {}))
+    # Beside the loop there may be small programs: what runs before it.
     main_number, main = max(programs.items(), key=lambda item: len(item[1].module.instructions))
     ticks = None
     if plan is not None:
@@ -113,6 +114,7 @@ class _Sum:
 
     def row(self, phase: str, scope: str, limits: Any) -> Row:
         least = limits.least_seconds(self.flops, self.bytes)
+        # Above 1 only by errors of estimated costs and of the measured roofline.
         share = min(1.0, least / self.seconds) if self.seconds > 0 and least > 0 else None
         by_cost = sorted(self.operations.items(), key=lambda item: -item[1])
         return Row(
@@ -156,6 +158,7 @@ def _dtype_of(program: NamedProgram) -> str:
             for operand in one.operands[:1]:
                 given = program.module.instructions.get(operand)
                 if given is not None and given.shapes:
+                    # Of an operand: a product of bfloat16 values has a float32 result.
                     dtype = given.shapes[0].dtype
                     found[dtype] = found.get(dtype, 0) + one.shapes[0].size
     most = max(found, key=lambda dtype: found[dtype], default="f32")

@@ -108,7 +108,9 @@ class _Total(_Collector):
         self._total: Any = None
 
     def add(self, name: str, values: np.ndarray, rows: int) -> None:
+        # Counts are added as integers: float64 is exact only up to 2**53.
         wide = np.int64 if values.dtype.kind in "iub" and not self._mean else np.float64
+        # The last batch may be smaller: by batches, its rows would count more than others.
         weight = rows if self._mean else 1
         part = values.astype(wide).sum(axis=0) * weight
         self._rows += rows * len(values)
@@ -132,6 +134,7 @@ class _Extreme(_Collector):
 
     def add(self, name: str, values: np.ndarray, rows: int) -> None:
         del name, rows
+        # One value is kept, however many batches there are.
         found = values if self._value is None else np.concatenate([self._value[None], values])
         self._value = np.asarray(self._choose(found))
 

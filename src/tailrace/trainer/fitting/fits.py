@@ -57,7 +57,7 @@ class Fits:
     def stop(self) -> None:
         """End the current fit after the running execution."""
         if self._running is not None:
-            self._running.stopping = True
+            self._running.stop()
 
     def saving(self, checkpoint: Any, duration: Duration) -> Saving | None:
         """The checkpoints of the next fit, which is one of several in their directory."""
@@ -97,6 +97,7 @@ class Fits:
         try:
             if taken is not None and taken.finished:
                 self._pass_by(call.dataset, taken.position)
+                taken.put_states(call.callbacks)  # the script may ask them what they have seen
                 return
             feed = engine.use(call.dataset)
             assert isinstance(feed, InfeedQueue)
@@ -106,6 +107,7 @@ class Fits:
                 feed.start_epoch(call.dataset, call.progress.epoch)
             # After `use`: which elements, and so how many bytes a step reads, is known only now.
             self._pace = self.pace(engine)
+            # Before the first dispatch: the capacity is compiled in.
             engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
             if taken is None:
                 microbatches = engine.accumulation.microbatches

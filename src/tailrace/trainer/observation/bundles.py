@@ -68,6 +68,7 @@ def write_bundle(place: Any, engine: Engine, failure: NonFiniteError) -> None:
     partial.mkdir(parents=True, exist_ok=True)  # an unfinished one may exist
     library.save_file({name: _plain(array) for name, array in host.items()}, str(partial / ARRAYS))
     (partial / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
+    # Complete or absent: the name appears once both files are written.
     os.rename(partial, where)
 
 
