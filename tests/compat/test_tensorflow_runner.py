@@ -132,7 +132,7 @@ def test_logits_in_a_loss_of_probabilities_differ_between_backends_of_keras():
 
 
 def test_the_plain_program_has_the_replicas_of_the_original():
-    """Each replica takes a batch of its own: with fewer of them the plain program updates more often."""
+    """Each replica takes a batch of its own: without them, a plain program updates more often."""
     pytest.importorskip("tensorflow")
     from benchmarks.originals.plain import ipu
 
