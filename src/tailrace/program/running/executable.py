@@ -154,8 +154,8 @@ class Executable:
 
     @property
     def repeats(self) -> bool:
-        """Whether `run_next` may follow a dispatch: one iteration, nothing cut, packed or kept."""
-        plain = self.placement.in_one_process and self._packing is None and self.length == 1
+        """Whether `run_next` may follow a dispatch: one iteration, nothing cut or kept."""
+        plain = self.placement.in_one_process and self.length == 1
         return plain and not (self.counted or self.keep_elements or self.separate)
 
     def run_next(
@@ -170,15 +170,15 @@ class Executable:
         assert state.foreseen is not None
         values, (numbers, array) = state.values, state.foreseen
         results, emitted, ticket = self._compiled(
-            [values[var] for var in self._carried],
+            [values[key] for key in self._program.carried],
             [values[var] for var in self.segment.reads],
             [elements],
             array,
             self._numbers,
         )
-        values.update(zip(self._writes, results, strict=True))
+        values.update(zip(self._program.writes, results, strict=True))
         state.foreseen = (numbers.after(1), ticket)
-        return dict(zip(self._keys, emitted, strict=True)), ticket
+        return self._program.emissions(emitted), ticket
 
     def _cut(
         self, emissions: dict[Hashable, Emission], numbers: Numbers
