@@ -88,7 +88,9 @@ class Training(Executions):
                 return logs, self._token
         else:
             self._load([value for values in state for value in values])
-            self._dirty = self._resumed is not None  # batches are only counted: nothing runs yet
+            # Keras has emptied its variables. Where batches are only counted, nothing runs that would
+            # make the values here newer: they are to be written back all the same.
+            self._dirty = self._resumed is not None or self.pacing.owes
         series = self.execute(iterator)[-1]
         return self.logs(series), self._token
 
