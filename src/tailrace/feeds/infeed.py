@@ -60,7 +60,7 @@ class InfeedQueue(Feed):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         prefetch: int = 1,
         *,
         resident: bool | None = None,
@@ -151,7 +151,7 @@ class InfeedQueue(Feed):
             replicas = local_replicas(mesh)  # each process feeds its replicas
         return Order(count, replicas, sharding, count if room is None else room)
 
-    def started(self, ticket: Any) -> None:
+    def started(self, ticket: jax.Array) -> None:
         """Report that a block's execution was dispatched; `ticket` is ready when it has finished."""
         with self._lock:
             if not self._closed:
@@ -207,7 +207,7 @@ class InfeedQueue(Feed):
 
     # -- lifetime -------------------------------------------------------------------------------
 
-    def restart(self, dataset: Any = None, epoch: int | None = None) -> None:
+    def restart(self, dataset: object = None, epoch: int | None = None) -> None:
         """Restart with the same dataset or another; `epoch` sets the order of shuffled `tr.batches`."""
         with self._lock:
             if dataset is None or dataset is self.dataset:
@@ -218,7 +218,7 @@ class InfeedQueue(Feed):
             self.dataset = self.dataset if dataset is None else dataset
             self._reader, self._epoch, self._taken = None, epoch, 0
 
-    def start_epoch(self, dataset: Any, epoch: int) -> None:
+    def start_epoch(self, dataset: object, epoch: int) -> None:
         """Read a dataset from the start of an epoch; a one-shot iterator continues where it is."""
         if self.restartable:
             self.restart(dataset, epoch)

@@ -93,7 +93,7 @@ class Staging:
         for _ in range(self._prefetch - len(self.staged)):
             self._stage(reader, order)
 
-    def started(self, ticket: Any) -> None:
+    def started(self, ticket: jax.Array) -> None:
         """The execution of the block that was taken is dispatched; `ticket` is ready at its end."""
         self._running.append(ticket)
         self._handed = 0
@@ -219,7 +219,7 @@ def _take_back(reader: Reader, future: Future[Any]) -> None:
         reader.put_back(future.result().host)
 
 
-def _wait(ticket: Any) -> None:
+def _wait(ticket: jax.Array) -> None:
     try:
         jax.block_until_ready(ticket)
     except Exception:

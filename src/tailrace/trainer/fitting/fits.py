@@ -126,7 +126,7 @@ class Fits:
             if feed is not None:
                 engine.let_go(call.dataset, feed)
 
-    def _pass_by(self, dataset: Any, position: Mapping[str, Any]) -> None:
+    def _pass_by(self, dataset: object, position: Mapping[str, Any]) -> None:
         """Skip what a finished fit has read of a one-shot iterator: later fits must not see it."""
         if isinstance(dataset, InfeedQueue) or as_dataset(dataset).restartable:
             return
