@@ -11,7 +11,9 @@ import pytest
 import launched
 import tailrace as tr
 from oracles import assert_close, mlp, mlp_loss
-from tailrace.errors import CheckpointError
+from tailrace.devices.processes.distributed import Share
+from tailrace.errors import CheckpointError, DataError
+from tailrace.feeds.reader import Reader
 from tailrace.trainer.checkpoints import together as together_module
 from tailrace.trainer.checkpoints.together import own_position
 
@@ -68,10 +70,21 @@ def test_positions_in_another_number_of_processes(monkeypatch):
     assert own_position(there) == {"elements": 18}
     assert own_position([{"elements": 5, "source": {"json": 3}}])["source"] == {"json": 3}
     monkeypatch.setattr(together_module.distributed, "process_count", lambda: 2)
-    assert own_position(there) == {"elements": 9}
+    assert own_position(there) == {"elements": 9, "share_of": 2}
     stateful = [{"elements": 6, "source": {"json": 1}}]
     with pytest.raises(CheckpointError, match="as many processes as before: 1 there, 2 here"):
         own_position(stateful)
+    # One process that read tr.batches is continued by several that share it.
+    recipe = iter(tr.batches(np.zeros((64, 3), np.float32), 4)).recipe()
+    alone = own_position([{"elements": 12, "recipe": recipe}])
+    assert alone == {"elements": 6, "share_of": 2}
+    shared = Reader(Share(tr.batches(np.arange(64.0, dtype=np.float32), 4), 4, 2, 1))
+    shared.go_to(alone)
+    assert shared.read(1)[0].tolist() == [[56.0, 57.0, 58.0, 59.0]]  # elements 14 and 15 of 16
+    with pytest.raises(DataError, match=r"Use tr.distributed.share\(dataset, replicas\)"):
+        Reader(tr.batches(np.zeros((64, 3), np.float32), 4)).go_to(alone)
+    with pytest.raises(CheckpointError, match="Each of 3 processes read a tr.batches of its own"):
+        own_position([{"elements": 4, "recipe": recipe}] * 3)
 
 
 def test_what_fails_in_the_first_process_fails_in_all(monkeypatch):

@@ -1,5 +1,7 @@
 """Replay: a past step again is the step that happened, or says where it is not."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 import tailrace as tr
 from oracles import assert_bits_equal, mlp, mlp_apply, regression
-from tailrace.errors import CheckpointError, DataExhausted, OptionError
+from tailrace.errors import CheckpointError, DataError, DataExhausted, OptionError
 from tailrace.trainer.lookback.replay import nearest, read_fit
 from tailrace.trainer.lookback.rerun import Rerun
 
@@ -91,11 +93,18 @@ def test_a_trainer_of_another_process_finds_the_record_in_later_checkpoints(plai
     assert found.started_at == 6
 
 
-def test_the_last_steps_of_a_checkpoint_without_later_ones_are_not_proved(plain):
+def test_the_last_steps_of_a_checkpoint_without_later_ones_are_not_proved(plain, tmp_path):
     _, folder = plain
-    found = trainer_of().replay(12, data(), checkpoint=folder)
+    killed = shutil.copytree(folder, tmp_path / "killed")
+    for name in ("step-12", "step-12-end"):
+        shutil.rmtree(killed / "fit-0" / name)
+    found = trainer_of().replay(10, data(), checkpoint=killed)
     assert found.proved is None
     assert "nothing was recorded" in str(found)
+    with pytest.raises(
+        CheckpointError, match=r"that fit, fit\(steps=12\) from step 0, ends before"
+    ):
+        trainer_of().replay(12, data(), checkpoint=killed)
 
 
 def test_other_data_is_not_taken_for_the_same(plain):
@@ -196,11 +205,20 @@ def test_what_cannot_be_replayed(plain, tmp_path):
     trainer, folder = plain
     with pytest.raises(OptionError, match="the number of a step that was trained"):
         trainer.replay(-1, data(), checkpoint=folder)
-    with pytest.raises(CheckpointError, match="has none: it holds none"):
+    with pytest.raises(CheckpointError, match="nothing' does not exist. Give the directory"):
         trainer.replay(3, data(), checkpoint=tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="' holds none. Give the directory"):
+        trainer.replay(3, data(), checkpoint=tmp_path)
+    for call in (trainer.replay, trainer.explain_step):
+        with pytest.raises(CheckpointError, match=r"ended with step 11\. Received: step=12"):
+            call(12, data(), checkpoint=folder)
+    with pytest.raises(CheckpointError, match=r"ended with step 11\. Received: step=13"):
+        trainer.rewind(13, data(), checkpoint=folder)
     with pytest.raises(OptionError, match="the directory that fit"):
         trainer.replay(3, data(), checkpoint=None)
     with pytest.raises(DataExhausted, match="this dataset ends before step 6"):
+        trainer.replay(7, [*tr.batches((X[:24], Y[:24]), 4)], checkpoint=folder)
+    with pytest.raises(DataError, match="A state belongs to the recipe that it was saved from"):
         trainer.replay(7, tr.batches((X[:24], Y[:24]), 4), checkpoint=folder)
     other = tr.Trainer(loss_fn, optax.sgd(0.05), mlp(), model_state=STATE)
     with pytest.raises(CheckpointError, match="does not have the form of the trainer's"):

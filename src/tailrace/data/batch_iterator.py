@@ -4,7 +4,7 @@ There are three ways to read: one batch (`next`), many stacked (`read`), and onl
 examples (`indices`). They share one position and give the same batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,22 +47,29 @@ class BatchIterator:
 
     def get_state(self) -> dict[str, Any]:
         """The position in the stream, as values for JSON."""
-        return {**self._identity(), "position": self._position}
+        here = {"first_epoch": self.first_epoch, "position": self._position}
+        return {**self.recipe(), **here}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue exactly where `get_state` was called, on this or on an equal recipe."""
-        for name, value in self._identity().items():
-            if name != "first_epoch" and state.get(name) != value:
-                raise DataError(
-                    "A state belongs to the recipe that it was saved from, or the stream would "
-                    f"continue elsewhere. Received a state with {name}={state.get(name)!r}, "
-                    f"but these batches have {name}={value!r}."
-                )
+        self.check_recipe(state)
         check_count("first_epoch", state.get("first_epoch"), at_least=0)
         self.seek(state.get("position"))
         self.first_epoch = int(state["first_epoch"])
 
-    def _identity(self) -> dict[str, Any]:
+    def check_recipe(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of a stream with other batches, or in another order."""
+        for name, value in self.recipe().items():
+            if name in state and state[name] == value:
+                continue
+            raise DataError(
+                "A state belongs to the recipe that it was saved from, or the stream would "
+                f"continue elsewhere. Received a state with {name}={state.get(name)!r}, "
+                f"but these batches have {name}={value!r}."
+            )
+
+    def recipe(self) -> dict[str, Any]:
+        """What determines the stream, except the arrays and the first epoch, as values for JSON."""
         recipe = self.batches
         return {
             "num_examples": recipe.num_examples,
@@ -71,8 +78,8 @@ class BatchIterator:
             "seed": recipe.seed,
             "repeat": recipe.repeat,
             "drop_remainder": recipe.drops,
-            **({"left_out": list(recipe.left_out)} if recipe.left_out else {}),
-            "first_epoch": self.first_epoch,
+            "left_out": list(recipe.left_out),
+            "batches_per_epoch": recipe.batches_per_epoch,
         }
 
     def __iter__(self) -> "BatchIterator":

@@ -22,7 +22,7 @@ from tailrace.data.batch_iterator import BatchIterator
 from tailrace.data.dataset import Dataset
 from tailrace.data.resumable import can_go_back, decode_state, encode_state
 from tailrace.data.trees import Tree
-from tailrace.errors import DataExhausted, ProducerError, TailraceError
+from tailrace.errors import DataError, DataExhausted, ProducerError, TailraceError
 from tailrace.feeds.blocks import Blocks, HostBlocks
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block
@@ -170,8 +170,10 @@ class Reader:
     def state_at(self, position: int) -> dict[str, Any]:
         """A state to resume from element `position`: a state of the source and a number to skip.
 
-        For a source that can seek (`tr.batches`) the index is enough.
+        For a source that can seek (`tr.batches`) the index is enough, beside what it indexes.
         """
+        if isinstance(self._source, BatchIterator):
+            return {"recipe": self._source.recipe()}
         # States are kept from the last one before the position: elements that were read ahead of it,
         # and put back, are between a state and what a program has taken.
         while len(self._states) > 1 and self._states[1][0] <= position:
@@ -186,6 +188,14 @@ class Reader:
         position = int(state["elements"])
         if isinstance(self._source, BatchIterator):
             # Nothing is read again: the order of `tr.batches` is a function of the seed and the index.
+            if "recipe" in state:
+                self._source.check_recipe(state["recipe"])
+            if "share_of" in state:
+                raise DataError(
+                    f"A training that continues in another number of processes has a dataset that all "
+                    f"of them read. Received: {self.name}, in each of {state['share_of']} processes. "
+                    f"Use tr.distributed.share(dataset, replicas)."
+                )
             self._source.seek(position)
             self._waiting.clear()
             self.delivered = self._produced = position
@@ -227,7 +237,8 @@ class Reader:
     def _read_on(self, count: int, before: Sequence[Block]) -> tuple[Block, BaseException | None]:
         """`before`, then up to `count` more elements, and the error if there are fewer."""
         assert self._spec is not None
-        if can_go_back(self._source) and not self._ended:
+        seeks = isinstance(self._source, BatchIterator)
+        if not seeks and can_go_back(self._source) and not self._ended:
             self._states.append((self._produced, self._source.get_state()))  # type: ignore[attr-defined]
         if isinstance(self._source, BatchIterator) and not self._ended:
             block, done = self._blocks.read(self._source, count, self._spec)

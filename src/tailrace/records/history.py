@@ -86,6 +86,10 @@ class History:
             before += [np.nan] * (len(self._validated) - 1 - len(before))
             before.append(value)
 
+    def last_validation(self) -> dict[str, float]:
+        """The values of the latest validation, by name; empty before the first."""
+        return {name: values[-1] for name, values in self._validations.items()}
+
     @property
     def validated(self) -> np.ndarray:
         """The number of steps before each validation; `history["val_loss"]` has its value."""

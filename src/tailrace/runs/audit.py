@@ -36,6 +36,16 @@ class Row:
     count: int
     resumed: int
 
+    def begins_after(self, before: Row | None) -> bool:
+        """Whether it is the first execution of a fit.
+
+        A fit may begin at an earlier step than the last one, if the trainer returned to its best state.
+        """
+        if before is None or before.fit != self.fit:
+            return True
+        went_back = self.first_step < before.first_step + before.steps
+        return went_back and self.first_step == self.fit and not self.resumed
+
     @property
     def end(self) -> int:
         """The index of the element after its last."""
@@ -116,10 +126,12 @@ def audit(run: Run, dataset: Any = None) -> Audit:
     digests = run.elements
     if digests is not None:
         flat = digests.reshape(len(digests), -1)
-        by_step = dict(zip(map(int, run.history.steps), flat, strict=True))
-        _check_contents(rows, by_step, found)
+        # In order, not by step: a trainer that went back has computed some steps twice.
+        ends = np.cumsum([row.steps for row in rows])
+        contents = [flat[end - row.steps : end] for end, row in zip(ends, rows, strict=True)]
+        _check_contents(rows, contents, found)
         if dataset is not None:
-            _compare(rows, by_step, dataset, found)
+            _compare(rows, contents, dataset, found)
     elif dataset is not None:
         raise RunError(
             f"To compare a dataset with what was consumed, the run needs digests of elements: "
@@ -152,14 +164,14 @@ def _rows(run: Run) -> Iterator[Row]:
 
 def _check_step(before: Row | None, row: Row, found: Audit) -> None:
     due = before.first_step + before.steps if before is not None else row.first_step
-    if row.first_step != due:
+    if row.first_step > due or (row.first_step < due and not row.begins_after(before)):
         what = "missing" if row.first_step > due else "there twice"
         low, high = sorted((row.first_step, due))
         found.findings.append(f"steps {low} to {high - 1} are {what}")
 
 
 def _check_elements(before: Row | None, row: Row, found: Audit) -> None:
-    same_fit = before is not None and before.fit == row.fit
+    same_fit = not row.begins_after(before)
     if before is None or not same_fit or row.epoch != before.epoch:
         _check_start(before if same_fit else None, row, found)
         found.passes.append((row.fit, row.epoch, row.first, row.end))
@@ -206,15 +218,15 @@ def _check_epochs(found: Audit) -> None:
                 )
 
 
-def _check_contents(rows: list[Row], by_step: dict[int, np.ndarray], found: Audit) -> None:
+def _check_contents(rows: list[Row], contents: list[np.ndarray], found: Audit) -> None:
     """After a resume, no element may have the content of one that was consumed before."""
     seen: dict[int, int] = {}
-    distinct, key = True, None
-    for row in rows:
-        if (row.fit, row.epoch) != key:
-            seen, distinct, key = {}, True, (row.fit, row.epoch)
-        for step in range(row.first_step, row.first_step + row.steps):
-            for digest in map(int, by_step.get(step, ())):
+    distinct = True
+    for before, row, digests in zip([None, *rows], rows, contents, strict=False):
+        if row.begins_after(before) or before is None or row.epoch != before.epoch:
+            seen, distinct = {}, True
+        for step, of_step in enumerate(digests, start=row.first_step):
+            for digest in map(int, of_step):
                 # Only after a resume, and only in data whose elements all differ.
                 if digest in seen and row.resumed and distinct:
                     found.findings.append(
@@ -226,16 +238,18 @@ def _check_contents(rows: list[Row], by_step: dict[int, np.ndarray], found: Audi
                 seen[digest] = step
 
 
-def _compare(rows: list[Row], by_step: dict[int, np.ndarray], dataset: Any, found: Audit) -> None:
+def _compare(rows: list[Row], contents: list[np.ndarray], dataset: Any, found: Audit) -> None:
     """Compare every element with the dataset."""
-    passes: dict[tuple[int, int], list[Row]] = {}
-    for row in rows:
-        passes.setdefault((row.fit, row.epoch), []).append(row)
-    for (_, epoch), several in passes.items():
+    passes: list[tuple[int, list[tuple[Row, np.ndarray]]]] = []
+    for before, row, digests in zip([None, *rows], rows, contents, strict=False):
+        if row.begins_after(before) or before is None or row.epoch != before.epoch:
+            passes.append((row.epoch, []))
+        passes[-1][1].append((row, digests))
+    for epoch, several in passes:
         consumed = {
             row.first + number: (int(digest), step)
-            for row in several
-            for number, (digest, step) in enumerate(_of_row(row, by_step))
+            for row, digests in several
+            for number, (digest, step) in enumerate(_of_row(row, digests))
         }
         expected = _digests(dataset, epoch, max(consumed) + 1)
         for number, (digest, step) in consumed.items():
@@ -249,9 +263,9 @@ def _compare(rows: list[Row], by_step: dict[int, np.ndarray], dataset: Any, foun
                 )
 
 
-def _of_row(row: Row, by_step: dict[int, np.ndarray]) -> Iterator[tuple[int, int]]:
-    for step in range(row.first_step, row.first_step + row.steps):
-        for digest in by_step.get(step, ()):
+def _of_row(row: Row, digests: np.ndarray) -> Iterator[tuple[int, int]]:
+    for step, of_step in enumerate(digests, start=row.first_step):
+        for digest in of_step:
             yield int(digest), step
 
 

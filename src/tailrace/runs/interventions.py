@@ -15,10 +15,20 @@ MOST_BYTES, MOST = 1 << 20, 1000
 """The limit of what is read of the file, which is untrusted."""
 
 
-def add_intervention(directory: HeldDirectory, said: dict[str, Any]) -> None:
-    """Append an intervention; the directory must be held."""
-    listed = [*read_interventions(directory.path), said]
+def add_intervention(directory: HeldDirectory, said: dict[str, Any], number: int) -> None:
+    """Append the intervention with some number of a script; the directory must be held.
+
+    A script that was killed and started again intervenes again: that is one intervention, not two.
+    """
+    there = read_interventions(directory.path)
+    if len(there) > number and _without_proof(there[number]) == _without_proof(said):
+        return
+    listed = [*there, said]
     put_files(directory, {FILE: json.dumps(listed, indent=1).encode()})
+
+
+def _without_proof(said: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in said.items() if name != "proved"}
 
 
 def read_interventions(directory: Path) -> list[dict[str, Any]]:

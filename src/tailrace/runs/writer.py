@@ -54,7 +54,7 @@ class RunWriter:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         import_zarr()
         self.directory = _as_directory(directory)
-        self.writes = 0
+        self.writes = self._interventions = 0
         self._place = HeldDirectory(self.directory)
         self._lock = DirectoryLock(self._place)
         self._identity = uuid.uuid4().hex
@@ -150,7 +150,8 @@ class RunWriter:
             self._place.hold()
             try:
                 self._lock.acquire()
-                add_intervention(self._place, dict(said))
+                add_intervention(self._place, dict(said), self._interventions)
+                self._interventions += 1
             finally:
                 self._let_go()
         # Rows are cut off by the next fit, not now: until it begins, the run is as it was, and can be

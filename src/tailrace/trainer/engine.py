@@ -359,6 +359,21 @@ class Engine:
         self.sentinel.expects(ticket.digests[0])
         return dataclasses.replace(ticket, watch=watch)
 
+    def dispatch_next(self, elements: tuple[Any, ...]) -> tuple[Sequence[Any], Any]:
+        """Dispatch one more step, directly after an execution of one step; does not wait for it.
+
+        Only if `runner.repeats`, and if nothing comes out but the scalars. Returns their leaves, as
+        `Collector.sent` names them, and an array that is ready afterwards.
+        """
+        runner, state = self._state.active
+        try:
+            emitted, ready = runner.dispatch_next(state, elements)
+        except jax.errors.JaxRuntimeError:
+            with within_memory(self, 1):
+                raise
+        self.step += 1
+        return emitted[self.scalars].value, ready
+
     def dispatched(self, length: int, emitted: dict[Any, Any], ready: jax.Array) -> Ticket:
         """The ticket of an execution that was dispatched in portions, starting at this step."""
         runner, state = self._state.active

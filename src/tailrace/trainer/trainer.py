@@ -373,6 +373,10 @@ class Trainer(Measuring, LookingBack):
     def _check_alone(self) -> None:
         self._fits.check_alone()
 
+    @property
+    def _made(self) -> int | None:
+        return self._fits.kept or None
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save parameters, optimizer and model state, step, seed and the count of epochs.
 

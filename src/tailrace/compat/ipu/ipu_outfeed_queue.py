@@ -61,6 +61,9 @@ class IPUOutfeedQueue:
         optimise_latency: how elements travelled there; without effect.
 
     Results arrive while the program runs if another thread has asked for them before it starts.
+
+    Raises:
+        IPUValueError: an argument has a value it may not have.
     """
 
     def __init__(
@@ -97,7 +100,14 @@ class IPUOutfeedQueue:
     # -- in a program ---------------------------------------------------------------------------
 
     def enqueue(self, tensors: TensorLike) -> Enqueued:
-        """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached."""
+        """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached.
+
+        Raises:
+            IPUValueError: there is nothing to send, or the program sends to this queue
+                in two places.
+            InvalidArgumentError: a tensor has a dimension of size 0.
+            FailedPreconditionError: a tensor has a dtype that feeds do not take.
+        """
         if not is_tracing() and any(isinstance(x, Tracer) for x in jax.tree.leaves(tensors)):
             return Enqueued(tensors)  # Keras asks a layer for the shape of its outputs
         scope, trace = current(), current_trace("IPUOutfeedQueue.enqueue")
@@ -137,6 +147,9 @@ class IPUOutfeedQueue:
         Args:
             wait_for_completion: without effect: a call of a program returns when its results are on
                 their way, and this waits for them.
+
+        Raises:
+            FailedPreconditionError: the mode is LAST, and nothing was sent yet.
         """
         del wait_for_completion
         self._watched()
@@ -242,7 +255,7 @@ class _Entered:
 # -- nests in the order of their making (JAX sorts the keys of a dict) -----------------------------
 
 
-def _taken_apart(nest: Any, leaves: list[Any]) -> Any:
+def _taken_apart(nest: Tree, leaves: list[Any]) -> Any:
     if isinstance(nest, dict):
         return {key: _taken_apart(value, leaves) for key, value in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
@@ -253,7 +266,7 @@ def _taken_apart(nest: Any, leaves: list[Any]) -> Any:
     return None
 
 
-def _put_together(form: Any, leaves: Iterator[Any]) -> Any:
+def _put_together(form: Tree, leaves: Iterator[Any]) -> Any:
     if isinstance(form, dict):
         return {key: _put_together(value, leaves) for key, value in form.items()}
     if isinstance(form, tuple) and hasattr(form, "_fields"):

@@ -164,7 +164,8 @@ class Keeping:
             return False
         if found["ended"]:
             return form.epochs <= found["epochs"]
-        return found["epoch"] >= form.epochs
+        # After its last epoch a fit has still to end: callbacks may restore the best weights then.
+        return found["epoch"] > form.epochs
 
     def _check(self, found: Mapping[str, Any], form: FitForm) -> None:
         here = {

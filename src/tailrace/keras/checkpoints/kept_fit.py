@@ -62,4 +62,5 @@ def fit_kept(adopted: Any, keeping: Keeping, pacing: Pacing, call: dict[str, Any
                 raise
         if not keeping.finished:
             kept.save_end()
+        interrupts.reraise()  # a signal in the last epoch of a fit that a callback stopped
     return history

@@ -94,6 +94,7 @@ class LoopRunner:
         self._executables: dict[Hashable, Executable] = {}
         self._fixed: dict[tuple[int, int], Executable] = {}
         self._compiler: Worker | None = None
+        self._latest: Executable | None = None
 
     @property
     def taken(self) -> Mapping[Feed, Staged]:
@@ -200,12 +201,26 @@ class LoopRunner:
         before = dict(state.values) if self.keep_elements else None
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(state, numbers, following, block)
+        self._latest = executable
         self.executions += 1
         self.origin = None
         if before is not None:
             self.origin = Origin(before, executable.taken, numbers, period)
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
+
+    @property
+    def repeats(self) -> bool:
+        """Whether `dispatch_next` may follow the latest dispatch."""
+        return self._latest is not None and self._latest.repeats
+
+    def dispatch_next(
+        self, state: LoopState, elements: tuple[Any, ...]
+    ) -> tuple[dict[Hashable, Emission], Any]:
+        """Run one more iteration, as the latest dispatch did, on the next elements."""
+        assert self._latest is not None
+        self.executions += 1
+        return self._latest.run_next(state, elements)
 
     def rewind(self, state: LoopState, origin: Origin, length: int) -> None:
         """Return to the start of a dispatch, and run its first `length` iterations again.
@@ -259,6 +274,7 @@ class LoopRunner:
         # The trace, the segments and the placement are shared; only executables depend on `wanted`.
         other = copy.copy(self)
         other.wanted, other._executables, other._fixed = wanted, {}, {}
+        other._latest = None
         return other
 
     def compiled(self, state: LoopState, length: int, period: int = 1) -> Executable:

@@ -170,11 +170,17 @@ class Step(ABC):
         if self.precision is not None:
             loss, aux = self.precision.widen((loss, aux))
             after = same_dtypes(after, model_state)
+        if loss is None:
+            raise ProgramError(
+                f"{name} returns one loss, a float scalar, or (loss, aux). Received: None. "
+                f"Is its return statement missing?"
+            )
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ProgramError(
                 f"{name} returns one loss, a float scalar, or (loss, aux). "
-                f"Received a loss of {loss.dtype}{list(loss.shape)}. Take its mean."
+                f"Received a loss of {loss.dtype}{list(loss.shape)}. "
+                f"{'Take its mean.' if loss.shape else 'Cast it to a float.'}"
             )
         return loss, after, aux
 

@@ -72,7 +72,7 @@ class Callback:
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `get_state`; called when a fit is resumed."""
+        """Restore the result of `get_state`; called when a fit is resumed, or has finished before."""
 
 
 def listens(callback: Callback) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tailrace.errors import OptionError
@@ -75,8 +76,9 @@ class EarlyStopping(Callback):
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
         """Restore the best state, if requested."""
         if self._kept is not None:
-            structure = jax.tree.structure(trainer.engine.state)
-            trainer.engine.state = jax.tree.unflatten(structure, self._kept)
+            leaves, structure = jax.tree.flatten(trainer.engine.state)
+            best = [_like(now, kept) for now, kept in zip(leaves, self._kept, strict=True)]
+            trainer.engine.state = jax.tree.unflatten(structure, best)
             trainer.engine.step = self.best_step
 
     def get_state(self) -> dict[str, Any]:
@@ -96,8 +98,24 @@ class EarlyStopping(Callback):
         if self._monitor.improves(logs):
             self._waited, self.best_step = 0, trainer.step
             if self.restore_best:
-                self._kept = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+                self._kept = [_on_host(leaf) for leaf in jax.tree.leaves(trainer.state)]
             return
         self._waited += 1
         if self._waited >= max(1, self.patience):
             trainer.stop()
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """The values of a leaf; random keys as the numbers they are made of."""
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _like(leaf: Any, values: np.ndarray) -> Any:
+    """The values of `_on_host` as a leaf again."""
+    if not _is_key(leaf):
+        return values
+    return jax.random.wrap_key_data(jnp.asarray(values), impl=jax.random.key_impl(leaf))

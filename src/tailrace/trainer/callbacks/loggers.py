@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -61,11 +62,12 @@ class CSVLogger(Callback):
         self._path = Path(path)
         self._names: list[str] = []
         self._rows: list[dict[str, Any]] = []
-        self._begun = False
+        self._written = 0
+        self._resumed = False
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Do not create the file yet: until the first row the fit may still be resumed."""
-        self._rows, self._names, self._begun = [], ["step"], False
+        self._rows, self._names, self._written, self._resumed = [], ["step"], 0, False
 
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
         """The rows of an execution; the last waits for values of a validation."""
@@ -85,43 +87,49 @@ class CSVLogger(Callback):
         self._write()
 
     def get_state(self) -> dict[str, Any]:
-        """For a checkpoint: the length of the file."""
-        self._write()
-        return {"names": self._names, "bytes": self._path.stat().st_size if self._begun else 0}
+        """For a checkpoint: the columns, the number of rows, and the one that waits."""
+        self._write(waiting=1)  # a validation may follow, and its values belong to that row
+        return {"names": list(self._names), "rows": self._written, "waiting": list(self._rows)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """From a checkpoint: later rows are cut off, since they come again."""
-        if not state["bytes"]:
+        """From a checkpoint: the next row cuts off later ones, since they come again."""
+        self._names, self._written, self._resumed = list(state["names"]), int(state["rows"]), True
+        self._rows = [dict(row) for row in state["waiting"]]
+
+    def _write(self, waiting: int = 0) -> None:
+        count = max(0, len(self._rows) - waiting)
+        rows, self._rows = self._rows[:count], self._rows[count:]
+        if not rows:
             return
+        new = [name for row in rows for name in row if name not in self._names]
+        before = self._before() if self._resumed or not self._written or new else None
+        self._names += dict.fromkeys(new)
+        if before is not None:
+            self._rewrite(before)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._names).writerows(rows)
+        self._written, self._resumed = self._written + len(rows), False
+
+    def _before(self) -> list[dict[str, Any]]:
+        """The rows of this fit in the file.
+
+        They are counted, not measured: for a column that came later, all of them were written again.
+        """
+        if not self._written:
+            return []
         if not self._path.exists():
             raise RunError(
                 f"CSVLogger goes on with {str(self._path)!r}, which is gone. Put it back, or start "
                 f"with a new checkpoint directory."
             )
-        self._names, self._begun = list(state["names"]), True
-        os.truncate(self._path, min(state["bytes"], self._path.stat().st_size))
-
-    def _write(self) -> None:
-        rows, self._rows = self._rows, []
-        if not rows:
-            return
-        if not self._begun:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("")
-            self._begun = True
-        new = [name for row in rows for name in row if name not in self._names]
-        if new or not self._path.stat().st_size:
-            self._widen(dict.fromkeys(new))
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._names).writerows(rows)
-
-    def _widen(self, new: dict[str, None]) -> None:
-        """Write the file again with more columns."""
         with self._path.open(newline="") as file:
-            before = list(csv.DictReader(file))
-        self._names += new
-        # Through a second file: a process that is killed while it widens the table must not lose
-        # it.
+            rows = list(itertools.islice(csv.DictReader(file), self._written))
+        return [{name: row.get(name) for name in self._names} for row in rows]
+
+    def _rewrite(self, before: list[dict[str, Any]]) -> None:
+        """Write the file again, with all columns."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Through a second file: a process that is killed while it widens the table must not lose it.
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._names)
@@ -149,7 +157,8 @@ class TensorBoard(Callback):
             raise MissingDependency(
                 "tr.callbacks.TensorBoard needs tensorboardX: pip install 'tailrace[tensorboard]'."
             ) from error
-        self._writer = SummaryWriter(self._directory)
+        # What a killed process wrote beyond the checkpoint comes again, and is to be shown once.
+        self._writer = SummaryWriter(self._directory, purge_step=trainer.step or None)
 
     def on_step_end(self, trainer: Trainer, step: int, values: dict[str, float]) -> None:
         """Loss and metrics of a step."""

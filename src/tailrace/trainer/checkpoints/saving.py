@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
@@ -42,6 +43,7 @@ from tailrace.trainer.fitting.fit_progress import Duration, Progress
 from tailrace.trainer.fitting.pace import Pace
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.monitoring import Monitor
+from tailrace.trainer.showing.optimizer_text import optimizer_text
 
 
 def saving_of(checkpoint: Any, number: int, engine: Engine, duration: Duration) -> Saving | None:
@@ -74,6 +76,12 @@ class TakenUp:
     callbacks: list[dict[str, Any]]
     finished: bool
     run_end: Any
+
+    def put_states(self, callbacks: Sequence[Callback]) -> None:
+        """Restore the states of callbacks."""
+        for callback, state in zip(callbacks, self.callbacks, strict=False):
+            if state:
+                callback.set_state(state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,13 +164,15 @@ class Saving:
         history = history_of(arrays, progress.first_step, count, replicas)
         before = Duration(**fit["duration"])
         further = _less(before, self._duration)
-        finished = bool(fit["ended"] and not further) or progress.reached(self._duration)
+        finished = bool(fit["ended"] and not further) or progress.passed(self._duration)
+        progress.stopped = progress.stopped and not fit["ended"]  # to be continued, if not finished
         if finished and (not fit["ended"] or _less(self._duration, before)):
             note_once(
                 f"fit({self._duration}): the checkpoint directory holds a fit that went further "
                 f"({progress.steps} steps, {progress.epochs} epochs). Its end is returned.",
                 key=f"smaller fit {found}",
             )
+        self._note_another_optimizer(fit.get("optimizer"), finished)
         if self._monitor is not None:
             self._monitor.best = fit["best"]
         return TakenUp(
@@ -201,35 +211,55 @@ class Saving:
                     f"with, or another directory."
                 )
 
+    def _note_another_optimizer(self, then: str | None, finished: bool) -> None:
+        """Say that the optimizer is another one: meant, or the directory of another training."""
+        now = optimizer_text(self._engine.optimizer)
+        if then is not None and then != now:
+            what = (
+                "The finished fit is returned" if finished else "The fit continues with the new one"
+            )
+            note_once(
+                f"The checkpoint directory {self.directory!r} was trained with {then}, and this "
+                f"trainer has {now}. {what}; a training of its own needs another directory.",
+                key=f"optimizer {self.directory} {now}",
+            )
+
     def go_on(self, fit: FitParts, taken: TakenUp, dataset: Any) -> None:
         """Restore the position in the dataset and the states of callbacks."""
         bring_to(fit.feed, dataset, taken.progress, taken.position)
-        for callback, state in zip(fit.callbacks, taken.callbacks, strict=False):
-            if state:
-                callback.set_state(state)
+        taken.put_states(fit.callbacks)
 
     # -- saving ---------------------------------------------------------------------------------
 
     def begin(self, fit: FitParts, fresh: bool) -> None:
         """Start; the state before the first step is saved too."""
         self._fit = fit
-        self._writer.started_at(self._engine.step)
+        self._writer.started_at(self._reached)
         if fresh:
             # A run that has rows has a checkpoint, however early the process is killed: with none, it
             # could not be continued.
             self.save(wait=True)
 
     @property
+    def _reached(self) -> int:
+        """The step that the fit has reached, which orders its checkpoints.
+
+        The trainer's step can be an earlier one, if a callback has restored the best state at the end.
+        """
+        assert self._fit is not None
+        return self._fit.progress.first_step + self._fit.progress.steps
+
+    @property
     def due(self) -> bool:
         """Whether it is time for a checkpoint."""
-        return self._writer.due(self._engine.step)
+        return self._writer.due(self._reached)
 
     def save(self, *, ended: bool = False, best: bool = False, wait: bool = False) -> None:
         """Save the current state; no execution may be in flight."""
         assert self._fit is not None
         with span("checkpoint", step=self._engine.step):
             self._writer.save(
-                self._engine.step,
+                self._reached,
                 lambda: self._snapshot(ended),
                 ended=ended,
                 best=best and not ended,
@@ -255,10 +285,10 @@ class Saving:
         for number, callback in enumerate(fit.callbacks):
             plain = {}
             for name, value in getattr(callback, "get_state", dict)().items():
-                if isinstance(value, np.ndarray):
-                    arrays[f"{CALLBACK}{number}/{name}"] = value
+                if isinstance(value, np.ndarray | jax.Array):
+                    arrays[f"{CALLBACK}{number}/{name}"] = np.asarray(value)
                 else:
-                    plain[name] = value
+                    plain[name] = as_json(value, f"{type(callback).__name__}.get_state()[{name!r}]")
             states.append(plain)
         note = {
             **trainer_note(engine, keys, fit.progress.first_epoch),
@@ -268,6 +298,7 @@ class Saving:
                 "ended": ended,
                 "elements_per_step": engine.accumulation.microbatches * engine.placement.replicas,
                 "accumulation": describe_accumulation(engine),
+                "optimizer": optimizer_text(engine.optimizer),
                 "positions": gathered(fit.feed.get_state()),
                 "pace": fit.pace.chosen_state(),
                 "capacity": engine.runner.capacity,
@@ -299,6 +330,26 @@ def describe_accumulation(engine: Engine) -> str:
     except TypeError:
         name = "by a function"
     return f"{engine.accumulation.reduction}, {name}"
+
+
+def as_json(value: Any, where: str) -> Any:
+    """A value that JSON returns as it was; refuses any other, because `set_state` would get another.
+
+    >>> as_json({"best": np.float32(0.5), "seen": (1, 2)}, "state")
+    {'best': 0.5, 'seen': [1, 2]}
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return [as_json(one, f"{where}[{n}]") for n, one in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: as_json(one, f"{where}[{key!r}]") for key, one in value.items()}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise CheckpointError(
+        f"The state of a callback has numbers, strings, lists, dicts with string keys, and, at the top "
+        f"level, arrays. Received: {where}, a {type(value).__name__}: {value!r:.80}."
+    )
 
 
 def _counts(duration: Duration) -> str:

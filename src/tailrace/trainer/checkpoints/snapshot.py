@@ -110,8 +110,7 @@ def check_forms(
             continue
         stored = found[name]
         if name in keys:
-            form = jax.eval_shape(jax.random.key_data, leaf)
-            same = form.shape == stored.shape
+            same = _is_key_like(leaf, stored, keys[name])
         else:
             shapes = own.get(name, (tuple(leaf.shape),))
             same = stored.shape in shapes and leaf.dtype == stored.dtype
@@ -129,7 +128,13 @@ def check_forms(
 
 def named_leaves(state: Tree) -> dict[str, Any]:
     """The leaves of a training state by name: `params/dense/kernel`, `optimizer_state/0/mu/...`."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = path_name(path)
+        while name in found:  # {"a": {"b": ...}, "a/b": ...}
+            name += "~"
+        found[name] = leaf
+    return found
 
 
 def history_arrays(history: History) -> dict[str, np.ndarray]:
@@ -143,6 +148,15 @@ def history_of(
     """The history, possibly with another split into microbatches and replicas."""
     own = {n.removeprefix(HISTORY): a for n, a in arrays.items() if n.startswith(HISTORY)}
     return History.from_arrays(own, first_step, microbatches, replicas)
+
+
+def _is_key_like(leaf: Any, stored: np.ndarray, kind: str) -> bool:
+    """Whether a leaf is a random key of the stored kind and shape."""
+    try:
+        form = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=kind), stored)
+    except (TypeError, ValueError):  # what is stored are no keys, or of a kind that is not known
+        return False
+    return form.shape == leaf.shape and form.dtype == leaf.dtype
 
 
 def _form(leaf: Any) -> str:

@@ -63,7 +63,8 @@ def gathered(value: object) -> list[Any]:
 def own_position(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """This process's position in its dataset, from the saved positions of all processes.
 
-    With another number of processes, each has another share of the elements, with the same total.
+    With another number of processes, each has another share of the elements, with the same total. That
+    is known of a dataset that all read (`tr.distributed.share`), not of one for each process.
     """
     count = distributed.process_count()
     if len(positions) == count:
@@ -73,4 +74,11 @@ def own_position(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"Datasets with a state of their own go on in as many processes as before: "
             f"{len(positions)} there, {count} here. Use that many, or datasets without one."
         )
-    return {"elements": sum(position["elements"] for position in positions) // count}
+    if len(positions) > 1 and any("recipe" in position for position in positions):
+        raise CheckpointError(
+            f"Each of {len(positions)} processes read a tr.batches of its own, and now there are "
+            f"{count}: which rows are left cannot be known. Use {len(positions)} processes; a dataset "
+            f"that all read, tr.distributed.share(dataset, replicas), continues in any number."
+        )
+    elements = sum(position["elements"] for position in positions) // count
+    return {"elements": elements} if count == 1 else {"elements": elements, "share_of": count}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tailrace.errors import CheckpointError
 from tailrace.trainer.checkpoints import orbax_files
@@ -30,9 +32,16 @@ def restore_state(engine: Engine, path: str | os.PathLike[str]) -> int:
     fit = note.get("fit")
     if fit is None:
         return int(note["epochs"])
-    progress = fit["progress"]
-    begun = progress["epochs"] + (progress["steps"] > progress["epoch_start"])
-    return int(note["epochs"]) + begun
+    return int(note["epochs"]) + _epochs_begun(fit)
+
+
+def _epochs_begun(fit: Mapping[str, Any]) -> int:
+    """The passes over the data that a fit has begun; repeating data has many."""
+    progress, position = fit["progress"], fit["positions"][0]
+    recipe = position.get("recipe")
+    if recipe is not None and recipe["repeat"]:
+        return -(-int(position["elements"]) // int(recipe["batches_per_epoch"]))
+    return int(progress["epochs"]) + (progress["steps"] > progress["epoch_start"])
 
 
 def _check_new(where: Path) -> None:

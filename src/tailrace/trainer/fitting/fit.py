@@ -16,6 +16,7 @@ from tailrace.feeds.waiting import Patience
 from tailrace.messages import logger
 from tailrace.program.running.agreement import agreed_least, agreed_seconds
 from tailrace.program.running.compilations import Compilation
+from tailrace.records.history import History
 from tailrace.spans.span import span
 from tailrace.trainer.callbacks.callback import (
     AnyTrainer,
@@ -79,11 +80,13 @@ class Fit:
         self.trainer, self.engine, self.feed, self.journal = trainer, engine, feed, journal
         self.pace, self.progress, self.validation = pace, progress, validation
         self.callbacks, self.saving, self.bar = callbacks, saving, bar
-        self.stopping = False
+        self.stopping = progress.stopped
         self.interrupts = Interrupts()
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset = dataset
-        self._skipped: list[int] = []
+        # A resumed fit has skipped steps already, and callbacks are told of its latest validation.
+        self._skipped = _skipped_in(journal.history)
+        validation.latest = journal.history.last_validation()
         self._pending: deque[Ticket] = deque()
         # A callback must see the state of the steps it is called for; a sentinel must compare before
         # the next execution overwrites it.
@@ -91,6 +94,10 @@ class Fit:
         self._in_flight = 0 if waits else 1
         self._together = saving is not None and distributed.process_count() > 1
         self._signal: int | None = None
+
+    def stop(self) -> None:
+        """End the fit after the running execution, also if it is resumed first."""
+        self.stopping = self.progress.stopped = True
 
     @property
     def parts(self) -> FitParts:
@@ -124,11 +131,13 @@ class Fit:
         """Train until `duration` is reached, or something stops the fit."""
         progress = self.progress
         if duration.steps is not None:
-            if not progress.reached(duration):
-                self._steps(duration.steps, duration.steps)
-                self._end_epoch()  # not counted: a longer fit would continue the same pass
+            self._steps(duration.steps, duration.steps)
+            self._end_epoch()  # not counted: a longer fit would continue the same pass
             return
-        while not progress.reached(duration) and not self.stopping:
+        # An epoch in which the fit was stopped ends as others do.
+        while not progress.reached(duration) and (
+            not self.stopping or (self.asked is None and progress.steps > progress.epoch_start)
+        ):
             # Not where a fit was resumed in the middle of a pass: it goes on there.
             if progress.epochs and progress.steps == progress.epoch_start:
                 self._restart(duration)
@@ -249,7 +258,7 @@ class Fit:
                 values = self.journal.one(results)
                 execution = Execution(results.first_step, results.steps, values)
                 tell(self.callbacks, self.trainer, execution)
-            self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))
+            self.bar.advance(results.steps, results.scalars["loss"])
 
     def note_compilation(self, compilation: Compilation) -> None:
         """A program is about to be compiled, or was."""
@@ -279,22 +288,23 @@ class Fit:
         for callback in self.callbacks:
             with calling(callback):
                 callback.on_validation_end(self.trainer, dict(self.validation.latest))
-        if self.saving is not None:
-            self.saving.look(self.validation.latest)
+        if self.saving is not None and not self.validation.at_epochs:
+            self.saving.look(self.validation.latest)  # at epochs, once they are closed
 
     def _end_epoch(self) -> None:
-        """Validate and call callbacks, unless an interrupt ended the epoch."""
-        if self.asked is not None:
+        """Validate and call callbacks, once; not if an interrupt ended the epoch, or it has no step."""
+        progress = self.progress
+        if self.asked is not None or progress.steps in (progress.epoch_start, progress.closed_at):
             return
         self.collect()
         if self.validation.at_epochs:
             self._validate()
-        progress = self.progress
         if self.callbacks or self.saving is not None:
             logs = {**self._epoch_means(), **self.validation.latest}
             for callback in self.callbacks:
                 with calling(callback):
                     callback.on_epoch_end(self.trainer, progress.epoch, dict(logs))
+            progress.closed_at = progress.steps  # before a checkpoint that says so
             if self.saving is not None:
                 self.saving.look(logs)
 
@@ -303,3 +313,10 @@ class Fit:
         history, first = self.journal.history, self.progress.epoch_start
         found = {name: history[name][first:] for name in history.step_names}
         return {name: float(v.mean(dtype=np.float64)) for name, v in found.items() if len(v)}
+
+
+def _skipped_in(history: History) -> list[int]:
+    """The steps of a history that a guard skipped."""
+    if "skipped" not in history.step_names:
+        return []
+    return [int(step) for step in history.steps[history.each("skipped").max(axis=(1, 2)) > 0]]

@@ -44,6 +44,9 @@ class Progress:
         elements: the elements of this process consumed so far.
         epochs: the epochs completed so far.
         epoch_start: the number of steps done when the current epoch began.
+        closed_at: the number of steps done when an epoch was last closed, with its validation and
+            callbacks: a fit that resumes there does not close it twice. -1 before.
+        stopped: whether `trainer.stop()` was called: a fit that resumes after that only ends.
     """
 
     first_step: int
@@ -52,6 +55,8 @@ class Progress:
     elements: int = 0
     epochs: int = 0
     epoch_start: int = 0
+    closed_at: int = -1
+    stopped: bool = False
 
     @property
     def epoch(self) -> int:
@@ -63,3 +68,10 @@ class Progress:
         if duration.steps is not None:
             return self.steps >= duration.steps
         return self.epochs >= (duration.epochs or 0)
+
+    def passed(self, duration: Duration) -> bool:
+        """Whether more than `duration` is done."""
+        if duration.steps is not None:
+            return self.steps > duration.steps
+        beyond = self.steps > self.epoch_start
+        return self.epochs + beyond > (duration.epochs or 0)

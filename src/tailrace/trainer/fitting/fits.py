@@ -57,7 +57,7 @@ class Fits:
     def stop(self) -> None:
         """End the current fit after the running execution."""
         if self._running is not None:
-            self._running.stopping = True
+            self._running.stop()
 
     def saving(self, checkpoint: Any, duration: Duration) -> Saving | None:
         """The checkpoints of the next fit, which is one of several in their directory."""
@@ -97,6 +97,7 @@ class Fits:
         try:
             if taken is not None and taken.finished:
                 self._pass_by(call.dataset, taken.position)
+                taken.put_states(call.callbacks)  # the script may ask them what they have seen
                 return
             feed = engine.use(call.dataset)
             assert isinstance(feed, InfeedQueue)

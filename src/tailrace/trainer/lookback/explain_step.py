@@ -84,10 +84,15 @@ class StepExplanation:
 
 
 def explain_step(
-    engine: Engine, step: int, dataset: Any, checkpoint: Any, recorded: Recorded
+    engine: Engine,
+    step: int,
+    dataset: Any,
+    checkpoint: Any,
+    recorded: Recorded,
+    fits: int | None = None,
 ) -> StepExplanation:
     """Run a past step again, example by example; see `tr.Trainer.explain_step`."""
-    kept, directory = nearest(checkpoint, step)
+    kept, directory = nearest(checkpoint, step, fits)
     arrays, note = read_fit(kept)
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
@@ -96,6 +101,7 @@ def explain_step(
         Rerun(engine, taps, dataset, arrays, note, directory.directory),
         Comparison(recorded),
     )
+    rerun.check(step)
     before = []
     with rerun.closing():
         comparison.take_all(rerun.advance(max(rerun.step, step - BEFORE)))

@@ -25,6 +25,11 @@ class LookingBack:
     def _check_alone(self) -> None:
         raise NotImplementedError
 
+    @property
+    def _made(self) -> int | None:
+        """How many fits with checkpoints this trainer has made; None if none."""
+        raise NotImplementedError
+
     def replay(
         self,
         step: int,
@@ -52,7 +57,7 @@ class LookingBack:
         """
         self._check_alone()
         recorded = recorded_by(self._journal)
-        return replay(self.engine, step, dataset, observe, checkpoint, recorded)
+        return replay(self.engine, step, dataset, observe, checkpoint, recorded, self._made)
 
     def explain_step(
         self,
@@ -76,7 +81,8 @@ class LookingBack:
             out most first; and which tensor grew first.
         """
         self._check_alone()
-        return explain_step(self.engine, step, dataset, checkpoint, recorded_by(self._journal))
+        recorded = recorded_by(self._journal)
+        return explain_step(self.engine, step, dataset, checkpoint, recorded, self._made)
 
     def rewind(
         self,
@@ -104,7 +110,8 @@ class LookingBack:
         """
         self._check_alone()
         before = self.engine.step
-        proved = rewind(self.engine, step, dataset, checkpoint, recorded_by(self._journal))
+        recorded = recorded_by(self._journal)
+        proved = rewind(self.engine, step, dataset, checkpoint, recorded, self._made)
         said = {"kind": "rewind", "step": step, "from": before, "reason": reason}
         self._journal.rewind(step, {**said, "proved": proved})
         return proved

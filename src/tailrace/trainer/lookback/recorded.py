@@ -30,8 +30,7 @@ class Recorded:
     def add_history(self, history: History) -> Recorded:
         """Take in a history, as a fit or a checkpoint has it."""
         if len(history):
-            losses = history.each("loss")
-            self.losses.update(zip(map(int, history.steps), losses, strict=True))
+            self._add_losses(history.steps, history.each("loss"))
         self._add(history.fingerprints)
         return self
 
@@ -41,14 +40,25 @@ class Recorded:
         self._add(run.executions)
         return self
 
+    # A trainer that went back took another way from there: what was recorded of later steps is of the
+    # way that it left.
+
+    def _add_losses(self, steps: np.ndarray, losses: np.ndarray) -> None:
+        backs = np.flatnonzero(np.diff(steps) <= 0) + 1
+        for first, end in zip((0, *backs), (*backs, len(steps)), strict=True):
+            self.losses = {s: v for s, v in self.losses.items() if s < steps[first]}
+            self.losses.update(zip(map(int, steps[first:end]), losses[first:end], strict=True))
+
     def _add(self, columns: Mapping[str, np.ndarray]) -> None:
         groups = [group for group in GROUPS if group in columns]
-        firsts, lengths = columns["first_step"], columns["steps"]
-        for row, first in enumerate(firsts if groups else ()):
+        end = 0
+        for row, first in enumerate(map(int, columns["first_step"] if groups else ())):
             found = {group: int(columns[group][row]) for group in groups}
-            went_back = row + 1 < len(firsts) and firsts[row + 1] < first + lengths[row]
-            if any(found.values()) and not went_back:
-                self.executions[int(first), int(lengths[row])] = found
+            if not row or first < end:
+                self.executions = {k: v for k, v in self.executions.items() if sum(k) <= first}
+            end = first + int(columns["steps"][row])
+            if any(found.values()):
+                self.executions[first, end - first] = found
 
     def ends(self, first: int, last: int) -> list[int]:
         """Where executions ended between two steps, in order."""

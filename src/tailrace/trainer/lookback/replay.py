@@ -113,13 +113,15 @@ def replay(
     observe: Any,
     checkpoint: Any,
     recorded: Recorded,
+    fits: int | None = None,
 ) -> Replay:
     """Run a past step again; see `tr.Trainer.replay`."""
-    kept, directory = nearest(checkpoint, step)
+    kept, directory = nearest(checkpoint, step, fits)
     arrays, note = read_fit(kept)
     if step not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
     rerun = Rerun(engine, observe, dataset, arrays, note, directory.directory)
+    rerun.check(step)
     around = recorded.around(step)
     comparison = Comparison(recorded)
     with rerun.closing():
@@ -230,8 +232,18 @@ def check_step(step: Any) -> None:
         )
 
 
-def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
-    """The last checkpoint at or before a step."""
+def nearest(
+    checkpoint: Any, step: Any, fits: int | None = None, *, before: bool = False
+) -> tuple[Kept, CheckpointDirectory]:
+    """The last checkpoint at or before a step.
+
+    Args:
+        checkpoint: the directory, or a `tr.Checkpoint`.
+        step: a step that was trained.
+        fits: how many fits of the directory the trainer has made; None for all of them. A script that
+            was killed in a later fit, and started again, looks back from where it is.
+        before: whether only the state before the step is wanted, so that it may be the next one.
+    """
     check_step(step)
     given = checkpoint.directory if isinstance(checkpoint, Checkpoint) else checkpoint
     if not isinstance(given, str | os.PathLike):
@@ -245,17 +257,34 @@ def nearest(checkpoint: Any, step: Any) -> tuple[Kept, CheckpointDirectory]:
             f"process with as many devices: checkpoints do not depend on the number of processes."
         )
     directory = CheckpointDirectory(Path(given))
-    found = directory.found()
-    before = [kept for kept in found if kept.step <= step]
-    if not before:
-        there = f"the earliest there is of step {found[0].step}" if found else "it holds none"
+    found = [kept for kept in directory.found() if fits is None or kept.fit < fits]
+    where = str(directory.directory)
+    if not found:
+        there = "holds none" if directory.directory.is_dir() else "does not exist"
         raise CheckpointError(
-            f"A replay of step {step} starts from a checkpoint at or before it, and "
-            f"{str(directory.directory)!r} has none: {there}. Give the directory of "
-            f"fit(checkpoint=...); a larger keep= keeps more."
+            f"A replay starts from a checkpoint, and {where!r} {there}. Give the directory that "
+            f"fit(checkpoint=...) was given."
+        )
+    last = found[-1]
+    if last.ended and step >= last.step + before:
+        raise CheckpointError(
+            f"A replay is of a step that was trained, and the last fit in {where!r} ended with step "
+            f"{last.step - 1}. Received: step={step}."
+        )
+    earlier = [kept for kept in found if kept.step <= step and not _went_back(kept)]
+    if not earlier:
+        raise CheckpointError(
+            f"A replay of step {step} starts from a checkpoint at or before it, and the earliest in "
+            f"{where!r} is of step {found[0].step}: the step was trained before, or by another trainer."
         )
     # A later fit may have gone back and taken another way: its own checkpoints count.
-    return max(before, key=lambda kept: (kept.fit, kept.step)), directory
+    return max(earlier, key=lambda kept: (kept.fit, kept.step, kept.ended)), directory
+
+
+def _went_back(kept: Kept) -> bool:
+    """Whether the end of a fit has an earlier state, which a callback restored, so that the position in
+    the dataset is not that of its step."""
+    return kept.ended and int(orbax_files.read_note(kept.path)[0]["step"]) != kept.step
 
 
 def read_fit(kept: Kept) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

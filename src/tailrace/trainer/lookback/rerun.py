@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.data.adapters import as_dataset
-from tailrace.errors import DataExhausted, ProgramError
+from tailrace.errors import CheckpointError, DataExhausted, ProgramError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Staged
 from tailrace.feeds.infeed import InfeedQueue
@@ -53,7 +53,8 @@ class Rerun:
         self.engine = twin_of(engine, observe)
         self._dataset, self._directory = dataset, directory
         self._progress = Progress(**note["fit"]["progress"])
-        self._by_epochs = Duration(**note["fit"]["duration"]).epochs is not None
+        self._duration = Duration(**note["fit"]["duration"])
+        self._by_epochs = self._duration.epochs is not None
         self._epoch = self._progress.epoch
         feed = self.engine.use(dataset)
         assert isinstance(feed, InfeedQueue)
@@ -70,6 +71,18 @@ class Rerun:
     def step(self) -> int:
         """The number of the next step."""
         return self.engine.step
+
+    def check(self, step: int) -> None:
+        """Refuse a step that the fit would not have reached."""
+        asked, first = self._duration.steps, self._progress.first_step
+        if asked is not None and step >= first + asked:
+            raise self._not_reached(step)
+
+    def _not_reached(self, step: int) -> CheckpointError:
+        return CheckpointError(
+            f"A replay is of a step that was trained, and that fit, fit({self._duration}) from step "
+            f"{self._progress.first_step}, ends before step {step}."
+        )
 
     def advance(self, until: int) -> Iterator[Results]:
         """Run to a step without looking; one result for each dispatch."""
@@ -115,6 +128,8 @@ class Rerun:
             if not self._by_epochs:
                 break
             self._epoch += 1
+            if self._epoch >= self._progress.first_epoch + (self._duration.epochs or 0):
+                raise self._not_reached(self.step)
             self._next_epoch()
         raise DataExhausted(
             f"A replay reads the elements that the training read, and this dataset ends before "

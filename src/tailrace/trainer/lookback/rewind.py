@@ -14,10 +14,10 @@ from tailrace.trainer.lookback.rerun import Rerun
 
 
 def rewind(
-    engine: Engine, step: int, dataset: Any, checkpoint: Any, recorded: Recorded
+    engine: Engine, step: int, dataset: Any, checkpoint: Any, recorded: Recorded, fits: int | None
 ) -> bool | None:
     """Give an engine the state before a past step; returns whether that is proved."""
-    kept, directory = nearest(checkpoint, step)
+    kept, directory = nearest(checkpoint, step, fits, before=True)
     if step - 1 not in recorded.losses:
         recorded = recorded_in(directory, step, recorded, engine)
     rerun = Rerun(engine, (), dataset, *read_fit(kept), directory.directory)

@@ -8,8 +8,10 @@ outside of the trace, once for each place in the program, and the optimizers of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu.graph.state import current, kept, prepared
 
 
@@ -23,7 +25,7 @@ def optimizers_made_inside() -> None:
     hook(keras.optimizers.Optimizer, "__init__", _make)
 
 
-def _make(plain: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+def _make(plain: Callable[..., Any], optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> None:
     if current() is None:
         plain(optimizer, *args, **kwargs)
         return

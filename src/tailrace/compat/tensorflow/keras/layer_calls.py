@@ -27,7 +27,7 @@ def rewrite_calls() -> None:
     hook(keras.layers.Layer, "__init__", _init)
 
 
-def _init(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
+def _init(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
     for kind in type(layer).__mro__:
         call = vars(kind).get("call")
         is_own = kind.__module__.split(".")[0] not in ("keras", "tailrace")
