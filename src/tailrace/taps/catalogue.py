@@ -11,7 +11,7 @@ import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -210,7 +210,7 @@ class Catalogue(Sequence[Entry]):
 
 
 @contextlib.contextmanager
-def names_listed_by(where: str) -> Iterator[None]:
+def names_listed_by(where: str) -> Generator[None]:
     """Say in a refused selection where its user finds all names."""
     try:
         yield
