@@ -78,7 +78,7 @@ class IPUStrategyV1(Strategy):
 
     @property
     def program_count(self) -> int:
-        """How many programs `run` has made: one for each function and its arguments that are no data."""
+        """How many programs `run` has made; arrays of one form share a program."""
         return len(self._calls)
 
     def run(
