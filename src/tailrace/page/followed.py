@@ -35,7 +35,7 @@ class FollowedRun:
         version: incremented whenever something new was read.
     """
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self.run: Run | None = None
         self.problem = ""

@@ -10,13 +10,14 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tailrace.errors import RunError
 from tailrace.page.steps import StepColumns
 from tailrace.runs.tables.stored import StoredTable, describing
+from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 SOURCES = {
@@ -178,6 +179,6 @@ def is_histogram(table: StoredTable) -> bool:
     return table.kind == "histogram" and table.group["values"].shape[-1:] == (NUM_BINS,)
 
 
-def sizes_of(catalogue: Any) -> dict[str, int]:
+def sizes_of(catalogue: Catalogue) -> dict[str, int]:
     """The number of values of each tensor."""
     return {entry.name: math.prod(entry.shape) for entry in catalogue}

@@ -277,7 +277,7 @@ def _read(stages: Any) -> tuple[tuple[Stage, ...], ...]:
     return found
 
 
-def _stage_name(stage: Any) -> str:
+def _stage_name(stage: object) -> str:
     return getattr(stage, "__name__", type(stage).__name__)
 
 
@@ -315,7 +315,7 @@ def _with_state(made: Any, number: int, stage: Stage) -> tuple[Any, Any]:
     return made
 
 
-def _name(stage: Any) -> str:
+def _name(stage: object) -> str:
     return getattr(stage, "__name__", repr(stage))
 
 

@@ -7,6 +7,7 @@ by differentiation itself, and no update has to be kept equal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ class SharedWeights:
         shared: the groups, each a list of names: `[("0/table", "2/table")]`.
     """
 
-    def __init__(self, shared: Any) -> None:
+    def __init__(self, shared: Sequence[Sequence[str]]) -> None:
         self.groups = _groups(shared)
 
     def untie(self, params: Tree) -> Any:

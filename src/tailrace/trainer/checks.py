@@ -51,7 +51,7 @@ def check_replica_state(rule: Any) -> bool | Callable[[str], bool]:
     return rule == "mean"
 
 
-def check_fingerprint(fingerprint: Any) -> bool:
+def check_fingerprint(fingerprint: object) -> bool:
     """Refuse values other than True and False."""
     if not isinstance(fingerprint, bool):
         raise OptionError(f"fingerprint is True or False. Received: fingerprint={fingerprint!r}.")
@@ -83,7 +83,7 @@ def check_numbers(
     return scale, precision
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     """An optimizer has `init` and `update`; those of front ends have `apply` instead."""
     has = [callable(getattr(optimizer, name, None)) for name in ("init", "update", "apply")]
     if not (has[0] and (has[1] or has[2])):
@@ -111,7 +111,7 @@ def check_accumulates_once(optimizer: Any, params: Tree) -> None:
         )
 
 
-def check_pipeline(accumulation: Any) -> None:
+def check_pipeline(accumulation: object) -> None:
     """Refuse options that a pipeline decides itself."""
     if accumulation != 1:
         raise OptionError(
@@ -155,7 +155,7 @@ def check_arrays(what: str, tree: Tree) -> None:
             ) from None
 
 
-def check_eval_fn(eval_fn: Any) -> Any:
+def check_eval_fn(eval_fn: object) -> Any:
     """A function like the loss function, or None."""
     if eval_fn is not None and not callable(eval_fn):
         raise OptionError(

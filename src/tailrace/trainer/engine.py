@@ -215,7 +215,7 @@ class Engine:
 
     # -- the program ----------------------------------------------------------------------------
 
-    def use(self, dataset: Any) -> Feed:
+    def use(self, dataset: object) -> Feed:
         """Use elements of this dataset (or feed) from now on; returns the feed of the program.
 
         There is one program per shape of elements. The state moves to the current one.
@@ -225,7 +225,7 @@ class Engine:
         runner.keep_elements = self.guarded or self.digests is not None
         return feed
 
-    def program_for(self, dataset: Any) -> tuple[LoopRunner, Feed]:
+    def program_for(self, dataset: object) -> tuple[LoopRunner, Feed]:
         """The program for elements of the dataset's shape, and its feed set to that dataset."""
         return self._programs.find(dataset)
 
@@ -233,7 +233,7 @@ class Engine:
         """Replace the current program by `runner`, made by `LoopRunner.observing`."""
         self._state.swap(runner)
 
-    def let_go(self, dataset: Any, feed: Feed) -> None:
+    def let_go(self, dataset: object, feed: Feed) -> None:
         """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
         self._programs.let_go(dataset, feed)
 
@@ -374,7 +374,7 @@ class Engine:
         self.step += 1
         return emitted[self.scalars].value, ready
 
-    def dispatched(self, length: int, emitted: dict[Any, Any], ready: Any) -> Ticket:
+    def dispatched(self, length: int, emitted: dict[Any, Any], ready: jax.Array) -> Ticket:
         """The ticket of an execution that was dispatched in portions, starting at this step."""
         runner, state = self._state.active
         scalars = self._collector.scalars_on_device(runner, emitted)

@@ -83,7 +83,7 @@ class TrainingPrograms:
         """The tensors that taps select in a program."""
         return self._sight_of[runner.infeeds[0]]
 
-    def find(self, dataset: Any) -> tuple[LoopRunner, Feed]:
+    def find(self, dataset: object) -> tuple[LoopRunner, Feed]:
         """The program for elements of the dataset's shape, and its feed set to that dataset."""
         fresh = dataset if isinstance(dataset, Feed) else InfeedQueue(dataset)
         fresh.bind_replicas(self.placement.replicas)
@@ -99,7 +99,7 @@ class TrainingPrograms:
             feed.adopt(fresh)
         return runner, feed
 
-    def let_go(self, dataset: Any, feed: Feed) -> None:
+    def let_go(self, dataset: object, feed: Feed) -> None:
         """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
         feed.rest()
         self._left = None

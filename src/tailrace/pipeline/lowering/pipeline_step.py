@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -72,7 +73,12 @@ class PipelineStep(Step):
         return self.pipeline(params, model_state, self.has_model_state, batch, inputs)
 
     def runner(
-        self, form: Any, infeed: Feed, placement: Placement, each: Any, kept_from: int
+        self,
+        form: TrainState,
+        infeed: Feed,
+        placement: Placement,
+        each: Sequence[bool],
+        kept_from: int,
     ) -> PipelineRunner:
         """What runs the steps, each stage on its device."""
 
@@ -184,7 +190,9 @@ class PipelineStep(Step):
         with tracing_training():
             return Model.trace(forward, args, self.pipeline.sizes, self.pipeline.recompute)
 
-    def _send_from(self, model: Model, run: Microbatch, weight: Any, state: TrainState) -> None:
+    def _send_from(
+        self, model: Model, run: Microbatch, weight: jax.Array | None, state: TrainState
+    ) -> None:
         """Send out loss and scalars, where the last of them is made."""
         _, _, aux = model.stages.results
         # Only scalars are sent: what else is in aux stays on the device that makes it.
@@ -224,7 +232,7 @@ class PipelineStep(Step):
         return grads
 
 
-def _share_so_far(total: Any, weight: Any) -> tuple[Any, Any]:
+def _share_so_far(total: jax.Array, weight: jax.Array) -> tuple[Any, Any]:
     """The weight of all microbatches so far, and the share of this one in it."""
     after = total + weight
     return after, share_of(weight, after)

@@ -143,7 +143,7 @@ class StageBuffers:
                     found.setdefault((replica, device), {})[slot.offset] = row
         return found
 
-    def _rows(self, buffer: Any, device: int, each: bool) -> list[Any]:
+    def _rows(self, buffer: jax.Array, device: int, each: bool) -> list[Any]:
         """What one device of each replica has in a buffer, flat; of one replica if all are alike."""
         if buffer.sharding.memory_kind == HOST_MEMORY:  # where no operation can be done with it
             buffer = jax.device_put(buffer, buffer.sharding.with_memory_kind("device"))
@@ -162,7 +162,7 @@ class StageBuffers:
         return self._assembly.carry_in[number].aval
 
 
-def _owned(value: Any) -> Any:
+def _owned(value: jax.Array) -> Any:
     """A copy that nothing else holds, so that a loop may overwrite it."""
     if value.sharding.memory_kind == HOST_MEMORY:
         return value  # it was copied there

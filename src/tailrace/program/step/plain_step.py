@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,11 +40,16 @@ class PlainStep(Step):
         return repeat(length, lambda s: self.accumulated(s, infeed), state)
 
     def runner(
-        self, form: Any, infeed: Feed, placement: Placement, each: Any, kept_from: int
+        self,
+        form: TrainState,
+        infeed: Feed,
+        placement: Placement,
+        each: Sequence[bool],
+        kept_from: int,
     ) -> LoopRunner:
         """A runner of steps on elements of `infeed`; `form` has the shapes of the state."""
 
-        def train(state: TrainState, _: Any) -> TrainState:
+        def train(state: TrainState, _: object) -> TrainState:
             return self.loop(state, infeed)
 
         return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
@@ -145,7 +151,7 @@ def evaluating_whole(
     It carries nothing: its state is `runner.begin((), read)`.
     """
 
-    def program(_: Any, read: Tree) -> Any:
+    def program(_: object, read: Tree) -> Any:
         params, model_state = read
 
         def one(carry: Tree, batch: Tree) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -115,7 +115,12 @@ class Step(ABC):
 
     @abstractmethod
     def runner(
-        self, form: Any, infeed: Feed, placement: Placement, each: Any, kept_from: int
+        self,
+        form: TrainState,
+        infeed: Feed,
+        placement: Placement,
+        each: Sequence[bool],
+        kept_from: int,
     ) -> LoopRunner:
         """A runner of steps on elements of `infeed`.
 
@@ -273,12 +278,12 @@ class Step(ABC):
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def share_of(weight: jax.Array, total: Any) -> Any:
+def share_of(weight: jax.Array, total: jax.Array) -> Any:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 
 
-def _scalars(aux: Any, own: set[str]) -> dict[str, Any]:
+def _scalars(aux: Tree, own: set[str]) -> dict[str, Any]:
     """The scalar values of `aux` by name, for the history, which also has our `own`."""
     found = jax.tree_util.tree_flatten_with_path(aux)[0]
     names = [path_name(path) or "aux" for path, _ in found]

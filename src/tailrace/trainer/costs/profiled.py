@@ -27,7 +27,7 @@ _ARGUMENT = re.compile(r"^(carried|read|elements|numbers)\[?(\d*)")
 
 
 def profiled(
-    engine: Engine, dataset: Any, executions: int, pace_of: Callable[[Engine], Pace]
+    engine: Engine, dataset: object, executions: int, pace_of: Callable[[Engine], Pace]
 ) -> Profile:
     """The profile of some executions on a dataset; afterwards all is as before.
 

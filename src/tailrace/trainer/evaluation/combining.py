@@ -182,11 +182,11 @@ def _collector(rule: Rule) -> _Collector:
     return _OfMetric(rule) if _is_metric(rule) else _OfAll(rule)  # type: ignore[arg-type]
 
 
-def _is_metric(rule: Any) -> bool:
+def _is_metric(rule: object) -> bool:
     return all(callable(getattr(rule, name, None)) for name in ("init", "update", "result"))
 
 
-def _check_rule(rule: Any) -> None:
+def _check_rule(rule: object) -> None:
     known = rule is None or (isinstance(rule, str) and rule in RULES)
     if not (known or _is_metric(rule) or (callable(rule) and not isinstance(rule, str | type))):
         raise OptionError(

@@ -43,7 +43,7 @@ class Evaluator:
         self._runners: dict[Hashable, tuple[LoopRunner, OutfeedQueue]] = {}
 
     def evaluate(
-        self, dataset: Any, fn: Callable[..., Any] | None, read: tuple[Any, Any], combine: Any
+        self, dataset: object, fn: Callable[..., Any] | None, read: tuple[Any, Any], combine: Any
     ) -> dict[str, Any]:
         """The combined values of `fn` over all batches, by name."""
         combined = Combined(combine)
@@ -52,7 +52,7 @@ class Evaluator:
             combined.add(values, rows_of(spec))
         return combined.results()
 
-    def predict(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
+    def predict(self, dataset: object, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
         """All results, concatenated."""
         parts, sizes = [], []
         for tree, spec in self._run(dataset, fn, read, None):
@@ -77,7 +77,9 @@ class Evaluator:
 
         return jax.tree.map(join, *parts)
 
-    def stream(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Iterator[Any]:
+    def stream(
+        self, dataset: object, fn: Callable[..., Any], read: tuple[Any, Any]
+    ) -> Iterator[Any]:
         """Results one by one, soon after they are computed."""
         # Closed explicitly: since Python 3.12 a closed generator may keep its iterator alive.
         with closing(self._run(dataset, fn, read, None, live=True)) as results:
@@ -104,7 +106,7 @@ class Evaluator:
 
     def _run(
         self,
-        dataset: Any,
+        dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
@@ -124,7 +126,7 @@ class Evaluator:
 
     def _run_of_one_form(
         self,
-        dataset: Any,
+        dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
@@ -197,7 +199,7 @@ class Evaluator:
 
     def _runner_for(
         self,
-        dataset: Any,
+        dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
 
 import jax
 import numpy as np
@@ -68,7 +67,7 @@ class Fit:
         trainer: AnyTrainer,
         engine: Engine,
         feed: InfeedQueue,
-        dataset: Any,
+        dataset: object,
         journal: Journal,
         pace: Pace,
         progress: Progress,
