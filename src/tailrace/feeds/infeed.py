@@ -83,7 +83,7 @@ class InfeedQueue(Feed):
                 "resident=True keeps one dataset on all devices, but each process has a different "
                 "dataset. Leave resident out."
             )
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.prefetch = prefetch
         self.replicas: int | None = None
         self._resident = resident
