@@ -123,6 +123,57 @@ def test_a_rate_may_be_fed(name):
     assert not np.array_equal(fed, [1.0, -2.0])
 
 
+def test_a_rate_of_keras_may_be_fed():
+    """A Keras optimizer that a program makes with a rate which is an input: read at each update."""
+    w = tf2.Variable([1.0, -2.0])
+
+    def net(rate):
+        def body(count, rate):
+            loss = tf.reduce_sum((w - 3.0) ** 2)
+            optimizer = tf2.keras.optimizers.SGD(rate, momentum=0.5)
+            (grad,) = ipu.GradientTape().gradient(loss, [w])
+            optimizer.apply_gradients([(grad, w)])
+            return count + 1, rate
+
+        return ipu.loops.repeat(2, body, [0, rate])
+
+    rate = tf.placeholder(tf.float32, [])
+    program = ipu.ipu_compiler.compile(net, inputs=[rate])
+    expected, speed = np.array([1.0, -2.0]), 0.0
+    with tf.Session() as sess:
+        for fed in (0.1, 0.01):
+            sess.run(program, {rate: fed})
+            for _ in range(2):
+                speed = 0.5 * speed - fed * 2 * (expected - 3.0)
+                expected = expected + speed
+    assert_close(np.asarray(w.value), expected.astype(np.float32))
+
+
+def test_a_rate_of_keras_may_be_an_input_of_a_pipeline():
+    """The optimizer function makes the optimizer with what reaches it through the stages."""
+    w = tf2.Variable(1.0)
+    out = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def net(rate):
+        return ipu.pipelining_ops.pipeline(
+            [lambda rate: (rate, w * 2.0), lambda rate, x: (rate, x * 1.0)],
+            gradient_accumulation_count=4,
+            inputs=[rate],
+            outfeed_queue=out,
+            optimizer_function=lambda rate, loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                tf2.keras.optimizers.SGD(rate), loss, variables=[w]
+            ),
+        )
+
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 2
+    config.configure_ipu_system()
+    program = ipu.ipu_compiler.compile(net, inputs=[np.float32(0.5)])
+    for rate in (0.5, 0.125):
+        program(np.float32(rate))
+    assert float(w.value) == 1.0 - 8.0 * 0.5 - 8.0 * 0.125
+
+
 # -- files --------------------------------------------------------------------------------------------
 
 
@@ -152,6 +203,36 @@ def test_a_saver_reads_checkpoints_of_tensorflow(tmp_path):
     w = tf.get_variable("w", [2])
     tf.train.Saver({"w/.ATTRIBUTES/VARIABLE_VALUE": w}).restore(None, path)
     assert np.asarray(w.value()).tolist() == [3.0, 4.0]
+
+
+def test_checkpoints_of_tensorflow_2(tmp_path):
+    def made(value):
+        model = tf2.keras.Sequential([tf2.keras.layers.Dense(2)])
+        model.build((None, 3))
+        model.set_weights([np.full((3, 2), value, "float32"), np.full(2, value, "float32")])
+        optimizer = tf2.keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+        step = tf2.Variable(int(value))
+        return model, tf2.train.Checkpoint(model=model, optimizer=optimizer, step=step)
+
+    first, checkpoint = made(1.0)
+    manager = tf2.train.CheckpointManager(checkpoint, str(tmp_path), max_to_keep=2)
+    assert manager.restore_or_initialize() is None
+    paths = [manager.save() for _ in range(3)]
+    assert manager.checkpoints == paths[1:]
+    other, again = made(2.0)
+    found = tf2.train.CheckpointManager(again, str(tmp_path), max_to_keep=2)
+    assert found.restore_or_initialize() == paths[-1] == tf2.train.latest_checkpoint(str(tmp_path))
+    assert all(map(np.array_equal, first.get_weights(), other.get_weights()))
+    assert int(again.step) == 1
+    assert found.save() == str(tmp_path / "ckpt-4")
+    again.restore(paths[1]).expect_partial()
+    with pytest.raises(NotFoundError, match="There is no checkpoint"):
+        again.restore(paths[0])
+    with pytest.raises(NotFoundError, match="lacks more"):
+        tf2.train.Checkpoint(more=tf2.Variable(1.0)).restore(paths[1])
+    with pytest.raises(IPUValueError, match="models, optimizers.*iterator=list_iterator"):
+        tf2.train.Checkpoint(iterator=iter([1]))
 
 
 def test_a_saver_without_variables_says_so(tmp_path):

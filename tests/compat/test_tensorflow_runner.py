@@ -131,6 +131,25 @@ def test_logits_in_a_loss_of_probabilities_differ_between_backends_of_keras():
     assert abs(float(here[0]) + np.log(0.3)) < 1e-6
 
 
+def test_the_plain_program_has_the_replicas_of_the_original():
+    """Each replica takes a batch of its own: without them, a plain program updates more often."""
+    pytest.importorskip("tensorflow")
+    from benchmarks.originals.plain import ipu
+
+    config = ipu.config.IPUConfig()
+    config.device_connection.type = ipu.config.DeviceConnectionType.ON_DEMAND
+    config.auto_select_ipus = 4
+    config.configure_ipu_system()
+    assert ipu._system.replicas(pipelined=False) == 4
+    assert ipu._system.replicas(pipelined=True) == 1  # stages that it does not say here
+    for number in (0, 1):
+        with ipu.keras.PipelineStage(number):
+            pass
+    assert ipu._system.replicas(pipelined=True) == 2
+    ipu.config.IPUConfig().configure_ipu_system()
+    assert ipu._system.replicas(pipelined=False) == 1
+
+
 def test_what_a_document_leaves_to_the_reader_is_supplied(tmp_path, monkeypatch):
     text = "# A title\n\n" + "".join(
         f"```python\n{block}\n```\n" for block in ("a = given", "b = later", "later = 2", "c = ...")

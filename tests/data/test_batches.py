@@ -311,3 +311,16 @@ def test_a_state_of_another_recipe_is_refused():
         iter(batches(np.arange(6), 2, shuffle=True, seed=1)).set_state(state)
     assert isinstance(other, BatchIterator)
     assert other.position == 0
+
+
+@pytest.mark.parametrize("name", ["shuffle", "repeat", "drop_remainder"])
+def test_flags_are_true_or_false(name):
+    for wrong in (np.ones(2), "no", 2, 1.0):
+        with pytest.raises(DataError, match=f"{name} is True or False. Received: {name}="):
+            batches(np.zeros((8, 2), np.float32), 4, **{name: wrong})
+    assert getattr(batches(np.zeros((8, 2), np.float32), 4, **{name: np.bool_(True)}), name) is True
+
+
+def test_a_smaller_last_batch_is_kept_by_a_flag_of_numpy():
+    data = batches(np.zeros((6, 2), np.float32), 4, drop_remainder=np.bool_(False))
+    assert [len(batch) for batch in data] == [4, 2]

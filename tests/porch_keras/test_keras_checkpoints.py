@@ -15,7 +15,14 @@ pytest.importorskip("orbax.checkpoint")
 import tailrace as tr  # noqa: E402
 import tailrace.keras as tk  # noqa: E402
 from oracles import assert_bits_equal  # noqa: E402
-from tailrace.errors import CheckpointError, DataExhausted, OptionError  # noqa: E402
+from tailrace.errors import (  # noqa: E402
+    CheckpointError,
+    DataExhausted,
+    DistributedError,
+    OptionError,
+)
+from tailrace.keras.checkpoints.kept_callbacks import KeptCallbacks  # noqa: E402
+from tailrace.program.running.placement import Placement  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 3)).astype(np.float32)
@@ -334,3 +341,37 @@ def test_what_is_refused(tmp_path):
     trainer = tr.Trainer(lambda w, x: (x @ w).mean(), optax.sgd(0.1), np.zeros((3, 1)))
     with pytest.raises(CheckpointError, match="Keras"):
         trainer.restore(directory)
+
+
+def test_killed_after_the_last_epoch(tmp_path, monkeypatch):
+    """The end is still to come: callbacks restore the best weights, here those of the first epoch."""
+
+    def fit(directory):
+        model, early = (
+            model_of(),
+            keras.callbacks.EarlyStopping(
+                "loss", patience=9, mode="max", restore_best_weights=True
+            ),
+        )
+        kept = tr.Checkpoint(tmp_path / directory, every=12)
+        model.fit(**arrays(epochs=2), verbose=0, checkpoint=kept, callbacks=[early])
+        return model
+
+    def killed(self):
+        raise Killed
+
+    expected = fit("never")
+    with monkeypatch.context() as patched:
+        patched.setattr(KeptCallbacks, "save_end", killed)
+        with pytest.raises(Killed):
+            fit("kept")
+    assert_bits_equal(fit("kept").get_weights(), expected.get_weights())
+    assert_bits_equal(fit("kept").get_weights(), expected.get_weights())
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(Placement, "in_one_process", False)
+    with pytest.raises(
+        DistributedError, match="A Keras model trains in one process, on all of its"
+    ):
+        model_of().fit(**arrays(), verbose=0)

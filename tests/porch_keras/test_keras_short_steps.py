@@ -8,6 +8,7 @@ from keras_oracle import SPARSE, classifier, digits_like, twins
 import tailrace as tr
 import tailrace.keras as tk
 from oracles import assert_bits_equal
+from tailrace.keras.model import Adopted
 from tailrace.trainer.engine import Engine
 
 ROWS, BATCH = 44, 8
@@ -114,3 +115,22 @@ def test_a_trace_sees_every_step(long_ways, tmp_path):
     with tr.trace(tmp_path / "traced", operations=0):
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Heard()])
     assert len(long_ways) == 5
+
+
+@pytest.mark.parametrize("frequency", ["epoch", 2])
+def test_a_backup_does_not_read_the_model_after_each_batch(frequency, tmp_path, monkeypatch):
+    """Reading it writes every value back, also where executions run together."""
+    pytest.importorskip("orbax.checkpoint")
+    pair, (x, y) = twins(classifier, 1, **SPARSE), digits_like(ROWS)
+    synced, plain = [], Adopted.jax_state_sync
+
+    def jax_state_sync(self):
+        synced.append(self)
+        plain(self)
+
+    monkeypatch.setattr(Adopted, "jax_state_sync", jax_state_sync)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=frequency)
+    for model, callbacks in zip(pair, ([], [backup]), strict=True):
+        model.fit(x, y, 4, 2, shuffle=False, verbose=0, callbacks=callbacks)
+    assert_bits_equal(pair[1].get_weights(), pair[0].get_weights())
+    assert len(synced) < 22 or frequency == 2

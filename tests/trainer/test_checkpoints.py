@@ -477,7 +477,7 @@ def test_save_and_restore(tmp_path):
     same(other, trainer)
     with pytest.raises(CheckpointError, match="save writes a new directory"):
         trainer.save(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+    with pytest.raises(CheckpointError, match="restore reads what trainer.save or fit"):
         trainer.restore(tmp_path / "nothing")
 
 

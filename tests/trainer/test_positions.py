@@ -63,6 +63,23 @@ def from_grain(examples):
     return data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
+class Reshuffled:
+    """Another order in each iteration, as a PyTorch DataLoader with shuffle=True has."""
+
+    def __init__(self, examples):
+        self.examples, self.rng = examples, np.random.default_rng(3)
+
+    def __iter__(self):
+        order = self.rng.permutation(64)
+        for first in range(0, 64, 4):
+            yield np.stack([self.examples[row] for row in order[first : first + 4]])
+
+
+class ReshuffledOfLength(Reshuffled):
+    def __len__(self):
+        return 16
+
+
 def trained(make, directory, kill=None, epochs=3):
     examples = Counted()
     trainer = tr.Trainer(
@@ -89,6 +106,33 @@ def test_what_was_used_is_not_read_again(tmp_path, make):
     assert whole >= 3 * 64
     # The first element is read once more to learn its form, and two steps are read ahead.
     assert reads <= 20 * 4 + 4 * 4, "in constant time, whatever was used before"
+
+
+@pytest.mark.parametrize("make", [with_state, from_grain, Reshuffled, ReshuffledOfLength])
+def test_fits_that_share_a_dataset(tmp_path, make):
+    """Killed in the second fit: the first is finished, and the dataset goes on as after it."""
+
+    def script(directory, kill=None):
+        data = make(Counted())
+        trainer = tr.Trainer(
+            lambda w, x: ((x @ w - 1) ** 2).mean(),
+            optax.sgd(0.01),
+            np.zeros(3, np.float32),
+            steps_per_execution=2,
+        )
+        kept = tr.Checkpoint(directory, every=4)
+        for fit in ({"epochs": 2}, {"steps": 6}, {"epochs": 1}):
+            callbacks = [] if kill is None or trainer.step < 32 else [Kill(kill)]
+            trainer.fit(data, checkpoint=kept, callbacks=callbacks, progress=False, **fit)
+        return trainer
+
+    expected = script(tmp_path / "never")
+    for kill in (0, 1, 4):
+        with pytest.raises(Killed):
+            script(tmp_path / "kept", kill)
+    found = script(tmp_path / "kept")
+    assert_bits_equal(found.params, expected.params)
+    assert_bits_equal(found.history.loss, expected.history.loss)
 
 
 def test_a_state_that_cannot_be_kept_is_a_sentence(tmp_path):

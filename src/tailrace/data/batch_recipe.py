@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.data.counts import check_count
+from tailrace.data.counts import check_count, check_flag
 from tailrace.data.leaves import to_numpy
 from tailrace.data.trees import (
     Tree,
@@ -44,6 +44,11 @@ class BatchRecipe(ABC):
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size, at_least=1)
         check_count("seed", self.seed, at_least=0)
+        # object.__setattr__, because the dataclass is frozen. Counts and flags may be those of NumPy.
+        set_field = object.__setattr__
+        for name in ("shuffle", "repeat", "drop_remainder"):
+            if getattr(self, name) is not None or name != "drop_remainder":
+                set_field(self, name, check_flag(name, getattr(self, name)))
         arrays = map_with_paths(_as_array, self.arrays)
         num_rows = _common_leading_size(leaves_with_paths(arrays))
         left_out = tuple(sorted({int(row) for row in self.left_out}))
@@ -57,8 +62,6 @@ class BatchRecipe(ABC):
         if self.shuffle or self.left_out:
             # np.take copies an array that is not contiguous as a whole, at every call.
             arrays = map_leaves(np.ascontiguousarray, arrays)
-        # object.__setattr__, because the dataclass is frozen. Counts may be NumPy integers.
-        set_field = object.__setattr__
         set_field(self, "arrays", arrays)
         set_field(self, "batch_size", int(self.batch_size))
         set_field(self, "seed", int(self.seed))

@@ -1,4 +1,4 @@
-"""Checks of numbers with a lower limit."""
+"""Checks of numbers with a lower limit, and of flags."""
 
 from typing import Any
 
@@ -12,6 +12,17 @@ def check_count(name: str, value: Any, *, at_least: int) -> None:
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or value < at_least:
         raise DataError(f"{name} must be a whole number >= {at_least}. Received: {name}={value!r}.")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """True or False, Python's or numpy's, or as 1 and 0; raises a DataError for anything else.
+
+    >>> check_flag("shuffle", np.bool_(False))
+    False
+    """
+    if isinstance(value, bool | np.bool_ | int) and value in (0, 1):
+        return bool(value)
+    raise DataError(f"{name} is True or False. Received: {name}={value!r:.80}.")
 
 
 def check_number(

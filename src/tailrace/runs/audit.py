@@ -39,7 +39,7 @@ class Row:
     def begins_after(self, before: Row | None) -> bool:
         """Whether it is the first execution of a fit.
 
-        A fit may begin at an earlier step than the last one, if the trainer returned to its best state.
+        It may begin at an earlier step than the last one, if the trainer went back to its best state.
         """
         if before is None or before.fit != self.fit:
             return True

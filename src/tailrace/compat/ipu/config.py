@@ -323,6 +323,7 @@ def _groups(config: IPUConfig, found: list[Any]) -> list[list[Any]]:
                 f"{len(found)}, numbered from 0."
             )
         return [[found[number]] for number in chosen]
+    # Several entries are several logical devices, each with as many devices, in this order.
     counts = _entries(config.auto_select_ipus) or [1]
     if sum(counts) > len(found):
         virtual = (

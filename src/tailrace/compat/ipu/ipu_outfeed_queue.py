@@ -111,6 +111,7 @@ class IPUOutfeedQueue:
         if not is_tracing() and any(isinstance(x, Tracer) for x in jax.tree.leaves(tensors)):
             return Enqueued(tensors)  # Keras asks a layer for the shape of its outputs
         scope, trace = current(), current_trace("IPUOutfeedQueue.enqueue")
+        # By trace, not by queue: a program is traced more than once, and each trace may enqueue once.
         if id(trace) in self._traces:
             raise IPUValueError("An outfeed can only be enqueued once.")
         trace.feeds.append(_Entered(self._traces, id(trace)))
@@ -127,6 +128,7 @@ class IPUOutfeedQueue:
                     f"shape {leaf.shape} on index {index}."
                 )
         self._enqueued = True
+        # The first look only shows which variables there are; its values are never sent.
         if scope is None or not scope.looking:
             self._form, self._thread = form, threading.get_ident()
             leaves = list(self._queue.enqueue(tuple(leaves)))
@@ -190,6 +192,7 @@ class IPUOutfeedQueue:
 
     def _watched(self) -> None:
         """Whoever asks from another thread wants results while the program runs."""
+        # Before anything was enqueued, any thread but the main one is taken for another.
         other = threading.get_ident() != self._thread
         before = self._thread is None and threading.current_thread() is not threading.main_thread()
         if self.outfeed_mode is IPUOutfeedMode.ALL and other and (before or self._thread):

@@ -21,6 +21,7 @@ import numpy as np
 
 from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
+from tailrace.errors import DistributedError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.feed import Staged
 from tailrace.keras.data.batch_source import Block, Form
@@ -51,6 +52,11 @@ class Training(Executions):
     def __init__(self, model: keras.Model) -> None:
         settings = settings_of(model)
         placement = Placement(settings.replicas)
+        if not placement.in_one_process:
+            raise DistributedError(
+                f"A Keras model trains in one process, on all of its devices; this program has "
+                f"{jax.process_count()} processes. Start one, or train with tr.Trainer."
+            )
         count = settings.microbatches
         super().__init__(model, placement, count * settings.replicas)
         self.layout = Layout(model)
@@ -88,7 +94,9 @@ class Training(Executions):
                 return logs, self._token
         else:
             self._load([value for values in state for value in values])
-            self._dirty = self._resumed is not None  # batches are only counted: nothing runs yet
+            # Keras has emptied its variables. Where batches are only counted, nothing runs that would
+            # make the values here newer: they are to be written back all the same.
+            self._dirty = self._resumed is not None or self.pacing.owes
         series = self.execute(iterator)[-1]
         return self.logs(series), self._token
 

@@ -312,13 +312,20 @@ class Saving:
 def bring_to(
     feed: InfeedQueue, dataset: Any, progress: Progress, position: Mapping[str, Any]
 ) -> None:
-    """Restore the position of a feed in its dataset."""
+    """Restore the position of a feed in its dataset.
+
+    Some datasets have another order in each iteration, so they are iterated as often as before: once
+    for the form of an element (which is the first pass of the first fit), and once for each pass.
+    """
     source = as_dataset(dataset)
-    if source.fast is None and "source" not in position:
-        # Some datasets have another order in each iteration: iterate them as often as before.
-        for epoch in range(progress.epochs if source.restartable else 0):
+    between_passes = bool(progress.epochs) and progress.steps == progress.epoch_start
+    begun = progress.epochs - between_passes
+    again = begun + bool(progress.first_epoch)
+    if source.fast is None and source.restartable and "source" not in position:
+        for epoch in range(again - 1):
             next(source.iterate(epoch), None)
-    feed.start_epoch(dataset, progress.epoch)
+    if again:
+        feed.start_epoch(dataset, progress.first_epoch + begun)
     feed.set_state(position)
 
 

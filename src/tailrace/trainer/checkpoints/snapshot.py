@@ -115,7 +115,8 @@ def check_forms(
             shapes = own.get(name, (tuple(leaf.shape),))
             same = stored.shape in shapes and leaf.dtype == stored.dtype
         if not same:
-            wrong.append(f"{name}: {_form(leaf)} here, {_form(stored)} in the checkpoint")
+            there = f"a random key ({keys[name]})" if name in keys else _form(stored)
+            wrong.append(f"{name}: {_form(leaf)} here, {there} in the checkpoint")
     wrong += [f"{name}: missing here, {_form(found[name])}" for name in found if name not in now]
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""

@@ -55,6 +55,10 @@ def _check_new(where: Path) -> None:
 def _found(where: Path) -> str:
     """The checkpoint at a path: the path itself, or the newest one in a directory of a fit."""
     kept = CheckpointDirectory(where).newest()
-    if kept is None and not where.is_dir():
-        raise CheckpointError(f"There is no checkpoint at {str(where)!r}.")
+    if kept is None and not (where.is_dir() and any(where.iterdir())):
+        there = "an empty directory" if where.is_dir() else "nothing"
+        raise CheckpointError(
+            f"restore reads what trainer.save or fit(checkpoint=...) wrote, and {str(where)!r} is "
+            f"{there}."
+        )
     return str(where if kept is None else kept.path)

@@ -96,14 +96,15 @@ class Fits:
         taken = call.take_up(journal)
         try:
             if taken is not None and taken.finished:
-                self._pass_by(call.dataset, taken.position)
+                passes = max(1, call.epochs_begun) + bool(taken.progress.first_epoch)
+                self._pass_by(call.dataset, taken.position, passes)
                 taken.put_states(call.callbacks)  # the script may ask them what they have seen
                 return
             feed = engine.use(call.dataset)
             assert isinstance(feed, InfeedQueue)
-            # A resumed fit goes on in the order of its epoch. A queue that the user made has a position
-            # of its own.
-            if call.progress.epoch and feed is not call.dataset:
+            # In the order of its epoch. A queue that the user made has a position of its own; so has a
+            # resumed fit, which is brought there later.
+            if taken is None and call.progress.epoch and feed is not call.dataset:
                 feed.start_epoch(call.dataset, call.progress.epoch)
             # After `use`: which elements, and so how many bytes a step reads, is known only now.
             self._pace = self.pace(engine)
@@ -127,12 +128,23 @@ class Fits:
             if feed is not None:
                 engine.let_go(call.dataset, feed)
 
-    def _pass_by(self, dataset: object, position: Mapping[str, Any]) -> None:
-        """Skip what a finished fit has read of a one-shot iterator: later fits must not see it."""
-        if isinstance(dataset, InfeedQueue) or as_dataset(dataset).restartable:
+    def _pass_by(self, dataset: object, position: Mapping[str, Any], passes: int) -> None:
+        """Bring a dataset to where a finished fit has left it: later fits go on from there.
+
+        A one-shot iterator loses what was read, and one with a state gets it. Any other is iterated as
+        often as before: it may have another order each time.
+        """
+        source = None if isinstance(dataset, InfeedQueue) else as_dataset(dataset)
+        if source is None or source.fast is not None:
+            return
+        if source.restartable and "source" not in position:
+            for epoch in range(passes):
+                next(source.iterate(epoch), None)
             return
         with suppress(DataError):  # if it has become shorter, the next fit reports it
             feed = self._engine.use(dataset)
             assert isinstance(feed, InfeedQueue)
             feed.set_state(position)
+            if source.restartable and source.length is None:
+                feed.remaining(1)  # the fit found the end of the pass by reading on
             self._engine.let_go(dataset, feed)

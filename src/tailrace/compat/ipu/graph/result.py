@@ -31,6 +31,7 @@ class Result:
             return ended
         if out is None or isinstance(out, Operation):
             return True
+        # The original compiled to a list of tensors with operations behind; plain functions may mix.
         if ended and not self._plain:
             raise IPUValueError(
                 "A computation returns zero or more Tensor values followed by zero or more "

@@ -165,6 +165,7 @@ class ALSOptimizer(IpuOptimizer):
         pairs = list(grads_and_vars)
         scale, number = self.loss_scaling_factor, self.update_counter
         halves = [grad for grad, _ in pairs if grad is not None and grad.dtype == jnp.float16]
+        # As in the original, the first update is not one of them, unless each is.
         due = jnp.asarray(self.update_frequency == 1) | (
             (number > 0) & (number % self.update_frequency == 0)
         )
@@ -182,6 +183,7 @@ class ALSOptimizer(IpuOptimizer):
 
     def _counted(self, grads: list[Any]) -> Any:
         """How many are small and how many large, over all replicas."""
+        # Not `abs > edge`: NaN counts as large, so that a scale that overflows shrinks.
         large = sum(
             (jnp.sum(~(jnp.abs(g) <= self.histogram_bin_edge)) for g in grads), jnp.int32(0)
         )
@@ -198,6 +200,7 @@ class ALSOptimizer(IpuOptimizer):
         wanted = jnp.where(
             ratio > self.ratio_threshold, scale / self.increase_factor, scale * self.increase_factor
         )
+        # Otherwise the old scale stays: it is never below 1, nor beyond its maximum.
         taken = jnp.isfinite(wanted) & (wanted < self.max_loss_scaling_factor) & (wanted >= 1)
         self._before.assign(jnp.where(taken, scale, self.previous_loss_scaling_factor))
         self._scale.assign(jnp.where(taken, wanted, scale))

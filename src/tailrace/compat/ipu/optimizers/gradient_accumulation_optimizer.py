@@ -77,6 +77,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
         """Add to the accumulators; in every `num_mini_batches`-th pass, apply them."""
         self._check_loop()
         pairs = list(grads_and_vars)
+        # Without a gradient there is no accumulator: the inner optimizer gets the None.
         given = [(grad, var) for grad, var in pairs if grad is not None]
         counter, accumulators, _ = self._accumulators([var for _, var in given])
         number = counter.value()
@@ -95,6 +96,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
             for accumulator in accumulators:
                 accumulator.assign(jnp.zeros_like(accumulator.value()))
 
+        # With one mini-batch every pass updates: no branch is needed.
         if self._count == 1:
             apply()
         else:

@@ -147,6 +147,7 @@ class PipelineOptions:
         if not (self.training and config.current().allow_recompute):
             return False
         interleaved = RecomputationMode.RecomputeAndBackpropagateInterleaved
+        # Auto, as in the original: interleaved for Sequential, recomputed before for the others.
         if self.recomputation_mode is RecomputationMode.Auto:
             sequential = self.pipeline_schedule is PipelineSchedule.Sequential
             return "interleaved" if sequential else "then"

@@ -53,13 +53,10 @@ class Saver:
         if global_step is not None:
             step = value_of(global_step) if hasattr(global_step, "assign") else global_step
             save_path = f"{save_path}-{int(step)}"
-        # With TensorFlow's ending, a name is none of the arguments of `savez`.
-        arrays: Any = {f"{name}:0": np.asarray(value_of(v)) for name, v in variables.items()}
-        np.savez(_file(save_path), **arrays)
-        _remember(save_path)
+        write(save_path, {name: np.asarray(value_of(v)) for name, v in variables.items()})
         self.last_checkpoints = [*(p for p in self.last_checkpoints if p != save_path), save_path]
         while self._most and len(self.last_checkpoints) > self._most:
-            _file(self.last_checkpoints.pop(0)).unlink(missing_ok=True)
+            remove(self.last_checkpoints.pop(0))
         return save_path
 
     def restore(self, sess: Any, save_path: str) -> None:
@@ -73,7 +70,7 @@ class Saver:
             NotFoundError: there is no such file, or a variable is not in it.
         """
         del sess
-        values = _read(save_path)
+        values = read(save_path)
         for name, variable in self._variables().items():
             if name not in values:
                 raise NotFoundError(
@@ -97,17 +94,24 @@ def latest_checkpoint(checkpoint_dir: str, latest_filename: str | None = None) -
     return None if found is None else str(pathlib.Path(checkpoint_dir, found[1]))
 
 
-def _file(path: str) -> pathlib.Path:
-    return pathlib.Path(f"{path}.npz")
+# -- files of arrays --------------------------------------------------------------------------------
 
 
-def _remember(path: str) -> None:
-    """Write which file is the latest, as TensorFlow does."""
+def write(path: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name, and which file of the directory is the latest, as TensorFlow does."""
+    # With TensorFlow's ending, a name is none of the arguments of `savez`.
+    named: Any = {f"{name}:0": array for name, array in arrays.items()}
+    np.savez(_file(path), **named)
     here = pathlib.Path(path)
     (here.parent / "checkpoint").write_text(f'model_checkpoint_path: "{here.name}"\n')
 
 
-def _read(path: str) -> dict[str, Any]:
+def read(path: str) -> dict[str, Any]:
+    """The arrays of a file by name, of ours or of TensorFlow.
+
+    Raises:
+        NotFoundError: there is neither.
+    """
     if _file(path).exists():
         with np.load(_file(path)) as arrays:  # arrays only: nothing in it is executed
             return {name.removesuffix(":0"): arrays[name] for name in arrays.files}
@@ -115,3 +119,12 @@ def _read(path: str) -> dict[str, Any]:
         reader = host.named("train.load_checkpoint")(path)
         return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
     raise NotFoundError(f"There is no checkpoint {path}: neither {path}.npz nor {path}.index.")
+
+
+def remove(path: str) -> None:
+    """Remove a file that `write` wrote."""
+    _file(path).unlink(missing_ok=True)
+
+
+def _file(path: str) -> pathlib.Path:
+    return pathlib.Path(f"{path}.npz")

@@ -10,6 +10,7 @@ from tailrace.compat.ipu.graph.named_variables import get_variable_scope as get_
 from tailrace.compat.ipu.graph.named_variables import global_variables as global_variables
 from tailrace.compat.ipu.graph.named_variables import trainable_variables as trainable_variables
 from tailrace.compat.ipu.graph.named_variables import variable_scope as variable_scope
+from tailrace.compat.tensorflow import checkpoints as _checkpoints
 from tailrace.compat.tensorflow import host as _host
 from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
 from tailrace.compat.tensorflow.operations.table import OPERATIONS as _OPERATIONS
@@ -58,6 +59,8 @@ train = _Namespace(
         )
     }
     | {
+        "Checkpoint": _checkpoints.Checkpoint,
+        "CheckpointManager": _checkpoints.CheckpointManager,
         "Saver": _saver.Saver,
         "get_global_step": _global_step,
         "get_or_create_global_step": _global_step,
