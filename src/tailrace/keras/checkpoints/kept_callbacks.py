@@ -97,10 +97,6 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         super().on_train_batch_end(batch, logs)
         self._logs = logs or {}
         keeping, pacing = self._keeping, self._pacing
-        model: Any = self.model
-        # Where a callback has stopped the fit, its end is saved: from here it would go on.
-        if model.stop_training:
-            return
         if pacing.between and (keeping.due or keeping.interrupts.asked is not None):
             self._flush_futures()
             self._save(self._epoch, pacing.number, wait=keeping.interrupts.asked is not None)
