@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import statistics
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,32 +24,15 @@ from benchmarks.report import (
 )
 from benchmarks.torch_pipeline import Crew
 from benchmarks.workers import Worker, serve
-from tailrace.pipeline.running.report import report
 
 WIDTHS = (784, 1024, 1024, 1024, 10)
 CUT = 2  # layers of the first stage
 MICROBATCH, COUNT = 128, 8
 RATE = 0.01
 SCHEDULES = ("grouped", "interleaved", "sequential")
+PROFILED = 8  # executions from which the costs of stages are taken
 LIMIT_S = 60  # for anything that another process does
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # a device has one thread, as a process of torch
-
-
-@contextlib.contextmanager
-def one_core() -> Iterator[None]:
-    """All threads of this process on one core, for as long as this lasts."""
-    before = os.sched_getaffinity(0)
-
-    def place(cores: set[int]) -> None:
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread), cores)
-
-    place({min(before)})
-    try:
-        yield
-    finally:
-        place(before)
 
 
 def make_params() -> list[dict[str, np.ndarray]]:
@@ -130,30 +111,26 @@ def expectations(
     compiling: dict[str, float],
     steps: int,
 ) -> list[list[str]]:
-    """For each schedule: step time against the simulator's, and stash against the plan's."""
+    """For each schedule: what its stages cost, and the simulated step against the real one."""
     rows = []
     for schedule in SCHEDULES:
         if schedule not in contenders:
             continue
-        runner: Any = next(iter(trainers[schedule]._runners.values()))
-        assembly = runner.assembly
-        with one_core():  # as in the pipeline, where each device has one of the two
-            found: Any = report(assembly, repeats=20)
-        measured = statistics.median(contenders[schedule].seconds) / steps
-        used = [assembly.stash_layout.used(device) for device in range(2)]
-        sizes = [stage.stash // stage.slots for stage in found.stages]
-        planned = list(assembly.plan.stash_bytes(sizes).devices.values())
-        stage_times = [f"{s.forward * 1e3:.1f}+{s.backward * 1e3:.1f}" for s in found.stages]
+        data = tr.batches(make_data(), MICROBATCH, repeat=True)
+        times = trainers[schedule].profile(data, executions=PROFILED).pipeline
+        assert times is not None
+        untraced = statistics.median(contenders[schedule].seconds) / steps
+        costs = zip(times.forward, times.backward, strict=True)
         rows.append(
             [
                 schedule,
-                ", ".join(stage_times),
-                f"{found.expected * 1e3:.1f}",
-                f"{measured * 1e3:.1f}",
-                f"{measured / found.expected:.2f}",
+                ", ".join(f"{f * 1e3:.1f}+{b * 1e3:.1f}" for f, b in costs),
+                f"{times.predicted * 1e3:.1f}",
+                f"{times.step * 1e3:.1f}",
+                f"{times.step / times.predicted:.3f}",
+                f"{untraced / times.predicted:.3f}",
+                f"{times.bubble:.1%}",
                 f"{compiling[schedule] / compiling['one device']:.2f}",
-                "equal" if used == planned else "differs",
-                f"{sum(used) / 1e6:.2f} of {sum(planned) / 1e6:.2f}",
             ]
         )
     return rows
@@ -232,12 +209,12 @@ def main() -> None:
         (
             "",
             "stage times ms (F+B)",
-            "expected ms",
-            "measured ms",
-            "ratio",
+            "simulated ms",
+            "profiled ms",
+            "profiled, of simulated",
+            "unprofiled, of simulated",
+            "bubble",
             "compile, of one device's",
-            "stash and plan",
-            "stash MB",
         ),
         expectations(trainers, by_name, compiling, steps),
     )
@@ -255,8 +232,8 @@ def main() -> None:
         [
             timing,
             "\n".join(notes),
-            "What the simulator expects of a step from the times of the stages alone, compile time "
-            "against that of the unpipelined program, and the stash:",
+            "The simulated step, from what its stages cost in a profile, against the real one; compile "
+            "time against that of the unpipelined program:",
             expected,
         ],
         path=None if flags.no_record else RESULTS,

@@ -111,11 +111,23 @@ class Kept:
 
     executions: list[Finished]
 
-    def fitting(self, info: Any) -> contextlib.AbstractContextManager[Any]:
+    def fitting(self, info: Any, goes_on: bool = False) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def execution(self, done: Finished) -> None:
         self.executions.append(done)
+
+    def compilation(self, row: Any) -> None:
+        """Not measured."""
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def mark(self) -> Any:
+        return lambda: None
+
+    def take_up(self, end: Any) -> None:
+        """There is no earlier fit."""
 
     def stored(self) -> dict[Any, Any]:
         return {}

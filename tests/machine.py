@@ -25,7 +25,7 @@ _JAX_NAMES = {"gpu": "cuda,cpu", "cpu": "cpu"}
 """JAX's names; a GPU's tests need the host beside it, and a GPU alone would be asked for."""
 
 _TOO_FEW = re.compile(
-    r"(devices, and there are|needs as many, and there are|Number of devices \d+ must be >=)"
+    r"(devices, and there (is|are)|needs as many, and there (is|are)|Number of devices \d+ must be >=)"
 )
 """What Tailrace and `jax.make_mesh` say."""
 

@@ -360,7 +360,6 @@ OVERRIDING = {
     },
     "trainer/callbacks": {"CSVLogger", "EarlyStopping", "OnSpike"},
     # Two ways to do one thing, of which the second was written as a change of the first.
-    "pipeline": {"ForwardPipeline", "PipelineExecutable", "PipelineRunner", "PipelineStep"},
     "torch": {"StagedInferenceProgram"},
 }
 """Classes that replace a working method of a concrete class of ours, by folder. Let it shrink: an

@@ -19,7 +19,7 @@ ALLOWED = {
         "self._server.accept()"
     },  # the selector says that one is there
     "feeds/background.py": {"calls.get()"},  # a thread without work; nobody waits for it
-    "feeds/infeed.py": {"future.result()", "future.exception()"},  # after `Patience.wait_for`
+    "feeds/staging.py": {"future.result()", "future.exception()"},  # after `Patience.wait_for`
     "keras/data/batch_source.py": {"waiting.result()", "future.result()"},  # likewise
     "runs/writer.py": {"self._lock.acquire()"},  # a lock of files: refused at once
     "trainer/checkpoints/directory.py": {"lock.acquire()"},  # likewise

@@ -101,7 +101,7 @@ def _run(
         "HOME": str(home.parent),
         "ORIGINALS_FOLDER": program.folder,
         "ORIGINALS_IMAGES": program.images,
-        "ORIGINALS_PLAIN": "1" if plain else "",
+        "ORIGINALS_PLAIN": program.plain_backend if plain else "",
         "OMP_NUM_THREADS": "1",  # small models: threads of PyTorch wait for each other
     }
     try:
@@ -129,6 +129,8 @@ def row(program: Program, found: Outcome, plain: Outcome | None) -> str:
     """A row of the table."""
     verdict = "runs" if found.error is None else f"refused: {found.error}"
     here, there = _compared(found, plain)
+    if there and program.plain_backend == "jax":
+        there += " (Keras on JAX)"
     name = program.path.as_posix()
     return f"| `{name}` | {found.lines} | {verdict} | {found.seconds:.0f} s | {here} | {there} |"
 

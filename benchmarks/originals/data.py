@@ -2,12 +2,15 @@
 
 Loaders of Keras and torchvision are replaced, in the process that runs a program. Digits are real
 (`tr.data.digits`); they stand for photographs too, in their shapes. Reviews are made up: a word of
-praise or of blame among others decides what a review says, so that a model can learn it.
+praise or of blame among others decides what a review says, so that a model can learn it. Models of
+`transformers` are small and have random weights; their words are those of the program's own texts.
 """
 
 from __future__ import annotations
 
 import os
+import pathlib
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -134,3 +137,26 @@ def supply_torch() -> None:
 
     torchvision.datasets.MNIST = torchvision.datasets.FashionMNIST = made(digits())
     torchvision.datasets.CIFAR10 = made(photographs())
+
+
+def supply_transformers() -> None:
+    """Replace what `transformers` would download: words of a tokenizer, weights of a model."""
+    import torch
+    import transformers
+
+    texts = " ".join(path.read_text().lower() for path in sorted(pathlib.Path().glob("*.txt")))
+    words = sorted(set(re.findall(r"\w+|[^\w\s]", texts)))
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+
+    def tokenizer(kind: Any, *_: Any, **options: Any) -> Any:
+        path = pathlib.Path("words_of_the_tokenizer.txt")
+        path.write_text("\n".join(words))
+        return kind(str(path), **options)
+
+    def model(kind: Any, *_: Any, **__: Any) -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+        return kind(kind.config_class(vocab_size=len(words), num_hidden_layers=2, **sizes))
+
+    transformers.BertTokenizer.from_pretrained = classmethod(tokenizer)
+    transformers.PreTrainedModel.from_pretrained = classmethod(model)

@@ -1,7 +1,7 @@
 """One program in this process, with data supplied: `python -m benchmarks.originals.one PROGRAM ...`.
 
 The program is run as if it had been called itself. The last line printed is what it computed
-(`reports`). With ORIGINALS_PLAIN=1 its imports lead to the plain libraries.
+(`reports`). With ORIGINALS_PLAIN its imports lead to the plain libraries, and Keras has that backend.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from benchmarks.originals import reports
 
 def main() -> None:
     """Run the program that the command line names."""
-    plain = bool(os.environ.get("ORIGINALS_PLAIN"))
+    backend = os.environ.get("ORIGINALS_PLAIN")
+    plain = bool(backend)
     with_torch = os.environ.get("ORIGINALS_FOLDER") == "pytorch"
-    os.environ["KERAS_BACKEND"] = "tensorflow" if plain else "jax"
+    os.environ["KERAS_BACKEND"] = backend or "jax"
     if not plain:
         import tailrace.compat  # noqa: F401  (the devices are asked for before anything uses JAX)
     from benchmarks.originals import data
@@ -30,6 +31,8 @@ def main() -> None:
         data.PHOTOGRAPHS = data.TRAIN, data.TEST
     if with_torch:
         data.supply_torch()
+        if "import transformers" in pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"):
+            data.supply_transformers()
         if not plain:
             _watch_torch()
     else:

@@ -38,6 +38,11 @@ IMAGES = {
 FIRST = {"popdist_inference.py": "popdist_training.py"}
 """A program that must have run in the same folder before."""
 
+ON_JAX = ("training_pipelining.py", "training_pipelining_sequential.py")
+"""Programs that give logits to a loss of probabilities. For such values Keras' loss differs between its
+backends: on TensorFlow it is clipped and then normalised, on JAX normalised and then clipped. The plain
+program that says what is right here is Keras on JAX."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -64,6 +69,11 @@ class Program:
         """How many images it needs; an empty text for the usual number."""
         ends = [end for end in IMAGES if self.path.as_posix().endswith(f"/{end}")]
         return IMAGES[ends[0]] if ends else ""
+
+    @property
+    def plain_backend(self) -> str:
+        """On which backend Keras runs in the plain program."""
+        return "jax" if self.path.name in ON_JAX else "tensorflow"
 
     @property
     def before(self) -> str | None:

@@ -33,6 +33,24 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """A count and its noun.
+
+    >>> counted(1, "step"), counted(4, "step")
+    ('1 step', '4 steps')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def there_are(count: int) -> str:
+    """How many there are, as the end of a sentence.
+
+    >>> there_are(1), there_are(4)
+    ('there is 1', 'there are 4')
+    """
+    return f"there {'is' if count == 1 else 'are'} {count}"
+
+
 def size_text(count: float) -> str:
     """A number of bytes as readable text.
 

@@ -12,7 +12,7 @@ from oracles import assert_bits_equal, assert_close
 from tailrace.compat import ipu
 from tailrace.compat.ipu import GradientTape, Variable, ipu_compiler, loops, optimizers
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
-from tailrace.compat.ipu.graph.variables import forget_variables, get_variable, variable_scope
+from tailrace.compat.ipu.graph.named_variables import forget_variables, get_variable, variable_scope
 from tailrace.compat.ipu.ipu_infeed_queue import IPUInfeedQueue
 from tailrace.compat.ipu.ipu_outfeed_queue import IPUOutfeedQueue
 

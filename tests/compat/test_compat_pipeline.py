@@ -10,7 +10,7 @@ import tailrace as tr
 from oracles import assert_close
 from tailrace.compat import ipu
 from tailrace.compat.ipu import Variable, config, ipu_compiler, ipu_infeed_queue, loops, optimizers
-from tailrace.compat.ipu.graph.variables import forget_variables, get_variable, variable_scope
+from tailrace.compat.ipu.graph.named_variables import forget_variables, get_variable, variable_scope
 from tailrace.compat.ipu.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from tailrace.compat.ipu.pipelining_ops import (
     OptimizerFunctionOutput,

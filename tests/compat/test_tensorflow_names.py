@@ -199,6 +199,47 @@ def test_programs_ask_for_devices_again_and_again(before):
     assert done.stderr == ""
 
 
+LEFT_OPEN = """
+import os
+os.environ.update(KERAS_BACKEND="jax", TF_CPP_MIN_LOG_LEVEL="3")
+from tailrace.compat import ipu
+from tailrace.compat import tensorflow as tf
+
+outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+data = tf.data.Dataset.from_tensor_slices(([[1.0]] * 64, [[0.0]] * 64))
+data = data.batch(4, drop_remainder=True).repeat()
+infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data)
+infeed.initializer
+strategy = ipu.ipu_strategy.IPUStrategy()
+
+
+def step(iterator):
+    x, y = next(iterator)
+    outfeed.enqueue(x)
+    return tf.reduce_sum(x - y)
+
+
+session = tf.compat.v1.Session()
+session.__enter__()
+with strategy.scope():
+    iterator = iter(data)
+    assert float(strategy.run(step, [iterator])) == 4.0
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=2)
+    model.fit(data, steps_per_epoch=4, shuffle=False, verbose=0)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "del iterator, infeed, model, data"])
+def test_nothing_is_printed_when_a_program_ends(end):
+    """Queues, iterators, a session and a model are left open: finalisers run at the very end."""
+    done = run(f"{LEFT_OPEN}\n{end}")
+    # TensorFlow says on which processor it runs, where it is loaded.
+    start = ("WARNING: All log messages", "I0000 ", "W0000 ", "E0000 ")
+    printed = [line for line in done.stderr.splitlines() if not line.startswith(start)]
+    assert (done.returncode, done.stdout, printed) == (0, "", [])
+
+
 def test_where_jax_has_started_the_advice_works():
     code = "import jax; jax.devices()\nfrom tailrace.compat import ipu\n"
     code += "config = ipu.config.IPUConfig()\n"

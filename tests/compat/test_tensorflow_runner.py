@@ -105,6 +105,51 @@ def test_a_row_compares_with_the_plain_program():
     assert row(program, found, failed) == f"{start} no plain program: TypeError: no |"
 
 
+def test_a_row_says_which_backend_the_plain_program_had():
+    """Logits given to a loss of probabilities: Keras' backends disagree, so Keras on JAX compares."""
+    path = pathlib.PurePosixPath("a/tensorflow2/training_pipelining.py")
+    program = Program(path, "tensorflow2")
+    found = Outcome(2, None, 10.0, {"loss": 8.059})
+    assert program.plain_backend == "jax"
+    assert row(program, found, found).endswith("| loss 8.059 | 8.059 (Keras on JAX) |")
+    assert Program(path.with_name("other.py"), "tensorflow2").plain_backend == "tensorflow"
+
+
+def test_logits_in_a_loss_of_probabilities_differ_between_backends_of_keras():
+    """Why two programs are compared with Keras on JAX; if Keras changes this, they need not be."""
+    keras = pytest.importorskip("keras")
+    tf = pytest.importorskip("tensorflow")
+    import numpy as np
+
+    logits, label = np.float32([[4.0, -1.0, 0.5]]), np.array([2])
+    here = keras.losses.sparse_categorical_crossentropy(label, logits)
+    clipped = tf.clip_by_value(logits, 1e-7, 1 - 1e-7)
+    there = tf.nn.sparse_softmax_cross_entropy_with_logits(label, tf.math.log(clipped))
+    assert abs(float(here[0]) - float(there[0])) > 0.1
+    odds = np.float32([[0.2, 0.5, 0.3]])  # probabilities: the same in both
+    here = keras.losses.sparse_categorical_crossentropy(label, odds)
+    assert abs(float(here[0]) + np.log(0.3)) < 1e-6
+
+
+def test_the_plain_program_has_the_replicas_of_the_original():
+    """Each replica takes a batch of its own: without them, a plain program updates more often."""
+    pytest.importorskip("tensorflow")
+    from benchmarks.originals.plain import ipu
+
+    config = ipu.config.IPUConfig()
+    config.device_connection.type = ipu.config.DeviceConnectionType.ON_DEMAND
+    config.auto_select_ipus = 4
+    config.configure_ipu_system()
+    assert ipu._system.replicas(pipelined=False) == 4
+    assert ipu._system.replicas(pipelined=True) == 1  # stages that it does not say here
+    for number in (0, 1):
+        with ipu.keras.PipelineStage(number):
+            pass
+    assert ipu._system.replicas(pipelined=True) == 2
+    ipu.config.IPUConfig().configure_ipu_system()
+    assert ipu._system.replicas(pipelined=False) == 1
+
+
 def test_what_a_document_leaves_to_the_reader_is_supplied(tmp_path, monkeypatch):
     text = "# A title\n\n" + "".join(
         f"```python\n{block}\n```\n" for block in ("a = given", "b = later", "later = 2", "c = ...")

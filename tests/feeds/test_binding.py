@@ -4,6 +4,8 @@ import functools
 import re
 from typing import NamedTuple
 
+import jax
+import numpy as np
 import pytest
 
 from tailrace.errors import ProgramError
@@ -111,3 +113,51 @@ def test_a_builtin_without_a_signature_decides_itself():
 def test_what_does_not_fit(function, given, element, text):
     with pytest.raises(ProgramError, match=re.escape(text)):
         bind_element(function, given, element)
+
+
+def notes(function, first, element):
+    with pytest.raises((TypeError, KeyError)) as caught:
+        jax.jit(lambda element: call_with_element(function, first, element))(element)
+    return [note for note in caught.value.__notes__ if note.startswith("Tailrace called")]
+
+
+ARRAYS = (np.ones((8, 16), np.float32), np.ones((8, 4), np.float32))
+
+
+def test_an_exception_of_the_function_says_what_it_was_called_with():
+    def loss(params, x, y):
+        return (x @ params["w"] - y).sum()
+
+    (note,) = notes(loss, ({"w": np.ones((3, 4), np.float32)},), ARRAYS)
+    assert note == (
+        "Tailrace called loss with params={'w': float32[3, 4]}, x=float32[8, 16], y=float32[8, 4]."
+    )
+
+
+def test_and_that_it_took_the_element_whole():
+    (note,) = notes(lambda params, x: x @ params, (1,), ARRAYS)
+    assert "x=(float32[8, 16], float32[8, 4])" in note
+    assert "has 2 parts, and the function takes it whole. With 2 parameters for it" in note
+
+
+@pytest.mark.parametrize("use", [bool, int, np.asarray], ids=["if", "int", "numpy"])
+def test_and_that_its_values_are_not_known(use):
+    (note,) = notes(lambda x, y: use(x.sum()), (), ARRAYS)
+    assert "values are not known while it is traced: use jnp for np, jnp.where" in note
+
+
+def test_only_the_innermost_call_is_noted():
+    def inner(x, y):
+        raise KeyError("missing")
+
+    (note,) = notes(lambda x, y: call_with_element(inner, (), (x, y)), (), ARRAYS)
+    assert note.startswith("Tailrace called inner with")
+
+
+def test_errors_that_teach_get_no_note():
+    def refuses(x, y):
+        raise ProgramError("The rule.")
+
+    with pytest.raises(ProgramError) as caught:
+        call_with_element(refuses, (), ARRAYS)
+    assert not hasattr(caught.value, "__notes__")

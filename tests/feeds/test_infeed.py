@@ -207,7 +207,7 @@ class Counted:
 
 def settle(queue):
     """Wait until the thread has nothing to do, or waits for an execution."""
-    for _, future in list(queue._staged):
+    for _, future in list(queue._staging.staged):
         future.exception(WAIT_S)
 
 

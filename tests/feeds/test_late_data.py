@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import tailrace as tr
-from tailrace.feeds import infeed as infeed_module
-from tailrace.feeds import waiting
+from tailrace.feeds import staging, waiting
 from tailrace.feeds.waiting import Patience
 from threads import infeed_threads
 
@@ -105,7 +104,7 @@ def test_a_wait_can_be_stopped_from_elsewhere(blocking):
 
 
 def test_rest_does_not_wait_for_a_dataset_that_blocks(blocking, monkeypatch):
-    monkeypatch.setattr(infeed_module, "LEAVE_S", 0.1)
+    monkeypatch.setattr(staging, "LEAVE_S", 0.1)
     queue = tr.InfeedQueue(blocking)
     queue.take(2, DEVICE)  # 2 and 3 are being read now
     assert blocking.reached.wait(10)
@@ -118,7 +117,7 @@ def test_rest_does_not_wait_for_a_dataset_that_blocks(blocking, monkeypatch):
 
 
 def test_another_dataset_does_not_wait_for_the_one_that_blocks(blocking, monkeypatch):
-    monkeypatch.setattr(infeed_module, "LEAVE_S", 0.1)
+    monkeypatch.setattr(staging, "LEAVE_S", 0.1)
     with tr.InfeedQueue(blocking) as queue:
         queue.take(2, DEVICE)
         assert blocking.reached.wait(10)

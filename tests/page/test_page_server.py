@@ -372,7 +372,7 @@ def test_too_many_runs_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tailrace.page.server.serve.MOST_RUNS", 1)
     for name in ("b", "a"):
         MadeRun(tmp_path / name, NAMES)
-    with pytest.raises(RunError, match="shows 1 runs at most, and there are 2"):
+    with pytest.raises(RunError, match="shows 1 run at most, and there are 2"):
         find_runs([tmp_path])
 
 

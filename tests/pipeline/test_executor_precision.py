@@ -10,7 +10,7 @@ from pipelined import SCHEDULES, assert_same_training, check_pipeline, dense_sta
 import tailrace as tr
 from oracles import assert_bits_equal, assert_close
 from tailrace.pipeline.lowering import buffers
-from tailrace.pipeline.running import pipeline_runner
+from tailrace.pipeline.running import stage_buffers
 from tailrace.program.memory import host_memory, optimizer_state
 
 SCALE = tr.LossScale(2.0**90, growth=2.0, backoff=0.5, interval=2)
@@ -107,7 +107,7 @@ def test_the_optimizers_state_elsewhere(option, monkeypatch):
     monkeypatch.setattr(host_memory, "memory_moves", lambda: host_memory.NO_MOVES)
     monkeypatch.setattr(buffers, "to_host", lambda value: value)
     monkeypatch.setattr(buffers, "to_device", lambda value: value)
-    monkeypatch.setattr(pipeline_runner, "HOST_MEMORY", "device")
+    monkeypatch.setattr(stage_buffers, "HOST_MEMORY", "device")
 
     def train(**kwargs):
         trainer = tr.Trainer(

@@ -12,7 +12,7 @@ import pytest
 import tailrace as tr
 from oracles import assert_close, regression
 from tailrace.pipeline.lowering import buffers
-from tailrace.pipeline.running import pipeline_runner
+from tailrace.pipeline.running import stage_buffers
 from tailrace.program.memory import activation_offload, host_memory, optimizer_state
 from tailrace.program.running.loop_state import Buffer
 
@@ -111,7 +111,7 @@ def as_if_moved(monkeypatch):
     monkeypatch.setattr(host_memory, "memory_moves", lambda: host_memory.NO_MOVES)
     monkeypatch.setattr(buffers, "to_host", lambda value: value)
     monkeypatch.setattr(buffers, "to_device", lambda value: value)
-    monkeypatch.setattr(pipeline_runner, "HOST_MEMORY", "device")
+    monkeypatch.setattr(stage_buffers, "HOST_MEMORY", "device")
 
 
 @pytest.mark.parametrize(

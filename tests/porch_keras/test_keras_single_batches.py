@@ -58,3 +58,15 @@ def test_an_outfeed_and_a_smaller_last_batch():
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     with pytest.raises(tr.TailraceError, match="the last batch that is smaller, leave it out"):
         model.fit(x, y, batch_size=8, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch", "ignore:Your input ran out of data")
+@pytest.mark.parametrize("asked", [None, 5])
+def test_steps_that_keras_limits(asked, request):
+    """The limit of `keras.config` also counts where executions run together."""
+    request.addfinalizer(lambda: keras.config.set_max_steps_per_epoch(None))
+    keras.config.set_max_steps_per_epoch(3)
+    x, y = digits_like(48)
+    pair = twins(classifier, execution=1, **SPARSE)
+    assert_same(pair, fit_both(pair, x, y, batch_size=8, epochs=2, steps_per_epoch=asked))
+    assert [len(model.predict(x, batch_size=8, verbose=0)) for model in pair] == [24, 24]

@@ -126,6 +126,25 @@ def test_it_prints_and_is_kept(waited):
     assert "F0.0x" in profile._repr_html_()
 
 
+def test_a_device_does_one_thing_at_a_time():
+    """XLA records a copy that nothing waits for until a thread has time for it, ticks later."""
+
+    def two_and_one(params, x):
+        for number, kernel in enumerate(params):
+            x = jax.nn.relu(x @ kernel)
+            if number == 1:
+                x = tr.stage_boundary(x)
+        return (x**2).mean()
+
+    params = [np.full((768, 768), 0.01, np.float32)] * 3
+    pipeline = tr.Pipeline(two_and_one, accumulation=8)
+    trainer = tr.Trainer(pipeline, optax.sgd(0.1), params, steps_per_execution=4)
+    data = tr.batches(np.ones((1024, 768), np.float32), 128, repeat=True)
+    times = trainer.profile(data, executions=2).pipeline
+    for each in times.devices.values():
+        assert each[WORK] <= times.step
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("stages", "count", "schedule"),

@@ -156,8 +156,8 @@ def watched(monkeypatch):
 
 def advance(**options):
     with ProgressBar(10, batch=4096, **options) as bar:
-        bar.advance(4, loss=0.125)
-        bar.advance(6, loss=0.0625)
+        bar.advance(4, np.full((4, 1), 0.125))
+        bar.advance(6, np.full((6, 1), 0.0625))
 
 
 def test_quiet_when_nobody_watches(capsys):

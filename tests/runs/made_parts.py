@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tailrace.records.records import Part
+from tailrace.records.parts import Part
 from tailrace.records.sinks import Finished
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.tap import Chosen, Tap, every

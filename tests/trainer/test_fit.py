@@ -367,7 +367,8 @@ def test_accumulations_that_fail_for_a_parameter():
             None,
             r"returns one loss, a float scalar.*float32\[4, 3\]. Take its",
         ),
-        (lambda p, x, y: jnp.int32(3), None, r"Received a loss of int32\[\]"),
+        (lambda p, x, y: jnp.int32(3), None, r"a loss of int32\[\]. Cast it to a float"),
+        (lambda p, x, y: None, None, "Received: None. Is its return statement missing"),
         (lambda p: p, None, "does not fit"),
         (lambda p, s, x, y: p, {"s": 1.0}, r"returns \(loss, \(new_state, aux\)\). Received"),
         (

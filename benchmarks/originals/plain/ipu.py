@@ -1,4 +1,7 @@
-"""`tensorflow.python.ipu` on TensorFlow itself: one device, and Keras' own training."""
+"""`tensorflow.python.ipu` on TensorFlow itself: one device, and Keras' own training.
+
+Replicas are accumulated batches: each takes a batch of its own, and an update has the mean of them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,42 @@ import tensorflow as _tf
 
 from benchmarks.originals.plain.anything import Anything
 from benchmarks.originals.reports import report
+
+
+class _System:
+    """What decides how many replicas there are: devices, and stages of a pipeline."""
+
+    devices = stages = 1
+
+    def replicas(self, pipelined: bool) -> int:
+        """The devices divided by the stages; one if a pipeline does not say its stages here."""
+        return 1 if pipelined and self.stages == 1 else max(1, self.devices // self.stages)
+
+
+_system = _System()
+
+
+class IPUConfig(Anything):
+    """The devices of the configuration; everything else has no effect."""
+
+    auto_select_ipus: Any = 1
+
+    def configure_ipu_system(self) -> None:
+        """Take the devices; the model that follows says its stages."""
+        asked = self.auto_select_ipus
+        _system.devices = asked[0] if isinstance(asked, list | tuple) else asked
+        _system.stages = 1
+
+
+class _Config(Anything):
+    IPUConfig = IPUConfig
+
+
+class _Keras(Anything):
+    def PipelineStage(self, number: int) -> Any:
+        """Count the stages."""
+        _system.stages = max(_system.stages, number + 1)
+        return contextlib.nullcontext()
 
 
 class IPUStrategy:
@@ -63,20 +102,31 @@ class IPUOutfeedQueue:
 PopDistStrategy = IPUStrategy
 ipu_strategy = types.SimpleNamespace(IPUStrategy=IPUStrategy)
 ipu_outfeed_queue = types.SimpleNamespace(IPUOutfeedQueue=IPUOutfeedQueue)
-config = ipu_scope = keras = ops = pipelining_ops = utils = Anything()
+config, keras = _Config(), _Keras()
+ipu_scope = ops = pipelining_ops = utils = Anything()
 
 
 def _accumulate(model: Any, gradient_accumulation_steps_per_replica: int = 1, **_: Any) -> None:
     """Keras' optimizers accumulate gradients themselves."""
     model.__dict__["_accumulated"] = gradient_accumulation_steps_per_replica
+    model.__dict__["_pipelined"] = True
+    _apply_to(model, getattr(model, "optimizer", None))
+
+
+def _assign(model: Any, assignment: Any) -> None:
+    """The stages of the layers, by number."""
+    numbers = [one for one in assignment if isinstance(one, int)]
+    _system.stages = max([_system.stages, *(number + 1 for number in numbers)])
     _apply_to(model, getattr(model, "optimizer", None))
 
 
 def _apply_to(model: Any, optimizer: Any) -> None:
     count = model.__dict__.get("_accumulated", 1)
-    if optimizer is not None and count > 1 and not optimizer.built:
-        # Keras takes the mean of the gradients, the original the sum unless it is asked otherwise.
-        optimizer.gradient_accumulation_steps = count
+    whole = count * _system.replicas(model.__dict__.get("_pipelined", False))
+    if optimizer is not None and whole > 1 and not optimizer.built:
+        # Keras takes the mean of the gradients, the original the sum unless it is asked otherwise,
+        # and over replicas the mean.
+        optimizer.gradient_accumulation_steps = whole
         clipped = optimizer._clip_gradients
         optimizer._clip_gradients = lambda grads: clipped([count * grad for grad in grads])
 
@@ -115,8 +165,8 @@ def _whole_shapes() -> None:
 def _methods(model: Any) -> None:
     """The methods of the original's models; its optimizers in `compile`."""
     model.set_pipelining_options = model.set_gradient_accumulation_options = _accumulate
+    model.set_pipeline_stage_assignment = _assign
     for name in (
-        "set_pipeline_stage_assignment",
         "set_asynchronous_callbacks",
         "set_infeed_queue_options",
     ):

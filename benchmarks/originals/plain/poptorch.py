@@ -126,11 +126,11 @@ class _Training(_Model):
 
 
 class _Inference(_Model):
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **same: Any) -> Any:
         self.model.eval()
         with torch.no_grad():
             parts = self._parts(args, min(self.options.pieces, len(args[0])))
-            whole = _joined([self.model(*part) for part in parts])
+            whole = _joined([self.model(*part, **same) for part in parts])
         report("output", whole)
         return whole
 

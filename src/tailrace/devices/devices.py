@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from tailrace.devices.environment import TOO_LATE, asked_devices
 from tailrace.errors import DeviceError, ReplicaError
+from tailrace.messages import counted, there_are
 
 REPLICA, STAGE = "replica", "stage"
 """The names of the mesh's axes."""
@@ -125,14 +126,14 @@ def mesh(replicas: int, stages: int = 1) -> Mesh:
     if needed > len(found):
         if stages > len(found):
             raise ReplicaError(
-                f"A pipeline whose stages are on {stages} devices needs as many, and there are "
-                f"{len(found)}. Put several stages on one device with tr.Pipeline(device_mapping="
-                f"[...]), or use tr.configure(devices={needed}) before JAX starts."
+                f"A pipeline whose stages are on {stages} devices needs as many, and "
+                f"{there_are(len(found))}. Put several stages on one device with "
+                f"tr.Pipeline(device_mapping=[...]), or use tr.configure(devices={needed}) before "
+                f"JAX starts."
             )
-        copy = "1 device" if stages == 1 else f"{stages} devices"
         raise ReplicaError(
-            f"{replicas} replicas of a model that needs {copy} take {replicas} x {stages} = "
-            f"{needed} devices, and there are {len(found)}. Use replicas="
+            f"{replicas} replicas of a model that needs {counted(stages, 'device')} take "
+            f"{replicas} x {stages} = {needed} devices, and {there_are(len(found))}. Use replicas="
             f"{len(found) // stages} at most, or tr.configure(devices={needed}) before JAX starts."
         )
     return Mesh(np.array(_evenly(found, needed)).reshape(replicas, stages), (REPLICA, STAGE))
@@ -217,7 +218,7 @@ def _too_few(devices: int, found: list[Any], started: bool) -> str:
     kind = found[0].platform if found else "cpu"
     if kind != "cpu":
         return (
-            f"{devices} devices were asked for, and there are {len(found)} of the platform {kind!r}. "
+            f"{devices} devices were asked for, and {there_are(len(found))} of the platform {kind!r}. "
             f"Ask for at most {len(found)}, or use tr.configure(devices={devices}, platform='cpu') "
             f"for virtual CPU devices."
         )

@@ -6,7 +6,7 @@ Out: blocks of elements on the device (`feed.Staged`), and sent values in the or
 
     feed             the interface a program reads from; HandedFeed for callers that have the elements
     elements         shape, dtype and structure of an element, and passing it to a function
-    infeed           prefetches a dataset in a thread
+    infeed           a dataset as a queue for programs; staging reads ahead, in a thread
     reader           elements in order, in blocks of any size, with put-back
     blocks           what a block's rows are; buffers reuses their memory, transfer moves them
     device_dataset   blocks of datasets that are kept on the device: indices

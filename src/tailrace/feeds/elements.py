@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from tailrace.data.dtypes import check_numeric
-from tailrace.data.trees import Tree, leaf_called
-from tailrace.errors import DataError, ElementError, ProgramError
-from tailrace.messages import note_once
+from tailrace.data.trees import Tree, describe, leaf_called
+from tailrace.errors import DataError, ElementError, ProgramError, TailraceError
+from tailrace.messages import counted, note_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +119,57 @@ def _narrowed(dtype: np.dtype) -> np.dtype:
 
 
 def call_with_element(function: Callable[..., Any], first: Sequence[Any], element: Tree) -> Any:
-    """Call `function(*first, ...)` with an element, by the rules of `bind_element`."""
+    """Call `function(*first, ...)` with an element, by the rules of `bind_element`.
+
+    An exception of the function gets a note that says what it was called with.
+    """
     args, kwargs = bind_element(function, len(first), element)
-    return function(*first, *args, **kwargs)
+    try:
+        return function(*first, *args, **kwargs)
+    except TailraceError:
+        raise
+    except Exception as error:
+        # A function may call another one this way; the innermost call is the one that failed.
+        if not any(note.startswith(_CALLED) for note in getattr(error, "__notes__", ())):
+            error.add_note(_called_with(function, (*first, *args), kwargs, element, error))
+        raise
+
+
+_CALLED = "Tailrace called "
+_UNKNOWN = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where Python asks a traced value for its number."""
+
+
+def _called_with(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    element: Tree,
+    error: Exception,
+) -> str:
+    """What a function that raised was called with, and what to change if the error shows it."""
+    name = getattr(function, "__name__", repr(function))
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
+    called = ", ".join(f"{key}={describe(value)}" for key, value in given.items())
+    text = f"{_CALLED}{name} with {called}."
+    if isinstance(element, tuple | list) and len(element) > 1 and any(a is element for a in args):
+        text += (
+            f" An element of the dataset has {len(element)} parts, and the function takes it whole. "
+            f"With {len(element)} parameters for it, it gets one part each."
+        )
+    if isinstance(error, _UNKNOWN):
+        text += (
+            " It is compiled, so its values are not known while it is traced: use jnp for np, "
+            "jnp.where or jax.lax.cond for if, and tr.print_tensor for print."
+        )
+    return text
 
 
 def bind_element(
@@ -164,7 +212,7 @@ def bind_element(
     name = getattr(function, "__name__", repr(function))
     raise ProgramError(
         f"The function must take what an element of the dataset supplies. {name}{signature} "
-        f"gets {given} argument{'s' * (given != 1)} first and then {_describe(element)}, which does "
+        f"gets {counted(given, 'argument')} first and then {_describe(element)}, which does "
         f"not fit. Change its parameters, or take the element whole with one more parameter."
     )
 
@@ -173,7 +221,7 @@ def _describe(element: Tree) -> str:
     if isinstance(element, dict):
         return f"the keyword arguments {sorted(map(str, element))}"
     if isinstance(element, tuple | list):
-        return f"{len(element)} positional argument{'s' * (len(element) != 1)}"
+        return counted(len(element), "positional argument")
     return "one array"
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tailrace.errors import FeedError
 from tailrace.feeds.elements import ElementSpec
+
+if TYPE_CHECKING:
+    import jax
 
 Block = list[np.ndarray]
 """Elements on the host, stacked leaf by leaf."""
@@ -88,7 +91,7 @@ class Feed(abc.ABC):
             )
 
     @abc.abstractmethod
-    def started(self, ticket: Any) -> None:
+    def started(self, ticket: jax.Array) -> None:
         """Report that a block's execution was dispatched; `ticket` is ready when it has finished."""
 
     @abc.abstractmethod
@@ -125,7 +128,7 @@ class HandedFeed(Feed):
         del sharding, then, room
         raise FeedError(f"This feed holds no elements. Pass {count} to the dispatch.")
 
-    def started(self, ticket: Any) -> None:
+    def started(self, ticket: jax.Array) -> None:
         """Do nothing: no thread waits for blocks here."""
 
     def put_back(self, staged: Staged, used: int) -> None:

@@ -18,9 +18,7 @@ the thread, and the next use of the queue picks up its result.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,18 +27,14 @@ import numpy as np
 from tailrace.data.adapters import as_dataset
 from tailrace.data.batches import Batches
 from tailrace.devices.devices import local_replicas
-from tailrace.errors import FeedError, OptionError, WaitStopped
+from tailrace.errors import FeedError, OptionError
 from tailrace.feeds import buffers
-from tailrace.feeds.background import STOP_S, Worker
 from tailrace.feeds.device_dataset import IndexBlocks, resident_pays
 from tailrace.feeds.elements import ElementSpec
 from tailrace.feeds.feed import Block, Feed, Staged
 from tailrace.feeds.reader import Reader
+from tailrace.feeds.staging import Order, Staging
 from tailrace.feeds.waiting import Patience
-from tailrace.spans.span import counter, is_traced, span
-
-LEAVE_S = 0.5
-"""How long `rest` waits for an element, in seconds, before it abandons the read."""
 
 
 class InfeedQueue(Feed):
@@ -55,9 +49,6 @@ class InfeedQueue(Feed):
         timeout_s: the longest wait for one element; `tr.errors.DataTimeout` then names it. None: no
             limit. A wait of more than 30 s is logged in any case.
 
-    Attributes:
-        patience: the limits of waits for data; the owner of the queue may replace it.
-
     Raises:
         OptionError: `prefetch`, `resident` or `timeout_s` has a value it may not have.
         DataError: the dataset breaks a rule, raises, ends too early or is too late; when it is read.
@@ -69,7 +60,7 @@ class InfeedQueue(Feed):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         prefetch: int = 1,
         *,
         resident: bool | None = None,
@@ -94,19 +85,23 @@ class InfeedQueue(Feed):
             )
         self.dataset = dataset
         self.prefetch = prefetch
-        self.patience = Patience(timeout_s)
         self.replicas: int | None = None
         self._resident = resident
         self._reader: Reader | None = None
         self._epoch: int | None = None
-        self._staged: deque[tuple[tuple[int, Any, int | None], Future[Staged]]] = deque()
-        self._late: tuple[Any, Future[Any]] | None = None  # a read that the caller gave up on
-        self._running: deque[Any] = deque()
-        self._handed = 0  # blocks taken whose execution has not been reported yet
+        self._staging = Staging(prefetch, Patience(timeout_s))
         self._taken = 0
-        self._thread: Worker | None = None
         self._lock = threading.RLock()
         self._closed = False
+
+    @property
+    def patience(self) -> Patience:
+        """The limits of waits for data; the owner of the queue may replace them."""
+        return self._staging.patience
+
+    @patience.setter
+    def patience(self, patience: Patience) -> None:
+        self._staging.patience = patience
 
     # -- used by programs -----------------------------------------------------------------------
 
@@ -116,7 +111,7 @@ class InfeedQueue(Feed):
             reader = self._open()
             if not reader.has_spec:  # settling would wait for staged blocks and transfer them again
                 self._settle()
-                self._in_thread(reader.fetch_first)
+                self._staging.call(self._open, reader.fetch_first)
             return reader.spec()
 
     def take(
@@ -139,43 +134,34 @@ class InfeedQueue(Feed):
         """
         with self._lock:
             self._check_open()
-            key = (count, sharding, room)
-            if not self._staged or self._staged[0][0] != key:
-                self._settle()
-                self._stage(*key)
-            future = self._staged[0][1]
-            if is_traced():
-                counter("infeed depth", self._depth())
-            with span("dataset wait", elements=count):
-                self._wait_for(future)  # popped only afterwards: an interrupt here loses nothing
-            self._staged.popleft()
-            staged = future.result()
-            # Between this and `started` the block is alive without an execution that could be waited
-            # for.
-            self._handed = 1
+            staged = self._staging.take(self._open, self._order(count, sharding, room))
             self.reading = (self._epoch or 0, staged.first, count * staged.replicas)
             self._taken += count * staged.replicas
             # Prefetch now, not after the dispatch: on a GPU a dispatch may return only when most of the
             # execution is over, and the copy would no longer overlap with it.
             following = count if then is None else then
             if following:
-                for _ in range(self.prefetch - len(self._staged)):
-                    self._stage(following, sharding, room)
+                self._staging.prefetch(self._open, self._order(following, sharding, room))
             return staged
 
-    def started(self, ticket: Any) -> None:
+    def _order(self, count: int, sharding: jax.sharding.Sharding, room: int | None) -> Order:
+        replicas = self.replicas or 1
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            mesh: Any = sharding.mesh
+            replicas = local_replicas(mesh)  # each process feeds its replicas
+        return Order(count, replicas, sharding, count if room is None else room)
+
+    def started(self, ticket: jax.Array) -> None:
         """Report that a block's execution was dispatched; `ticket` is ready when it has finished."""
         with self._lock:
-            if self._closed:
-                return
-            self._running.append(ticket)
-            self._handed = 0
+            if not self._closed:
+                self._staging.started(ticket)
 
     def put_back(self, staged: Staged, used: int) -> None:
         """Return the elements a program did not read; `used` counts those it read on all replicas."""
         with self._lock:
             self._settle()
-            self._handed = 0
+            self._staging.returned()
             unused = staged.unused(used)
             self._open().put_back(unused)
             self._taken -= len(unused[0])
@@ -189,13 +175,13 @@ class InfeedQueue(Feed):
         """How many of the next `at_most` elements exist (they are read ahead and kept)."""
         with self._lock:
             self._settle()
-            return self._in_thread(self._open().available, at_most)
+            return self._staging.call(self._open, self._open().available, at_most)
 
     def need(self, count: int) -> None:
         """Raise the error that reading the next `count` elements would raise; they are kept."""
         with self._lock:
             self._settle()
-            self._in_thread(self._open().available, count, True)
+            self._staging.call(self._open, self._open().available, count, True)
 
     @property
     def restartable(self) -> bool:
@@ -221,22 +207,18 @@ class InfeedQueue(Feed):
 
     # -- lifetime -------------------------------------------------------------------------------
 
-    def restart(self, dataset: Any = None, epoch: int | None = None) -> None:
+    def restart(self, dataset: object = None, epoch: int | None = None) -> None:
         """Restart with the same dataset or another; `epoch` sets the order of shuffled `tr.batches`."""
         with self._lock:
             if dataset is None or dataset is self.dataset:
                 self._settle()
             else:  # another dataset: do not wait for whatever the old one blocks on
                 self._leave()
-                if self._late is not None and self._thread is not None:
-                    # It is stuck in the old dataset: a new thread takes over.
-                    self._thread.stop(0.0)
-                    self._thread = None
-                self._late = None
+                self._staging.forget_late()
             self.dataset = self.dataset if dataset is None else dataset
             self._reader, self._epoch, self._taken = None, epoch, 0
 
-    def start_epoch(self, dataset: Any, epoch: int) -> None:
+    def start_epoch(self, dataset: object, epoch: int) -> None:
         """Read a dataset from the start of an epoch; a one-shot iterator continues where it is."""
         if self.restartable:
             self.restart(dataset, epoch)
@@ -255,7 +237,7 @@ class InfeedQueue(Feed):
         with self._lock:
             self._settle()
             reader = self._open()
-            self._in_thread(reader.available, found, True)
+            self._staging.call(self._open, reader.available, found, True)
             block = reader.read(found)  # already buffered in the reader: this does not block
             if found:
                 fill = [leaf[-1:].repeat(count - found, axis=0) for leaf in block]
@@ -269,11 +251,7 @@ class InfeedQueue(Feed):
         """Stop the thread and release staged blocks; the queue can be used again."""
         with self._lock:
             self._leave()
-            thread, self._thread = self._thread, None
-            # Tickets of executions keep arrays alive; a queue at rest should hold nothing on the
-            # device.
-            self._running.clear()
-            blocked = self._late is not None
+            thread, blocked = self._staging.release()
         if thread is not None:
             thread.stop(0.0) if blocked else thread.stop()
         buffers.trim()
@@ -293,7 +271,7 @@ class InfeedQueue(Feed):
     def __repr__(self) -> str:
         return f"InfeedQueue({as_dataset(self.dataset).name}, prefetch={self.prefetch})"
 
-    # -- staging --------------------------------------------------------------------------------
+    # -- inside ---------------------------------------------------------------------------------
 
     def _open(self) -> Reader:
         self._check_open()
@@ -309,117 +287,11 @@ class InfeedQueue(Feed):
         if self._closed:
             raise FeedError("This InfeedQueue is closed and feeds no program. Make a new one.")
 
-    def _stage(self, count: int, sharding: jax.sharding.Sharding, room: int | None) -> None:
-        reader = self._open()
-        future = self._worker().submit(self._stage_now, reader, count, sharding, room)
-        self._staged.append(((count, sharding, room), future))
-
-    def _stage_now(
-        self, reader: Reader, count: int, sharding: jax.sharding.Sharding, room: int | None
-    ) -> Staged:
-        """In the thread: wait for a free block, read elements into it, transfer it."""
-        # Memory is bounded here, not by the length of the queue: a block is free only when its
-        # execution has ended, which a dispatch does not wait for.
-        while self._running and self._blocks_alive() > self.prefetch:
-            with span("room wait"):
-                _wait(self._running.popleft())
-        replicas = self.replicas or 1
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            mesh: Any = sharding.mesh
-            replicas = local_replicas(mesh)  # each process feeds its replicas
-        # In the thread, before the read: another block may be read ahead while this one is in use.
-        first = reader.number
-        with span("dataset read", elements=count * replicas):
-            host = reader.read(count * replicas)
-        try:
-            if isinstance(sharding, jax.sharding.NamedSharding):
-                shaped = [leaf.reshape(count, replicas, *leaf.shape[1:]) for leaf in host]
-            else:
-                shaped = host
-            with span("infeed copy", bytes=sum(leaf.nbytes for leaf in shaped)):
-                device = reader.to_device(shaped, sharding, count if room is None else room)
-        except BaseException:
-            reader.put_back(host)
-            raise
-        return Staged(host, device, count, replicas, first)
-
-    def _blocks_alive(self) -> int:
-        """The number of blocks in memory: in flight, taken, and staged."""
-        return len(self._running) + self._handed + self._depth()
-
-    def _depth(self) -> int:
-        """The number of staged blocks that are ready."""
-        return sum(future.done() for _, future in list(self._staged))
-
     def _settle(self) -> None:
-        """Return all staged blocks to the reader, so that its position is that of the programs."""
-        if self._late is not None:
-            reader, future = self._late
-            self._wait_for(future)
-            self._late = None
-            if reader is self._reader:
-                self._take_back(future)
-        # Blocks that are still being read are waited for, others cancelled: an element that was read is
-        # in a block, and only the block can give it back.
-        while self._staged:
-            future = self._staged[-1][1]  # last one first: each block is put back before the others
-            if not future.cancel():
-                self._wait_for(future)
-                self._take_back(future)
-            self._staged.pop()
+        """Return what was read ahead to the reader: its position is then that of the programs."""
+        self._staging.settle(self._open)
 
     def _leave(self) -> None:
-        """Like `_settle`, but a read that blocks is abandoned, to be picked up later."""
-        if self._late is not None:
-            return
-        reader = self._reader
-        if reader is None:
-            return
-        # A wait for the device always ends; only a dataset may block forever.
-        blocks = Patience(stopped=lambda: reader.waited_s() > LEAVE_S)
-        patience, self.patience = self.patience, blocks
-        try:
-            self._settle()
-        except WaitStopped:
-            # The thread runs one call at a time: this block is being read, later ones were cancelled.
-            self._late = (self._reader, self._staged.popleft()[1])
-        finally:
-            self.patience = patience
-
-    def _take_back(self, future: Future[Any]) -> None:
-        if future.exception() is None and isinstance(future.result(), Staged):
-            assert self._reader is not None
-            self._reader.put_back(future.result().host)
-
-    def _in_thread(self, read: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that may block in the dataset, on the thread."""
-        own = self._thread is None
-        worker = self._worker()
-        future = worker.submit(read, *args)
-        try:
-            self._wait_for(future)
-        except BaseException:
-            if not future.cancel():
-                self._late = (self._reader, future)
-            raise
-        finally:
-            if own:  # started for this call only: a caller that never takes a block keeps no thread
-                self._thread = None
-                worker.stop(0.0 if self._late else STOP_S)
-        return future.result()
-
-    def _wait_for(self, future: Future[Any]) -> None:
-        self.patience.wait_for(future, self._open())
-
-    def _worker(self) -> Worker:
-        if self._thread is None:
-            self._thread = Worker("tailrace-infeed")
-        return self._thread
-
-
-def _wait(ticket: Any) -> None:
-    try:
-        jax.block_until_ready(ticket)
-    except Exception:
-        # The execution failed; its caller gets the exception. Only its memory matters here.
-        return
+        """Return what was read ahead; a read that blocks is abandoned, to be picked up later."""
+        if self._reader is not None:
+            self._staging.leave(self._reader)

@@ -3,14 +3,14 @@
 In: Keras models, compiled and fitted as usual. Out: the same results, computed by the engine of
 `trainer`.
 
-    adopt, model, strategy   how a model becomes one of ours: `tk.adopt`, or `with
-    tk.Strategy().scope()` programs, data           train, test and predict functions as device
-    programs, and their batches optimizers               Keras optimizers as update rules, and wrappers
-    around them pipelines, settings      stages of a model; options of pipelines, accumulation and
-    replicas custom_loops             hand-written loops on the device
+    adopt, model, strategy   a model becomes one of ours: `tk.adopt`, or a strategy's scope
+    programs, data           train, test and predict functions as device programs, and their batches
+    optimizers               Keras optimizers as update rules, and wrappers around them
+    pipelines, settings      stages of a model; options of pipelines, accumulation and replicas
+    custom_loops             hand-written loops on the device
     checkpoints              `fit(checkpoint=...)`
-    keras_internals          the only module that uses undocumented parts of Keras; keras_seams probes
-    them
+    keras_internals          the only module that uses undocumented parts of Keras
+    keras_seams              probes that these parts are there
 
 Rules. Core packages never import this one. Keras is hooked once, at import; a hook acts only on
 adopted models and inside a strategy's scope.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -63,6 +64,9 @@ def adopt(model: keras.Model, replicas: int = 1) -> Any:
         model: a Sequential, Functional or subclassed model, built or not.
         replicas: the number of copies that train in parallel, each on different batches.
 
+    Raises:
+        OptionError: it is not a Keras model.
+
     Example:
         >>> import keras, numpy as np, tailrace.keras as tk
         >>> model = tk.adopt(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
@@ -90,6 +94,9 @@ def of(model: keras.Model) -> Adopted:
     """What Tailrace adds to an adopted model, even if the model's class uses the same names.
 
     `model.records` is that of the model's class, if it has one: `tk.of(model).records` is ours.
+
+    Raises:
+        OptionError: the model was not adopted.
 
     Example:
         >>> import keras, tailrace.keras as tk
@@ -128,7 +135,7 @@ class _Added:
         self._name, self._inside = name, inside
         self.__doc__ = getattr(Adopted, inside, Settings).__doc__
 
-    def __get__(self, model: keras.Model, kind: Any = None) -> Any:
+    def __get__(self, model: keras.Model, kind: type | None = None) -> Any:
         if model is None:
             return self
         adopted = attached(model)
@@ -137,7 +144,7 @@ class _Added:
         return getattr(adopted, self._inside)
 
 
-def _made(make: Any, model: keras.Model, *args: Any, **kwargs: Any) -> None:
+def _made(make: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> None:
     """Create a model, and let an open scope adopt it."""
     make(model, *args, **kwargs)
     adopting = scopes.innermost()
@@ -145,7 +152,9 @@ def _made(make: Any, model: keras.Model, *args: Any, **kwargs: Any) -> None:
         adopting(model)
 
 
-def _functional_made(make: Any, model: keras.Model, *args: Any, **kwargs: Any) -> None:
+def _functional_made(
+    make: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+) -> None:
     """Create a Functional model: either all of its layers have a stage, or none."""
     make(model, *args, **kwargs)
     if attached(model) is not None and scopes.innermost() is not None:
@@ -153,7 +162,7 @@ def _functional_made(make: Any, model: keras.Model, *args: Any, **kwargs: Any) -
 
 
 def _asked(name: str) -> Any:
-    def around(plain: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def around(plain: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         adopted = attached(model)
         if adopted is None:
             return plain(model, *args, **kwargs)

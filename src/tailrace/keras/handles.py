@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 _NAME = "_tailrace"
 
 
-def attach(model: Any, adopted: Any) -> None:
+def attach(model: keras.Model, adopted: Any) -> None:
     """Let a model train on the engine."""
     model.__dict__[_NAME] = adopted  # bypasses Keras' `__setattr__`, which would track it
 
 
-def attached(model: Any) -> Any:
+def attached(model: keras.Model) -> Any:
     """The `Adopted` of a model; None for one that Keras trains."""
     return model.__dict__.get(_NAME)
 
 
-def settings_of(model: Any) -> Any:
+def settings_of(model: keras.Model) -> Any:
     """The `Settings` of an adopted model."""
     return attached(model).settings

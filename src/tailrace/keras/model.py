@@ -99,6 +99,11 @@ class Adopted(Setters, Assigning, LookingBack):
             fingerprint: keep 8 bytes for each group of tensors after each execution, in checkpoints and
                 in the run directory: `tk.of(model).replay` proves by them what a past step was.
             **kwargs: as in Keras.
+
+        Raises:
+            OptionError: `steps_per_execution` is not a positive integer.
+            ProgramError: the options of this model need a device program, and `compile`
+                rules one out.
         """
         model, settings = self.model, self.settings
         if args:
@@ -148,6 +153,11 @@ class Adopted(Setters, Assigning, LookingBack):
             checkpoint: a directory, or a `tr.Checkpoint`, for the state of the fit. If it contains this
                 fit already, the fit resumes from there, bit for bit as if it had never stopped.
             **kwargs: as in Keras.
+
+        Raises:
+            OptionError: an option does not suit the data or the model; the text says which.
+            DataError: batches do not divide over replicas or microbatches.
+            CheckpointError: the checkpoint is that of another fit.
         """
         model, plain = self.model, PLAIN["fit"]
         if not model.compiled or self._keras_runs("train"):  # Keras reports what is missing
@@ -266,8 +276,8 @@ class Adopted(Setters, Assigning, LookingBack):
         non_trainable_variables: Tree,
         metrics_variables: Tree,
         x: object,
-        y: Any,
-        sample_weight: Any,
+        y: Tree,
+        sample_weight: Tree,
         training: bool = False,
         optimizer_variables: Tree = None,
     ) -> Any:

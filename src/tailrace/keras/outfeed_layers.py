@@ -10,13 +10,14 @@ import contextlib
 import contextvars
 import enum
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
+from tailrace.data.array_like import ShapeLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.feeds.outfeed import OutfeedMode, OutfeedQueue
@@ -104,7 +105,7 @@ class Outfeed(keras.layers.Layer):
             return inputs
         return self.outfeed_queue.enqueue({self.name: inputs})[self.name]
 
-    def compute_output_shape(self, input_shape: Any) -> Any:
+    def compute_output_shape(self, input_shape: ShapeLike) -> Any:
         """The shape of the inputs."""
         return input_shape
 
@@ -149,7 +150,7 @@ class MaybeOutfeed(keras.layers.Layer):
                 return sent[self.name]
         return inputs
 
-    def compute_output_shape(self, input_shape: Any) -> Any:
+    def compute_output_shape(self, input_shape: ShapeLike) -> Any:
         """The shape of the inputs."""
         return input_shape
 
@@ -197,7 +198,7 @@ class OutfeedOptimizer(Wrapper):
 
     def __init__(
         self,
-        wrapped_optimizer: Any,
+        wrapped_optimizer: keras.optimizers.Optimizer,
         outfeed_queue: MaybeOutfeedQueue | None,
         outfeed_optimizer_mode: Any = OutfeedOptimizerMode.BEFORE_APPLY,
         name: str = "OutfeedOptimizer",
@@ -248,7 +249,9 @@ class OutfeedOptimizer(Wrapper):
         return {**super().get_config(), "outfeed_optimizer_mode": str(self.mode)}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> Any:
         """Create it from its configuration, without a queue."""
         without: Any = {"outfeed_queue": None, "model": _NO_MODEL}
         return super().from_config({**config, **without}, custom_objects)
@@ -333,7 +336,7 @@ class OutfeedCallback(keras.callbacks.Callback):
         super().__init__()
         self._queue, self.name = outfeed_queue, name
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Print and empty the queue."""
         print_summary(self.name, self._dequeued(), epoch)
 

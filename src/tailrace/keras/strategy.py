@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
+
 from tailrace.devices.devices import resolve_replicas
 from tailrace.errors import OptionError
 from tailrace.keras.adopt import scopes, take_over
@@ -45,11 +47,16 @@ class Strategy:
         with scopes.opened(self.adopt), in_scope():
             yield self
 
-    def adopt(self, model: Any) -> None:
+    def adopt(self, model: keras.Model) -> None:
         """Give a model created in the scope Tailrace's trainer."""
         take_over(model, self.replicas)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Run a device function in one program.
 
         The function is traced once for its arguments; it changes models, optimizers and metrics among
@@ -62,6 +69,10 @@ class Strategy:
 
         Returns:
             The function's result: a tree of arrays, or None.
+
+        Raises:
+            OptionError: `fn` is not a function.
+            ProgramError: it changes a variable that its arguments do not lead to.
         """
         if not callable(fn):
             raise OptionError(f"strategy.run takes a function. Received: {type(fn).__name__}.")

@@ -68,6 +68,7 @@ def _values(
 ) -> list[dict[str, Any]]:
     tail = dataclasses.replace(table, start=max(0, table.stop - TAIL_ROWS))
     of = tail.column("microbatch")
+    # -1: one value for the whole step, which belongs to each of its cells.
     rows = np.flatnonzero((of == microbatch) | (of == -1))
     if not len(rows):
         return []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tailrace.messages import shown
 from tailrace.page.curves import trained
@@ -63,7 +63,7 @@ class Comparison:
         )
 
 
-def compare(first: Any, second: Any) -> Comparison:
+def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:
     """Compare two run directories, or two files of `Profile.save`.
 
     Raises:
@@ -84,7 +84,7 @@ def compare(first: Any, second: Any) -> Comparison:
 class _Side:
     """One of the two: a run, a profile, or both."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: str | os.PathLike[str]) -> None:
         path = Path(given)
         self.name = path.name or str(path)
         self.run: FollowedRun | None = None
@@ -102,6 +102,7 @@ def _times(one: Profile, two: Profile) -> Iterator[Line]:
         for profile in (one, two)
     ]
     whole_one, whole_two = (profile.wall_s / max(profile.steps, 1) for profile in (one, two))
+    # First, whatever its difference: the rows below are parts of it.
     yield _line("the whole step", whole_one, whole_two, time_text, size=float("inf"))
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         yield _line(shown(name), sides[0].get(name), sides[1].get(name), time_text)
@@ -143,6 +144,7 @@ def _settings(one: FollowedRun, two: FollowedRun) -> Iterator[Line]:
                 (title, label): text
                 for title, rows in headings.items()
                 for label, text in rows
+                # These differ between any two runs and say nothing about them.
                 if label not in ("directory", "began")
             }
         )
@@ -153,7 +155,11 @@ def _settings(one: FollowedRun, two: FollowedRun) -> Iterator[Line]:
 
 
 def _line(
-    what: str, a: float | None, b: float | None, text: Any, size: float | None = None
+    what: str,
+    a: float | None,
+    b: float | None,
+    text: Callable[[float], str],
+    size: float | None = None,
 ) -> Line:
     far = abs((b or 0.0) - (a or 0.0))
     if a is None or b is None:

@@ -70,8 +70,10 @@ def curve(
         return Curve(steps, empty, empty, empty)
     good = np.isfinite(values)
     bad = np.flatnonzero(~good)
+    # By step, not by index: records of a periodic tap, or of a run that was resumed, have gaps.
     span = int(steps[-1]) - int(steps[0]) + 1
     where = (steps - steps[0]) * min(most, span) // span
+    # Points without steps do not occur, so that `reduceat` never sees an empty range.
     starts = np.flatnonzero(np.diff(where, prepend=-1))
     count = np.add.reduceat(good.astype(np.int64), starts)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):

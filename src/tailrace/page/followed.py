@@ -35,7 +35,7 @@ class FollowedRun:
         version: incremented whenever something new was read.
     """
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self.run: Run | None = None
         self.problem = ""
@@ -52,12 +52,14 @@ class FollowedRun:
 
     def look(self) -> bool:
         """Check for changes; returns whether there were any."""
+        # Before the files are read: what is written meanwhile then counts as new the next time.
         found = [_signature(self.directory / name) for name in WATCHED]
         if found == self._seen:
             return False
         with self._lock:
             try:
                 with self.reading():
+                    # Another description may be another run: nothing that was cached holds then.
                     self._read(is_same=self._seen[:1] == found[:1])
                 self.problem = ""
             except RunError as error:
@@ -90,6 +92,8 @@ class FollowedRun:
     def kept(self, key: object, make: Callable[[], Kept]) -> Kept:
         """The cached value of a key, or a new one from `make`."""
         with self._lock:
+            # Taken out and put back: a dict keeps its order, so the first key is the least recently
+            # used.
             found = self._kept.pop(key) if key in self._kept else make()
             self._kept[key] = found
             while len(self._kept) > MOST_KEPT:

@@ -65,6 +65,8 @@ def layer_map(followed: FollowedRun, measure: str = "rms", select: str = "*") ->
     sources: dict[str, str] = {}
     kinds = SOURCES[measure]
     tables = [table for table in followed.readable().tables if table.kind in kinds]
+    # Most exact kind first: `sources` then keeps a tensor to one kind, and its curve does not jump
+    # where another tap began.
     for table in sorted(tables, key=lambda table: kinds.index(table.kind)):
         wanted = {name for name in table.names if _chosen(select, name)}
         if not any(sources.get(name, table.kind) == table.kind for name in wanted):
@@ -111,6 +113,7 @@ def _joined(
             columns = (np.arange(len(found)) * each // width)[there]
             np.add.at(total, columns, found[there])
             np.add.at(weight, columns, 1)
+        # Counts add up; other measures are averaged.
         share = np.minimum(weight, 1) if measure == "nonfinite" else weight
         with np.errstate(invalid="ignore", divide="ignore"):
             values[place] = np.where(weight > 0, total / share, np.nan)

@@ -10,13 +10,14 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tailrace.errors import RunError
 from tailrace.page.steps import StepColumns
 from tailrace.runs.tables.stored import StoredTable, describing
+from tailrace.taps.catalogue import Catalogue
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
 
 SOURCES = {
@@ -90,6 +91,8 @@ class TableDigest:
         if columns is None:
             return Rows([], 1, np.zeros((0, 0)))
         found = columns.sums() if self.measure == "nonfinite" else columns.mean()
+        # The root of the mean square, taken last: a mean of roots would depend on how many steps
+        # share a column.
         values = np.sqrt(found) if self.measure == "rms" else found
         return Rows(self._names(table), columns.width, values.T)
 
@@ -116,6 +119,8 @@ def slabs(table: StoredTable, start: int, tensors: int | None = None) -> Iterato
             f"{table.path} holds {size / 2**30:.0f} GiB of records of the kind {table.kind!r}, too "
             f"much to sum up. Taps with reduce='stats' make a picture of many steps."
         )
+    # Whole chunks, from their first row: a chunk is decompressed as a whole, so a slab that ends
+    # inside of one would read it twice.
     chunk = array.chunks[0]
     length = max(1, SLAB_BYTES // (row_bytes * chunk)) * chunk
     while start < table.stop:
@@ -174,6 +179,6 @@ def is_histogram(table: StoredTable) -> bool:
     return table.kind == "histogram" and table.group["values"].shape[-1:] == (NUM_BINS,)
 
 
-def sizes_of(catalogue: Any) -> dict[str, int]:
+def sizes_of(catalogue: Catalogue) -> dict[str, int]:
     """The number of values of each tensor."""
     return {entry.name: math.prod(entry.shape) for entry in catalogue}

@@ -109,6 +109,7 @@ class Balance:
 
         leaves, structure = jax.tree.flatten((*first, element))
         closed, form = _traced(whole, structure, leaves)
+        # The cut is an index into the operations, so it is worth something only for the same ones.
         if len(closed.jaxpr.eqns) != self.operations:
             raise PipelineError(
                 f"This cut was made for a model of {self.operations} operations; on this batch it "
@@ -186,6 +187,8 @@ def balance(
         edges = [0, *cut, len(eqns)]
         for number, took in enumerate(seconds):
             part = slice(edges[number], edges[number + 1])
+            # Only the sum of a stage is known; within it, the estimates keep their ratios. Twice,
+            # because the corrected cut has stages that were never measured.
             costs[part] *= took / max(shares[number], 1e-30)
         cut = _cheap_cut(closed, costs, stages)
     if measure:
@@ -215,6 +218,7 @@ def cost_of(eqn: JaxprEqn) -> float:
     if inside := programs_in(eqn):
         found = control(eqn)
         sums = [sum(cost_of(e) for e in jaxpr.eqns) for jaxpr in inside]
+        # The length of a while loop is data: it counts as one pass. Of branches the dearest counts.
         passes = found.length if isinstance(found, Scan) else 1
         return passes * (max(sums) if isinstance(found, Cond) else sum(sums))
     if is_mark(eqn):
@@ -246,6 +250,8 @@ def _with_boundaries(closed: ClosedJaxpr, cut: Sequence[int], inputs: Sequence[A
     edges = [0, *cut, len(jaxpr.eqns)]
     for first, last in itertools.pairwise(edges):
         if first:
+            # A boundary is a mark on values. Where none crosses, one that is there anyhow carries
+            # it.
             crossing = [v for v in _alive(closed, first) if v not in jaxpr.invars] or [
                 v for v in known if v not in jaxpr.constvars
             ][:1]
@@ -266,6 +272,8 @@ def _alive(closed: ClosedJaxpr, index: int) -> list[Var]:
 def _cheap_cut(closed: ClosedJaxpr, costs: np.ndarray, stages: int) -> tuple[int, ...]:
     """The balanced cut, each boundary moved to the narrowest place that costs next to nothing."""
     cut = list(balanced_cut(costs.tolist(), stages))
+    # Less than the estimates are worth, and enough to move a boundary from the middle of a block to
+    # its end, where only one activation crosses.
     slack = 0.02 * costs.sum() / stages
     crossing = crossing_bytes(closed.jaxpr.eqns, closed.jaxpr.outvars)
     for number, place in enumerate(cut):
@@ -305,12 +313,14 @@ def _measured(closed: ClosedJaxpr, cut: Sequence[int], leaves: Sequence[Any]) ->
         both = _both_ways(stage)
         values = [known[v] for v in floats]
         outputs, _ = jax.block_until_ready(both(*values))
+        # The fastest of a few: whatever else the machine does can only add time.
         times = []
         for _ in range(5):
             started = time.perf_counter()
             jax.block_until_ready(both(*values))
             times.append(time.perf_counter() - started)
         seconds.append(min(times))
+        # The next stage is measured on real values: NaN or denormal ones would change its time.
         known.update(zip(ends, outputs, strict=True))
     return seconds
 

@@ -12,11 +12,11 @@ import numpy as np
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, PipelineError
 from tailrace.feeds.elements import call_with_element
-from tailrace.jaxprs.marks import path_name
 from tailrace.pipeline.boundary import BESIDE, NEXT, boundary
 from tailrace.pipeline.lowering.forward_backward import RECOMPUTE
 from tailrace.pipeline.schedule.plan import Plan, plan
 from tailrace.pipeline.schedule.schedules import PipelineSchedule
+from tailrace.pipeline.shared_weights import SharedWeights
 from tailrace.program.step.accumulation import Accumulation
 
 Stage = Callable[..., Any]
@@ -85,7 +85,8 @@ class Pipeline:
                 f"inputs is a tuple of what stage 0 gets before the element. Received: {inputs!r}."
             )
         self.inputs = tuple(inputs)
-        self.shared = _groups(shared)
+        self._weights = SharedWeights(shared)
+        self.shared = self._weights.groups
         self.loss_fn = loss_fn
         self.function = stages if callable(stages) else None
         self.stages: tuple[tuple[Stage, ...], ...] = ()
@@ -248,39 +249,11 @@ class Pipeline:
 
     def untie(self, params: Tree) -> Any:
         """The parameters, each shared weight in its first place only."""
-        if not self.shared:
-            return params
-        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        by_name = {path_name(path): value for path, value in leaves}
-        extra: set[str] = set()
-        for group in self.shared:
-            for name in group:
-                if name not in by_name:
-                    raise PipelineError(
-                        f"shared names parameters as 'stage/path'. There is no {name!r}; there are "
-                        f"{sorted(by_name)}."
-                    )
-            first, *others = group
-            for name in others:
-                same = np.shape(by_name[name]) == np.shape(by_name[first])
-                if not same or not np.array_equal(by_name[name], by_name[first]):
-                    raise PipelineError(
-                        f"Shared parameters are one weight, so they start equal. {name!r} differs "
-                        f"from {first!r}. Give the same array for both."
-                    )
-                extra.add(name)
-        kept = [None if path_name(path) in extra else value for path, value in leaves]
-        return jax.tree.unflatten(structure, kept)
+        return self._weights.untie(params)
 
     def tie(self, params: Tree) -> Any:
         """The parameters with every shared weight in all its places."""
-        if not self.shared:
-            return params
-        flat, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
-        by_name = {path_name(path): value for path, value in flat}
-        for first, *others in self.shared:
-            by_name.update(dict.fromkeys(others, by_name[first]))
-        return jax.tree.unflatten(structure, [by_name[path_name(path)] for path, _ in flat])
+        return self._weights.tie(params)
 
 
 def _read(stages: Any) -> tuple[tuple[Stage, ...], ...]:
@@ -304,21 +277,8 @@ def _read(stages: Any) -> tuple[tuple[Stage, ...], ...]:
     return found
 
 
-def _stage_name(stage: Any) -> str:
+def _stage_name(stage: object) -> str:
     return getattr(stage, "__name__", type(stage).__name__)
-
-
-def _groups(shared: Any) -> tuple[tuple[str, ...], ...]:
-    def is_list(value: object) -> bool:
-        return isinstance(value, tuple | list)
-
-    fits = is_list(shared) and all(map(is_list, shared))
-    if not fits or not all(isinstance(path, str) for group in shared for path in group):
-        raise OptionError(
-            f"shared is a list of groups, each a list of the paths of parameters that are one and the "
-            f"same: shared=[('0/table', '2/table')]. Received: {shared!r}."
-        )
-    return tuple(tuple(group) for group in shared)
 
 
 def _member(tree: Sequence[Any], number: int, which: int, members: Sequence[Stage]) -> Any:
@@ -355,7 +315,7 @@ def _with_state(made: Any, number: int, stage: Stage) -> tuple[Any, Any]:
     return made
 
 
-def _name(stage: Any) -> str:
+def _name(stage: object) -> str:
     return getattr(stage, "__name__", repr(stage))
 
 

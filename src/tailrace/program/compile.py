@@ -18,8 +18,9 @@ from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import LOOP, walk
 from tailrace.program.running.agreement import agreed_seconds
+from tailrace.program.running.device_program import STEPS, Piece, SegmentProgram
 from tailrace.program.running.dispatch_lengths import piece_within
-from tailrace.program.running.executable import STEPS, Executable
+from tailrace.program.running.executable import Executable
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.running.segments import Segment, cut
@@ -273,14 +274,8 @@ class _Version:
         """The executable of a segment; a loop has one of fixed length and one of dynamic length."""
         key = (segment.first, length, period, counted)
         if key not in self._executables:
-            self._executables[key] = Executable(
-                segment,
-                self._placement,
-                length=length,
-                counted=counted,
-                wanted=self.sight.wanted,
-                period=period,
-            )
+            piece = Piece(segment, self._placement, length, counted, self.sight.wanted, period)
+            self._executables[key] = Executable(SegmentProgram(piece))
         return self._executables[key]
 
     def check_records(self, most: int) -> None:

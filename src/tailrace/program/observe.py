@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from tailrace.errors import OptionError
 from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import name_values
+from tailrace.program.running.device_program import Piece, SegmentProgram
 from tailrace.program.running.executable import Executable
 from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
@@ -141,7 +142,7 @@ class Observed:
                 count = max(one.microbatches for one in sight.chosen)
                 check_bytes(sight.chosen, 1, count, 1, self._observe_bytes)
             executables = [
-                Executable(segment, self._placement, wanted=sight.wanted)
+                Executable(SegmentProgram(Piece(segment, self._placement, wanted=sight.wanted)))
                 for segment in cut(traced.jaxpr, ())
             ]
             self._versions[key] = (traced, sight, executables)

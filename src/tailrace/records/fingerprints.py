@@ -41,6 +41,8 @@ def state_groups(names: Sequence[str], digests: np.ndarray) -> dict[str, int]:
     """The fingerprints of a state: the digests of its leaves, summed by group."""
     found = dict.fromkeys(FIELDS, 0)
     for name, value in zip(names, digests, strict=True):
+        # A sum modulo 2**64 does not depend on the order of leaves; each digest has its leaf's name
+        # mixed in.
         group = group_of(name)
         found[group] = (found[group] + int(value)) % 2**64
     return found
@@ -48,6 +50,8 @@ def state_groups(names: Sequence[str], digests: np.ndarray) -> dict[str, int]:
 
 def loss_fingerprint(losses: np.ndarray, first_step: int) -> int:
     """The fingerprint of losses [steps, microbatches, replicas], each at its index in the training."""
+    # By its index in the training, not in the execution: fingerprints of equal steps then agree,
+    # however they were cut into executions.
     per_step = int(np.prod(losses.shape[1:]))
     return host_digest(losses, "loss", first=first_step * per_step)
 

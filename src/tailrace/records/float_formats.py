@@ -76,8 +76,7 @@ def format_shares(histogram: Any, scale_exponent: int = 0) -> dict[str, np.ndarr
     * `underflow`: not zero, but zero after the cast: below s/2. Exact, except that a value of
       exactly s/2, which becomes zero too, is counted as subnormal.
     * `underflow_most`: an upper bound. It differs if float32's subnormal values, which share one bin,
-    may
-      or may not vanish: for bfloat16, or scaled by a large power of two.
+      may or may not vanish: for bfloat16, or scaled by a large power of two.
     * `subnormal`: at least s/2 and below n, so only part of the digits survive. Values are classified
       before rounding: the largest of them round up to n.
     * `overflow`: finite, but certainly beyond m after rounding: 2^(e+1) or more, where m has the
@@ -122,6 +121,7 @@ def _shares(form: NumberFormat, shares: np.ndarray, scale: int) -> np.ndarray:
     high = low.copy()
     low[SUBNORMAL] = _LEAST_FLOAT32 + scale
     finite = shares[..., SUBNORMAL:INF_BIN]
+    # Half of the smallest value: from there on a value is rounded up to it.
     survives = form.least_exponent - form.mantissa_bits - 1
     top = int(np.frexp(form.largest)[1]) - 1
 

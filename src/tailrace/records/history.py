@@ -82,6 +82,7 @@ class History:
         self._validated.append(step)
         for name, value in values.items():
             before = self._validations.setdefault(f"val_{name}", [])
+            # A metric may appear late, or be missing once: NaN keeps one entry per validation.
             before += [np.nan] * (len(self._validated) - 1 - len(before))
             before.append(value)
 
@@ -136,6 +137,7 @@ class History:
         values = self.each(name)
         if values.shape[1:] == (1, 1):
             return values[:, 0, 0]
+        # Averaged wide, returned narrow: a sum over many microbatches in float16 would lose digits.
         wide = values.astype(np.float64)
         if self._weights is not None:
             weights = self._weights.values()

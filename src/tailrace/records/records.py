@@ -1,13 +1,10 @@
-"""Records: the results of taps, each value tagged with its step, microbatch and replica."""
+"""Records: the results of the taps of a fit, by the name of the tensor."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,88 +13,17 @@ from tailrace.errors import SelectionError
 from tailrace.feeds.waiting import Runs
 from tailrace.messages import note_once, shown
 from tailrace.records.html_table import html_table
+from tailrace.records.parts import Part
+from tailrace.records.record import Record, Source, curve_of
 from tailrace.taps.frame import Emission
-from tailrace.taps.reductions import NUM_BINS, StatsKey, merge_statistics
-from tailrace.taps.tap import Chosen, Mode
-
-PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")
-"""Kinds of tensors that exist per microbatch, even if a step has only one."""
+from tailrace.taps.reductions import StatsKey
+from tailrace.taps.tap import Chosen
 
 MOST_SHOWN = 20
 """The number of tensors that `repr` of records shows."""
 
 MOST_LIVE = 10_000
 """The most live records that wait for a reader of the stream."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """All values of one tensor, ordered by step, microbatch, replica.
-
-    Attributes:
-        name: the tensor.
-        kind: what was kept of it: "tensor", "stats", "histogram", "norm" or a function's name.
-        values: the values; the leading dim is that of the records.
-        steps: the step of each.
-        microbatches: the microbatch of each; -1 if there is one value for the whole step.
-        replicas: the replica of each; -1 if the value is equal on all of them.
-        stages: the pipeline stage of each; -1 without a pipeline.
-        ran: for a branch inside a scanned stack of layers, flags of the layers that took it,
-            [records, layers]; the values of the others are zero. None otherwise: a branch that was not
-            taken has no record.
-    """
-
-    name: str
-    kind: str
-    values: Any
-    steps: np.ndarray
-    microbatches: np.ndarray
-    replicas: np.ndarray
-    stages: np.ndarray
-    ran: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __repr__(self) -> str:
-        shape = jax.tree.map(np.shape, self.values)
-        return f"Record({self.name!r}, {self.kind}, {len(self)} values of {shape})"
-
-    def _repr_html_(self) -> str:
-        import html
-
-        text = html.escape(repr(self))
-        if curve := _curve(self):
-            return f"{text}<br>{curve}"
-        if self.kind != "histogram" or np.shape(self.values)[-1:] != (NUM_BINS,):
-            return text
-        from tailrace.records.exponents import format_sentences, small_svg
-
-        counts = self.values.reshape(-1, NUM_BINS).sum(axis=0)
-        lines = "<br>".join(map(html.escape, format_sentences(counts)))
-        return f"{text}<br>{small_svg(counts)}<br>{lines}"
-
-
-def _curve(record: Record) -> str:
-    """A record over the steps, as a small curve; empty if it is not one number per step."""
-    values = record.values
-    if record.kind == "stats":
-        values = values["std"]
-    elif record.kind not in ("norm", "tensor") or np.size(values) != len(record):
-        return ""
-    if not len(record):
-        return ""
-    from tailrace.records.curves import small_curve
-
-    return small_curve(np.asarray(values, np.float64).reshape(len(record), -1).mean(axis=1))
-
-
-class Source(Protocol):
-    """A source of a record: emissions of an execution, or rows in a file."""
-
-    def record(self) -> Record:
-        """Read it."""
-        ...
 
 
 class Records(Mapping[Any, Record]):
@@ -209,7 +135,7 @@ class Records(Mapping[Any, Record]):
             record = self._joined(pair, parts)
             shape = ", ".join(str(np.shape(v)[1:]) for v in jax.tree.leaves(record.values))
             name, kind = (html.escape(shown(text)) for text in pair)
-            rows.append((name, kind, f"{len(record):,}", shape, _curve(record)))
+            rows.append((name, kind, f"{len(record):,}", shape, curve_of(record)))
         table = html_table(("tensor", "kept", "records", "shape", ""), rows, escape=False)
         more = len(self) - len(rows)
         return f"<b>{len(self)} tensors</b>{table}" + (f"… and {more:,} more" if more else "")
@@ -237,131 +163,6 @@ class Records(Mapping[Any, Record]):
         if self._stored is None:
             self._parts[pair] = list(parts)
         return parts[0]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """The emissions of one execution for one tap, unprocessed: the training loop must not wait.
-
-    Attributes:
-        one: the tap and the tensor.
-        value: [replica,] step [, microbatch], then layers of scans, then the value.
-        valid: flags of the entries that were computed; None for all.
-        size: the number of values of the tensor, if `value` is partial statistics; -1 otherwise.
-        first_step: the index of the first step of the execution.
-        steps: the number of its steps.
-        replicas: the number of replicas.
-        period: periodic values exist for the last of every `period` steps.
-        ends: the last step of each execution, if several were joined and the tap has one value per
-            execution; the value then has an axis of executions instead of steps.
-    """
-
-    one: Chosen
-    value: Any
-    valid: Any
-    size: int
-    first_step: int
-    steps: int
-    replicas: int
-    period: int
-    ends: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The tensor."""
-        return self.one.entry.name
-
-    @property
-    def kind(self) -> str:
-        """What the tap keeps of it."""
-        return self.one.tap.kind
-
-    @property
-    def collected(self) -> bool:
-        """Whether there is one value per execution."""
-        return self.one.tap.mode in (Mode.SUM, Mode.FINAL)
-
-    def record(self) -> Record:
-        """The finished record: flat, tagged, statistics merged."""
-        one, value, valid, replicas = self.one, self.value, self.valid, self.replicas
-        several = replicas > 1
-        loops = len(self.ends[:1]) if self.collected else one.loops
-        # Equal on all replicas, as the program shows: one copy is recorded, without a replica.
-        if several and not one.differs:
-            value = jax.tree.map(lambda v: v[0], value)
-            valid = valid[0] if valid is not None else None
-            several = False
-        if several:
-            # Behind the steps: rows are then in the order in which values were computed.
-            value = jax.tree.map(lambda v: np.moveaxis(v, 0, loops), value)
-            valid = np.moveaxis(np.asarray(valid), 0, loops) if valid is not None else None
-        tags = self._tags(np.shape(jax.tree.leaves(value)[0])[:loops], replicas if several else 1)
-        count = len(tags[0])
-        flat = jax.tree.map(lambda v: v.reshape(count, *v.shape[loops + several :]), value)
-        keep, ran = None, None
-        if valid is not None:
-            made = np.asarray(valid)
-            made = made.reshape(count, *made.shape[loops + several :])
-            keep = made.reshape(count, -1).any(axis=1)
-            ran = made if made.ndim > 1 else None
-        # All periodic taps are observed at a common period; this one asked for some of those steps.
-        if one.tap.period > 1:
-            seen = (tags[0] + 1) % one.tap.period == 0
-            keep = seen if keep is None else keep & seen
-        if keep is not None:
-            flat = jax.tree.map(lambda v: v[keep], flat)
-            tags = tuple(tag[keep] for tag in tags)
-            ran = None if ran is None else ran[keep]
-        if self.size >= 0:
-            flat = merge_statistics(flat, self.size)
-        elif keep is None:  # a copy: the device's buffer is read-only and larger
-            flat = jax.tree.map(np.array, flat)
-        steps, microbatches, of_replica = tags
-        own = one.tap.mode is not Mode.SUM and (loops > 1 or one.entry.kind in PER_MICROBATCH)
-        return Record(
-            self.name,
-            self.kind,
-            flat,
-            steps,
-            microbatches if own else _filled(len(steps), -1),
-            of_replica if several else _filled(len(steps), -1),
-            _filled(len(steps), one.entry.stage),
-            ran,
-        )
-
-    def _tags(self, counts: tuple[int, ...], replicas: int) -> tuple[np.ndarray, ...]:
-        """Step, microbatch and replica of each value, in order; shared by the tensors of a step."""
-        made, start, stride = counts[0] if counts else 1, self.first_step, 1
-        if not counts and self.collected:
-            start += self.steps - 1
-        elif self.one.tap.period > 1 and self.period > 1:
-            start, stride = start + self.period - 1 - start % self.period, self.period
-        first, count = 0, math.prod(counts[1:])
-        if self.one.tap.mode is Mode.FINAL:
-            first, count = self.one.microbatches - 1, 1
-        at = self.ends or range(start, start + stride * made, stride)
-        return _grid(at, first, count, replicas)
-
-
-@functools.lru_cache(maxsize=8)
-def _grid(
-    at: range | tuple[int, ...], microbatch: int, microbatches: int, replicas: int
-) -> tuple[np.ndarray, ...]:
-    """Step, microbatch and replica of all values of the steps `at`; read-only."""
-    steps = np.arange(at.start, at.stop, at.step) if isinstance(at, range) else np.array(at)
-    micro = microbatch + np.arange(microbatches)
-    grid = np.meshgrid(steps, micro, np.arange(replicas), indexing="ij")
-    return tuple(_for_reading(axis.reshape(-1)) for axis in grid)
-
-
-@functools.lru_cache(maxsize=8)
-def _filled(count: int, value: int) -> np.ndarray:
-    return _for_reading(np.full(count, value))
-
-
-def _for_reading(shared: np.ndarray) -> np.ndarray:
-    shared.flags.writeable = False
-    return shared
 
 
 def take_records(

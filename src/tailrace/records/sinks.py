@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tailrace.records.records import Part, Source
+from tailrace.records.parts import Part
+from tailrace.records.record import Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,6 +155,8 @@ def _rows(run: Run) -> Iterator[Row]:
     back = {one.get("step") for one in run.interventions if one["kind"] == "rewind"}
     for row, after in zip(rows, [*rows[1:], None], strict=True):
         if after is not None and after.first_step in back:
+            # A rewind may go back into the middle of an execution: what came after is void, and
+            # will be consumed again.
             row = row.cut(after.first_step)
         if row.count:
             yield row
@@ -174,6 +176,7 @@ def _check_elements(before: Row | None, row: Row, found: Audit) -> None:
         _check_start(before if same_fit else None, row, found)
         found.passes.append((row.fit, row.epoch, row.first, row.end))
         return
+    # Per step, without a division: executions have different lengths.
     if row.count * before.steps != before.count * row.steps:
         found.findings.append(f"{row} consumed {row.count} elements, {before} {before.count}")
     where = f"between step {row.first_step - 1} and step {row.first_step}"
@@ -205,6 +208,7 @@ def _check_epochs(found: Audit) -> None:
     for fit, epoch, _, end in found.passes:
         fits.setdefault(fit, []).append((epoch, end))
     for passes in fits.values():
+        # The last pass of a fit ends where its steps do.
         whole = passes[:-1]
         longest = max((end for _, end in passes), default=0)
         for epoch, end in whole:
@@ -223,6 +227,7 @@ def _check_contents(rows: list[Row], contents: list[np.ndarray], found: Audit) -
             seen, distinct = {}, True
         for step, of_step in enumerate(digests, start=row.first_step):
             for digest in map(int, of_step):
+                # Only after a resume, and only in data whose elements all differ.
                 if digest in seen and row.resumed and distinct:
                     found.findings.append(
                         f"step {step}, the first execution after a process went on, consumed the "

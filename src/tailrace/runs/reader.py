@@ -157,10 +157,9 @@ class Run:
     def executions(self) -> dict[str, np.ndarray]:
         """`first_step`, `steps` and `ended` (seconds since 1970) of each execution.
 
-        If known, also `fit` (its first step), `epoch`, `first_element`,
-        `element_count` and `resumed`; with
-        `tr.Trainer(fingerprint=True)` a fingerprint for each group of tensors, and their `chain`. Empty
-        arrays for a run that was written before executions were kept.
+        If known, also `fit` (its first step), `epoch`, `first_element`, `element_count` and `resumed`;
+        with `tr.Trainer(fingerprint=True)` a fingerprint for each group of tensors, and their `chain`.
+        Empty arrays for a run that was written before executions were kept.
         """
         with describing(self.directory, "executions"):
             count = int(self._root.attrs["committed"].get("executions", 0))

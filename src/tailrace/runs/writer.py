@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.errors import NonFiniteError, OptionError, RunError, TailraceError
-from tailrace.records.records import Source
+from tailrace.records.record import Source
 from tailrace.records.sinks import Finished
 from tailrace.runs.compilations import add_compilations
 from tailrace.runs.info import RUN_FILE, read_info, write_info

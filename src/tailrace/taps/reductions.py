@@ -72,9 +72,8 @@ def norm(value: jax.Array) -> Any:
 def all_finite(values: Sequence[Any]) -> Any:
     """Whether all values of several tensors are finite.
 
-    Zero times a value is zero, or NaN if the value is not finite, and summing that is the fastest
-        test: on
-    a CPU as a matrix product, which its libraries do best.
+    Zero times a value is zero, or NaN if the value is not finite, and summing that is the fastest test:
+    on a CPU as a matrix product, which its libraries do best.
     """
     if devices.platform() == "cpu":
         nought = sum(_nought(jnp.ravel(_wide(value))) for value in values)

@@ -10,5 +10,8 @@
     lookback       steps that ran, run again
     evaluation, modules, showing
 
-`engine` is what Keras, PyTorch and IPU programs drive too; everything else here is for `tr.Trainer`.
+`engine` is what Keras, PyTorch and IPU programs drive too, with the journal and checkpoints; everything
+else here is for `tr.Trainer`.
+Rules. Only an engine changes training state: by dispatches, and by `replace`. Results reach users only
+through a journal. An engine knows nothing of epochs, callbacks or files.
 """

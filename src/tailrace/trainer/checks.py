@@ -51,7 +51,7 @@ def check_replica_state(rule: Any) -> bool | Callable[[str], bool]:
     return rule == "mean"
 
 
-def check_fingerprint(fingerprint: Any) -> bool:
+def check_fingerprint(fingerprint: object) -> bool:
     """Refuse values other than True and False."""
     if not isinstance(fingerprint, bool):
         raise OptionError(f"fingerprint is True or False. Received: fingerprint={fingerprint!r}.")
@@ -68,6 +68,7 @@ def check_numbers(
             "precision='float16' without a loss scale: gradients below 6e-8 become zero. Give "
             "loss_scale='dynamic'."
         )
+    # Scaled gradients overflow now and then, and the scale recovers: a guard would end the training.
     guards = [tap for tap in taps if isinstance(tap, StopOnNonfinite)] if scale else []
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         for kind in ("grad", "accumulated", "reduced"):
@@ -82,7 +83,7 @@ def check_numbers(
     return scale, precision
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     """An optimizer has `init` and `update`; those of front ends have `apply` instead."""
     has = [callable(getattr(optimizer, name, None)) for name in ("init", "update", "apply")]
     if not (has[0] and (has[1] or has[2])):
@@ -99,6 +100,7 @@ def check_accumulates_once(optimizer: Any, params: Tree) -> None:
     def accumulates(state: Tree) -> bool:
         return isinstance(state, AccumulationState | optax.MultiStepsState)
 
+    # By the type of its state: an accumulating transformation may be anywhere inside of a chain.
     state = jax.eval_shape(optimizer.init, params)
     parts = jax.tree.leaves(state, is_leaf=accumulates)
     if isinstance(optimizer, optax.MultiSteps) or any(map(accumulates, parts)):
@@ -109,7 +111,7 @@ def check_accumulates_once(optimizer: Any, params: Tree) -> None:
         )
 
 
-def check_pipeline(accumulation: Any) -> None:
+def check_pipeline(accumulation: object) -> None:
     """Refuse options that a pipeline decides itself."""
     if accumulation != 1:
         raise OptionError(
@@ -153,7 +155,7 @@ def check_arrays(what: str, tree: Tree) -> None:
             ) from None
 
 
-def check_eval_fn(eval_fn: Any) -> Any:
+def check_eval_fn(eval_fn: object) -> Any:
     """A function like the loss function, or None."""
     if eval_fn is not None and not callable(eval_fn):
         raise OptionError(

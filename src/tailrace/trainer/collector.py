@@ -80,6 +80,7 @@ class Collector:
             period=sight.period,
         )
         sent = self.sent(runner, emitted)
+        # What is left for outfeeds is the user's.
         emitted.pop(self.scalars)
         runner.traced.deliver(emitted)
         values = {"loss": sent["loss"], **sent["aux"]}

@@ -36,7 +36,9 @@ from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.accumulation import Accumulation
 from tailrace.program.step.loss_scale import LossScale
-from tailrace.program.step.training_step import Step, TrainState
+from tailrace.program.step.plain_step import PlainStep
+from tailrace.program.step.train_state import TrainState
+from tailrace.program.step.training_step import Step
 from tailrace.program.tracing.tap_selection import Sight
 from tailrace.spans.span import counter, is_traced, waiting_for
 from tailrace.taps.catalogue import Catalogue
@@ -97,6 +99,7 @@ class Engine:
     ) -> None:
         fingerprint = fingerprint or sentinel is not None
         # A sentinel's runs are compared by fingerprints. A rerun of past steps needs none of its own.
+        # Before any other local exists: these are the arguments, and nothing else.
         given = locals()
         other = ("self", "params", "model_state", "observe", "sentinel")
         self.again = partial(Engine, **{k: v for k, v in given.items() if k not in other})
@@ -124,7 +127,7 @@ class Engine:
             fingerprints_of=params if fingerprint else None,
         )
         keeping, share = self.memory.keeping, check_share(sentinel)
-        self.step_function = (PipelineStep if pipelined else Step)(
+        self.step_function: Step = (PipelineStep if pipelined else PlainStep)(
             loss_fn,
             optimizer,
             self.accumulation,
@@ -212,7 +215,7 @@ class Engine:
 
     # -- the program ----------------------------------------------------------------------------
 
-    def use(self, dataset: Any) -> Feed:
+    def use(self, dataset: object) -> Feed:
         """Use elements of this dataset (or feed) from now on; returns the feed of the program.
 
         There is one program per shape of elements. The state moves to the current one.
@@ -222,7 +225,7 @@ class Engine:
         runner.keep_elements = self.guarded or self.digests is not None
         return feed
 
-    def program_for(self, dataset: Any) -> tuple[LoopRunner, Feed]:
+    def program_for(self, dataset: object) -> tuple[LoopRunner, Feed]:
         """The program for elements of the dataset's shape, and its feed set to that dataset."""
         return self._programs.find(dataset)
 
@@ -230,7 +233,7 @@ class Engine:
         """Replace the current program by `runner`, made by `LoopRunner.observing`."""
         self._state.swap(runner)
 
-    def let_go(self, dataset: Any, feed: Feed) -> None:
+    def let_go(self, dataset: object, feed: Feed) -> None:
         """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
         self._programs.let_go(dataset, feed)
 
@@ -356,7 +359,22 @@ class Engine:
         self.sentinel.expects(ticket.digests[0])
         return dataclasses.replace(ticket, watch=watch)
 
-    def dispatched(self, length: int, emitted: dict[Any, Any], ready: Any) -> Ticket:
+    def dispatch_next(self, elements: tuple[Any, ...]) -> tuple[Sequence[Any], Any]:
+        """Dispatch one more step, directly after an execution of one step; does not wait for it.
+
+        Only if `runner.repeats`, and if nothing comes out but the scalars. Returns their leaves, as
+        `Collector.sent` names them, and an array that is ready afterwards.
+        """
+        runner, state = self._state.active
+        try:
+            emitted, ready = runner.dispatch_next(state, elements)
+        except jax.errors.JaxRuntimeError:
+            with within_memory(self, 1):
+                raise
+        self.step += 1
+        return emitted[self.scalars].value, ready
+
+    def dispatched(self, length: int, emitted: dict[Any, Any], ready: jax.Array) -> Ticket:
         """The ticket of an execution that was dispatched in portions, starting at this step."""
         runner, state = self._state.active
         scalars = self._collector.scalars_on_device(runner, emitted)

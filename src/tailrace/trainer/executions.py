@@ -10,7 +10,7 @@ import numpy as np
 
 from tailrace.errors import NonFiniteError
 from tailrace.program.running.loop_state import Origin
-from tailrace.records.records import Part
+from tailrace.records.parts import Part
 from tailrace.taps.frame import Emission
 
 

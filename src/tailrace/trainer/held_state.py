@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.marks import path_name
-from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.program.memory.first_state import FirstState
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
@@ -78,7 +77,7 @@ class HeldState:
             # exist.
             self._active = (runner, runner.begin(self.held, inputs))
             self._tree = None
-        elif isinstance(runner, PipelineRunner):
+        else:
             runner.read(self._active[1], inputs)
 
     def swap(self, runner: LoopRunner) -> None:

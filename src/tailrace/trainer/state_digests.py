@@ -52,7 +52,7 @@ class StateDigests:
         # From the block on the device, padding included: hashing on the host would take a core from the
         # training. Rows beyond the steps are cut off when it is read.
         block = () if staged is None else tuple(staged.device)
-        return self._programs[runner](runner.held(state), block)
+        return self._programs[runner](runner.layout.held(state), block)
 
     def of(self, ticket: Ticket, losses: np.ndarray) -> tuple[dict[str, int], np.ndarray | None]:
         """The fingerprints of an execution, and the digests of its elements; waits for them."""
@@ -73,7 +73,7 @@ class StateDigests:
             leaves = zip(block, paths, strict=bool(block))
             rows = [digest_rows(leaf, f"element{path}", dims) for leaf, path in leaves]
             elements = total(jnp.stack(rows)) if rows else None
-            return runner.digests(held, self.names, self._sizes), elements
+            return runner.layout.digests(held, self.names, self._sizes), elements
 
         out = None if placement.mesh is None else placement.everywhere
         return jax.jit(compute, out_shardings=out)

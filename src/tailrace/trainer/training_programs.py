@@ -62,6 +62,8 @@ class TrainingPrograms:
         self._taps, self._sentinel = taps, sentinel
         self._runners: dict[ElementSpec, LoopRunner] = {}
         self._sights: dict[ElementSpec, Sight] = {}
+        # By feed too: it is asked for in every dispatch, and a spec takes 10 us to hash.
+        self._sight_of: dict[Feed, Sight] = {}
         self._left: tuple[Any, InfeedQueue] | None = None
 
     @property
@@ -79,9 +81,9 @@ class TrainingPrograms:
 
     def sight(self, runner: LoopRunner) -> Sight:
         """The tensors that taps select in a program."""
-        return self._sights[runner.infeeds[0].spec()]
+        return self._sight_of[runner.infeeds[0]]
 
-    def find(self, dataset: Any) -> tuple[LoopRunner, Feed]:
+    def find(self, dataset: object) -> tuple[LoopRunner, Feed]:
         """The program for elements of the dataset's shape, and its feed set to that dataset."""
         fresh = dataset if isinstance(dataset, Feed) else InfeedQueue(dataset)
         fresh.bind_replicas(self.placement.replicas)
@@ -97,7 +99,7 @@ class TrainingPrograms:
             feed.adopt(fresh)
         return runner, feed
 
-    def let_go(self, dataset: Any, feed: Feed) -> None:
+    def let_go(self, dataset: object, feed: Feed) -> None:
         """Release a dataset. Prefetched elements of a one-shot iterator are kept."""
         feed.rest()
         self._left = None
@@ -136,6 +138,7 @@ class TrainingPrograms:
         runner.purpose = "training, another form of elements" if self._runners else "training"
         self.placement = runner.placement  # a pipeline's is known once its stages are
         self._sights[spec] = look(runner.traced, self._taps, found, runner.stage_of)
+        self._sight_of[runner.infeeds[0]] = self._sights[spec]
         runner.wanted = self._sights[spec].wanted
         if WATCHED in self._step.taps and self._sentinel is not None:
             self._sentinel.watch(runner, look(runner.traced, [WATCHED], found, runner.stage_of))

@@ -22,9 +22,9 @@ from tailrace.compat.ipu import scopes as scopes
 from tailrace.compat.ipu import utils as utils
 from tailrace.compat.ipu.graph import variables as variables
 from tailrace.compat.ipu.graph.gradients import GradientTape as GradientTape
+from tailrace.compat.ipu.graph.named_variables import get_variable as get_variable
+from tailrace.compat.ipu.graph.named_variables import variable_scope as variable_scope
 from tailrace.compat.ipu.graph.variables import Variable as Variable
-from tailrace.compat.ipu.graph.variables import get_variable as get_variable
-from tailrace.compat.ipu.graph.variables import variable_scope as variable_scope
 from tailrace.compat.originals.missing import missing_from
 
 _OPERATIONS = (

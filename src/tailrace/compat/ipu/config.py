@@ -100,7 +100,11 @@ configuration. Did you mean 'auto_select_ipus'?
         configure_ipu_system(self, device)
 
     def get_attribute_metadata(self, name: str) -> AttributeMetadata:
-        """Type, default and meaning of the option with this full name."""
+        """Type, default and meaning of the option with this full name.
+
+        Raises:
+            IPUValueError: there is no such option.
+        """
         for full, option, _ in self.options():
             if full == name:
                 return AttributeMetadata(
@@ -173,6 +177,12 @@ def configure_ipu_system(
         config: the configuration.
         device: where the original ran the operation that did this; without effect.
         reset_configuration: whether a system with another configuration may be configured again.
+
+    Raises:
+        IPUValueError: `config` is not an IPUConfig, or breaks one of its rules.
+        FailedPreconditionError: another configuration is in use, and `reset_configuration`
+            is False.
+        DeviceError: there are fewer devices than it asks for.
     """
     global _system
     del device
@@ -208,7 +218,11 @@ def reset_ipu_configuration() -> None:
 
 
 def get_ipu_config(session: Any = None) -> list[IPUConfig]:
-    """The configuration that is in force, in a list as in the original."""
+    """The configuration that is in force, in a list as in the original.
+
+    Raises:
+        IPURuntimeError: nothing is configured.
+    """
     del session
     if _system is None:
         raise IPURuntimeError("No IPU devices configured.")
@@ -256,7 +270,7 @@ def replicas(shards: int = 1, ordinal: int = 0) -> int:
     return count // shards
 
 
-def _check_rules(config: Any) -> None:
+def _check_rules(config: IPUConfig) -> None:
     if _entries(config.auto_select_ipus) and _entries(config.select_ipus, True):
         raise ConfigurationError("Only one of auto_select_ipus and select_ipus can be set.")
     if config.io_tiles.place_ops_on_io_tiles and not config.io_tiles.num_io_tiles:
@@ -298,7 +312,7 @@ def _entries(value: Any, zero_counts: bool = False) -> list[int]:
     return entries
 
 
-def _groups(config: Any, found: list[Any]) -> list[list[Any]]:
+def _groups(config: IPUConfig, found: list[Any]) -> list[list[Any]]:
     chosen = _entries(config.select_ipus, True)
     if chosen:
         if len(set(chosen)) != len(chosen):
@@ -309,6 +323,7 @@ def _groups(config: Any, found: list[Any]) -> list[list[Any]]:
                 f"{len(found)}, numbered from 0."
             )
         return [[found[number]] for number in chosen]
+    # Several entries are several logical devices, each with as many devices, in this order.
     counts = _entries(config.auto_select_ipus) or [1]
     if sum(counts) > len(found):
         virtual = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tailrace.compat.arguments import DatasetLike
 from tailrace.compat.ipu.errors import (
     InvalidArgumentError,
     IPUTypeError,
@@ -17,7 +18,7 @@ from tailrace.feeds.benchmark import measure as engine
 
 
 def dataset_benchmark(
-    dataset: Any,
+    dataset: DatasetLike,
     number_of_epochs: int,
     elements_per_epochs: int,
     print_stats: bool = True,
@@ -36,6 +37,12 @@ def dataset_benchmark(
 
     Returns:
         A list with one JSON text.
+
+    Raises:
+        IPUValueError: a count is below 1.
+        IPUTypeError: `dataset` is not a dataset.
+        OutOfRangeError: the dataset ends before the measurement does.
+        InvalidArgumentError: an element has a dimension of size 0.
     """
     del apply_debug_options
     for name, count in (
@@ -75,7 +82,11 @@ def infeed_benchmark(
     print_stats: bool = True,
     do_memcpy: bool = True,
 ) -> list[str]:
-    """`dataset_benchmark` of the dataset of an infeed, which need not be initialised."""
+    """`dataset_benchmark` of the dataset of an infeed, which need not be initialised.
+
+    Raises:
+        IPUTypeError: `infeed_queue` is not an IPUInfeedQueue.
+    """
     if not isinstance(infeed_queue, IPUInfeedQueue):
         raise IPUTypeError(
             f"Expected `infeed_queue` to be an IPUInfeedQueue. "

@@ -9,19 +9,19 @@ from tailrace.errors import TailraceError
 
 
 class IPUValueError(TailraceError, ValueError):
-    """A value that may not be."""
+    """A value that is not allowed."""
 
 
 class IPUTypeError(TailraceError, TypeError):
-    """A value of a type that may not be."""
+    """A value of the wrong type."""
 
 
 class IPURuntimeError(TailraceError, RuntimeError):
-    """Something done at a time when it may not be done."""
+    """A call at a time when it is not allowed."""
 
 
 class IPUNotImplementedError(TailraceError, NotImplementedError):
-    """Something that was never possible there either."""
+    """Something that the original does not do either."""
 
 
 class FailedPreconditionError(TailraceError, RuntimeError):
@@ -33,7 +33,7 @@ class InvalidArgumentError(TailraceError, RuntimeError):
 
 
 class NotFoundError(TailraceError, RuntimeError):
-    """A feed that does not exist (any more)."""
+    """A feed that does not exist, or no longer."""
 
 
 class UnimplementedError(TailraceError, RuntimeError):
@@ -41,8 +41,8 @@ class UnimplementedError(TailraceError, RuntimeError):
 
 
 class OutOfRangeError(TailraceError, RuntimeError):
-    """More elements were asked for than there are."""
+    """More elements were requested than there are."""
 
 
 class InternalError(TailraceError, RuntimeError):
-    """Devices that cannot be divided as the program needs it."""
+    """Devices that cannot be divided as the program requires."""

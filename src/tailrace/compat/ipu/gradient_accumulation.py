@@ -25,6 +25,9 @@ class GradientAccumulationReductionMethod(enum.Enum):
     def parse_reduction_method(cls, value: object) -> GradientAccumulationReductionMethod:
         """The member itself, or the one that a string names in either case.
 
+        Raises:
+            IPUValueError: there is no such method.
+
         >>> GradientAccumulationReductionMethod.parse_reduction_method("mean").name
         'MEAN'
         """

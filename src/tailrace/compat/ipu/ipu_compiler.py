@@ -33,6 +33,7 @@ from tailrace.compat.ipu.loops import NeedsNumber
 from tailrace.compat.ipu.pipelining.pipelines import PipelineProgram
 from tailrace.compat.ipu.scopes import current_ordinal
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.devices import devices
 from tailrace.errors import DataExhausted, FeedError, ProducerError
@@ -52,6 +53,9 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
         The program. Calling it runs it, with the inputs given here or with others of their form, and
         returns what the function returns: a list, also of a single value; None if it returns nothing
         but operations.
+
+    Raises:
+        IPUValueError: `inputs` is not a list.
 
     >>> program = compile(lambda x: x + 1, inputs=[1.0])
     >>> program()[0].item(), program(2.0)[0].item()
@@ -82,7 +86,14 @@ class CompiledOp:
         self._keep = Keep()
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run it; returns what the function returns."""
+        """Run it; returns what the function returns.
+
+        Raises:
+            IPUTypeError: the function calls an operation of another library.
+            OutOfRangeError: the dataset has fewer elements than the program takes.
+            FailedPreconditionError: the dataset raised, or an outfeed got values of
+                another form.
+        """
         given = list(inputs) if inputs else self.inputs
         group = config.group(self._ordinal)
         group = group[:1] if self._plain else group
@@ -115,6 +126,7 @@ class CompiledOp:
         while True:
             plain = [_is_number(x) and self._numbers_known for x in given]
             arrays = [int(x) if p else as_array(x) for x, p in zip(given, plain, strict=True)]
+            # Compiled for these devices, seeds, forms of arrays, and numbers that loops need.
             key = (
                 where,
                 seeding(),
@@ -147,6 +159,7 @@ class CompiledOp:
             return kept[0].tensors
 
         found = discover(looked_through, forms, self._keep)
+        # An inference pipeline beside loops or writes runs as a loop on one device: its order matters.
         alone = not found.loops and not found.written
         if found.trains or (found.pipelines and alone):
             return self._pipelined(found, computation)
@@ -186,6 +199,7 @@ class _Version:
             infeed.queue()  # it may have been deleted since
         values = [value_of(variable) for variable in self._variables]
         changed, tensors, reached = self._program(values, inputs)
+        # Before variables are written: a loop that was cut off must not leave half of its effects.
         for flag, (_, text) in zip(reached, self._found.limits, strict=True):
             if bool(flag):
                 raise OutOfRangeError(text)
@@ -202,6 +216,7 @@ class _Version:
 
         def computation(values: Tree, inputs: Tree) -> Any:
             scope.values = dict(zip(given, values, strict=True))
+            # This function may be traced again: what a trace collects starts empty each time.
             self._found.keep.begin()
             self._found.limits.clear()
             with scope_of(scope):
@@ -232,7 +247,7 @@ def _user_line(error: BaseException) -> str:
     return f", at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: TensorLike) -> bool:
     """Whether a value may be a count: an integer, of Python or in an array of no dimensions."""
     if isinstance(value, int):
         return not isinstance(value, bool)

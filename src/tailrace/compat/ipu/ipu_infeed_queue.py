@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tailrace.compat.arguments import DatasetLike
 from tailrace.compat.ipu.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -40,13 +41,17 @@ class IPUInfeedQueue:
         dataset: a `tf.data.Dataset` or anything `tr.InfeedQueue` takes; its shapes are static.
         device_ordinal: which logical device; None: that of the scope around.
         prefetch_depth: how many elements were staged ahead there. 1 to 255; here executions are
-            staged ahead, whatever it says.
+            staged ahead instead.
         optimise_latency: how elements travelled there; without effect.
+
+    Raises:
+        IPUValueError: a shape is not static, or a number is out of its range.
+        IPUTypeError: there is no such argument.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: DatasetLike,
         device_ordinal: int | None = None,
         prefetch_depth: int | None = None,
         optimise_latency: bool = False,
@@ -68,21 +73,29 @@ class IPUInfeedQueue:
 
     @property
     def initializer(self) -> Operation:
-        """Open the dataset; after `deleter`, from its beginning. Once is enough, and allowed."""
+        """Open the dataset; after `deleter`, from its beginning. Once is enough, and allowed.
+
+        Raises:
+            IPUValueError: the dataset is open.
+        """
         if self._open:
             raise IPUValueError(
                 "The IPUInfeedQueue `initializer` function can only be accessed once."
             )
         if self._queue is None:
             self._queue = InfeedQueue(self.dataset)
-        else:  # programs that were compiled for it go on with it
+        else:  # programs compiled for the queue keep using it
             self._queue.restart()
         self._open = True
         return Operation("infeed initializer")
 
     @property
     def deleter(self) -> Operation:
-        """Close the dataset."""
+        """Close the dataset.
+
+        Raises:
+            NotFoundError: the dataset is not open.
+        """
         if self._queue is None or not self._open:
             raise NotFoundError(f"Infeed with id='{self.id}' is not there: it was not initialized.")
         self._queue.rest()
@@ -159,7 +172,7 @@ def check_ordinal(ordinal: Any) -> int | None:
 
 
 def _check_depth(depth: Any) -> int:
-    if not depth:  # 0 too, as there
+    if not depth:  # 0 as well, as in the original
         return 3
     if depth < 0:
         raise IPUValueError(f"prefetch_depth must be greater than zero. Received: {depth}.")
@@ -168,7 +181,7 @@ def _check_depth(depth: Any) -> int:
     return depth
 
 
-def _check_static(dataset: Any) -> None:
+def _check_static(dataset: DatasetLike) -> None:
     spec = getattr(dataset, "element_spec", None)
     if spec is None:
         return
@@ -210,13 +223,20 @@ class IPUIterator:
 
     Args:
         dataset: what it reads; or else
-        infeed_spec: an IPUInfeedQueue that is there already, together with
+        infeed_spec: an existing IPUInfeedQueue, together with
         element_spec: the form of its elements.
         infeed_kwargs: go to IPUInfeedQueue.
+
+    Raises:
+        IPUValueError: neither a dataset nor a queue with its `element_spec`, or both.
     """
 
     def __init__(
-        self, dataset: Any = None, infeed_spec: Any = None, element_spec: Any = None, **kwargs: Any
+        self,
+        dataset: DatasetLike = None,
+        infeed_spec: Any = None,
+        element_spec: Tree = None,
+        **kwargs: Any,
     ) -> None:
         from_spec = infeed_spec is not None and element_spec is not None
         if (dataset is None) != from_spec or (dataset is not None and infeed_spec is not None):

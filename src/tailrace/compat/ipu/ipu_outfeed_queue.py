@@ -61,6 +61,9 @@ class IPUOutfeedQueue:
         optimise_latency: how elements travelled there; without effect.
 
     Results arrive while the program runs if another thread has asked for them before it starts.
+
+    Raises:
+        IPUValueError: an argument has a value it may not have.
     """
 
     def __init__(
@@ -97,10 +100,18 @@ class IPUOutfeedQueue:
     # -- in a program ---------------------------------------------------------------------------
 
     def enqueue(self, tensors: TensorLike) -> Enqueued:
-        """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached."""
+        """Send a value, or a nest of lists, tuples and dicts of them, each time this is reached.
+
+        Raises:
+            IPUValueError: there is nothing to send, or the program sends to this queue
+                in two places.
+            InvalidArgumentError: a tensor has a dimension of size 0.
+            FailedPreconditionError: a tensor has a dtype that feeds do not take.
+        """
         if not is_tracing() and any(isinstance(x, Tracer) for x in jax.tree.leaves(tensors)):
             return Enqueued(tensors)  # Keras asks a layer for the shape of its outputs
         scope, trace = current(), current_trace("IPUOutfeedQueue.enqueue")
+        # By trace, not by queue: a program is traced more than once, and each trace may enqueue once.
         if id(trace) in self._traces:
             raise IPUValueError("An outfeed can only be enqueued once.")
         trace.feeds.append(_Entered(self._traces, id(trace)))
@@ -117,6 +128,7 @@ class IPUOutfeedQueue:
                     f"shape {leaf.shape} on index {index}."
                 )
         self._enqueued = True
+        # The first look only shows which variables there are; its values are never sent.
         if scope is None or not scope.looking:
             self._form, self._thread = form, threading.get_ident()
             leaves = list(self._queue.enqueue(tuple(leaves)))
@@ -137,6 +149,9 @@ class IPUOutfeedQueue:
         Args:
             wait_for_completion: without effect: a call of a program returns when its results are on
                 their way, and this waits for them.
+
+        Raises:
+            FailedPreconditionError: the mode is LAST, and nothing was sent yet.
         """
         del wait_for_completion
         self._watched()
@@ -177,6 +192,7 @@ class IPUOutfeedQueue:
 
     def _watched(self) -> None:
         """Whoever asks from another thread wants results while the program runs."""
+        # Before anything was enqueued, any thread but the main one is taken for another.
         other = threading.get_ident() != self._thread
         before = self._thread is None and threading.current_thread() is not threading.main_thread()
         if self.outfeed_mode is IPUOutfeedMode.ALL and other and (before or self._thread):
@@ -242,7 +258,7 @@ class _Entered:
 # -- nests in the order of their making (JAX sorts the keys of a dict) -----------------------------
 
 
-def _taken_apart(nest: Any, leaves: list[Any]) -> Any:
+def _taken_apart(nest: Tree, leaves: list[Any]) -> Any:
     if isinstance(nest, dict):
         return {key: _taken_apart(value, leaves) for key, value in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
@@ -253,7 +269,7 @@ def _taken_apart(nest: Any, leaves: list[Any]) -> Any:
     return None
 
 
-def _put_together(form: Any, leaves: Iterator[Any]) -> Any:
+def _put_together(form: Tree, leaves: Iterator[Any]) -> Any:
     if isinstance(form, dict):
         return {key: _put_together(value, leaves) for key, value in form.items()}
     if isinstance(form, tuple) and hasattr(form, "_fields"):

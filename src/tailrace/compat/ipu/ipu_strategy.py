@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
 from tailrace.compat.ipu.graph.update import Optimizer
@@ -73,7 +74,7 @@ class IPUStrategyV1(Strategy):
                 f"{self._device!r}: configure the devices for one, or use strategy.run."
             )
         settings = take_over(model, self.replicas, _Settings)
-        settings.options.offload_optimizer_state = None  # where it pays, as there
+        settings.options.offload_optimizer_state = None  # where it pays, as in the original
 
     def run(
         self,
@@ -88,10 +89,14 @@ class IPUStrategyV1(Strategy):
             fn: the function; of a `tf.function`, the function inside. It may call `next(iterator)`,
                 `enqueue`, loops, models and optimizers of Keras. TensorFlow's operations are not
                 available in it: use `keras.ops`.
-            args: its arguments: arrays (TensorFlow's and PyTorch's too), and whatever else it needs
+            args: its arguments: arrays (TensorFlow's and PyTorch's too), and other objects
                 (iterators, queues, models).
             kwargs: the same by name.
             options: without effect.
+
+        Raises:
+            IPUValueError: `fn` is not a function.
+            IPUTypeError: an argument is float64.
         """
         del options
         if not callable(fn):
@@ -109,7 +114,11 @@ class IPUStrategyV1(Strategy):
         raise IPURuntimeError("experimental_run_v2 is not available: use strategy.run.")
 
     def all_reduce(self, reduce_op: Any, value: object) -> Any:
-        """The sum or the mean of a value over replicas, inside a device function."""
+        """The sum or the mean of a value over replicas, inside a device function.
+
+        Raises:
+            IPUValueError: the operation is neither SUM nor MEAN.
+        """
         name = str(getattr(reduce_op, "name", reduce_op)).upper()
         if name not in ("SUM", "MEAN"):
             raise IPUValueError(f"Unsupported reduce op: {reduce_op!r}. Use SUM or MEAN.")
@@ -157,7 +166,7 @@ class _Settings(Settings):
         """What is saved with the model; of replicas, one: the devices say when it is loaded."""
         return {"replicas": 1, "options": self.options.saved()}
 
-    def own_optimizer(self, optimizer: Any) -> Any:
+    def own_optimizer(self, optimizer: OptimizerLike) -> Any:
         """An optimizer of programs around one of Keras as one of Keras; others are refused.
 
         So is one with a method that would never be called.
@@ -235,9 +244,14 @@ def _averaging_gradients() -> contextlib.AbstractContextManager[None]:
 @functools.cache
 def _hook_optimizers() -> None:
     """Let Keras' optimizers ask whether gradients are averaged; once."""
-    import keras  # here: `tailrace.keras` has seen to its backend by now
+    import keras  # not at the top: `tailrace.keras` has set its backend by now
 
-    def apply(plain: Any, optimizer: Any, grads: Tree, trainable_variables: Tree = None) -> Any:
+    def apply(
+        plain: Callable[..., Any],
+        optimizer: OptimizerLike,
+        grads: Tree,
+        trainable_variables: Tree = None,
+    ) -> Any:
         if _averaging.innermost():
             grads = [None if grad is None else cross_replica_mean(grad) for grad in grads]
         return plain(optimizer, grads, trainable_variables)

@@ -60,6 +60,11 @@ def repeat(
 
     Returns:
         The carried value; a list of several; an operation if there is none.
+
+    Raises:
+        IPUTypeError: `n` is not an integer, or the body takes or returns other values than
+            those carried.
+        ProgramError: it is called outside of a program.
     """
     del use_while_v1
     loop = _Loop(body, inputs, infeed_queue, "loop body")
@@ -92,8 +97,13 @@ def while_loop(
         inputs: the carried values.
         infeed_queue: where each pass takes an element from; those not read go back.
         maximum_iterations: the most iterations. With an infeed and without it, an execution
-            has as many elements at hand as a loop may plausibly read (and says so, once).
+            stages as many elements as a loop may plausibly read, and notes it once.
         use_while_v1: without effect.
+
+    Raises:
+        IPUTypeError: the body or the condition takes or returns other values than those
+            carried.
+        ProgramError: it is called outside of a program.
     """
     del use_while_v1
     loop = _Loop(body, inputs, infeed_queue, "loop body")
@@ -156,7 +166,7 @@ class _Loop:
         """The engine's infeed, or None."""
         if self._infeed is None:
             return None
-        # How many replicas there will be is known once the program has been looked through.
+        # The number of replicas is known only after the first pass over the program.
         return self._infeed.take_part(None if self.scope.looking else self.trace.replicas)
 
     def run(self, length: int, engine_loop: Callable[..., Any]) -> Any:
@@ -168,6 +178,7 @@ class _Loop:
             _check_arity(self.body, len(self.inputs), args, kwargs, self._what)
         else:
             _check_arity(self.body, len(self.inputs), (), {}, self._what)
+        # What the body writes is known after the first look; from then on the loop carries it.
         before = () if self.scope.looking else self.carried
         variables = [self.scope.read(variable) for variable in before]
         arguments = (self.inputs, variables, element)
@@ -184,6 +195,7 @@ class _Loop:
         with inside_loop(self.trace):
             # Traced once, here: the engine may run it several times until types agree.
             closed, form = jax.make_jaxpr(once, return_shape=True)(*arguments)
+        # One trace of the body has shown what it touches; running the loop would add nothing.
         if self.scope.looking:
             self.scope.found.loops += 1
             return self._result(self.inputs)

@@ -11,6 +11,7 @@ from typing import Any
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import current
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import DTypeLike
 from tailrace.messages import note_once
 
 _ordinal: contextvars.ContextVar[int] = contextvars.ContextVar("ipu_device", default=0)
@@ -52,10 +53,13 @@ def ipu_scope(device: Any = "/device:IPU:0") -> Iterator[None]:
 
 @contextlib.contextmanager
 def ipu_shard(index: Any) -> Iterator[None]:
-    """One copy of the program takes the devices up to this one, as there; the compiler places.
+    """One copy of the program takes the devices up to this one; the compiler places its parts.
 
     Args:
         index: the number of a device within a copy of the program, or a list of numbers.
+
+    Raises:
+        IPUValueError: it is neither a number nor a list of numbers.
     """
     from tailrace.compat.ipu.config import shards_of
 
@@ -112,7 +116,7 @@ def stochastic_rounding(override: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def partials_type(override_type: Any) -> Iterator[None]:
+def partials_type(override_type: DTypeLike) -> Iterator[None]:
     """Without effect: products are added up in float32."""
     note_once(
         f"partials_type({override_type}) is about the original chip and changes nothing here."

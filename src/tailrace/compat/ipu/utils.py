@@ -47,6 +47,10 @@ def reset_ipu_seed(
         device: checked; there is one seed for all.
         cpu_device: without effect.
         experimental_identical_replicas: refused: replicas draw different numbers.
+
+    Raises:
+        IPUTypeError: the seed is not an integer.
+        IPUNotImplementedError: replicas are to draw the same numbers.
     """
     del cpu_device
     ordinal_of(device)

@@ -45,7 +45,11 @@ def getInstanceIndex() -> int:
 
 
 def getNumLocalReplicas() -> int:
-    """How many replicas a process has."""
+    """How many replicas a process has.
+
+    Raises:
+        OptionError: the environment's number of replicas is not a number.
+    """
     text = os.environ.get(REPLICAS, "1")
     if not text.isdigit() or int(text) < 1:
         raise OptionError(f"{REPLICAS} is a number of replicas. Received: {text!r}.")

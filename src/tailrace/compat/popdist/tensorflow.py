@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tailrace.compat import popdist
+from tailrace.compat.ipu.config import IPUConfig
 
 
-def set_ipu_config(config: Any, ipus_per_replica: int = 1, configure_device: bool = True) -> None:
+def set_ipu_config(
+    config: IPUConfig, ipus_per_replica: int = 1, configure_device: bool = True
+) -> None:
     """Let a configuration take the devices of this process's replicas.
 
     Args:

@@ -2,7 +2,7 @@
 
     from tailrace.compat import poptorch
 
-Models, options, loaders, optimizers, blocks and anchors have the original's names. What only that chip
+Models, options, loaders, optimizers, blocks and anchors have the original's names. What only the IPU
 had is accepted, with one log message.
 """
 
@@ -14,6 +14,10 @@ from tailrace.compat.poptorch import options as options
 from tailrace.compat.poptorch import profiling as profiling
 from tailrace.compat.poptorch.arg_parsers import ICustomArgParser as ICustomArgParser
 from tailrace.compat.poptorch.arg_parsers import registerCustomArgParser as registerCustomArgParser
+from tailrace.compat.poptorch.compile_hooks import (
+    registerPostCompileHook as registerPostCompileHook,
+)
+from tailrace.compat.poptorch.compile_hooks import registerPreCompileHook as registerPreCompileHook
 from tailrace.compat.poptorch.enums import AutoStage as AutoStage
 from tailrace.compat.poptorch.enums import CommGroupType as CommGroupType
 from tailrace.compat.poptorch.enums import ConnectionType as ConnectionType
@@ -36,8 +40,6 @@ from tailrace.compat.poptorch.errors import UnrecoverableError as UnrecoverableE
 from tailrace.compat.poptorch.executor import PoplarExecutor as PoplarExecutor
 from tailrace.compat.poptorch.executor import inferenceModel as inferenceModel
 from tailrace.compat.poptorch.executor import load as load
-from tailrace.compat.poptorch.executor import registerPostCompileHook as registerPostCompileHook
-from tailrace.compat.poptorch.executor import registerPreCompileHook as registerPreCompileHook
 from tailrace.compat.poptorch.executor import trainingModel as trainingModel
 from tailrace.compat.poptorch.loader import AsynchronousDataAccessor as AsynchronousDataAccessor
 from tailrace.compat.poptorch.loader import DataLoader as DataLoader

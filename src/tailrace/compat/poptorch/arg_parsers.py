@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.torch.calls.containers import register_container
 
@@ -12,11 +13,11 @@ from tailrace.torch.calls.containers import register_container
 class ICustomArgParser:
     """The interface of a parser: a class derived from it says how a struct is taken apart."""
 
-    def yieldTensors(self, struct: Any) -> Iterator[Any]:
+    def yieldTensors(self, struct: Tree) -> Iterator[Any]:
         """The tensors in a struct, always in the same order."""
         raise NotImplementedError("A parser has a method yieldTensors(struct)")
 
-    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[Any]) -> Any:
+    def reconstruct(self, original_structure: Tree, tensor_iterator: Iterator[Any]) -> Any:
         """A struct like the original with these tensors in it."""
         raise NotImplementedError("A parser has a method reconstruct(original, tensors)")
 
@@ -30,7 +31,11 @@ class _Renamed:
 
 
 def registerCustomArgParser(arg_type: type, arg_parser: Any) -> None:
-    """Say how objects of a class of your own are taken apart; None forgets it."""
+    """Say how objects of a class of your own are taken apart; None forgets it.
+
+    Raises:
+        OptionError: the parser lacks the methods of `ICustomArgParser`.
+    """
     if arg_parser is None:
         return register_container(arg_type, None)
     if not hasattr(arg_parser, "reconstruct") or not (

@@ -69,7 +69,7 @@ class ConnectionType(enum.Enum):
 
 
 class SyncPattern(enum.Enum):
-    """How devices of that chip synchronise."""
+    """How IPUs synchronise."""
 
     Full = 0
     SinglePipeline = 1
@@ -84,7 +84,7 @@ class AutoStage(enum.Enum):
 
 
 class Liveness(enum.Enum):
-    """Where tensors stay between phases of that chip."""
+    """Where tensors stay between phases of the IPU."""
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -109,7 +109,7 @@ class VariableRetrievalMode(enum.Enum):
 
 
 class OverlapMode(enum.Enum):
-    """How input and output overlap with computation on that chip."""
+    """How input and output overlap with computation on the IPU."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"
@@ -117,7 +117,7 @@ class OverlapMode(enum.Enum):
 
 
 class MatMulSerializationMode(enum.Enum):
-    """How a product is split on that chip."""
+    """How a product is split on the IPU."""
 
     InputChannels = "input_channels"
     ReducingDim = "reducing_dim"
@@ -134,7 +134,7 @@ class HalfFloatCastingBehavior(enum.Enum):
 
 
 class MultiConvPlanType(enum.Enum):
-    """How several convolutions are planned together on that chip."""
+    """How several convolutions are planned together on the IPU."""
 
     Parallel = "parallel"
     Serial = "serial"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tailrace.compat.poptorch import enums
+from tailrace.compat.poptorch import compile_hooks, enums
 from tailrace.compat.poptorch.names import Names
 from tailrace.compat.poptorch.options import Options
 from tailrace.data.trees import Tree
@@ -24,8 +26,6 @@ from tailrace.torch.models.inference import InferenceModel
 from tailrace.torch.models.training import TrainingModel
 from tailrace.torch.optim.binding import DeviceOptimizer
 from tailrace.torch.tracing.forward import Forward, weights_of
-
-_hooks: dict[str, list[Any]] = {"before": [], "after": []}
 
 
 class PoplarExecutor(Model):
@@ -79,7 +79,11 @@ class PoplarExecutor(Model):
         return self.is_compiled and not self._detached
 
     def detachFromDevice(self) -> None:
-        """Copy everything to the host. The device itself is shared, so nothing is given up."""
+        """Copy everything to the host. The device itself is shared, so nothing is given up.
+
+        Raises:
+            ProgramError: it is not compiled, or is detached.
+        """
         self._need_compiled()
         if self._detached:
             raise ProgramError("Device is not attached")
@@ -88,7 +92,11 @@ class PoplarExecutor(Model):
         self._detached = True
 
     def attachToDevice(self) -> None:
-        """The reverse of `detachFromDevice`."""
+        """The reverse of `detachFromDevice`.
+
+        Raises:
+            ProgramError: it is not compiled, or is attached.
+        """
         self._need_compiled()
         if not self._detached:
             raise ProgramError("Device is already attached")
@@ -118,7 +126,11 @@ class PoplarExecutor(Model):
     # -- observing ------------------------------------------------------------------------------
 
     def getTensorNames(self) -> list[str]:
-        """The names of all tensors, sorted. The model must be compiled."""
+        """The names of all tensors, sorted. The model must be compiled.
+
+        Raises:
+            UsageError: it is not compiled.
+        """
         if not self.is_compiled:
             raise UsageError("Model must be compiled before calling getTensorNames")
         return self._names.all()
@@ -141,7 +153,11 @@ class PoplarExecutor(Model):
         self.copy_weights_to_device()  # type: ignore[attr-defined]
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Copy the buffers that `updatableNamedBuffers` lists to the device."""
+        """Copy the buffers that `updatableNamedBuffers` lists to the device.
+
+        Raises:
+            ProgramError: the options list no buffers.
+        """
         names = self._given.updatable_named_buffers
         if not names:
             raise ProgramError(
@@ -152,7 +168,9 @@ class PoplarExecutor(Model):
 
     # -- files ----------------------------------------------------------------------------------
 
-    def save(self, path: Any, export_model: bool = True, save_rng_state: bool = True) -> None:
+    def save(
+        self, path: str | os.PathLike[str], export_model: bool = True, save_rng_state: bool = True
+    ) -> None:
         """Write the state of the model to a file of arrays; the module itself is code and stays."""
         if export_model:
             note_once(
@@ -162,13 +180,13 @@ class PoplarExecutor(Model):
         super().save(path)  # type: ignore[misc]
 
     def compileAndExport(
-        self, filename: Any, *args: Any, export_model: bool = True, **kw: Any
+        self, filename: str | os.PathLike[str], *args: Any, export_model: bool = True, **kw: Any
     ) -> None:
         """Compile, then save."""
         self.compile(*args, **kw)
         self.save(filename, export_model)
 
-    def loadExecutable(self, filename: Any) -> None:
+    def loadExecutable(self, filename: str | os.PathLike[str]) -> None:
         """Load the state from a file; the program itself is compiled again, or cached by JAX."""
         self.load(filename)  # type: ignore[attr-defined]
 
@@ -191,8 +209,7 @@ class PoplarExecutor(Model):
         raise NotImplementedError
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for hook in list(_hooks["before"]):
-            hook()
+        compile_hooks.call("before")
         started = time.perf_counter()
         try:
             super()._build(args, kwargs)
@@ -203,8 +220,7 @@ class PoplarExecutor(Model):
         forward = self._forward
         assert forward is not None
         self._names = self._names_in(self._program.catalogue, forward)
-        for hook in list(_hooks["after"]):
-            hook()
+        compile_hooks.call("after")
 
     def _taps(self, forward: Forward) -> list[Any]:
         wanted = self._given.anchored_tensors
@@ -234,7 +250,9 @@ class PoplarExecutor(Model):
 class _TrainingExecutor(PoplarExecutor, TrainingModel):
     """Made by `trainingModel`."""
 
-    def __init__(self, module: torch.nn.Module, options: Options, optimizer: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, options: Options, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         self._given = options
         # Numbers of the optimizer change when setOptimizer says so, as in the original.
         TrainingModel.__init__(self, module, optimizer, options.native())
@@ -370,6 +388,9 @@ def trainingModel(
         model: the module; its forward computes the loss.
         options: see `Options`.
         optimizer: None: `poptorch.optim.SGD` with a learning rate of 0.01.
+
+    Raises:
+        OptionError: options break a rule, or there are several processes.
     """
     given = _options(options)
     if (processes := given.Distributed.numProcesses) > 1:
@@ -383,6 +404,7 @@ def trainingModel(
     resolved = given.clone()
     if resolved.defaultOutputMode():
         resolved.outputMode(enums.OutputMode.Final)
+    # PopTorch's rule: sums in float16 overflow, so a running mean is used unless it was chosen.
     accum = getattr(optimizer, "accum_type", None)
     strategy = resolved.Training.meanAccumulationAndReplicationReductionStrategy
     combined = getattr(optimizer, "use_combined_accum", False)
@@ -394,12 +416,17 @@ def trainingModel(
     return _TrainingExecutor(module, resolved, optimizer)
 
 
-def inferenceModel(model: Any, options: Options | None = None) -> PoplarExecutor:
+def inferenceModel(
+    model: torch.nn.Module | Model, options: Options | None = None
+) -> PoplarExecutor:
     """Wrap a module for running on the device.
 
     Args:
         model: the module, or a model made from it.
         options: see `Options`.
+
+    Raises:
+        OptionError: options break a rule; inference accumulates no gradients.
     """
     given = _options(options)
     module = model.module if isinstance(model, Model) else model
@@ -418,7 +445,7 @@ def inferenceModel(model: Any, options: Options | None = None) -> PoplarExecutor
     return _InferenceExecutor(module, resolved)
 
 
-def _options(options: Any) -> Options:
+def _options(options: object) -> Options:
     if options is None:
         return Options()
     if not isinstance(options, Options):
@@ -430,7 +457,10 @@ def _options(options: Any) -> Options:
 
 
 def _grouped(
-    name: str, comm_group_type: Any, shards: int = 0, variable_retrieval_mode: Any = None
+    name: str,
+    comm_group_type: enums.CommGroupType,
+    shards: int = 0,
+    variable_retrieval_mode: enums.VariableRetrievalMode | None = None,
 ) -> None:
     """`parameter.replicaGrouping`: all replicas hold the same parameters here."""
     if comm_group_type is not enums.CommGroupType.All:
@@ -441,36 +471,11 @@ def _grouped(
         )
 
 
-def load(filename: Any, edit_opts_fn: Any = None) -> Any:
+def load(
+    filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], None] | None = None
+) -> Any:
     """Refused: a file holds arrays, not the module's code."""
     raise ProgramError(
         f"A saved model is a file of arrays, so that reading one from elsewhere is safe; the module's "
         f"code is not in it. Make the module, wrap it, and call load({str(filename)!r}) on the result."
     )
-
-
-class _Handle:
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        """Forget the hook."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
-def registerPreCompileHook(hook: Any) -> _Handle:
-    """Call a function before every compilation."""
-    return _register("before", hook)
-
-
-def registerPostCompileHook(hook: Any) -> _Handle:
-    """Call a function after every compilation."""
-    return _register("after", hook)
-
-
-def _register(when: str, hook: Any) -> _Handle:
-    if not callable(hook):
-        raise RuntimeError(f"{hook!r} must be callable")
-    _hooks[when].append(hook)
-    return _Handle(_hooks[when], hook)

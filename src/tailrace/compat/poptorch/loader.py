@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch.utils.data import Dataset
+
+from tailrace.compat.arguments import DatasetLike
 from tailrace.compat.poptorch.enums import DataLoaderMode, SharingStrategy
 from tailrace.compat.poptorch.options import Options
 from tailrace.compat.poptorch.process_shares import share_of
@@ -38,6 +41,10 @@ class DataLoader(NativeLoader):
         rebatched_worker_size: rows that a worker delivers at a time, when rebatching.
         batch_sampler: as in PyTorch.
         **dataloader_kwargs: everything else that PyTorch's loader takes.
+
+    Raises:
+        OptionError: `options` is not a `poptorch.Options`.
+        UsageError: `mode` is not a `DataLoaderMode`.
     """
 
     options: Options
@@ -45,7 +52,7 @@ class DataLoader(NativeLoader):
     def __init__(
         self,
         options: Options,
-        dataset: Any,
+        dataset: Dataset[Any],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         num_workers: int = 0,
@@ -55,7 +62,7 @@ class DataLoader(NativeLoader):
         mode: DataLoaderMode = DataLoaderMode.Sync,
         async_options: dict[str, Any] | None = None,
         rebatched_worker_size: int | None = None,
-        batch_sampler: Any = None,
+        batch_sampler: Iterable[list[int]] | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         if not isinstance(options, Options):
@@ -108,11 +115,14 @@ class AsynchronousDataAccessor:
         early_preload: accepted.
         sharing_strategy: accepted; there is no second process.
         rebatched_size: use `DataLoader(mode=DataLoaderMode.AsyncRebatched)`.
+
+    Raises:
+        OptionError: `rebatched_size` is given.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: DatasetLike,
         buffer_size: int = 3,
         miss_sleep_time_in_ms: float = 0.1,
         load_indefinitely: bool = True,

@@ -121,6 +121,7 @@ class Names:
     def _weights(self, trained: set[str], training: bool, accumulates: bool) -> None:
         for entry in self._catalogue:
             kind, _, name = entry.name.partition("/")
+            # The name of a trained weight is its value after the update, as PopTorch's anchors show it.
             if kind == "buffer" or (kind == "param" and name not in trained):
                 self.meanings[name] = Meaning(entry.name)
             elif kind == "updated" and name in trained:
@@ -137,6 +138,7 @@ class Names:
             if entry.kind != "activation" or ":" not in entry.name.replace("::", "  "):
                 continue
             name = _operation(entry.name)
+            # PopART numbers operations of one name in a scope, without a number for the first.
             number = counts[name] = counts.get(name, -1) + 1
             name = f"{name}/{number}" if number else name
             self.meanings[name] = Meaning(entry.name)

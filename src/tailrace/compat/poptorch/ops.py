@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,13 +47,21 @@ class BlockFunction(blocks.BlockFunction):
         super().__init__(user_id, ipu_id)
 
 
-def BeginBlock(layer_to_call: Any, user_id: str | None = None, ipu_id: int | None = None) -> Any:
+def BeginBlock(
+    layer_to_call: torch.nn.Module,
+    user_id: str | None = None,
+    ipu_id: int | None = None,
+) -> Any:
     """Let a block begin where a module is called; returns the module."""
     return blocks.begin_block(layer_to_call, user_id, ipu_id)
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """Keep tensors for the backward pass of a pipeline that computes activations again."""
+    """Keep tensors for the backward pass of a pipeline that computes activations again.
+
+    Raises:
+        OptionError: an argument is not a tensor, nor a list or tuple of them.
+    """
     given = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else tensors
     if not all(isinstance(t, torch.Tensor) for t in given):
         raise OptionError("recomputationCheckpoint takes tensors, or a list or tuple of them")
@@ -67,19 +75,19 @@ def nop(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
-    """The tensor itself: about that chip."""
+    """Return the tensor; the rest is for the IPU only."""
     noted("set_available_memory")
     return tensor
 
 
-def set_overlap_for_input(input_tensors: Any, mode: Any) -> Any:
-    """What it is given: about that chip."""
+def set_overlap_for_input(input_tensors: Sequence[Any], mode: Any) -> Any:
+    """Return the argument; the rest is for the IPU only."""
     noted("set_overlap_for_input")
     return input_tensors
 
 
-def set_overlap_for_output(output_tensors: Any, mode: Any) -> Any:
-    """What it is given: about that chip."""
+def set_overlap_for_output(output_tensors: Sequence[Any], mode: Any) -> Any:
+    """Return the argument; the rest is for the IPU only."""
     noted("set_overlap_for_output")
     return output_tensors
 
@@ -87,13 +95,17 @@ def set_overlap_for_output(output_tensors: Any, mode: Any) -> Any:
 def serializedMatMul(
     lhs: torch.Tensor, rhs: torch.Tensor, mode: Any, factor: int = 0, keep_precision: bool = False
 ) -> torch.Tensor:
-    """The product; how it is split is about that chip."""
+    """Return the matrix product; how it is split matters on an IPU only."""
     noted("serializedMatMul")
     return torch.matmul(lhs, rhs)
 
 
 def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -> list[Any]:
-    """`body(*inputs)`, again and again, `count` times; inference only."""
+    """`body(*inputs)`, again and again, `count` times; inference only.
+
+    Raises:
+        OptionError: `inputs` is not a list of tensors.
+    """
     if not isinstance(inputs, list):
         raise OptionError("poptorch.for_loop() takes a list of inputs. (Object is not list)")
     for index, value in enumerate(inputs):
@@ -127,7 +139,11 @@ def cond(
     else_body: Callable[..., Any],
     else_inps: list[torch.Tensor],
 ) -> list[Any]:
-    """Run one of two functions, as the condition says while the model runs."""
+    """Run one of two functions, as the condition says while the model runs.
+
+    Raises:
+        OptionError: inputs are not lists.
+    """
     if not isinstance(then_inps, list) or not isinstance(else_inps, list):
         raise OptionError("poptorch.cond() takes lists of inputs. (Object is not list)")
     watch = current_watch()
@@ -202,30 +218,30 @@ class _Scope:
 
 
 class MultiConv(_Scope):
-    """Convolutions that are planned together on that chip."""
+    """Convolutions that the IPU plans together."""
 
     def availableMemoryProportions(self, value: TensorLike) -> MultiConv:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self
 
     def partialsTypes(self, value: TensorLike) -> MultiConv:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self
 
     def planType(self, value: TensorLike) -> MultiConv:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self
 
     def enableConvDithering(self, value: TensorLike) -> MultiConv:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self
 
     def perConvReservedTiles(self, value: int) -> MultiConv:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self
 
     def cycleBackOff(self, value: float) -> MultiConv:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self
 
 
@@ -239,19 +255,19 @@ def isRunningOnIpu() -> bool:
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Whether that chip is there: it is not. Models run on what JAX finds."""
+    """False: there is no IPU. Models run on the devices that JAX finds."""
     return False
 
 
 def ipuHardwareVersion() -> int:
-    """The version of that chip; 0: there is none."""
+    """0: there is no IPU."""
     return 0
 
 
 class CPU:
     """Refused: a function that runs on the host in the middle of a model."""
 
-    def __init__(self, layer_to_call: Any, ID: str) -> None:
+    def __init__(self, layer_to_call: torch.nn.Module, ID: str) -> None:
         raise ProgramError(
             f"poptorch.CPU runs a function on the host in the middle of a model, which would stop the "
             f"device in each microbatch. Received: {ID!r}. Call the function in forward, where it is "
@@ -260,9 +276,9 @@ class CPU:
 
 
 def custom_op(*_: Any, **__: Any) -> Any:
-    """Refused: an operation for that chip."""
+    """Refused: an operation compiled for the IPU."""
     raise ProgramError(
-        "custom_op runs code that is compiled for that chip. Write the operation with PyTorch's own, "
+        "custom_op runs code that is compiled for the IPU. Write the operation with PyTorch's own, "
         "or in JAX."
     )
 

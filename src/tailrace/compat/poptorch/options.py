@@ -103,8 +103,14 @@ class Options(OptionsDict):
         """How many copies run side by side."""
         return self.set(replication_factor=replication_factor)
 
-    def inputReplicaGrouping(self, input_group_size: int, input_group_type: Any) -> Options:
-        """Replicas that get the same input: groups of one only."""
+    def inputReplicaGrouping(
+        self, input_group_size: int, input_group_type: enums.CommGroupType
+    ) -> Options:
+        """Replicas that get the same input: groups of one only.
+
+        Raises:
+            OptionError: the groups do not divide the replicas, or share their input.
+        """
         if input_group_type is enums.CommGroupType.NoGrouping:
             return self.set(input_group_size=1)
         if input_group_type is enums.CommGroupType.All:
@@ -121,13 +127,17 @@ class Options(OptionsDict):
             )
         return self.set(input_group_size=1)
 
-    def outputMode(self, output_mode: Any, output_return_period: int | None = None) -> Options:
+    def outputMode(
+        self, output_mode: enums.OutputMode, output_return_period: int | None = None
+    ) -> Options:
         """Which outputs a call returns."""
         _check_mode(output_mode, output_return_period)
         self.set(output_mode=output_mode)
         return self.set(output_return_period=output_return_period or 1)
 
-    def anchorMode(self, anchor_mode: Any, anchor_return_period: int | None = None) -> Options:
+    def anchorMode(
+        self, anchor_mode: enums.OutputMode, anchor_return_period: int | None = None
+    ) -> Options:
         """An older name of `outputMode`."""
         return self.outputMode(anchor_mode, anchor_return_period)
 
@@ -139,15 +149,18 @@ class Options(OptionsDict):
         self,
         short_name: str,
         long_name: str,
-        output_mode: Any = None,
+        output_mode: enums.OutputMode | None = None,
         output_return_period: int | None = None,
         *,
-        anchor_mode: Any = None,
+        anchor_mode: enums.OutputMode | None = None,
         anchor_return_period: int | None = None,
     ) -> None:
         """Return a tensor of the program after each call: `model.getAnchoredTensor(short_name)`.
 
         `anchor_mode` and `anchor_return_period` are older names of the two last arguments.
+
+        Raises:
+            CallError: an argument is given under both of its names.
         """
         if output_mode is not None and anchor_mode is not None:
             raise CallError(
@@ -166,8 +179,12 @@ class Options(OptionsDict):
         # Not refused when frozen, as in the original; a model has its own copy.
         self.anchored_tensors[short_name] = [long_name, mode is None, mode, period]
 
-    def setExecutionStrategy(self, strategy: Any) -> Options:
-        """How blocks run."""
+    def setExecutionStrategy(self, strategy: _Strategy) -> Options:
+        """How blocks run.
+
+        Raises:
+            UsageError: it is not an execution strategy.
+        """
         if not isinstance(strategy, _Strategy):
             raise UsageError(f"Unknown strategy {strategy!r}: use poptorch.PipelinedExecution, ...")
         self._check_not_frozen()
@@ -205,21 +222,25 @@ class Options(OptionsDict):
         return self.set(show_compilation_progress_bar=show)
 
     def logCycleCount(self, log_cycle_count: bool) -> Options:
-        """Cycles of that chip: there are none to count."""
+        """IPU only: there are no cycles to count."""
         noted("logCycleCount")
         return self.set(log_cycle_count=log_cycle_count)
 
-    # -- what only that chip had ----------------------------------------------------------------
+    # -- for the IPU only -----------------------------------------------------------------------
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Options:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         noted("autoRoundNumIPUs")
         return self
 
     def setAvailableMemoryProportion(
         self, available_memory_proportion: dict[str, float]
     ) -> Options:
-        """About that chip."""
+        """IPU only: accepted, without effect.
+
+        Raises:
+            UsageError: a key does not name a device, such as 'IPU0'.
+        """
         for key in available_memory_proportion:
             if not key.startswith("IPU"):
                 raise UsageError(
@@ -238,7 +259,7 @@ class Options(OptionsDict):
         return self
 
     def enableProfiling(self, profile_dir: str | None = None) -> Options:
-        """About that chip; see `tr.Trainer` and jax.profiler for what there is."""
+        """IPU only: accepted, without effect. Use jax.profiler, or `tr.Trainer`."""
         noted("enableProfiling")
         return self
 
@@ -257,8 +278,13 @@ class Options(OptionsDict):
         noted("appendToLocationExcludes")
         return self
 
-    def connectionType(self, connection_type: Any) -> Options:
-        """About that chip; `Never` is refused."""
+    def connectionType(self, connection_type: enums.ConnectionType) -> Options:
+        """IPU only: accepted, without effect; `Never` is refused.
+
+        Raises:
+            UsageError: it is not a `ConnectionType`.
+            OptionError: it is `Never`: there is no offline device.
+        """
         if not isinstance(connection_type, enums.ConnectionType):
             raise UsageError(f"Expected a poptorch.ConnectionType, got {connection_type!r}")
         if connection_type is enums.ConnectionType.Never:
@@ -266,8 +292,12 @@ class Options(OptionsDict):
         noted("connectionType")
         return self
 
-    def syncPattern(self, sync_pattern: Any) -> Options:
-        """About that chip."""
+    def syncPattern(self, sync_pattern: enums.SyncPattern) -> Options:
+        """IPU only: accepted, without effect.
+
+        Raises:
+            UsageError: it is not a `SyncPattern`.
+        """
         if not isinstance(sync_pattern, enums.SyncPattern):
             raise UsageError(f"Expected a poptorch.SyncPattern, got {sync_pattern!r}")
         noted("syncPattern")
@@ -275,7 +305,7 @@ class Options(OptionsDict):
 
     # -- files ----------------------------------------------------------------------------------
 
-    def loadFromFile(self, filepath: Any) -> Options:
+    def loadFromFile(self, filepath: str | os.PathLike[str]) -> Options:
         """Call setters from a file: one call a line, without `options.` in front, literals inside."""
         lines = [line.strip() for line in read_text(filepath).splitlines()]
         effective = [line for line in lines if line and not line.startswith("#")]
@@ -292,7 +322,11 @@ class Options(OptionsDict):
         return self
 
     def toDict(self) -> dict[str, Any]:
-        """All values by name."""
+        """All values by name.
+
+        Raises:
+            UsageError: no output mode is set.
+        """
         if self.defaultOutputMode():
             raise UsageError("An output mode must be picked before serialisation")
         return dict(self._values)
@@ -339,7 +373,7 @@ def _noting(name: str) -> Any:
         return self
 
     setter.__name__ = name
-    setter.__doc__ = "About that chip: accepted, without effect."
+    setter.__doc__ = "IPU only: accepted, without effect."
     return setter
 
 
@@ -354,7 +388,7 @@ for _name in (
     setattr(Options, _name, _noting(_name))
 
 
-def _check_mode(mode: Any, period: int | None) -> None:
+def _check_mode(mode: object, period: int | None) -> None:
     if not isinstance(mode, enums.OutputMode):
         raise UsageError(f"Expected a poptorch.OutputMode, got {mode!r}")
     if mode is enums.OutputMode.EveryN and (not isinstance(period, int) or period < 1):

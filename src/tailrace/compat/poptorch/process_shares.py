@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from tailrace.compat.arguments import DatasetLike
 from tailrace.compat.poptorch.options import Options
 from tailrace.errors import OptionError
 from tailrace.torch.errors import UsageError
@@ -62,7 +63,11 @@ class ProcessShare:
 
 
 def share_of(
-    options: Options, dataset: Any, batch_size: int | None, whole: int, given: dict[str, Any]
+    options: Options,
+    dataset: DatasetLike,
+    batch_size: int | None,
+    whole: int,
+    given: dict[str, Any],
 ) -> ProcessShare | None:
     """The sampler for a loader, if there are several processes; or why it cannot be."""
     processes = options.Distributed.numProcesses

@@ -75,7 +75,11 @@ def executing_eagerly() -> bool:
 
 
 def TensorArray(*args: Any, **kwargs: Any) -> Any:
-    """TensorFlow's own, on the host; in programs, where arrays do not grow, a refusal."""
+    """TensorFlow's own, on the host; in programs, where arrays do not grow, a refusal.
+
+    Raises:
+        ProgramError: it is called in a program, whose arrays have one size.
+    """
     from tailrace.compat.ipu.graph.state import current
 
     if current() is not None:

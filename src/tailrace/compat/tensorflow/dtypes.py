@@ -1,4 +1,4 @@
-"""TensorFlow's dtypes: `tf.float32` and its sisters, which numpy, JAX, Keras and TensorFlow take."""
+"""TensorFlow's dtypes: `tf.float32` and others, which numpy, JAX, Keras and TensorFlow accept."""
 
 from __future__ import annotations
 
@@ -111,6 +111,9 @@ OTHER_NAMES = {"half": "float16", "double": "float64"}
 
 def as_dtype(value: TensorLike) -> DType:
     """The dtype that a name, a numpy dtype or a class means.
+
+    Raises:
+        UnknownDType: it names no dtype.
 
     >>> as_dtype("float32"), as_dtype(np.int32), as_dtype(float)
     (tf.float32, tf.int32, tf.float32)

@@ -43,7 +43,11 @@ class Function:
         return autograph.converted(self.python_function) if self._rewrites else self.python_function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run it.
+
+        Raises:
+            ProgramError: a loop or branch over device values could not be rewritten.
+        """
         args = self._checked(args)
         try:
             if current() is not None or recording() is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.tensorflow.dtypes import DTYPES, DType, as_dtype
 from tailrace.compat.tensorflow.operations.table import leaves, mapped
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import ShapeLike, TensorLike
+from tailrace.data.trees import Tree
 
 
 class TensorShape(tuple[Any, ...]):
@@ -19,7 +20,7 @@ class TensorShape(tuple[Any, ...]):
     ([None, 3], 6)
     """
 
-    def __new__(cls, dims: Any = ()) -> TensorShape:
+    def __new__(cls, dims: ShapeLike = ()) -> TensorShape:
         """From a list, a number or another shape."""
         given = [dims] if isinstance(dims, int) else list(dims)
         return super().__new__(cls, given)
@@ -68,7 +69,7 @@ class TensorSpec:
         return cls(tensor.shape, dtype, name)
 
 
-def flatten(structure: Any) -> list[Any]:
+def flatten(structure: Tree) -> list[Any]:
     """The leaves of a nest."""
     return list(leaves(structure))
 
@@ -86,8 +87,12 @@ def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
     return mapped(lambda leaf: function(leaf, *(next(rest) for rest in rests)), first)
 
 
-def assert_same_structure(nest1: Any, nest2: Any, **_: Any) -> None:
-    """Refuse nests of two forms."""
+def assert_same_structure(nest1: Tree, nest2: Tree, **_: Any) -> None:
+    """Refuse nests of two forms.
+
+    Raises:
+        IPUValueError: the structures differ.
+    """
     one, other = (mapped(lambda _: 0, nest) for nest in (nest1, nest2))
     if one != other:
         raise IPUValueError(
@@ -95,7 +100,7 @@ def assert_same_structure(nest1: Any, nest2: Any, **_: Any) -> None:
         )
 
 
-def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
+def pack_sequence_as(structure: Tree, flat_sequence: Sequence[Any]) -> Any:
     """Leaves in the form of a nest."""
     rest = iter(flat_sequence)
     return mapped(lambda _: next(rest), structure)

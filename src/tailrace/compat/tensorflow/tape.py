@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.state import current, is_variable, value_of
 from tailrace.compat.ipu.graph.variables import Variable, reads
 from tailrace.compat.tensorflow.operations.table import leaves, mapped
 from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.recording import Recording
 
 _recordings: contextvars.ContextVar[tuple[GradientTape, ...]] = contextvars.ContextVar(
@@ -53,6 +55,7 @@ class GradientTape:
         self._used = False
 
     def __enter__(self) -> GradientTape:
+        # In a program the traced equations are the record already; only variables read must be kept.
         self._in_program = current() is not None
         if not self._in_program:
             _hook_reads()
@@ -63,6 +66,7 @@ class GradientTape:
     def __exit__(self, *error: Any) -> None:
         if self._in_program:
             scope = current()
+            # The values of now: an optimizer may change the variables before a gradient is asked for.
             for variable in () if scope is None else tuple(scope.seen.values()):
                 self._read.setdefault(id(variable), (variable, value_of(variable)))
         else:
@@ -82,6 +86,7 @@ class GradientTape:
         if not self._watches:
             return tuple(named)
         read = [v for v, _ in self._read.values() if getattr(v, "trainable", False)]
+        # A tape that is still open in a program has not collected its variables yet.
         more = trainable_so_far() if self._in_program and not read else []
         return tuple({id(v): v for v in (*named, *read, *more)}.values())
 
@@ -103,7 +108,7 @@ class GradientTape:
         self._read.clear()
         self._used = False
 
-    def was_read(self, variable: Any, array: object) -> None:
+    def was_read(self, variable: VariableLike, array: object) -> None:
         """Note the array that a variable was read as."""
         self._read.setdefault(id(variable), (variable, array))
 
@@ -112,18 +117,21 @@ class GradientTape:
     def gradient(
         self,
         target: TensorLike,
-        sources: Any,
-        output_gradients: Any = None,
+        sources: Tree,
+        output_gradients: Tree = None,
         unconnected_gradients: Any = "none",
     ) -> Any:
         """The gradient of `target`, the sum of its elements, in the form of `sources`.
 
         Args:
-            target: a tensor, or a nest of them whose sum is meant.
+            target: a tensor, or a nest of them, whose sum is used.
             sources: variables and tensors: one, or a nest of them.
             output_gradients: weights of the target's elements.
             unconnected_gradients: "none", or "zero" for zeros in sources that the target does not
                 depend on. Inside of a program they are always zeros.
+
+        Raises:
+            IPURuntimeError: the tape is not persistent, and has given its gradients.
         """
         self._use()
         found = list(leaves(sources))
@@ -142,8 +150,12 @@ class GradientTape:
         rest = iter(grads)
         return mapped(lambda _: next(rest), sources)
 
-    def jacobian(self, target: TensorLike, sources: Any, **_: Any) -> Any:
-        """The gradient of each element of `target`, in the form of `sources`."""
+    def jacobian(self, target: TensorLike, sources: Tree, **_: Any) -> Any:
+        """The gradient of each element of `target`, in the form of `sources`.
+
+        Raises:
+            IPURuntimeError: it is called in a program, or the tape is used up.
+        """
         self._use()
         if self._in_program and current() is not None:
             raise IPURuntimeError(
@@ -153,7 +165,7 @@ class GradientTape:
         rest = iter(jax.jacrev(self._recording.function(_array(target), found))(found))
         return mapped(lambda _: next(rest), sources)
 
-    def batch_jacobian(self, target: TensorLike, source: Any, **_: Any) -> Any:
+    def batch_jacobian(self, target: TensorLike, source: Tree, **_: Any) -> Any:
         """The jacobian of each row of `target` in the same row of `source`."""
         whole = self.jacobian(target, source)
         rows = jnp.arange(whole.shape[0])
@@ -167,7 +179,7 @@ class GradientTape:
         total = sum(jnp.sum(t if w is None else t * w) for t, w in pairs)
         return gradients(total, [self._array_of(source) for source in sources])
 
-    def _array_of(self, source: Any) -> Any:
+    def _array_of(self, source: Tree) -> Any:
         """The array that a source was while the tape was open: it may have been changed since."""
         if not is_variable(source):
             return _array(source)
@@ -196,20 +208,20 @@ def _hook_reads() -> None:
     owner: Any = next(kind for kind in keras.Variable.__mro__ if "value" in vars(kind))
     plain = vars(owner)["value"].fget
 
-    def value(variable: Any) -> Any:
+    def value(variable: VariableLike) -> Any:
         return _noted(variable, plain(variable))
 
     owner.value = property(value, vars(owner)["value"].fset, doc=vars(owner)["value"].__doc__)
     reads.append(_noted)
 
 
-def _noted(variable: Any, array: object) -> Any:
+def _noted(variable: VariableLike, array: object) -> Any:
     for tape in _recordings.get():
         tape.was_read(variable, _before_cast(tape, variable, array))
     return array
 
 
-def _before_cast(tape: Any, variable: Any, array: Any) -> Any:
+def _before_cast(tape: Any, variable: VariableLike, array: TensorLike) -> Any:
     """The variable's own array, where Keras has read it in another dtype."""
     if isinstance(variable, Variable) or str(array.dtype) == str(variable.dtype):
         return array

@@ -23,11 +23,14 @@ class Variable(keras.Variable):
         name: what it is called.
         dtype: None keeps that of the value; Python's floats become float32.
         **options: `validate_shape`, `caching_device`, `synchronization`...: without effect.
+
+    Raises:
+        ProgramError: it is made inside a program, which is traced more than once.
     """
 
     def __init__(
         self,
-        initial_value: Any = None,
+        initial_value: TensorLike = None,
         trainable: bool | None = True,
         validate_shape: bool = True,
         caching_device: Any = None,
@@ -62,12 +65,12 @@ class Variable(keras.Variable):
         super().assign(value)
         return self
 
-    def assign_add(self, delta: Any, *_: Any, **__: Any) -> Any:
+    def assign_add(self, delta: TensorLike, *_: Any, **__: Any) -> Any:
         """Add to it."""
         super().assign_add(delta)
         return self
 
-    def assign_sub(self, delta: Any, *_: Any, **__: Any) -> Any:
+    def assign_sub(self, delta: TensorLike, *_: Any, **__: Any) -> Any:
         """Subtract from it."""
         super().assign_sub(delta)
         return self

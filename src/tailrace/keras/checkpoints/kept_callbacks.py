@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -45,7 +46,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         self._keeping, self._pacing, self._users, self._program = keeping, pacing, users, program
         self._first = True
         self._epoch, self._done = epoch, 0
-        self._logs: dict[str, Any] = {}
+        self._logs: Mapping[str, Any] = {}
         self._before: list[dict[str, Any]] = []
         self._random_then: dict[str, Any] = {}
         self._random_of_epoch: dict[str, Any] = {}
@@ -54,7 +55,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
 
     # -- what Keras' loop calls -----------------------------------------------------------------
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Restore all state, after callbacks have begun as usual."""
         states = self._keeping.states
         put_back = [reopen(one, state) for one, state in zip(self._users, states, strict=False)]
@@ -68,7 +69,7 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         if not self._keeping.took_up:
             self._save(self._epoch, 0)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Seek to the position of the checkpoint, if this is the first epoch."""
         super().on_epoch_begin(epoch, logs)
         program, keeping = self._program(), self._keeping
@@ -85,24 +86,28 @@ class KeptCallbacks(keras.callbacks.CallbackList):
         if self._first:
             self._random_then, self._first = self._random_of_epoch, False
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call callbacks for a batch that is not skipped."""
         if batch >= self._done:
             super().on_train_batch_begin(batch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call callbacks for a batch, and save if a checkpoint is due."""
         if batch < self._done:
             return
         super().on_train_batch_end(batch, logs)
         self._logs = logs or {}
         keeping, pacing = self._keeping, self._pacing
+        # Where a callback has stopped the fit, its end is saved: from here it would go on. Not asked of
+        # `self.model`: whenever that is read, Keras writes all values back to the variables.
+        if self._program().model.stop_training:
+            return
         if pacing.between and (keeping.due or keeping.interrupts.asked is not None):
             self._flush_futures()
             self._save(self._epoch, pacing.number, wait=keeping.interrupts.asked is not None)
             keeping.interrupts.reraise()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call callbacks at the end of an epoch, and save if a checkpoint is due."""
         super().on_epoch_end(epoch, logs)
         self._epoch, self._logs = epoch + 1, {}

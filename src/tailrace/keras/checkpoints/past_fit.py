@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import keras
+
 from tailrace.errors import CheckpointError, DataExhausted
 from tailrace.keras.checkpoints.keeping import KIND, Keeping
 from tailrace.keras.checkpoints.kept_fit import fit_kept
@@ -73,7 +75,7 @@ class PastFit(Keeping):
 class PastTraining(Training):
     """The training program of a model that runs past steps."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         super().__init__(model)
         self._past: PastFit = attached(model).past
         self._step = self._past.note["first_step"]

@@ -89,7 +89,12 @@ class DatasetIterator:
         return self
 
     def __next__(self) -> Any:
-        """The next element, in a device function."""
+        """The next element, in a device function.
+
+        Raises:
+            FeedError: called outside of a device function.
+            ProgramError: called outside of `tk.repeat`.
+        """
         running = _running.get()
         if running is None:
             raise FeedError(
@@ -119,6 +124,9 @@ def repeat(count: int, body: Callable[[], Any]) -> None:
         count: the number of iterations, an integer.
         body: called without arguments; it may call `next(iterator)`, models, optimizers, metrics,
             `enqueue` and `tk.value_and_grad`.
+
+    Raises:
+        ProgramError: called outside of a device function.
 
     >>> import keras, tailrace.keras as tk
     >>> total, iterator = keras.metrics.Sum(), tk.DatasetIterator([1.0, 2.0, 3.0])
@@ -161,6 +169,9 @@ def value_and_grad(
     Returns:
         The function's result, and a list of gradients.
 
+    Raises:
+        ProgramError: called outside of a device function, or a variable is not known to it.
+
     >>> import keras, tailrace.keras as tk
     >>> dense, total = keras.layers.Dense(1, use_bias=False), keras.metrics.Sum()
     >>> dense.build((1, 2))
@@ -174,6 +185,7 @@ def value_and_grad(
     """
     running = _current("tk.value_and_grad")
     if running.looking:
+        # While models are built there is nothing to differentiate, and optimizers cannot be called yet.
         function()
         raise _Seen
     known = {id(variable): number for number, variable in enumerate(running.variables)}
@@ -203,6 +215,7 @@ def _in_scope(running: Running, values: Sequence[Any], call: Callable[[], Any]) 
     mapping = list(zip(running.variables, values, strict=True))
     with keras.StatelessScope(state_mapping=mapping) as scope:
         out = call()
+    # A scope records whatever is assigned in it: a variable beyond ours would be lost with the scope.
     if len(scope.state_mapping) > len(mapping):
         raise _unknown("The function changes a Keras variable")
     after = [jnp.asarray(scope.get_current_value(v), v.dtype) for v in running.variables]
@@ -233,6 +246,7 @@ class DeviceFunctions:
         """Run a function in one program; returns its result."""
         given = [*args, *kwargs.values()]
         arrays = [value for value in given if _is_array(value)]
+        # Arrays are inputs of the program; everything else is part of it, by identity.
         key = (fn, *(None if _is_array(v) else _identity(v) for v in given), *kwargs)
         if key not in self._programs:
 

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from tailrace.data.trees import Tree
 from tailrace.errors import DataError, ProgramError
 from tailrace.messages import note_once
 
 
 def batches_in(
-    x: Any, batch_size: int | None, steps: int | None = None, share: float = 1.0
+    x: Tree, batch_size: int | None, steps: int | None = None, share: float = 1.0
 ) -> int | None:
     """The number of batches of a dataset; None if it is unknown before it ends."""
     if hasattr(x, "cardinality"):  # tf.data; of distributed datasets it is an attribute

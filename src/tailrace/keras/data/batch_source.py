@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -57,6 +57,14 @@ class Form:
     spec: ElementSpec
     order: tuple[int, ...]
     feed: HandedFeed
+
+    def __post_init__(self) -> None:
+        dtypes = [leaf.dtype for leaf in self.spec.leaves]
+        self._parts = list(zip(self.order, dtypes, strict=True))
+
+    def alone(self, leaves: Sequence[Any]) -> tuple[np.ndarray, ...]:
+        """The leaves of one batch as the elements of one iteration, not copied."""
+        return tuple([leaves[n].astype(dtype, copy=False)[None] for n, dtype in self._parts])
 
 
 class Batches:
@@ -132,6 +140,20 @@ class Batches:
         if self._held is None and self._ahead is None and self._rest is None:
             self._held = self._next()
 
+    def next_of(self, form: Form) -> tuple[np.ndarray, ...] | None:
+        """The next batch as the elements of one iteration, if it has this form.
+
+        None at the end of the data, for a batch of another form (which `take` then delivers), and while
+        a thread reads: the long way, `take`, knows about all of them.
+        """
+        if self._ahead is not None or self._rest is not None:
+            return None
+        following = self._next()
+        if following is None or self._forms.get(following[0]) is not form:
+            self._held = following
+            return None
+        return form.alone(following[1])
+
     def awaited(self) -> str:
         """What is awaited, for messages."""
         return f"batch {self._read} of the data ({type(self.iterator).__name__})"
@@ -188,9 +210,8 @@ class Batches:
             form = self._forms[key] = form_of(batch, self._shape, self._forms.values())
         spread = isinstance(sharding, jax.sharding.NamedSharding)
         if max(count, room) == 1 and not spread:  # transferred with the call, as in Keras
-            wanted = zip(form.order, form.spec.leaves, strict=True)
-            alone = [leaves[n].astype(leaf.dtype, copy=False)[None] for n, leaf in wanted]
-            return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
+            alone = form.alone(leaves)
+            return Block(form, 1, Staged(list(alone), alone, 1, replicas), sharding)
         block = [allocate((count, *leaf.shape), leaf.dtype) for leaf in form.spec.leaves]
         found = 0
         with span("dataset read", batches=count):

@@ -31,7 +31,7 @@ def copy_batches(call: dict[str, Any], *names: str) -> None:
             call[name] = copying(call[name])
 
 
-def copying(data: Any) -> Any:
+def copying(data: Tree) -> Any:
     """Data for Keras whose batches nobody overwrites; only what makes its own arrays is wrapped.
 
     Keras slices arrays, and tensors of other libraries are fresh for each batch.

@@ -54,9 +54,8 @@ class ResidentBatches:
             return None
         form = self._form(taken[0])
         if max(count, room) == 1:  # transferred with the call, as in Keras
-            leaves = self._leaves(self._rows.batch(taken[0]), form)
-            alone = [leaf.astype(spec.dtype, copy=False)[None] for leaf, spec in leaves]
-            return Block(form, 1, Staged(alone, tuple(alone), 1, replicas), sharding)
+            alone = form.alone(jax.tree.leaves(self._rows.batch(taken[0])))
+            return Block(form, 1, Staged(list(alone), alone, 1, replicas), sharding)
         numbers = numbers_of(taken)
         arrays = self._leaves(self._rows.data, form)
         host: list[Any] = [RowNumbers.of(array, numbers) for array, _ in arrays]
@@ -65,6 +64,16 @@ class ResidentBatches:
         with span("infeed copy", bytes=padded.nbytes):
             device = self._rows.gathered(padded, arrays, sharding)
         return Block(form, len(taken), Staged(host, tuple(device), len(taken), replicas), sharding)
+
+    def next_of(self, form: Form) -> tuple[np.ndarray, ...] | None:
+        """The next batch as the elements of one iteration, if it has this form; None otherwise."""
+        taken = self._next_of_one_size(1)
+        if not taken:
+            return None
+        if self._form(taken[0]) is not form:
+            self._held = taken[0]
+            return None
+        return form.alone(jax.tree.leaves(self._rows.batch(taken[0])))
 
     def read_next(self) -> None:
         """Do nothing: the rows are on the device."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.optimizers.application import applied, overrides
@@ -27,6 +28,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     scalers = [one for one in chain if isinstance(one, keras.optimizers.LossScaleOptimizer)]
     if len(scalers) > 1:
         raise OptionError(scaled_twice(scalers[0].inner_optimizer))
+    # An optimizer around another that is no wrapper of ours (a scaler of the user's own).
     inner = getattr(chain[-1], "inner_optimizer", None)
     if inner is not None:
         scalers, chain = [chain[-1]], [inner]
@@ -51,14 +53,14 @@ def check_in_loop(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
 
-def without_scale(gradient: Any, scale: Any) -> Any:
+def without_scale(gradient: TensorLike, scale: TensorLike) -> Any:
     """The gradient of the loss, from that of the scaled loss; in at least the scale's precision."""
     narrow = jnp.finfo(gradient.dtype).bits < jnp.finfo(scale.dtype).bits
     wide = scale.dtype if narrow else gradient.dtype
     return gradient.astype(wide) / scale.astype(wide)
 
 
-def with_scale(changed: Any, before: Any, scale: Any) -> Any:
+def with_scale(changed: TensorLike, before: TensorLike, scale: TensorLike) -> Any:
     """A changed gradient of the loss as a gradient of the scaled loss, which was `before`.
 
     If that was not finite, it is returned: the step is skipped anyway.
@@ -96,6 +98,8 @@ class Updates:
         values, found = variables.values(params), variables.values(grads)
         for wrapper in self._around:
             found = wrapper.each(found, values, variables.all)
+        # Wrappers inside the scaler are promised gradients of the loss itself; what is accumulated
+        # stays scaled, because the scaler decides about the step from the scaled sum.
         if self._inside:
             scale = params[SCALE]
             changed = [without_scale(grad, scale) for grad in found]
@@ -105,7 +109,7 @@ class Updates:
             found = [with_scale(after, before, scale) for after, before in pairs]
         return {**grads, **variables.tree(found)}
 
-    def _each_alone(self, name: str, gradient: Any, value: object) -> Any:
+    def _each_alone(self, name: str, gradient: TensorLike, value: object) -> Any:
         """The same for one gradient, on the device of the stage that computes it."""
         if self._inside:
             raise OptionError(scale_is_elsewhere(self._inside[0]))
@@ -133,6 +137,8 @@ class Updates:
             )
         after = layout.trainable.tree(values)
         after = {name: jnp.asarray(value, params[name].dtype) for name, value in after.items()}
+        # The scale is a variable of the optimizer and, so that the loss can be multiplied by it, a
+        # parameter without a gradient: both get the new value.
         if layout.scale is not None:
             after[SCALE] = kept[layout.scale]
         return after, layout.optimizer.tree(kept)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 
-def overrides(thing: Any, name: str, base: type) -> bool:
+def overrides(thing: object, name: str, base: type) -> bool:
     """Whether `thing` has a version of its own of a method of `base`, in its class or in itself."""
     method = getattr(base, name)
     return name in vars(thing) or getattr(type(thing), name, method) is not method
@@ -19,7 +19,7 @@ def applied(
     kept: Sequence[Any],
     grads: Sequence[Any],
     values: Sequence[Any],
-    variables: Any,
+    variables: Sequence[keras.Variable],
 ) -> tuple[list[Any], list[Any]]:
     """One update by an optimizer: the new values of the variables, and its own.
 

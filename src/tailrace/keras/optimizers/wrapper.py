@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.keras.optimizers.application import applied, overrides
@@ -52,7 +53,9 @@ class Wrapper(keras.optimizers.Optimizer):
     observes = False
     """Whether it can be given what `each` would see afterwards, by `deliver`: in a pipeline."""
 
-    def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
+    def __init__(
+        self, inner_optimizer: keras.optimizers.Optimizer, name: str | None = None
+    ) -> None:
         inner_optimizer = keras.optimizers.get(inner_optimizer)
         if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
             raise OptionError(
@@ -161,11 +164,11 @@ class Wrapper(keras.optimizers.Optimizer):
         """The number of updates so far."""
         return self.inner_optimizer.iterations
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: TensorLike) -> Any:
         """The loss, scaled by the wrapped optimizer."""
         return self.inner_optimizer.scale_loss(loss)
 
-    def finalize_variable_values(self, var_list: Any) -> None:
+    def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
         """Finalize the wrapped optimizer's variables at the end of training."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
@@ -175,7 +178,9 @@ class Wrapper(keras.optimizers.Optimizer):
         return {"name": self.name, "inner_optimizer": inner}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> Any:
         """Create a wrapper from its configuration."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import keras
 
-from tailrace.data.array_like import DTypeLike
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import OptionError
 from tailrace.keras.optimizers.wrapper import Wrapper as Wrapper
 from tailrace.keras.programs.variables import scaling
@@ -31,7 +31,7 @@ class CrossReplicaOptimizer(Wrapper):
     0.5
     """
 
-    def __init__(self, opt: Any, name: str | None = None) -> None:
+    def __init__(self, opt: keras.optimizers.Optimizer, name: str | None = None) -> None:
         super().__init__(opt, name)
 
     def before_apply(self, grads: list[Any], variables: list[Any]) -> list[Any]:
@@ -50,22 +50,30 @@ class GradientAccumulationOptimizer(Wrapper):
         reduction_method: "sum", "mean" or "running_mean".
         name: the name of the wrapper.
 
+    Raises:
+        OptionError: `num_mini_batches` is not a positive integer.
+
     >>> sgd = keras.optimizers.SGD(0.5)
     >>> GradientAccumulationOptimizer(sgd, 1) is sgd, GradientAccumulationOptimizer(sgd, 4) is sgd
     (True, False)
     """
 
     def __new__(
-        cls, opt: Any = None, num_mini_batches: Any = None, *args: Any, **kwargs: Any
+        cls,
+        opt: Any = None,
+        num_mini_batches: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Return the optimizer itself if there is nothing to accumulate."""
+        # In `__new__`, because the original returns the optimizer itself: programs compare classes.
         if isinstance(num_mini_batches, int) and num_mini_batches == 1:
             return opt
         return super().__new__(cls)
 
     def __init__(
         self,
-        opt: Any,
+        opt: keras.optimizers.Optimizer,
         num_mini_batches: int,
         dtype: DTypeLike = None,
         reduction_method: Any = "sum",
@@ -120,6 +128,9 @@ class MapGradientOptimizer(Wrapper):
         gradient_mapping_function: `fn(gradient, value_of_the_variable)` returns the new gradient.
         name: the name of the wrapper.
 
+    Raises:
+        OptionError: `gradient_mapping_function` is not a function.
+
     >>> decay = MapGradientOptimizer(keras.optimizers.SGD(0.5), lambda g, v: g + 0.01 * v)
     >>> decay.learning_rate.numpy().item()
     0.5
@@ -129,7 +140,7 @@ class MapGradientOptimizer(Wrapper):
 
     def __init__(
         self,
-        wrapped_optimizer: Any,
+        wrapped_optimizer: keras.optimizers.Optimizer,
         gradient_mapping_function: Callable[[Any, Any], Any],
         name: str | None = None,
     ) -> None:
@@ -146,7 +157,7 @@ class MapGradientOptimizer(Wrapper):
         pairs = zip(grads, values, strict=True)
         return [g if g is None else self.mapped(g, v) for g, v in pairs]
 
-    def mapped(self, gradient: Any, value: object) -> Any:
+    def mapped(self, gradient: TensorLike, value: object) -> Any:
         """The function, applied to one pair."""
         return self._map(gradient, value)
 
@@ -162,7 +173,9 @@ class MapGradientOptimizer(Wrapper):
         return {**super().get_config(), "gradient_mapping_function": function}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> Any:
         """Create it from its configuration; the function is looked up by name."""
         config = dict(config)
         function = config["gradient_mapping_function"]

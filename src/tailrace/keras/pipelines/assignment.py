@@ -51,6 +51,9 @@ class Assigning:
                 `get_pipeline_stage_assignment` with its stage set; for a model inside, a list of
                 such. Or "auto", with `stages`: minimizes the cost of the slowest stage.
             stages: for "auto", the number of stages.
+
+        Raises:
+            OptionError: it does not name a stage for each layer call.
         """
         settings = self.settings
         if isinstance(pipeline_stage_assignment, str):
@@ -95,7 +98,7 @@ class Assigning:
 # -- stages by cost -----------------------------------------------------------------------------
 
 
-def balanced(model: Any, stages: int) -> list[Any]:
+def balanced(model: keras.Model, stages: int) -> list[Any]:
     """An assignment of a Sequential or Functional model to stages of similar cost."""
     if not has_flow(model) or not model.built:
         raise ProgramError(

@@ -192,7 +192,7 @@ def check_no_gaps(stages: Any) -> int:
     return highest + 1
 
 
-def noted_stages(model: Any) -> list[Any] | None:
+def noted_stages(model: keras.Model) -> list[Any] | None:
     """The stages in which a Functional model's layers were created or called; None if none."""
     taken: dict[int, int] = {}
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.keras.keras_seams import check_graphs
 from tailrace.keras.pipelines.masks import with_mask
@@ -220,7 +221,7 @@ def _structure(described: Any, path: str) -> Any:
     return [_structure(part, path) for part in described]
 
 
-def _collect(node: Any, into: list[Tensor]) -> None:
+def _collect(node: Tree, into: list[Tensor]) -> None:
     if isinstance(node, dict):
         if node.get("class_name") == "__keras_tensor__":
             into.append(tuple(node["config"]["keras_history"]))
@@ -233,9 +234,9 @@ def _collect(node: Any, into: list[Tensor]) -> None:
 
 
 def _arguments(
-    args: Any, kwargs: Any, resolve: Callable[[Tensor], Tensor]
+    args: Tree, kwargs: Tree, resolve: Callable[[Tensor], Tensor]
 ) -> Callable[[dict[Tensor, Any]], tuple[Any, Any]]:
-    def fill(node: Any, values: dict[Tensor, Any]) -> Any:
+    def fill(node: Tree, values: dict[Tensor, Any]) -> Any:
         if isinstance(node, dict):
             if node.get("class_name") == "__keras_tensor__":
                 return values[resolve(tuple(node["config"]["keras_history"]))]
@@ -259,9 +260,9 @@ def run_flow(
     flow: Flow,
     order: Sequence[Call],
     inputs: Tree,
-    training: Any,
+    training: bool | None,
     between: Callable[[Call, dict[Tensor, Any]], dict[Tensor, Any]],
-    mask: Any = None,
+    mask: TensorLike = None,
 ) -> Any:
     """What the model returns, its calls made in this order.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.pipeline.boundary import stage_boundary
 
@@ -24,7 +25,7 @@ class _Reading(keras.layers.Layer):
         self.supports_masking = True
         self.found: list[Any] = []
 
-    def call(self, value: object, mask: Any = None) -> Any:
+    def call(self, value: object, mask: TensorLike = None) -> Any:
         """Record the mask."""
         self.found = [mask]
         return value
@@ -33,7 +34,7 @@ class _Reading(keras.layers.Layer):
 class _Setting(keras.layers.Layer):
     """Returns its input with a mask attached."""
 
-    def __init__(self, mask: Any) -> None:
+    def __init__(self, mask: TensorLike) -> None:
         super().__init__(autocast=False, name="tailrace_mask_setting")
         self.supports_masking = True
         self.given = [mask]
@@ -42,7 +43,7 @@ class _Setting(keras.layers.Layer):
         """The input itself."""
         return value
 
-    def compute_mask(self, inputs: Tree, previous_mask: Any) -> Any:
+    def compute_mask(self, inputs: Tree, previous_mask: TensorLike) -> Any:
         """The mask that Keras attaches to the output."""
         del inputs, previous_mask
         return self.given[0]
@@ -57,7 +58,7 @@ def mask_of(value: object) -> Any:
     return reading.found[0]
 
 
-def with_mask(value: object, mask: Any) -> Any:
+def with_mask(value: object, mask: TensorLike) -> Any:
     """A tensor with a mask attached; unchanged if the mask is None."""
     return value if mask is None else _Setting(mask)(value)
 

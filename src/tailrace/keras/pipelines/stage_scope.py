@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -71,14 +72,14 @@ class PipelineStage:
         _stage.reset(self._token)
 
 
-def _made(make: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
+def _made(make: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
     """Create a layer, and record the current stage."""
     make(layer, *args, **kwargs)
     if (stage := _stage.get()) is not None:
         layer.__dict__[MADE] = stage
 
 
-def _called(call: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+def _called(call: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     """Call a layer, and record the current stage; its model may be followed."""
     if (stage := _stage.get()) is not None:
         flat = keras.tree.flatten((args, kwargs))

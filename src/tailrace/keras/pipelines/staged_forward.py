@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from tailrace.data.array_like import ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.pipelines.graph import Call, Flow, Tensor, flow_of, run_flow
@@ -33,6 +34,8 @@ def by_call(flow: Flow, stages: Any) -> dict[int, int]:
                 found[id(one)] = stage
 
     walk(flow, stages)
+    # Operations between layers (`x + y`) have no entry in an assignment: they run where the last of
+    # their inputs is computed, so that nothing crosses a boundary twice.
     made: dict[Any, int] = {}
     for call in flow.calls:
         if id(call) not in found:
@@ -61,10 +64,13 @@ class StagedFlow:
         self._model, self._flow = model, flow_of(model)
         self._stages = by_call(self._flow, stages)
         check_order(self._flow, self._stages)
+        # By stage first: the graph's own order may go back and forth between stages.
         numbered = list(enumerate(self._flow.calls))
         self._order = [c for _, c in sorted(numbered, key=lambda p: (self._stages[id(p[1])], p[0]))]
 
-    def __call__(self, inputs: Tree, training: Any = None, mask: Any = None, **_: Any) -> Any:
+    def __call__(
+        self, inputs: Tree, training: bool | None = None, mask: TensorLike = None, **_: Any
+    ) -> Any:
         """What the model returns."""
         here = 0
 
@@ -72,6 +78,7 @@ class StagedFlow:
             nonlocal here
             while here < self._stages[id(call)]:
                 here += 1
+                # Every value that is still needed crosses, also those that only a later stage uses.
                 values = dict(zip(values, masked_boundary([*values.values()]), strict=True))
             return values
 
@@ -130,7 +137,7 @@ class Following:
             if self._given is not None:
                 self._given.pop()
 
-    def enter(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self, layer: keras.layers.Layer, args: Tree, kwargs: Tree) -> tuple[Any, Any]:
         """Called for each layer call: begins its stage, if it is a new one."""
         stage = self._stage_of(layer)
         self._around[-1].calls.append(layer)
@@ -150,6 +157,7 @@ class Following:
             )
         while self._here < stage:
             self._here += 1
+            # Only what this call takes is marked: other values that cross are found by their use.
             flat = keras.tree.flatten((args, kwargs))
             arrays = [n for n, one in enumerate(flat) if hasattr(one, "shape")]
             marked = masked_boundary([flat[n] for n in arrays])
@@ -161,6 +169,8 @@ class Following:
     def _stage_of(self, layer: keras.layers.Layer) -> int | None:
         if self._given is not None:
             return next(self._given[-1], None)
+        # The nearest name counts: where the layer is called, where it was made, then the same of the
+        # models around it, from the inside out.
         named = [current_stage(), layer.__dict__.get(MADE)]
         named += [opened.model.__dict__.get(MADE) for opened in reversed(self._around[1:])]
         return next((stage for stage in named if stage is not None), None)
@@ -220,7 +230,7 @@ def called_layers(model: keras.Model) -> Opened:
     return calls.found
 
 
-def _symbols(shape: Any) -> Any:
+def _symbols(shape: ShapeLike) -> Any:
     if isinstance(shape, dict):
         return {name: _symbols(part) for name, part in shape.items()}
     if shape and isinstance(shape[0], list | tuple | dict):

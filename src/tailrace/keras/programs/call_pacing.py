@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ class Watch(keras.callbacks.Callback):
         super().__init__()
         self._pacing = program
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Count the batches of this epoch."""
         self._pacing.begin_epoch()
 
@@ -66,7 +67,7 @@ def pacing_of_fit(model: keras.Model, settings: Settings, call: dict[str, Any]) 
     """How a call of `fit` takes batches."""
     settings.check_pipeline()
     replicas, count = settings.replicas, settings.microbatches
-    steps, split = call["steps_per_epoch"], call["validation_split"]
+    steps, split = limited(call["steps_per_epoch"]), call["validation_split"]
     share = 1.0 - split if split and call["validation_data"] is None else 1.0
     size = batches_in(call["x"], call["batch_size"], steps, share)
     epochs = max(0, call["epochs"] - call["initial_epoch"])
@@ -112,7 +113,7 @@ def pacing_of_test(
     outer: Pacing | None = None,
 ) -> Pacing:
     """How a call of `evaluate` or `predict` takes batches; `outer` is that of the fit around it."""
-    replicas, steps = settings.replicas, call.get("steps")
+    replicas, steps = settings.replicas, limited(call.get("steps"))
     if validating and outer is not None:  # as many batches to an execution as in training
         counts = counted(steps, None, outer.execution // replicas, replicas)
     elif validating:  # in an epoch of Keras' own loop
@@ -129,13 +130,19 @@ def pacing_of_test(
     )
 
 
+def limited(steps: int | None) -> int | None:
+    """The steps of an epoch, as `keras.config.set_max_steps_per_epoch` limits them in Keras' loop."""
+    limit = keras.config.max_steps_per_epoch()
+    return min(steps or limit, limit) if limit else steps
+
+
 def logs_of_its_own(model: keras.Model) -> bool:
     """Whether the logs of a batch may have other names than the metrics: Keras then keeps the logs."""
     names = ("compute_metrics", "get_metrics_result")
     return any(overrides(model, name, keras.Model) for name in names)
 
 
-def _listens(callback: Any) -> bool:
+def _listens(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback does something before or after a batch."""
     names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
     return any(overrides(callback, name, keras.callbacks.Callback) for name in names)

@@ -32,7 +32,7 @@ def callback_spans(callbacks: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hook_span(callback: Any, name: str) -> Iterator[None]:
+def _hook_span(callback: keras.callbacks.Callback, name: str) -> Iterator[None]:
     own, hook = vars(callback), getattr(callback, name)
     before = own.get(name)
 

@@ -122,9 +122,11 @@ class Executions(ABC):
         while done < wanted:
             piece = min(pacing.piece(size, wanted), wanted - done)
             ahead = pacing.reads_on(done + piece, piece)
-            # One program serves all lengths up to the longest, which runs first.
+            # One program serves all lengths up to the longest, which runs first. Single batches have
+            # one of their own: room for more would travel with each of them.
             self._room = max(self._room, piece)
-            block = batches.take(piece, self.replicas, self._sharding, ahead, self._room)
+            room = piece if pacing.single else self._room
+            block = batches.take(piece, self.replicas, self._sharding, ahead, room)
             if block is None:
                 break
             if block.count % self.per_step:
@@ -139,7 +141,7 @@ class Executions(ABC):
             self.inside = True
             results.append(result)
             self._latest_count = block.count
-            self._wait(ticket, block)
+            self._wait(ticket, block.form, block.count)
             if pacing.tells:
                 steps = block.count // self.replicas
                 step_logs = functools.partial(self.step_logs, result, steps)
@@ -236,13 +238,13 @@ class Executions(ABC):
         if resumed.after is not None:
             resumed.after()
 
-    def _wait(self, ticket: Any, block: Block) -> None:
+    def _wait(self, ticket: jax.Array, form: Form, count: int) -> None:
         """Wait, so that no more dispatches are in flight than the device's memory allows."""
-        self._tickets.append((ticket, block.count))
+        self._tickets.append((ticket, count))
         least = dispatch_table.IN_FLIGHT
         if len(self._tickets) <= least:
             return
-        most = self._most_in_flight(block)
+        most = self._most_in_flight(form, count)
         if len(self._tickets) <= most:
             return
         done, kept = 0, most if most == least else most // 2
@@ -252,10 +254,10 @@ class Executions(ABC):
         jax.block_until_ready(ticket)
         self.pacing.ready(done / self.pacing.execution)
 
-    def _most_in_flight(self, block: Block) -> int:
-        key = (block.form, block.count)
+    def _most_in_flight(self, form: Form, count: int) -> int:
+        key = (form, count)
         if key not in self._in_flight:  # every execution needs it, and it does not change
-            size = block.form.spec.nbytes * block.count
+            size = form.spec.nbytes * count
             fitting = dispatch_table.most_bytes() // (size + 1)
             most = max(dispatch_table.IN_FLIGHT, min(dispatch_table.MOST_IN_FLIGHT, fitting))
             self._in_flight[key] = most

@@ -92,6 +92,16 @@ class Pacing:
         self._together = count > 1
         return min(count * self.execution, self._left)
 
+    @property
+    def single(self) -> bool:
+        """Whether each execution is one batch, and runs alone."""
+        return self.execution == 1 and (self.alone or not self.batches)
+
+    @property
+    def owes(self) -> bool:
+        """Whether the next execution is only counted: it has run together with an earlier one."""
+        return self._owed > 0
+
     def already(self) -> bool:
         """Whether the next execution has already run, together with an earlier one."""
         if not self._owed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import DeviceError, PipelineError, PlanError, ProgramError, ReplicaError
 from tailrace.feeds.feed import HandedFeed
@@ -72,7 +73,7 @@ class Looping(Executions, ABC):
     # -- for subclasses -------------------------------------------------------------------------
 
     @abstractmethod
-    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+    def step(self, state: tuple[Any, ...], data: Tree) -> tuple[Any, tuple[Any, ...]]:
         """The step; returns the values to send out, and the next state."""
 
     # -- called by Keras ------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class Looping(Executions, ABC):
                         part[number] = for_replicas(variable, part[number], self.replicas)
         return carried, read
 
-    def _of_one(self, variable: Any, value: Any) -> Any:
+    def _of_one(self, variable: keras.Variable, value: TensorLike) -> Any:
         if value.ndim > len(variable.shape):
             metric = any(variable is one for one in self.layout.metrics.all)
             if metric or not jnp.issubdtype(value.dtype, jnp.inexact):
@@ -238,7 +239,7 @@ class Measuring(Looping, ABC):
         """One execution."""
         return self.logs(self.run_blocks(state, iterator)[-1]), self._token
 
-    def _sent(self, logs: Any) -> dict[str, Any]:
+    def _sent(self, logs: Mapping[str, TensorLike]) -> dict[str, Any]:
         logs = {name: jnp.asarray(value) for name, value in logs.items()}
         self.names = {name: value.shape for name, value in logs.items()}
         return logs
@@ -250,7 +251,7 @@ class Evaluating(Measuring):
     called, step_called = "evaluate", "test_step"
     kinds = ("trainable", "others", "metrics")
 
-    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+    def step(self, state: tuple[Any, ...], data: Tree) -> tuple[Any, tuple[Any, ...]]:
         """One batch."""
         with silent():
             logs, state = self.model.test_step(state, data)
@@ -349,7 +350,7 @@ class Stepping(Measuring):
 
     # -- the step -------------------------------------------------------------------------------
 
-    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+    def step(self, state: tuple[Any, ...], data: Tree) -> tuple[Any, tuple[Any, ...]]:
         """One batch."""
         logs, state = self.model.train_step(state, data)
         return self._sent(logs), state
@@ -368,7 +369,7 @@ class Predicting(Looping):
             return parts[0], self._token
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts), self._token
 
-    def step(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+    def step(self, state: tuple[Any, ...], data: Tree) -> tuple[Any, tuple[Any, ...]]:
         """One batch."""
         outputs, others = self.model.predict_step(state, data)
         return outputs, (state[0], others)
@@ -387,7 +388,7 @@ class Predicting(Looping):
     def result(self, sent: Tree) -> Any:
         """Outputs in the order of the examples: passes, then replicas."""
 
-        def join(leaf: Any) -> Any:
+        def join(leaf: TensorLike) -> Any:
             leaf = on_device(leaf)
             if self.replicas > 1:
                 leaf = jnp.swapaxes(leaf, 0, 1)
@@ -397,5 +398,5 @@ class Predicting(Looping):
         return jax.tree.map(join, sent)
 
 
-def _shape(variable: Any) -> jax.ShapeDtypeStruct:
+def _shape(variable: keras.Variable) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype)

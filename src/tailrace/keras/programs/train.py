@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import DistributedError
 from tailrace.feeds import dispatch_table
@@ -31,10 +32,12 @@ from tailrace.keras.optimizers.wrappers import wrappers_of
 from tailrace.keras.outfeed_layers import check_wrappers
 from tailrace.keras.programs.executions import Executions, as_batch, part
 from tailrace.keras.programs.logs import Final, Values
+from tailrace.keras.programs.short_steps import ShortSteps
 from tailrace.keras.programs.variables import SCALE, Layout, for_replicas, merged, on_one_device
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
+from tailrace.spans.span import is_traced
 from tailrace.taps.tap import MOST_BYTES, Tap
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
@@ -61,6 +64,7 @@ class Training(Executions):
         self.journal = Journal(settings.run_dir)
         self._leaves: list[list[int]] = []
         self._form: Form | None = None
+        self._short: ShortSteps | None = None
         self._pending: deque[Ticket] = deque()
         self._most_steps: int | None = None
         self._timed = 0
@@ -84,9 +88,15 @@ class Training(Executions):
 
     def run(self, state: Tree, iterator: Iterator[Any]) -> tuple[dict[str, Any], Any]:
         """One execution."""
-        if state is not self._token:
+        if state is self._token:
+            logs = self._run_short(iterator)
+            if logs is not None:
+                return logs, self._token
+        else:
             self._load([value for values in state for value in values])
-            self._dirty = self._resumed is not None  # batches are only counted: nothing runs yet
+            # Keras has emptied its variables. Where batches are only counted, nothing runs that would
+            # make the values here newer: they are to be written back all the same.
+            self._dirty = self._resumed is not None or self.pacing.owes
         series = self.execute(iterator)[-1]
         return self.logs(series), self._token
 
@@ -181,6 +191,8 @@ class Training(Executions):
             self.engine = self._made(values)
             self._leaves = _leaf_numbers(self.layout, self.engine.state)
             self.engine.step = self._step
+        # Keras hands over every value at the start of an epoch and after a callback has read the model.
+        # Those that are still the arrays it was given need not travel: the engine has them.
         changed: dict[int, Any] = {}
         for number, (name, variable, value) in enumerate(
             zip(self.layout.names, self.layout.variables, values, strict=True)
@@ -293,6 +305,8 @@ class Training(Executions):
         if quiet:
             return ready, self._metrics_now(engine) if self.pacing.listeners else {}
         numbers = [name for name, shape in self.names.items() if not shape]
+        if self._short is None and self._is_short(engine):
+            self._short = ShortSteps(engine, block.form, numbers)
         return ready, self.log_series(*({name: one[name] for name in numbers} for one in sent))
 
     def _run(self, engine: Engine, staged: Staged, length: int, room: int) -> Ticket:
@@ -324,6 +338,34 @@ class Training(Executions):
             if results.failure is not None:
                 self._pending.clear()
                 raise results.failure
+
+    # -- single steps ---------------------------------------------------------------------------
+
+    def _is_short(self, engine: Engine) -> bool:
+        """Whether the step that was just dispatched may be followed by a short one."""
+        pacing = self.pacing
+        single = pacing.single and self.per_step == 1
+        # A wait that can be stopped is a thread's, which hands over its batches in blocks.
+        watched = pacing.patience.stopped is not None
+        plain = self._takes_nothing and engine.pipeline is None and engine.runner.repeats
+        return single and plain and not watched
+
+    def _run_short(self, iterator: Iterator[Any]) -> dict[str, Any] | None:
+        """The next execution, if it is a single step like the one before; None otherwise."""
+        short, batches = self._short, self._batches
+        if short is None or batches is None or batches.iterator is not iterator or is_traced():
+            return None
+        sent = short.run(batches)
+        if sent is None:
+            return None
+        ready, series = sent
+        pacing, self._dirty = self.pacing, True
+        if pacing.arrays and pacing.reads_on(1, 1):
+            batches.read_next()  # while the device computes
+        self._wait(ready, short.form, 1)
+        pacing.took(1)
+        self.taken += 1
+        return self.logs(series)
 
     # -- steps without listeners ----------------------------------------------------------------
 
@@ -386,11 +428,11 @@ class Training(Executions):
         if self._form is not None and self.engine is not None:
             self._collect()
             self.engine.runner.muted = frozenset()
-        self._form = None
+        self._form = self._short = None
         self._contexts.close()
 
 
-def _of_one(variable: Any, value: Any) -> Any:
+def _of_one(variable: keras.Variable, value: TensorLike) -> Any:
     """The value that Keras' variable has, of what replicas have."""
     if value.ndim > len(variable.shape):
         return jnp.asarray(merged(variable, np.asarray(value)))

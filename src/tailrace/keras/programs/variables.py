@@ -58,7 +58,7 @@ class Variables:
 class Layout:
     """Which variables a compiled model has."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         optimizer: Any = getattr(model, "optimizer", None)
         name = model.name
         self.trainable = Variables(*_named(model.trainable_variables, name))
@@ -101,7 +101,7 @@ class Layout:
         return name.startswith("metrics/") or name.endswith(_SEED)
 
 
-def scaling(optimizer: Any) -> Any:
+def scaling(optimizer: keras.optimizers.Optimizer | None) -> Any:
     """The optimizer that scales the loss, itself or inside others; None if none does."""
     while optimizer is not None:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -110,14 +110,18 @@ def scaling(optimizer: Any) -> Any:
     return None
 
 
-def _named(variables: Any, outermost: str = "", prefix: str = "") -> tuple[list[Any], list[str]]:
+def _named(
+    variables: Sequence[keras.Variable], outermost: str = "", prefix: str = ""
+) -> tuple[list[Any], list[str]]:
     variables = list(variables)
     return variables, names_of(variables, outermost, prefix)
 
 
-def for_replicas(variable: Any, value: object, replicas: int) -> Any:
+def for_replicas(variable: keras.Variable, value: object, replicas: int) -> Any:
     """The initial values of each of several replicas: empty metrics, separate seeds."""
     if variable.name == _SEED:
+        # A generator's state is (seed, counter). Only the seeds are moved apart: counters must stay
+        # equal, or replica r would draw in step n what another one draws later.
         away = np.zeros((replicas, 2), np.uint32)
         away[:, 0] = (np.arange(replicas, dtype=np.uint64) * _GOLDEN).astype(np.uint32)
         return np.asarray(value, np.uint32)[None] + away
@@ -125,12 +129,12 @@ def for_replicas(variable: Any, value: object, replicas: int) -> Any:
     spread = np.zeros((replicas, *value.shape), value.dtype)
     if getattr(variable, "aggregation", "sum") in ("sum", "none"):
         spread[0] = value  # summed up again when they are merged
-    else:
+    else:  # a mean, or the value of any one: all replicas start from the same
         spread[:] = value
     return spread
 
 
-def merged(variable: Any, values: Tree) -> Any:
+def merged(variable: keras.Variable, values: Tree) -> Any:
     """One value of those of all replicas (dim 0): what one replica would have that saw everything."""
     if variable.name == _SEED:
         return values[0]

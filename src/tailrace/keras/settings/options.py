@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 
 from tailrace.errors import OptionError, PlanError, ProgramError
@@ -111,7 +112,7 @@ class Seen:
 class Settings:
     """Everything Tailrace knows about one model; `model.tailrace`."""
 
-    def __init__(self, model: Any, replicas: int = 1) -> None:
+    def __init__(self, model: keras.Model, replicas: int = 1) -> None:
         self.model = model
         self.replicas = replicas
         self.options = Options()
@@ -138,7 +139,7 @@ class Settings:
         """The settings to save with the model."""
         return {"replicas": self.replicas, "options": self.options.saved()}
 
-    def own_optimizer(self, optimizer: Any) -> Any:
+    def own_optimizer(self, optimizer: keras.optimizers.Optimizer | str | None) -> Any:
         """The optimizer to pass to Keras for the one given to `compile`; or refuse it."""
         return optimizer
 

@@ -85,6 +85,9 @@ class Setters:
             **optimizer_kwargs: `offload_weight_update_variables` (None: where it pays),
                 `replicated_optimizer_state_sharding` and `offload_activations`, as the options of
                 `tr.Trainer`; other options of the original chip are logged and have no effect.
+
+        Raises:
+            OptionError: a value is of the wrong kind, or an option is unknown.
         """
         options = self._options
         if use_v2_gradient_accumulation_optimizer is not None:
@@ -118,8 +121,8 @@ class Setters:
         pipeline_schedule: Any = None,
         schedule: Any = None,
         recomputation_mode: Any = None,
-        gradient_accumulation_dtype: Any = None,
-        accumulate_outfeed_dtype: Any = None,
+        gradient_accumulation_dtype: DTypeLike = None,
+        accumulate_outfeed_dtype: DTypeLike = None,
         **pipelining_kwargs: Any,
     ) -> None:
         """Set the pipeline options of a model with stages.
@@ -136,6 +139,9 @@ class Setters:
                 variable.
             accumulate_outfeed_dtype: accepted; logs are float32 sums.
             **pipelining_kwargs: as for `set_gradient_accumulation_options`.
+
+        Raises:
+            OptionError: a value is of the wrong kind, or an option is unknown.
         """
         options = self._options
         for name in _memory_options(options, pipelining_kwargs):
@@ -176,9 +182,11 @@ class Setters:
         With a prefetch of 0 data is read on demand; with any other number the next execution's data is
         read while one runs. `resident` decides whether NumPy arrays given to `fit` are kept on the
         device while it runs, so that only row indices are transferred (later writes to the arrays are
-        not seen);
-        None: on an accelerator, up to 1 GB. Other options of the original are logged and have no
-            effect.
+        not seen); None: on an accelerator, up to 1 GB. Other options of the original are logged and
+        have no effect.
+
+        Raises:
+            OptionError: a value is of the wrong kind, or an option is unknown.
         """
         for name, value in kwargs.items():
             if name in ("dataset", "infeed_spec", "element_spec"):
@@ -210,7 +218,11 @@ class Setters:
         self.forget_programs()
 
     def set_outfeed_queue_options(self, **kwargs: Any) -> None:
-        """Options of the outfeed; those of the original chip are logged and have no effect."""
+        """Options of the outfeed; those of the original chip are logged and have no effect.
+
+        Raises:
+            OptionError: an option is unknown.
+        """
         for name, value in kwargs.items():
             if name in ("outfeed_mode", "device_ordinal"):
                 raise OptionError(
@@ -225,7 +237,11 @@ class Setters:
         self.forget_programs()
 
     def set_replication_options(self, replicated_metric_reduction_method: Any = "merged") -> None:
-        """Set how metrics of several replicas are combined: see `tk.MetricReduction`."""
+        """Set how metrics of several replicas are combined: see `tk.MetricReduction`.
+
+        Raises:
+            OptionError: there is no such reduction.
+        """
         self._options.replicated_metric_reduction_method = str(
             MetricReduction.parse(replicated_metric_reduction_method)
         )

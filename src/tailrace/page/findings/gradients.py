@@ -62,6 +62,7 @@ def _through_layers(names: list[str], late: np.ndarray, ordered: bool) -> Iterat
         values = values[np.isfinite(values) & (values > 0)]
         if len(values):
             sizes[layer] = float(values.max())
+    # Two layers have no course: a ratio between them is the rule, not a finding.
     if len(sizes) < 3:
         return
     names_in_order, values = list(sizes), np.array(list(sizes.values()))

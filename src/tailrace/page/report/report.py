@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -37,7 +38,7 @@ def report_html(followed: FollowedRun) -> str:
     )
 
 
-def write_report(directory: Any, output: Any = None) -> Path:
+def write_report(directory: str | os.PathLike[str], output: Any = None) -> Path:
     """Write the report of a run; returns its path.
 
     Args:

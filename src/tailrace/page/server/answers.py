@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -170,7 +170,7 @@ class Answers:
 
     # -- what they share --------------------------------------------------------------------------
 
-    def _each(self, query: dict[str, str], make: Any) -> Any:
+    def _each(self, query: dict[str, str], make: Callable[[FollowedRun], dict[str, Any]]) -> Any:
         """An answer for each selected run; for an unreadable run, its problem."""
         found = []
         for number in self._chosen(query):

@@ -47,6 +47,7 @@ class Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on."""
         if scope["type"] != "http":
+            # The page uses no web sockets; they end without an answer.
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
@@ -71,6 +72,7 @@ class Guard:
         given = self._given(scope)
         if not given:
             return 401, "This page needs the token of the address that `tailrace view` printed."
+        # In constant time: the duration of a comparison must not say how much of a token was right.
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             return 403, "This is not the token of the address that `tailrace view` printed."
         return None
@@ -101,6 +103,7 @@ class Guard:
 def _host(scope: Any) -> str:
     """The name that a request was sent to, without its port."""
     named = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    # Servers disagree about which of two Host headers counts, so two are as bad as none.
     if len(named) != 1:
         return ""
     host, colon, port = named[0].rpartition(":")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.errors import MissingDependency, OptionError, RunError
+from tailrace.messages import counted, there_are
 from tailrace.page.followed import FollowedRun
 from tailrace.page.server.app import make_app
 from tailrace.page.server.events import Follower
@@ -37,7 +38,8 @@ def find_runs(directories: Sequence[Any]) -> list[FollowedRun]:
         found += inside or [directory]
     if len(found) > MOST_RUNS:
         raise RunError(
-            f"The page shows {MOST_RUNS} runs at most, and there are {len(found)}. Name those to show."
+            f"The page shows {counted(MOST_RUNS, 'run')} at most, and {there_are(len(found))}. "
+            f"Name those to show."
         )
     return [FollowedRun(directory) for directory in found]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -41,11 +42,13 @@ from tailrace.pipeline.running.forward_step import forward_pass, microbatches_of
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.program.in_program import microbatch, tracing_training
 from tailrace.program.loops import repeat, repeat_with, whole
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.placement import Placement
 from tailrace.program.step.loss_scale import unscaled
-from tailrace.program.step.training_step import Step, TrainState, Yield, share_of
+from tailrace.program.step.plain_step import evaluating_whole
+from tailrace.program.step.train_state import TrainState
+from tailrace.program.step.training_step import Compute, Step, Yield, share_of
 from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.probe import probed
 
@@ -70,7 +73,12 @@ class PipelineStep(Step):
         return self.pipeline(params, model_state, self.has_model_state, batch, inputs)
 
     def runner(
-        self, form: Any, infeed: Feed, placement: Placement, each: Any, kept_from: int
+        self,
+        form: TrainState,
+        infeed: Feed,
+        placement: Placement,
+        each: Sequence[bool],
+        kept_from: int,
     ) -> PipelineRunner:
         """What runs the steps, each stage on its device."""
 
@@ -100,16 +108,16 @@ class PipelineStep(Step):
         return self.pipeline.outputs(params, model_state, self.has_model_state, batch, inputs)[0]
 
     def evaluating(
-        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
+        self, compute: Compute, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
     ) -> LoopRunner:
-        """The same, each stage on its device; on one device if the function has no boundaries."""
+        """A runner over the devices of stages; on one device if the function has no boundaries."""
         inputs = self._inputs
         with tracing(ProgramTrace(replicas=placement.replicas)) as trace, inside_loop(trace):
             sizes = stages_of(compute, (*read, infeed.spec().tree(), inputs))
         if len(sizes) < 2:
             alone = Placement(placement.replicas)
             bound = lambda params, state, batch, _: compute(params, state, batch, inputs)  # noqa: E731
-            return super().evaluating(bound, out, infeed, read, alone)
+            return evaluating_whole(bound, out, infeed, read, alone)
         count = microbatches_of(self.pipeline, sizes)
 
         def program(read: Tree, inputs: Tree) -> Any:
@@ -120,12 +128,12 @@ class PipelineStep(Step):
     def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
         """The values that such a runner's dispatches work on."""
         if not isinstance(runner, PipelineRunner):
-            return super().begin_evaluating(runner, read)
+            return runner.begin((), read)
         return runner.begin(read, self._inputs)
 
     def accumulated(self, state: TrainState, infeed: Feed, inputs: Tree = ()) -> TrainState:
         """A step; every stage accumulates the gradients of the parameters that it uses."""
-        named = self._named(state)
+        named = self.named(state)
         accumulation = self.accumulation
         weighted = accumulation.weight is not None
         # Traced outside of the loop over microbatches, for use inside of it: keys and counters that
@@ -139,7 +147,7 @@ class PipelineStep(Step):
         def one(carry: Tree, batch: Tree) -> Any:
             accumulated, model_state, total = carry
             batch = name_values("input", batch)
-            weight = self._weight(batch)
+            weight = self.weight(batch)
             after = share = None
             if weighted:
                 # The share of a microbatch depends on all before it, and on no stage. Computed ahead,
@@ -177,18 +185,20 @@ class PipelineStep(Step):
         """The model for such elements, cut and differentiated."""
         forward: Any = self.forward
         if self.taps:
-            forward = probed(forward, self._is_tapped, new_listing())
+            forward = probed(forward, self.is_tapped, new_listing())
         args = (state.params, state.model_state, batch, inputs)
         with tracing_training():
             return Model.trace(forward, args, self.pipeline.sizes, self.pipeline.recompute)
 
-    def _send_from(self, model: Model, run: Microbatch, weight: Any, state: TrainState) -> None:
+    def _send_from(
+        self, model: Model, run: Microbatch, weight: jax.Array | None, state: TrainState
+    ) -> None:
         """Send out loss and scalars, where the last of them is made."""
         _, _, aux = model.stages.results
         # Only scalars are sent: what else is in aux stays on the device that makes it.
         scalars = [var for var in jax.tree.leaves(aux) if var.aval.shape == ()]
         home = model.stages.home([model.loss, *scalars])
-        in_unit(home, lambda: self._send(Yield(run.loss, run.aux, weight), state))
+        in_unit(home, lambda: self.send(Yield(run.loss, run.aux, weight), state))
 
     def _params_by_stage(self, model: Model) -> list[tuple[int, ...]]:
         """The parameters whose gradients each stage accumulates."""
@@ -222,7 +232,7 @@ class PipelineStep(Step):
         return grads
 
 
-def _share_so_far(total: Any, weight: Any) -> tuple[Any, Any]:
+def _share_so_far(total: jax.Array, weight: jax.Array) -> tuple[Any, Any]:
     """The weight of all microbatches so far, and the share of this one in it."""
     after = total + weight
     return after, share_of(weight, after)

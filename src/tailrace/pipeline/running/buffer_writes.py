@@ -15,7 +15,7 @@ Patches = Mapping[tuple[int, int], Mapping[int, Any]]
 """For a replica and a device, flat values by their place in the device's part of a buffer."""
 
 
-def patched(buffer: Any, patches: Patches, each: bool) -> Any:
+def patched(buffer: jax.Array, patches: Patches, each: bool) -> Any:
     """A buffer [replica,] device, ... with other values in some places.
 
     Only the parts of devices that have such places are written; the others are handed on.
@@ -40,7 +40,7 @@ Places = tuple[tuple[int, tuple[int, ...]], ...]
 """Of arrays in a flat buffer: the first place, and the shape, of each."""
 
 
-def cut_out(flat: Any, places: Places) -> list[Any]:
+def cut_out(flat: jax.Array | np.ndarray, places: Places) -> list[Any]:
     """The arrays that stand in a flat buffer, on its device or, if it is numpy's, on the host."""
     if isinstance(flat, np.ndarray):
         return [flat[first : first + math.prod(shape)].reshape(shape) for first, shape in places]
@@ -48,7 +48,7 @@ def cut_out(flat: Any, places: Places) -> list[Any]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _cut_out(flat: Any, places: Places) -> list[Any]:
+def _cut_out(flat: jax.Array, places: Places) -> list[Any]:
     return [
         lax.slice_in_dim(flat, first, first + math.prod(shape)).reshape(shape)
         for first, shape in places
@@ -56,7 +56,7 @@ def _cut_out(flat: Any, places: Places) -> list[Any]:
 
 
 @jax.jit
-def _written(part: Any, values: dict[int, Any]) -> Any:
+def _written(part: jax.Array, values: dict[int, Any]) -> Any:
     flat = part.reshape(-1)
     for place, value in values.items():
         flat = lax.dynamic_update_slice(flat, value.astype(flat.dtype), (place,))

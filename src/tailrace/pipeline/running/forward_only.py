@@ -16,15 +16,14 @@ import jax
 from tailrace.data.trees import Tree
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.marks import ProgramTrace, inside_loop, tracing
 from tailrace.pipeline.pipeline import Pipeline
 from tailrace.pipeline.running.forward_step import forward_pass, microbatches_of, stages_of
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.pipeline.schedule.units import read_ticks
-from tailrace.program.running.executable import Placement
 from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.placement import Placement
 
 Compute = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """`compute(read, changed, element, ())` returns what is sent out, and the next `changed`."""
@@ -33,17 +32,32 @@ _ROUNDS = 8
 """The most rounds of microbatches per pass: what they send out is kept until its end."""
 
 
-class ForwardPipeline(Pipeline):
-    """A pipeline whose forward passes take any number of microbatches, not only whole rounds."""
+class ForwardPipeline:
+    """A pipeline whose forward passes take any number of microbatches, not only whole rounds.
+
+    Args:
+        function: what is cut into stages.
+        options: as for `tr.Pipeline`.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._pipeline = Pipeline(function, **options)
+
+    def round_of(self, sizes: tuple[int, ...]) -> int:
+        """The microbatches of one round, for stages of these sizes."""
+        return microbatches_of(self._pipeline, sizes, rounds=1)
 
     def plan(self, sizes: tuple[int, ...], training: bool = True, count: int | None = None) -> Plan:
         """The plan; where the last round is not full, what is missing does not run."""
         if training or count is None:
-            return super().plan(sizes, training, count)
-        round_of = microbatches_of(self, sizes, rounds=1)
-        whole = super().plan(sizes, False, -(-count // round_of) * round_of)
+            return self._pipeline.plan(sizes, training, count)
+        round_of = self.round_of(sizes)
+        whole = self._pipeline.plan(sizes, False, -(-count // round_of) * round_of)
         if whole.microbatches == count:
             return whole
+        # A schedule repeats by rounds, so it plans whole ones: a shorter pass is the next longer
+        # one without the units of microbatches that do not exist. Ticks at the end may become
+        # empty.
         ticks = [[u for u in tick if u.microbatch < count] for tick in whole.iter_ticks()]
         while not ticks[-1]:
             ticks.pop()
@@ -78,7 +92,7 @@ class ForwardRunner(PipelineRunner):
         pipeline: ForwardPipeline,
         placement: Placement,
     ) -> None:
-        self.per_pass = per_pass(count, microbatches_of(pipeline, sizes, rounds=1))
+        self.per_pass = per_pass(count, pipeline.round_of(sizes))
         self._read_only = len(jax.tree.leaves(read))
 
         def program(state: Tree, _: Any) -> Any:
@@ -89,12 +103,8 @@ class ForwardRunner(PipelineRunner):
 
     def changed(self, state: LoopState) -> Any:
         """What the passes have changed, without what they only read."""
-        found = [*zip(self.traced.jaxpr.outvars, self._results, strict=True)][self._read_only :]
-        carried = self._leaves(state, [number for _, number in found if number >= 0])
-        values = [
-            value_of(state.values, v) if number < 0 else carried[number] for v, number in found
-        ]
-        return self.traced.out_structure.children()[1].unflatten(values)
+        changed = self.stages.leaves(state, self._read_only)
+        return self.traced.out_structure.children()[1].unflatten(changed)
 
 
 def stages_in(compute: Compute, args: tuple[Any, Any, Any, Any], replicas: int) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""A loop over pipelined steps, compiled for a mesh of replicas and stages."""
+"""What an executable runs for a loop over pipelined steps: one program for all devices of a mesh."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,16 +16,15 @@ from tailrace.devices import devices
 from tailrace.devices.devices import REPLICA, STAGE
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.internals import value_of
-from tailrace.jaxprs.walk import Position
 from tailrace.pipeline.lowering.device_layout import Assembly
 from tailrace.pipeline.running.emit_step import Machine
 from tailrace.pipeline.running.value_lookup import from_device
-from tailrace.program.running.executable import Executable, Placement
-from tailrace.program.running.loop_state import Buffer, Numbers
-from tailrace.program.running.segments import Segment
-from tailrace.taps.frame import Ambient, Block, Emissions, Frame, Trip
+from tailrace.program.running.device_program import DeviceProgram, Piece
+from tailrace.program.running.loop_state import Buffer
+from tailrace.program.running.placement import Placement
+from tailrace.taps.frame import Block, Emissions
 from tailrace.taps.loop_passes import Passes, skipping
-from tailrace.taps.wanted import FiniteKey, RawKey, Wanted, condense, fine
+from tailrace.taps.wanted import FiniteKey, RawKey, condense, fine
 
 
 class PipelinePlacement(Placement):
@@ -43,51 +43,33 @@ class PipelinePlacement(Placement):
             object.__setattr__(self, name, value)
 
 
-class PipelineExecutable(Executable):
-    """A piece of a loop over pipelined steps.
+class PipelineProgram(DeviceProgram):
+    """A piece of a loop over pipelined steps, for all devices of a mesh of replicas and stages.
 
-    What the loop carries is not known by variable but in buffers: `Buffer("held", i)` for buffer i
-    of what devices hold for themselves, `Buffer("all", i)` for value i that all carry alike.
+    The carry is not found by variable but in buffers: `Buffer("held", i)` for buffer i of what each
+    device holds for itself, `Buffer("all", i)` for value i, which is the same on all of them.
+
+    Args:
+        piece: what it runs.
+        assembly: which device does what, and where values are.
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        placement: PipelinePlacement,
-        assembly: Assembly,
-        *,
-        length: int,
-        counted: bool,
-        wanted: dict[Position, list[Wanted]],
-        period: int,
-        muted: frozenset[Any] = frozenset(),
-    ) -> None:
-        super().__init__(
-            segment,
-            placement,
-            length=length,
-            counted=counted,
-            wanted=wanted,
-            period=period,
-            muted=muted,
-        )
-        self.assembly, self.plan = assembly, assembly.plan
-        self._carried = [
+    def __init__(self, piece: Piece, assembly: Assembly) -> None:
+        buffers = [
             *(Buffer("held", i) for i in range(len(assembly.held_layout.buffers))),
             *(Buffer("all", i) for i in assembly.everywhere),
         ]
-        self._writes = list(self._carried)
-        guards = [want for wants in wanted.values() for want in wants if want.guard]
+        super().__init__(piece, buffers, buffers, assembly.plan)
+        self._assembly = assembly
+        guards = [want for want in piece.all_wanted if want.guard]
         self._skips = bool(guards) and all(want.skips for want in guards)
         self._collected = {
-            RawKey((want,)): want.collect
-            for wants in wanted.values()
-            for want in wants
-            if want.collect != "stack"
+            RawKey((want,)): want.collect for want in piece.all_wanted if want.collect != "stack"
         }
 
-    def _jitted(self) -> Any:
-        a = self.assembly
+    def jitted(self, donated: tuple[int, ...]) -> Any:
+        """The function, mapped over replicas and stages."""
+        a, placement = self._assembly, self.piece.placement
         each = [
             PartitionSpec(REPLICA, STAGE) if own else PartitionSpec(STAGE)
             for own in a.held_layout.each
@@ -99,12 +81,12 @@ class PipelineExecutable(Executable):
         carried, same = [*each, *alike], PartitionSpec()
         function = jax.shard_map(
             self._function,
-            mesh=self.placement.mesh,
+            mesh=placement.mesh,
             in_specs=(carried, same, PartitionSpec(None, REPLICA), same, same),
             out_specs=(carried, PartitionSpec(REPLICA), same),
             check_vma=False,
         )
-        one = self.placement.replicas == 1
+        one = placement.replicas == 1
 
         def call(*args: Any) -> Any:
             results, emitted, ticket = function(*args)
@@ -112,44 +94,15 @@ class PipelineExecutable(Executable):
                 emitted = jax.tree.map(lambda leaf: leaf[0], emitted)
             return results, emitted, ticket
 
-        return jax.jit(call, donate_argnums=self._donated)
+        return jax.jit(call, donate_argnums=donated)
 
     def _function(self, carried: Tree, read: Tree, elements: Tree, numbers: Any, free: Any) -> Any:
-        a, self._rewriter.arguments = self.assembly, free
-        seed, first_step, offset, passes = Numbers.read(numbers)
-        ambient = Ambient(jax.random.key(seed), first_step, lax.axis_index(REPLICA))
-        trip = Trip(passes, first_step + offset) if self.counted else None
-        frame = Frame(ambient, observing=self._observing, trip=trip)
-        count = len(a.held_layout.buffers)
-        held = [
-            value.reshape(form.shape)
-            for value, form in zip(carried[:count], a.held_layout.buffers, strict=True)
-        ]
-        alike = [
-            value[0] if number in a.each else value
-            for number, value in zip(a.everywhere, carried[count:], strict=True)
-        ]
-        known = dict(zip(self.segment.reads, read, strict=True))
-        loop = self.segment.equations[0]
-        body = as_scan(loop).body
-        outside = zip(a.body.invars[: a.num_consts], loop.invars, strict=False)
-        consts = {var: value_of(known, given) for var, given in outside}
-        consts.update(zip(body.jaxpr.constvars, body.consts, strict=True))
-        position = (self.segment.first, 0)
-        machine = Machine(a, self._rewriter, position)
-        length: Any = self.length
-        queues = [queue for queue, n in self.elements.items() if n]
-        per_step = {queue: self.segment.elements[queue] for queue in queues}
-        blocks = Emissions(
-            (
-                queue,
-                tuple(
-                    leaf.squeeze(1).reshape(length, per_step[queue], *leaf.shape[2:])
-                    for leaf in leaves
-                ),
-            )
-            for queue, leaves in zip(queues, elements, strict=True)
-        )
+        self._rewriter.arguments = free
+        a, piece = self._assembly, self.piece
+        assert piece.length is not None  # it is a loop
+        frame, counters = self._begin(numbers, lax.axis_index(REPLICA))
+        machine = Machine(a, self._rewriter, (piece.segment.first, 0))
+        consts = self._constants(read)
 
         def one_pass(carry: Tree, x: Any, observing: bool) -> Any:
             counter, slices = x
@@ -162,15 +115,14 @@ class PipelineExecutable(Executable):
 
         # Filled with zeros once in an execution; where a step may be skipped, at every step.
         # Nothing reads what a step before left there: slots are written before they are read.
-        start = (held, alike, None if self._skips else a.stash_layout.zeros())
+        start = (*self._entered(carried), None if self._skips else a.stash_layout.zeros())
         if self._skips:
             one_pass = skipping(one_pass, functools.partial(_is_good, machine))
-        over = Passes(one_pass, False, 1, length, trip=trip)
+        over = Passes(one_pass, False, 1, piece.length, trip=frame.trip)
         if self._collected:
             over = over.collecting(self._collected)
-        counters = offset + jnp.arange(length, dtype=jnp.int32)
         period = self._rewriter.period
-        ran = over.run(start, (counters, blocks), period, self._observing)
+        ran = over.run(start, (counters, self._blocks(elements)), period, piece.period > 0)
         held, alike, _ = ran.carry
         frame.take(ran.each, ran.looks, ran.once, period)
         for key, emission in ran.emitted.items():
@@ -179,18 +131,61 @@ class PipelineExecutable(Executable):
             if source is not None:
                 emission = jax.tree.map(functools.partial(from_device, source), emission)
             frame.emit(key, *emission)
-        condense(frame, at_end=True)
-        self._keys, self._rows = list(frame.emitted), frame.rows
-        emitted = [jax.tree.map(lambda leaf: leaf[None], frame.emitted[key]) for key in self._keys]
+        emitted = jax.tree.map(lambda leaf: leaf[None], self._emitted(frame))
+        return self._left(held, alike), emitted, self._what_follows(numbers)
+
+    # `shard_map` gives each device its block of an array, with the dims of the mesh as dims of 1. What
+    # runs on a device knows nothing of them: they are removed on the way in and added on the way out.
+
+    def _entered(self, carried: Tree) -> tuple[list[Any], list[Any]]:
+        """The carry as one device sees it: its own buffers, and what all have alike."""
+        a = self._assembly
+        count = len(a.held_layout.buffers)
         held = [
-            value[None, None] if own else value[None]
-            for value, own in zip(held, a.held_layout.each, strict=True)
+            value.reshape(form.shape)
+            for value, form in zip(carried[:count], a.held_layout.buffers, strict=True)
         ]
         alike = [
+            value[0] if number in a.each else value
+            for number, value in zip(a.everywhere, carried[count:], strict=True)
+        ]
+        return held, alike
+
+    def _left(self, held: Sequence[Any], alike: Sequence[Any]) -> list[Any]:
+        """The carry as it leaves a device: the reverse of `_entered`."""
+        a = self._assembly
+        own = [
+            value[None, None] if each else value[None]
+            for value, each in zip(held, a.held_layout.each, strict=True)
+        ]
+        same = [
             value[None] if number in a.each else value
             for number, value in zip(a.everywhere, alike, strict=True)
         ]
-        return [*held, *alike], emitted, self._what_follows(numbers)
+        return [*own, *same]
+
+    def _constants(self, read: Tree) -> dict[Any, Any]:
+        """The values that the body of the loop reads and does not change, by its variables."""
+        a, segment = self._assembly, self.piece.segment
+        known = dict(zip(segment.reads, read, strict=True))
+        loop = segment.equations[0]
+        body = as_scan(loop).body
+        outside = zip(a.body.invars[: a.num_consts], loop.invars, strict=False)
+        consts = {var: value_of(known, given) for var, given in outside}
+        consts.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+        return consts
+
+    def _blocks(self, elements: Tree) -> Emissions[Any, Any]:
+        """The elements of each iteration, by feed: [iteration, element of the step, ...]."""
+        length: Any = self.piece.length
+        queues = [queue for queue, count in self.piece.elements.items() if count]
+        found: Emissions[Any, Any] = Emissions()
+        for queue, leaves in zip(queues, elements, strict=True):
+            per_step = self.piece.segment.elements[queue]
+            found[queue] = tuple(
+                leaf.squeeze(1).reshape(length, per_step, *leaf.shape[2:]) for leaf in leaves
+            )
+        return found
 
 
 def _is_good(machine: Machine, emitted: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 
 from tailrace.errors import PlanError
+from tailrace.messages import counted
 
 Placement = tuple[tuple[int, ...], ...]
 DeviceMapping = tuple[int | tuple[int, ...], ...]
@@ -181,7 +182,7 @@ def _read_entry(entry: Any, size: int | None, stage: int) -> int | tuple[int, ..
         raise PlanError(
             f"A group of concurrent stages needs a list with one device for each member. Stage "
             f"{stage} is {members}, and device_mapping[{stage}] is {entry!r}. "
-            f"Give it {size or 1} device{'s' if (size or 1) > 1 else ''}."
+            f"Give it {counted(size or 1, 'device')}."
         )
     return _plain(devices)
 

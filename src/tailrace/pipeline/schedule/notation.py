@@ -112,6 +112,7 @@ def _value(text: str, key: str) -> Any:
 
 
 def _read_ticks(lines: list[str], count: str, first: int) -> list[list[tuple[Any, ...]]]:
+    # A plan cut short by a bad copy is a valid, shorter plan: only the count tells.
     if count != str(len(lines)):
         raise PlanError(
             f"The plan says 'ticks: {count}', and {len(lines)} lines follow, one for each tick. "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tailrace.errors import ProgramError
 from tailrace.pipeline.schedule.plan import Plan
 from tailrace.profiling.profile.pipeline_times import pipeline_times
 from tailrace.profiling.profile.profile import Profile, Row, ordered
-from tailrace.profiling.profile.roofline import roofline
+from tailrace.profiling.profile.roofline import Roofline, roofline
 from tailrace.profiling.programs.device_operations import DeviceProfiler, Operation
 from tailrace.profiling.programs.hlo_costs import bytes_moved, flops
 from tailrace.profiling.programs.hlo_text import Instruction
@@ -22,6 +22,9 @@ from tailrace.profiling.programs.named_operations import (
 )
 from tailrace.profiling.programs.tick_times import measured
 
+if TYPE_CHECKING:
+    import jax
+
 _WIDE = {"bf16": "bfloat16", "f16": "float16"}
 
 
@@ -31,7 +34,7 @@ def profile_of(
     steps: int,
     executions: int,
     wall_s: float,
-    device: Any,
+    device: jax.Device,
     owner: Callable[[Instruction], str],
     plan: Plan | None = None,
 ) -> Profile:
@@ -70,6 +73,7 @@ def profile_of(
     rows = [each.row(phase, scope, limits) for (phase, scope), each in sums.items()]
     if unnamed:
         rows.append(Row("", "(no place)", unnamed, 0.0, 0.0, None, 0, {}))
+    # Beside the loop there may be small programs: what runs before it.
     main_number, main = max(programs.items(), key=lambda item: len(item[1].module.instructions))
     ticks = None
     if plan is not None:
@@ -111,8 +115,9 @@ class _Sum:
         self.bytes += runs * bytes_moved(instruction, program.module)
         self.operations[operation] = self.operations.get(operation, 0.0) + seconds
 
-    def row(self, phase: str, scope: str, limits: Any) -> Row:
+    def row(self, phase: str, scope: str, limits: Roofline) -> Row:
         least = limits.least_seconds(self.flops, self.bytes)
+        # Above 1 only by errors of estimated costs and of the measured roofline.
         share = min(1.0, least / self.seconds) if self.seconds > 0 and least > 0 else None
         by_cost = sorted(self.operations.items(), key=lambda item: -item[1])
         return Row(
@@ -156,6 +161,7 @@ def _dtype_of(program: NamedProgram) -> str:
             for operand in one.operands[:1]:
                 given = program.module.instructions.get(operand)
                 if given is not None and given.shapes:
+                    # Of an operand: a product of bfloat16 values has a float32 result.
                     dtype = given.shapes[0].dtype
                     found[dtype] = found.get(dtype, 0) + one.shapes[0].size
     most = max(found, key=lambda dtype: found[dtype], default="f32")

@@ -181,6 +181,7 @@ class _Steps:
 
     def followed(self) -> list[int]:
         """The steps that are not the last of their execution."""
+        # After the last step of an execution comes the host, whose time is not that of an update.
         return [n for n in range(self.count - 1) if (n + 1) % self.per_execution]
 
     def seconds(self) -> float:
@@ -205,6 +206,8 @@ class _Steps:
         for device in self.plan.devices:
             each = [self._waits(n, device) for n in self.followed() or range(self.count)]
             work, slowest, neighbour = (_mean([one[i] for one in each]) for i in range(3))
+            # What is left of a step is exchange: measured directly, it would be counted once for
+            # the sender and once for the receiver.
             done = work + slowest + neighbour + update
             found[device] = {
                 WORK: work,

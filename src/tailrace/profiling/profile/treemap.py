@@ -85,6 +85,8 @@ def _places(sizes: list[float], box: Box) -> list[Box]:
     scale = width * height / total
     placed: list[Box] = []
     start = 0
+    # The squarified layout (Bruls, Huizing, van Wijk 2000): a row takes boxes as long as its worst
+    # one becomes more square, and then the next row fills what is left.
     while start < len(sizes):
         side = min(width, height)
         stop = start + 1

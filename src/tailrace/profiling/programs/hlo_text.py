@@ -43,6 +43,8 @@ class Shape:
         """The number of bytes."""
         if self.dtype in ("token", "opaque"):
             return 0
+        # XLA's names of dtypes have their bits in them (bf16, s4); only `pred` has none, and takes
+        # a byte.
         bits = _BITS.search(self.dtype)
         return -(-self.size * (int(bits[0]) if bits else 8) // 8)
 
@@ -135,6 +137,7 @@ def program_text(compiled: Any) -> str:
 
 def _instruction(found: re.Match[str]) -> Instruction:
     root, name, rest = found[1], found[2], _COMMENT.sub("", found[3])
+    # A result is one shape, or several in brackets; layouts after a shape may have brackets too.
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     shapes = tuple(
         Shape(dtype, tuple(int(d) for d in dims.split(",") if d))
@@ -151,6 +154,7 @@ def _instruction(found: re.Match[str]) -> Instruction:
         if each.strip()
     )
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes)
+    # Between the brackets of a constant is its value, not a list of operands.
     operands = tuple(re.findall(r"%([^\s,()]+)", inside)) if opcode != "constant" else ()
     return Instruction(
         name,

@@ -31,6 +31,7 @@ class NamedProgram:
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
         self.module: Module = parse(program_text(compiled))
+        # A GPU's kernels are named after instructions, with characters that a symbol may have.
         self._kernels = {name.replace(".", "_"): name for name in self.module.instructions}
         self._users: dict[str, list[Instruction]] = {}
         for part in self.module.computations.values():

@@ -31,6 +31,7 @@ def nested(bars: Sequence[Bar]) -> list[tuple[int, Bar]]:
     """Slices in order, each with its depth; one that extends beyond its parent is cut there."""
     found: list[tuple[int, Bar]] = []
     around: list[int] = []
+    # Of slices that start together the longest is the outermost.
     for bar in sorted(bars, key=lambda bar: (bar.start, -bar.end)):
         while around and around[-1] <= bar.start:
             around.pop()
@@ -55,6 +56,7 @@ def thinned(tracks: Mapping[Any, Sequence[Bar]], most: int = MOST) -> dict[Any, 
     if count <= most:
         return {key: [bar for _, bar in bars] for key, bars in whole.items()}
     lengths = sorted(bar.end - bar.start for bars in whole.values() for _, bar in bars)
+    # Keeps the `most` longest. What the others are merged into comes on top, so it may have to grow.
     limit = max(lengths[len(lengths) - most], 1)
     while True:
         fewer = {key: _merged(bars, limit) for key, bars in whole.items()}

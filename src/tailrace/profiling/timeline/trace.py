@@ -133,6 +133,7 @@ def _new_file(directory: Path) -> tuple[Path, Any]:
     for number in itertools.count():
         path = directory / f"trace-{number:03}.pftrace"
         try:
+            # Created, not looked for: two processes may trace into one directory.
             return path, path.open("xb")
         except FileExistsError:
             continue

@@ -137,6 +137,7 @@ def _runs(
     runs: dict[int, tuple[NamedProgram, deque[list[Operation]]]] = {}
     for (number, _), mine in sorted(found.items(), key=lambda item: item[1][0].start):
         program = programs[number]
+        # By identity: the programs of all loops have the same name.
         runs.setdefault(id(program.compiled), (program, deque()))[1].append(mine)
     return runs
 
@@ -151,6 +152,7 @@ def _add_ticks(
     The first executions are recorded, if any; so the n-th run of a program is its n-th execution.
     """
     program, waiting = runs.get(id(ran.program), (None, deque()))
+    # As planned, all executions look alike: without recorded operations the first is enough.
     if not waiting and ran.number > 0:
         return
     _add_units(tracks, "ticks, as planned", planned(ran.plan, ran.start, ran.end, ran.steps))

@@ -4,8 +4,11 @@ In: a traced loop, its state, and blocks of elements.
 Out: emissions on the device, and an array that is ready when the dispatch has finished.
 
     loop_runner            one loop and its executables; loop_state holds the arrays they overwrite
+    loop_layout            which devices run it, which arrays hold its carry; replica_layout: one device
+                           per replica (pipelines have their own)
     placement              where programs run, and how values get there
-    executable             rewrites, compiles and dispatches a segment; segments cuts a program
+    device_program         what is compiled: a segment, rewritten; segments cuts a program
+    executable             compiles it and dispatches it
     element_intake         the elements of a dispatch; sent_marks: what marks do while it runs
     compilations           what was compiled and why; compiled_programs shares equal programs
     dispatch_lengths       the lengths of a loop's pieces; their constants are in feeds/dispatch_table

@@ -14,25 +14,21 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from tailrace.data.trees import Tree
-from tailrace.errors import ProgramError
 from tailrace.feeds import dispatch_table
 from tailrace.feeds.background import Worker
 from tailrace.feeds.feed import Feed, Staged
 from tailrace.feeds.outfeed import OutfeedQueue
-from tailrace.jaxprs.internals import value_of
 from tailrace.jaxprs.walk import Position
 from tailrace.program.memory.optimizer_state import StateKeeping
+from tailrace.program.running.device_program import Piece, SegmentProgram
 from tailrace.program.running.executable import Executable
+from tailrace.program.running.loop_layout import LoopLayout
 from tailrace.program.running.loop_state import LoopState, Numbers, Origin
 from tailrace.program.running.placement import Placement
-from tailrace.program.running.segments import Segment, cut
-from tailrace.program.tracing.replica_drift import check_in_step
-from tailrace.program.tracing.trace import top_loops, trace_program
-from tailrace.taps.bit_digests import digest_many
+from tailrace.program.running.replica_layout import ReplicaLayout, flags_from
+from tailrace.program.running.segments import Segment, TracedLoop
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.frame import Emission
 from tailrace.taps.wanted import Wanted
@@ -52,6 +48,7 @@ class LoopRunner:
         keeping: how the leaves of `carried` from index `kept_from` on are held, if not in the default
             way.
         kept_from: the index of the first leaf that `keeping` is about.
+        layout: makes the layout from the traced loop, if it is not one device per replica.
     """
 
     def __init__(
@@ -63,18 +60,18 @@ class LoopRunner:
         each: Sequence[bool] | None = None,
         keeping: StateKeeping | None = None,
         kept_from: int = 0,
+        *,
+        layout: Callable[[TracedLoop], LoopLayout] | None = None,
     ) -> None:
-        self.placement = placement
-        shared = _flags(each, keeping.shared if keeping else (), kept_from)
-        self.traced = trace_program(function, (carried, read), placement.replicas)
-        # Before anything is compiled: drifting replicas are silent errors at run time.
-        if placement.replicas > 1:
-            check_in_step(self.traced, shared or each)
-        loops = top_loops(self.traced)
-        if len(loops) != 1:
-            raise ProgramError(
-                f"A runner runs one loop at the top of a program. Received: {len(loops)} loops."
-            )
+        shared = flags_from(each, keeping.shared if keeping else (), kept_from)
+        program = TracedLoop.trace(function, carried, read, placement.replicas, shared or each)
+        self.layout: LoopLayout = (
+            ReplicaLayout(program, placement, each, keeping, kept_from)
+            if layout is None
+            else layout(program)
+        )
+        self.placement = self.layout.placement
+        self.traced = program.traced
         self.wanted: dict[Position, list[Wanted]] = {}
         self.muted: frozenset[OutfeedQueue] = frozenset()
         """Outfeeds that receive nothing while they are in this set."""
@@ -92,25 +89,12 @@ class LoopRunner:
         """Whether a profiler can tell the kernels of a dispatch apart; the program is another one."""
         self.origin: Origin | None = None
         """The origin of the latest dispatch, while `keep_elements` is set."""
-        self._segments = cut(self.traced.jaxpr, loops)
-        (self._loop,) = (s for s in self._segments if s.is_loop)
-        own = set(self._loop.writes) if each and placement.replicas > 1 else set()
-        self._each = frozenset(
-            var
-            for var, flag in zip(self.traced.jaxpr.outvars, each or (), strict=False)
-            if flag and var in own
-        )
-        hosted = _flags((), keeping.hosted if keeping and keeping.moves_memory else (), kept_from)
-        kept = _flags((), keeping.shared if keeping else (), kept_from)
-        # Sharded and offloaded leaves are placed differently from the rest, as `StateKeeping` decides.
-        self._spread = self._chosen(kept) - self._each
-        self._hosted = self._chosen(hosted)
-        self._before = [s for s in self._segments if s.first < self._loop.first]
+        self._program, self._loop = program, program.loop
+        self._consts = self.placement.put(self.traced.consts)
         self._executables: dict[Hashable, Executable] = {}
-        self._num_carried = len(jax.tree.leaves(carried))
-        self._consts = placement.put(self.traced.consts)
         self._fixed: dict[tuple[int, int], Executable] = {}
         self._compiler: Worker | None = None
+        self._latest: Executable | None = None
 
     @property
     def taken(self) -> Mapping[Feed, Staged]:
@@ -140,11 +124,11 @@ class LoopRunner:
 
     def stage_of(self, entry: Entry) -> int:
         """The stage of a pipeline that a tensor belongs to; -1 without a pipeline."""
-        return entry.stage
+        return self.layout.stage_of(entry)
 
-    def by_element(self, value: object) -> Any:
+    def by_element(self, value: Any) -> Any:
         """Emissions of one loop, rearranged to [replica,] element."""
-        return value
+        return self.layout.by_element(value)
 
     @property
     def bytes_per_pass(self) -> int:
@@ -152,87 +136,36 @@ class LoopRunner:
         counts = self._loop.elements.items()
         return sum(q.spec().nbytes * n for q, n in counts) * self.placement.local_replicas
 
+    # -- the state ------------------------------------------------------------------------------
+
     def begin(self, carried: Tree, read: Tree) -> LoopState:
         """The state for dispatches, from `carried` (which is copied) and `read`."""
         jaxpr = self.traced.jaxpr
         state = LoopState(dict(zip(jaxpr.constvars, self._consts, strict=True)))
-        known = state.values
-        leaves = [*jax.tree.leaves(carried), *self.placement.put(jax.tree.leaves(read))]
-        known.update(zip(jaxpr.invars, leaves, strict=True))
+        inputs = jaxpr.invars[: self._program.num_carried]
+        state.values.update(zip(inputs, jax.tree.leaves(carried), strict=True))
+        self.read(state, read)
         # What the function computes before its loop runs once, here, not in every dispatch.
-        for segment in self._before:
+        for segment in self._program.before:
             self._executable(segment, None).run(state, Numbers(0, 0))
-        for result, start in self._loop.start:
-            value = value_of(known, start)
-            if result in self._hosted:  # already in place, and not shared with the caller
-                known[result] = value
-                continue
-            if result in self._spread:
-                known[result] = self.placement.own_each(value)
-                continue
-            if result not in self._each:
-                known[result] = self.placement.own(value)
-                continue
-            form: Any = result.aval
-            if jnp.ndim(value) == len(form.shape):  # one initial value for all replicas
-                value = jnp.broadcast_to(value, (self.placement.replicas, *jnp.shape(value)))
-            known[result] = self.placement.own_each(value)
-        # Drop the references to the caller's arrays: the loop donates its state, which must be
-        # unshared.
-        for var in jaxpr.invars[: self._num_carried]:
-            if var not in self._loop.reads:
-                del known[var]
+        self.layout.take(state)
         return state
+
+    def read(self, state: LoopState, read: Tree) -> None:
+        """Replace what the loop only reads."""
+        leaves = self.placement.put(jax.tree.leaves(read))
+        inputs = self.traced.jaxpr.invars[self._program.num_carried :]
+        state.values.update(zip(inputs, leaves, strict=True))
 
     def carried(self, state: LoopState) -> Any:
         """The loop's current carry, as a tree like the one it was given."""
-        leaves = [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
-        return jax.tree.unflatten(self.traced.out_structure, leaves)
-
-    def carried_by(self, state: LoopState, replica: int) -> list[Any]:
-        """The leaves of the carry of one replica, on the host."""
-        leaves = []
-        for var in self.traced.jaxpr.outvars:
-            value = np.asarray(self.placement.readable(value_of(state.values, var)))
-            form: Any = var.aval
-            if var in self._each:
-                value = value[replica] if value.ndim > len(form.shape) else value
-            elif var in self._spread:
-                value = value.reshape(self.placement.replicas, -1)[replica]
-            leaves.append(value)
-        return leaves
-
-    def held(self, state: LoopState) -> list[Any]:
-        """The arrays that hold the carry, as `digests` takes them."""
-        return [value_of(state.values, var) for var in self.traced.jaxpr.outvars]
-
-    def digests(
-        self, held: Sequence[Any], names: Sequence[str], sizes: Sequence[int | None]
-    ) -> Any:
-        """The digest of each leaf of the carry, [leaves, 2]; in a program.
-
-        Args:
-            held: the result of `held`.
-            names: the names of the leaves.
-            sizes: for a leaf that is sharded over replicas, its number of values without padding; None
-                for any other.
-        """
-        values = [
-            jax.device_put(value, jax.memory.Space.Device) if var in self._hosted else value
-            for var, value in zip(self.traced.jaxpr.outvars, held, strict=True)
-        ]
-        return digest_many(values, names, sizes)
+        return self.layout.carried(state)
 
     def replace(self, state: LoopState, leaves: Mapping[int, Any]) -> None:
-        """Replace leaves of the carry, by their index in the tree."""
-        for number, value in leaves.items():
-            var: Any = self.traced.jaxpr.outvars[number]
-            if var in self._hosted or var in self._spread:  # already in place
-                state.values[var] = value
-                continue
-            own = self.placement.own_each if var in self._each else self.placement.own
-            # Copied: the next dispatch donates it, and the caller keeps its array.
-            state.values[var] = own(value)
+        """Replace leaves of the carry, by their index in the tree; values are copied."""
+        self.layout.replace(state, leaves)
+
+    # -- dispatches -----------------------------------------------------------------------------
 
     def dispatch(
         self,
@@ -268,12 +201,26 @@ class LoopRunner:
         before = dict(state.values) if self.keep_elements else None
         fresh = executable.compile_s == 0
         emitted, ticket = executable.run(state, numbers, following, block)
+        self._latest = executable
         self.executions += 1
         self.origin = None
         if before is not None:
             self.origin = Origin(before, executable.taken, numbers, period)
         self.compile_s += executable.compile_s if fresh else 0
         return emitted, ticket
+
+    @property
+    def repeats(self) -> bool:
+        """Whether `dispatch_next` may follow the latest dispatch."""
+        return self._latest is not None and self._latest.repeats
+
+    def dispatch_next(
+        self, state: LoopState, elements: tuple[Any, ...]
+    ) -> tuple[dict[Hashable, Emission], Any]:
+        """Run one more iteration, as the latest dispatch did, on the next elements."""
+        assert self._latest is not None
+        self.executions += 1
+        return self._latest.run_next(state, elements)
 
     def rewind(self, state: LoopState, origin: Origin, length: int) -> None:
         """Return to the start of a dispatch, and run its first `length` iterations again.
@@ -327,6 +274,7 @@ class LoopRunner:
         # The trace, the segments and the placement are shared; only executables depend on `wanted`.
         other = copy.copy(self)
         other.wanted, other._executables, other._fixed = wanted, {}, {}
+        other._latest = None
         return other
 
     def compiled(self, state: LoopState, length: int, period: int = 1) -> Executable:
@@ -336,7 +284,7 @@ class LoopRunner:
         return executable
 
     @property
-    def compiled_carries(self) -> list[Any]:
+    def compiled_carries(self) -> Sequence[Any]:
         """For each `carried[i]` of the compiled loop, its variable or buffer of a pipeline."""
         return next(e.carries for e in self._executables.values() if e.segment is self._loop)
 
@@ -394,35 +342,15 @@ class LoopRunner:
     def _new_executable(
         self, segment: Segment, length: int | None, counted: bool, period: int
     ) -> Executable:
-        return Executable(
-            segment,
-            self.placement,
-            length=length,
-            counted=counted,
-            wanted=self.wanted,
-            period=period,
-            each=self._each if segment.is_loop else frozenset(),
-            spread=self._spread if segment.is_loop else frozenset(),
-            muted=self.muted,
-            packed=self.packed,
+        piece = Piece(
+            segment, self.placement, length, counted, self.wanted, period, self.muted, self.packed
         )
-
-    def _chosen(self, flags: Sequence[bool]) -> frozenset[Any]:
-        """The carried variables whose flag is true."""
-        pairs = zip(self.traced.jaxpr.outvars, flags, strict=False)
-        return frozenset(var for var, flag in pairs if flag)
+        if segment is self._loop:
+            return Executable(self.layout.device_program(piece))
+        return Executable(SegmentProgram(piece))
 
 
 def _form_of(value: Any) -> Any:
     """The shape of an array to compile for; dispatches may overwrite the array meanwhile."""
     weak = bool(getattr(value.aval, "weak_type", False))
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding, weak_type=weak)
-
-
-def _flags(first: Sequence[bool] | None, then: Sequence[bool], start: int) -> list[bool]:
-    """Flags of all leaves: those given, and others from index `start` on."""
-    flags = [*(first or ()), *[False] * (start + len(then) - len(first or ()))]
-    return [
-        flag or (start <= number < start + len(then) and then[number - start])
-        for number, flag in enumerate(flags)
-    ]

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+
+from tailrace.data.trees import Tree
 from tailrace.devices import devices
+from tailrace.errors import ProgramError
 from tailrace.jaxprs.control import as_scan
 from tailrace.jaxprs.free_numbers import FreeNumbers, free_numbers
 from tailrace.jaxprs.internals import Jaxpr, JaxprEqn, Var, variables
 from tailrace.jaxprs.stretches import live_ins, live_outs, made_by
 from tailrace.jaxprs.walk import concerns_us, elements_read
+from tailrace.program.tracing.replica_drift import check_in_step
+from tailrace.program.tracing.trace import Traced, top_loops, trace_program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,3 +98,43 @@ def cut(jaxpr: Jaxpr, loops: Iterable[int]) -> list[Segment]:
             segments.append(Segment(equations, first, reads, writes, is_loop, elements_read(part)))
         needed_after = (needed_after - set(made)) | set(needed)
     return segments[::-1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedLoop:
+    """A traced program that is one loop, and what its function computes before the loop.
+
+    Attributes:
+        traced: the whole program; it returns the loop's carry.
+        loop: the loop.
+        before: the segments before it, which run once.
+        num_carried: the number of leaves that the loop carries: the first inputs of the program.
+    """
+
+    traced: Traced
+    loop: Segment
+    before: tuple[Segment, ...]
+    num_carried: int
+
+    @staticmethod
+    def trace(
+        function: Callable[[Any, Any], Any],
+        carried: Tree,
+        read: Tree,
+        replicas: int,
+        each: Sequence[bool] | None,
+    ) -> TracedLoop:
+        """Trace `function(carried, read)`; `each`: whether a leaf of its result differs per replica."""
+        traced = trace_program(function, (carried, read), replicas)
+        # Before anything is compiled: drifting replicas are silent errors at run time.
+        if replicas > 1:
+            check_in_step(traced, each)
+        loops = top_loops(traced)
+        if len(loops) != 1:
+            raise ProgramError(
+                f"A runner runs one loop at the top of a program. Received: {len(loops)} loops."
+            )
+        segments = cut(traced.jaxpr, loops)
+        (loop,) = (segment for segment in segments if segment.is_loop)
+        before = tuple(segment for segment in segments if segment.first < loop.first)
+        return TracedLoop(traced, loop, before, len(jax.tree.leaves(carried)))

@@ -18,7 +18,8 @@ with their names, which costs nothing unless they are observed:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -30,13 +31,7 @@ from tailrace.feeds.elements import call_with_element
 from tailrace.feeds.feed import Feed
 from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.jaxprs.marks import Tag, mark, name_values, path_name
-from tailrace.program.in_program import (
-    cross_replica_mean,
-    cross_replica_sum,
-    microbatch,
-    tracing_training,
-)
-from tailrace.program.loops import repeat, repeat_with, whole
+from tailrace.program.in_program import cross_replica_mean, cross_replica_sum
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.memory.state_update import HeldUpdate
 from tailrace.program.running.loop_runner import LoopRunner
@@ -48,16 +43,17 @@ from tailrace.program.step.loss_scale import LossScale
 from tailrace.program.step.precision import Precision, same_dtypes
 from tailrace.program.step.train_state import TrainState
 from tailrace.program.step.update_rule import apply_rule
-from tailrace.taps.activation_listing import new_listing
 from tailrace.taps.catalogue import Entry, matches
-from tailrace.taps.probe import probed
 from tailrace.taps.tap import Tap
 
 if TYPE_CHECKING:
     from tailrace.program.memory.activation_offload import HeldActivations
 
-_ALONE = "params"
+ALONE = "params"
 """The name of parameters that are a single array: `grad/params`."""
+
+Compute = Callable[[Any, Any, Any, Any], Any]
+"""`compute(params, model_state, batch, inputs)` returns what is wanted of one element."""
 
 
 class Yield(NamedTuple):
@@ -69,8 +65,11 @@ class Yield(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
+class Step(ABC):
     """The definition of a training step.
+
+    What microbatches compute and how their gradients are accumulated is a `PlainStep`'s, or a
+    `PipelineStep`'s. What comes once a step, the reduction over replicas and the update, is here.
 
     Attributes:
         loss_fn: `loss_fn(params, *batch)`, or `loss_fn(params, model_state, *batch)`.
@@ -108,115 +107,46 @@ class Step:
         """The same step with other taps."""
         return dataclasses.replace(self, taps=taps)
 
+    # -- what a step of a pipeline does otherwise -----------------------------------------------
+
+    @abstractmethod
     def loop(self, state: TrainState, infeed: Feed, length: int = 1) -> TrainState:
         """`length` steps, fed by `infeed`: the body of a training program."""
-        if self.accumulation.microbatches == 1:
-            return repeat_with(whole, length, self.plain, state, infeed)
-        return repeat(length, lambda s: self.accumulated(s, infeed), state)
 
+    @abstractmethod
     def runner(
-        self, form: Any, infeed: Feed, placement: Placement, each: Any, kept_from: int
+        self,
+        form: TrainState,
+        infeed: Feed,
+        placement: Placement,
+        each: Sequence[bool],
+        kept_from: int,
     ) -> LoopRunner:
-        """A runner of steps on elements of `infeed`; `form` has the shapes of the state."""
+        """A runner of steps on elements of `infeed`.
 
-        def train(state: TrainState, _: Any) -> TrainState:
-            return self.loop(state, infeed)
+        Args:
+            form: the shapes of the state.
+            infeed: the feed.
+            placement: the devices, as far as they are known before tracing.
+            each: for each leaf of the state, whether it differs per replica.
+            kept_from: the index of the first leaf that `keeping` is about.
+        """
 
-        return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
-
+    @abstractmethod
     def evaluating(
-        self, compute: Any, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
+        self, compute: Compute, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
     ) -> LoopRunner:
         """A runner that sends out `compute(params, model_state, batch, inputs)` for each element."""
 
-        def program(_: Any, read: Tree) -> Any:
-            def one(carry: Tree, batch: Tree) -> Any:
-                out.enqueue(compute(*read, batch, ()))
-                return carry
-
-            return repeat_with(whole, 1, one, (), infeed)
-
-        return LoopRunner(program, (), read, placement)
-
+    @abstractmethod
     def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
         """The state for dispatches of such a runner."""
-        return runner.begin((), read)
 
-    # -- the two kinds of step ------------------------------------------------------------------
+    @abstractmethod
+    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
+        """The result of the loss function."""
 
-    def plain(self, state: TrainState, batch: Tree) -> TrainState:
-        """A step of one microbatch."""
-        named = self._named(state)
-        grads, model_state, out = self.microbatch(named, batch)
-        self._send(out, named)
-        # As if one microbatch were added to zeros of that dtype: a step of one and of several must
-        # round alike.
-        if self.accumulation.dtype is not None:
-            zeros = self.accumulation.zeros(named.params)
-            grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
-        return self.finish(named, grads, model_state, out.weight)
-
-    def accumulated(self, state: TrainState, infeed: Feed) -> TrainState:
-        """A step of several microbatches; the optimizer runs outside their loop."""
-        named = self._named(state)
-        accumulation = self.accumulation
-        weighted = accumulation.weight is not None
-
-        def one(carry: Tree, batch: Tree) -> Any:
-            accumulated, model_state, total = carry
-            grads, model_state, out = self.microbatch(
-                named._replace(model_state=model_state), batch
-            )
-            self._send(out, named)
-            # A running mean, weighted by the share of what came so far: the sum of the weights is known
-            # only at the end, and dividing a large sum then would lose more.
-            after = total + out.weight if weighted else None
-            share = share_of(out.weight, after) if weighted else None
-            accumulated = accumulation.add(accumulated, grads, microbatch(), share)
-            return accumulated, model_state, after
-
-        total = jnp.float32(0) if weighted else None
-        start = (accumulation.zeros(named.params), named.model_state, total)
-        grads, model_state, total = repeat_with(
-            whole, accumulation.microbatches, one, start, infeed
-        )
-        return self.finish(named, grads, model_state, total)
-
-    # -- their parts ----------------------------------------------------------------------------
-
-    def microbatch(self, state: TrainState, batch: Tree) -> tuple[Any, Any, Yield]:
-        """The gradient, next model state and other results of one microbatch."""
-        batch = name_values("input", batch)
-        before = name_values("buffer", state.model_state)
-
-        def forward(params: Tree) -> tuple[Any, Any]:
-            # Around the loss function alone: `evaluate` calls it without, and dropout asks which it is.
-            with tracing_training():
-                loss, after, aux = self.forward(params, before, batch)
-            return loss, (loss, after, aux)
-
-        # Before the loss is scaled: what a tap reads of the forward pass is then the model's own
-        # number.
-        if self.taps:
-            forward = probed(forward, self._is_tapped, new_listing())
-        if state.loss_scale is not None:
-            forward = scaling.scaled(forward, state.loss_scale)
-        if self.hold_activations is not None:
-            value_and_grad = self.hold_activations.value_and_grad(forward)
-        else:
-            value_and_grad = jax.value_and_grad(forward, has_aux=True)
-        (_, (loss, after, aux)), grads = value_and_grad(state.params)
-        # Only named, not replaced: the optimizer scales by a rule of its own and expects its gradients
-        # so.
-        if callable(unscaled := getattr(self.optimizer, "unscaled", None)):
-            name_values("grad", unscaled(grads, state.params), _ALONE)
-        else:
-            grads = self._named_grads("grad", grads, state)
-        if callable(each := getattr(self.optimizer, "each", None)):
-            grads = each(grads, state.params)
-        loss = mark(loss, Tag("value", "loss"))
-        aux = name_values("aux", aux)
-        return grads, after, Yield(loss, aux, self._weight(batch))
+    # -- the parts of a step --------------------------------------------------------------------
 
     def forward(
         self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree = ()
@@ -240,23 +170,25 @@ class Step:
         if self.precision is not None:
             loss, aux = self.precision.widen((loss, aux))
             after = same_dtypes(after, model_state)
+        if loss is None:
+            raise ProgramError(
+                f"{name} returns one loss, a float scalar, or (loss, aux). Received: None. "
+                f"Is its return statement missing?"
+            )
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ProgramError(
                 f"{name} returns one loss, a float scalar, or (loss, aux). "
-                f"Received a loss of {loss.dtype}{list(loss.shape)}. Take its mean."
+                f"Received a loss of {loss.dtype}{list(loss.shape)}. "
+                f"{'Take its mean.' if loss.shape else 'Cast it to a float.'}"
             )
         return loss, after, aux
-
-    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
-        first = (params, model_state) if self.has_model_state else (params,)
-        return call_with_element(self.loss_fn, (*first, *inputs), batch)
 
     def finish(
         self, state: TrainState, grads: Tree, model_state: Tree, weight: jax.Array | None = None
     ) -> TrainState:
         """Reduce over replicas, then update: once per step."""
-        grads = self._named_grads("accumulated", grads, state)
+        grads = self.named_grads("accumulated", grads, state)
         if weight is None:
             grads = cross_replica_mean(grads)
         else:
@@ -272,7 +204,7 @@ class Step:
             mark((~taken).astype(jnp.float32), Tag("value", "skipped"))
             grads = scaling.unscaled(grads, scale)
             scale = self.loss_scale.next(scale, taken)
-        grads = name_values("reduced", grads, _ALONE)
+        grads = name_values("reduced", grads, ALONE)
         if self.keeping is not None:
             held = HeldUpdate(self.keeping, self.optimizer, self.taps, grads, state, taken)
             params, after = held.run()
@@ -302,27 +234,30 @@ class Step:
         updates, params, after = apply_rule(
             self.optimizer, grads, state.optimizer_state, state.params, taken
         )
-        name_values("update", updates, _ALONE)
-        return name_values("updated", params, _ALONE), after
+        name_values("update", updates, ALONE)
+        return name_values("updated", params, ALONE), after
 
-    def _is_tapped(self, entry: Entry) -> bool:
+    def is_tapped(self, entry: Entry) -> bool:
+        """Whether a tap selects the tensor."""
         return any(matches(tap.select, entry) for tap in self.taps)
 
-    def _named(self, state: TrainState) -> TrainState:
+    def named(self, state: TrainState) -> TrainState:
+        """The state with marks on parameters and on the loss scale."""
         scale = state.loss_scale
         if scale is not None:
             scale = scale._replace(scale=mark(scale.scale, Tag("value", scaling.NAME)))
-        params = name_values("param", state.params, _ALONE)
+        params = name_values("param", state.params, ALONE)
         return state._replace(params=params, loss_scale=scale)
 
-    def _named_grads(self, kind: str, grads: Tree, state: TrainState) -> Any:
+    def named_grads(self, kind: str, grads: Tree, state: TrainState) -> Any:
         """Gradients with names; observers see them unscaled."""
         if state.loss_scale is None:
-            return name_values(kind, grads, _ALONE)
-        name_values(kind, scaling.unscaled(grads, state.loss_scale), _ALONE)
+            return name_values(kind, grads, ALONE)
+        name_values(kind, scaling.unscaled(grads, state.loss_scale), ALONE)
         return grads
 
-    def _weight(self, batch: Tree) -> Any:
+    def weight(self, batch: Tree) -> Any:
+        """The weight of a microbatch, a float32 scalar; None if all count alike."""
         if self.accumulation.weight is None:
             return None
         weight = jnp.asarray(call_with_element(self.accumulation.weight, (), batch), jnp.float32)
@@ -333,7 +268,8 @@ class Step:
             )
         return weight
 
-    def _send(self, out: Yield, state: TrainState) -> None:
+    def send(self, out: Yield, state: TrainState) -> None:
+        """Send the scalars of a microbatch to the outfeed, for the history."""
         own = {}
         if self.loss_scale is not None and state.loss_scale is not None:
             own = {} if self.loss_scale.is_fixed else {scaling.NAME: state.loss_scale.scale}
@@ -342,12 +278,12 @@ class Step:
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def share_of(weight: jax.Array, total: Any) -> Any:
+def share_of(weight: jax.Array, total: jax.Array) -> Any:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 
 
-def _scalars(aux: Any, own: set[str]) -> dict[str, Any]:
+def _scalars(aux: Tree, own: set[str]) -> dict[str, Any]:
     """The scalar values of `aux` by name, for the history, which also has our `own`."""
     found = jax.tree_util.tree_flatten_with_path(aux)[0]
     names = [path_name(path) or "aux" for path, _ in found]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tailrace.messages import shown
-from tailrace.records.records import Record
+from tailrace.records.record import Record
 
 ORDER = (
     *("input", "param", "buffer", "optimizer", "activation", "loss", "output", "aux", "cotangent"),
@@ -114,6 +114,8 @@ def first_row(
                 worst[row] = (largest, field, relative, (float(a[row, at]), float(b[row, at])))
     if not worst:
         return None
+    # The first row, not the worst: differences grow from step to step, and the first is nearest to
+    # the cause.
     row = min(worst)
     largest, field, relative, values = worst[row]
     at = left[row]
@@ -147,6 +149,8 @@ def _apart(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distance between values, and the largest finite value of each row."""
     with np.errstate(invalid="ignore"):
         off = np.abs(a - b)
+    # Two NaN are equal here: a run that became NaN does not differ from itself. NaN and a number,
+    # or infinities of both signs, are infinitely far apart.
     equal = (a == b) | (np.isnan(a) & np.isnan(b))
     off = np.where(equal, 0.0, np.where(np.isfinite(off), off, np.inf))
     finite = [np.where(np.isfinite(v), np.abs(v), 0).max(axis=1, initial=0.0) for v in (a, b)]

@@ -13,7 +13,7 @@ from tailrace.data.counts import check_number
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.records.history import History
-from tailrace.records.records import Record
+from tailrace.records.record import Record
 from tailrace.runs.diff.difference import Difference, common_rows, completed, first_row, rank_of
 from tailrace.runs.diff.functions import Called, diff_functions
 from tailrace.runs.diff.renaming import Names, renamed

@@ -10,7 +10,8 @@ import numpy as np
 from tailrace.errors import OptionError, SelectionError
 from tailrace.messages import shown
 from tailrace.records.exponents import BIAS, count_exponents, format_sentences
-from tailrace.records.records import Record, Records
+from tailrace.records.record import Record
+from tailrace.records.records import Records
 from tailrace.runs.export.figures import Picture, draw_formats, exponent_ticks, new_figure
 from tailrace.runs.tables.selection import chosen_keys
 from tailrace.taps.catalogue import Catalogue, Select

@@ -16,7 +16,8 @@ import numpy as np
 
 from tailrace.errors import MissingDependency, OptionError, RunError
 from tailrace.records.history import History
-from tailrace.records.records import Record, Records
+from tailrace.records.record import Record
+from tailrace.records.records import Records
 from tailrace.runs.tables.selection import chosen_keys
 from tailrace.taps.catalogue import Select
 from tailrace.taps.reductions import INF_BIN, NAN_BIN, NUM_BINS, ZERO_BIN
@@ -58,6 +59,7 @@ def write_events(
 
 
 def _write_record(writer: Any, tag: str, record: Record, every: int) -> int:
+    # Every n-th recorded step: a periodic tap has few, of which n may divide none.
     steps = np.unique(record.steps)[every - 1 :: every]
     if record.kind == "histogram" and np.shape(record.values)[-1:] == (NUM_BINS,):
         for step in steps:
@@ -113,6 +115,7 @@ def _write_histogram(writer: Any, tag: str, counts: np.ndarray, step: int) -> No
         return
     exponents = np.arange(there[0], there[-1] + 1)
     kept, edges = finite[exponents], exponents - BIAS + 1.0
+    # Only counts by exponent are known: sums take each value for the middle of its bin.
     middles = edges - 0.5
     writer.add_histogram_raw(
         f"{tag}/log2_magnitude",

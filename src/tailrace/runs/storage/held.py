@@ -39,6 +39,7 @@ class HeldDirectory:
         """Open it. It must be the directory that was held before, if any."""
         if BY_HANDLE and self._handle is None:
             self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        # Also on a second `hold`: a fit that follows must find the directory of the one before.
         found = _identity(os.stat(self.path))
         self._identity = self._identity or found
         self.check()
@@ -117,6 +118,7 @@ class HeldDirectory:
     def _inside(self, name: str) -> Iterator[tuple[str, int | None]]:
         """A path and the handle to look it up from, with no links in between."""
         *above, last = name.split("/")
+        # Names may come from a file of the run itself, which is not trusted.
         if any(part in ("", ".", "..") for part in (*above, last)):
             raise RunError(f"Names in a run directory are plain. Received: {name!r}.")
         if self._handle is None:
@@ -144,6 +146,8 @@ class HeldDirectory:
         try:
             yield
         except OSError as error:
+            # What O_NOFOLLOW gives for a link: ELOOP on Linux and macOS, EMLINK on FreeBSD; ENOTDIR
+            # if a folder was expected.
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
                 raise self._is_a_link(name) from error
             raise

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.records.records import Part
+from tailrace.records.parts import Part
 from tailrace.records.sinks import Finished
 from tailrace.taps.reductions import merge_statistics
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailrace.records.records import Source
+from tailrace.records.record import Source
 from tailrace.records.sinks import Finished
 from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory

@@ -18,7 +18,7 @@ import numpy as np
 from tailrace.data.files import read_head, too_large
 from tailrace.errors import RunError, TailraceError
 from tailrace.messages import shown
-from tailrace.records.records import Record, Source
+from tailrace.records.record import Record, Source
 from tailrace.runs.storage.files import build_tree, import_zarr, own_dtype
 from tailrace.taps.reductions import STATS
 

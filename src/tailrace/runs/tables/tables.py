@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from tailrace.records.fingerprints import CHAIN, GROUPS
-from tailrace.records.records import PER_MICROBATCH, Part, Record
+from tailrace.records.parts import PER_MICROBATCH, Part
+from tailrace.records.record import Record
 from tailrace.records.sinks import Finished
 from tailrace.runs.storage.files import describe_tree
 from tailrace.runs.tables.columns import Columns

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import torch
 
+from tailrace.data.trees import Tree
 from tailrace.errors import DataError
 from tailrace.feeds.elements import ElementSpec
 from tailrace.messages import note_once
@@ -54,7 +55,7 @@ class CallForm:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], pieces: int
+        self, forward: Callable[..., Any], args: Tree, kwargs: dict[str, Any], pieces: int
     ) -> None:
         self.pieces = pieces
         self._signature = inspect.signature(forward)
@@ -124,7 +125,7 @@ class CallForm:
         except TypeError as error:
             raise self._unbound(error, args, kwargs) from None
 
-    def _unbound(self, error: TypeError, args: Any, kwargs: dict[str, Any]) -> Exception:
+    def _unbound(self, error: TypeError, args: Tree, kwargs: dict[str, Any]) -> Exception:
         text, parameters = str(error), self._signature.parameters
         takes = f"It takes {self._signature}."
         if "missing a required" in text:
@@ -155,7 +156,7 @@ class CallForm:
         return tensors
 
     def _compare(
-        self, name: str, expected: Any, found: Any, shapes: Any, tensors: list[torch.Tensor]
+        self, name: str, expected: Tree, found: Tree, shapes: Tree, tensors: list[torch.Tensor]
     ) -> None:
         if expected is _SLOT:
             shape, dtype = next(shapes)
@@ -207,7 +208,7 @@ class CallForm:
             )
 
     def _compare_fields(
-        self, name: str, expected: Any, found: object, shapes: Any, tensors: list[torch.Tensor]
+        self, name: str, expected: Tree, found: object, shapes: Tree, tensors: list[torch.Tensor]
     ) -> None:
         ours, theirs = fields_beside(expected), fields_beside(found)
         if list(ours) != list(theirs):
@@ -216,7 +217,7 @@ class CallForm:
             self._compare(f"{name}.{field}", ours[field], theirs[field], shapes, tensors)
 
     @staticmethod
-    def _keys(name: str, expected: Any, found: Any) -> str:
+    def _keys(name: str, expected: Tree, found: Tree) -> str:
         parts = []
         if more := [str(k) for k in found if k not in expected]:
             parts.append(f"Unexpected arguments: {', '.join(more)}")

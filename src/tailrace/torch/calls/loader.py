@@ -57,6 +57,10 @@ class DataLoader(torch_data.DataLoader):
         batch_sampler: as in PyTorch; as many of its batches are joined as a call has microbatches.
         **options_of_torch: other arguments of PyTorch's loader.
 
+    Raises:
+        OptionError: arguments exclude each other.
+        UsageError: `rebatched_worker_size` is more than the rows of a call.
+
     >>> rows = torch_data.TensorDataset(torch.arange(100.0))
     >>> loader = DataLoader(10, rows, batch_size=4)
     >>> loader.combined_batch_size, [len(x) for (x,) in loader]

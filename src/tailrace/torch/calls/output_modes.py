@@ -16,6 +16,7 @@ import numpy as np
 
 from tailrace.data.array_like import ShapeLike
 from tailrace.errors import OptionError
+from tailrace.records.parts import Part
 from tailrace.taps.tap import Every, Tap, every
 from tailrace.torch.errors import UsageError
 
@@ -107,7 +108,7 @@ class Returned:
         return Tap(select, mode=mode, reduce=whole)
 
     def arrange(
-        self, part: Any, iterations: int, microbatches: int, replicas: int, shape: ShapeLike = None
+        self, part: Part, iterations: int, microbatches: int, replicas: int, shape: ShapeLike = None
     ) -> np.ndarray:
         """The array that a call returns, from the emission of the tap.
 

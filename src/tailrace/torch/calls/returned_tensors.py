@@ -21,7 +21,7 @@ class ReturnedScalar(torch.Tensor):
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Any,
+        types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -51,7 +51,7 @@ class ReturnedScalar(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return _plain(self).__format__(spec)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _plain(self).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -115,11 +115,19 @@ class Model(ABC):
     # -- observing ------------------------------------------------------------------------------
 
     def tensor_names(self) -> list[str]:
-        """The names of all tensors of the program, sorted. The model must be compiled."""
+        """The names of all tensors of the program, sorted. The model must be compiled.
+
+        Raises:
+            UsageError: the model is not compiled yet.
+        """
         return sorted(entry.name for entry in self.tensors())
 
     def tensors(self) -> Catalogue:
-        """All tensors of the program, with shape, dtype and source. The model must be compiled."""
+        """All tensors of the program, with shape, dtype and source. The model must be compiled.
+
+        Raises:
+            UsageError: the model is not compiled yet.
+        """
         if self._program is None:
             raise UsageError(
                 "Model must be compiled before calling tensor_names. Call the model, or "
@@ -143,6 +151,9 @@ class Model(ABC):
             output_return_period: the period of "every_n".
 
         A compiled model is compiled again at its next call.
+
+        Raises:
+            OptionError: the mode does not exist, or its period does not divide a call.
         """
         returned = self._returned
         if output_mode is not None:
@@ -152,7 +163,11 @@ class Model(ABC):
         self._drop_program()
 
     def anchored_tensor(self, name: str) -> torch.Tensor:
-        """A copy of an anchored tensor's values in the latest call."""
+        """A copy of an anchored tensor's values in the latest call.
+
+        Raises:
+            UsageError: there is no such anchor, or no call since.
+        """
         anchor = self._anchors.get(name)
         parts = self._parts
         if anchor is None or not any(kind == anchor.kind for _, kind in parts):

@@ -27,6 +27,13 @@ def training_model(
         optimizer: from `torch.optim` (SGD, Adam, AdamW, RMSprop) or `tt.optim`; None: SGD, lr 0.01.
         **options: see `tt.ModelOptions`: device_iterations, accumulation, replicas, output_mode, ...
 
+    Raises:
+        OptionError: there is no such option, its value is of the wrong kind, or the optimizer
+            holds a parameter of another module.
+        UsageError: an optimizer of this class has no update on the device.
+        ProgramError: at the first call: `forward` has no loss, or an operation that cannot run
+            on the device.
+
     Example:
         >>> class Fit(torch.nn.Module):
         ...     def __init__(self):
@@ -56,6 +63,10 @@ def inference_model(module: torch.nn.Module, **options: Any) -> InferenceModel:
     Args:
         module: the module, in the mode to run it in (`eval()` or not).
         **options: see `tt.ModelOptions`: device_iterations, replicas, output_mode, observe, ...
+
+    Raises:
+        OptionError: there is no such option, or its value is of the wrong kind.
+        ProgramError: at the first call: an operation of `forward` cannot run on the device.
 
     Example:
         >>> model = inference_model(torch.nn.Linear(2, 3).eval(), device_iterations=4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,20 +64,20 @@ class InferenceModel(Model):
         if self._forward is not None and self._forward.changed and not owners_of(self.module):
             self.copy_weights_to_host()
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load weights into the module, and copy them to the device."""
         found = self.module.load_state_dict(state_dict, strict=strict)
         if self._program is not None:
             self.copy_weights_to_device()
         return found
 
-    def save(self, path: Any) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write weights and buffers to a file of arrays."""
         self._before_run()
         params, buffers = self._weights()
         write_state(path, {"param": params, "buffer": buffers}, {"seed": self._seed})
 
-    def load(self, path: Any) -> None:
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Use the weights and buffers of a file that `save` wrote, here and in the module."""
         trees, _ = read_state(path)
         own = weights_of(self.module)

@@ -27,7 +27,9 @@ _NOTE = "tailrace.json"
 _BITS = {"bfloat16": (np.uint16, jnp.bfloat16)}
 
 
-def write_state(path: Any, trees: Mapping[str, Any], note: Mapping[str, Any]) -> pathlib.Path:
+def write_state(
+    path: str | os.PathLike[str], trees: Mapping[str, Any], note: Mapping[str, Any]
+) -> pathlib.Path:
     """Write trees of arrays by name, atomically."""
     target = pathlib.Path(path)
     if target.is_dir():
@@ -50,7 +52,7 @@ def write_state(path: Any, trees: Mapping[str, Any], note: Mapping[str, Any]) ->
 
 
 def read_state(
-    path: Any, note_kinds: Mapping[str, type | tuple[type, ...]] | None = None
+    path: str | os.PathLike[str], note_kinds: Mapping[str, type | tuple[type, ...]] | None = None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """The trees of a file, and its note.
 
@@ -68,7 +70,7 @@ def read_state(
 
 
 def read_note(
-    path: Any, note_kinds: Mapping[str, type | tuple[type, ...]] | None = None
+    path: str | os.PathLike[str], note_kinds: Mapping[str, type | tuple[type, ...]] | None = None
 ) -> dict[str, Any]:
     """The note of a file, without its arrays; arguments as for `read_state`."""
     with _reading(path), open_regular(path, RunError) as file:
@@ -78,7 +80,7 @@ def read_note(
 
 
 @contextmanager
-def _reading(path: Any) -> Iterator[None]:
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except TailraceError:

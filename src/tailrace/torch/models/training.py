@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -94,7 +94,7 @@ class TrainingModel(FollowingModel):
             self._program.put(state)
         self.version += 1
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load weights into the module, and copy them to the device."""
         found = self.module.load_state_dict(state_dict, strict=strict)
         note_what_is_lacking(self.module)
@@ -102,8 +102,12 @@ class TrainingModel(FollowingModel):
             self.copy_weights_to_device()
         return found
 
-    def save(self, path: Any) -> None:
-        """Write weights, buffers, optimizer state, step count and seed to a file of arrays."""
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write weights, buffers, optimizer state, step count and seed to a file of arrays.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
         self._check_alive()
         self._before_call()
         state = self._state()
@@ -121,8 +125,12 @@ class TrainingModel(FollowingModel):
             note[SURROUNDINGS] = surroundings()
         write_state(path, trees, note)
 
-    def load(self, path: Any) -> None:
-        """Resume from a file of `save`: training continues as if it had never stopped."""
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Resume from a file of `save`: training continues as if it had never stopped.
+
+        Raises:
+            RunError: it is no such file, or one of another model or optimizer.
+        """
         kinds = {"step": int, "seed": int, "optimizer": str, "unused": list, "late": dict}
         trees, note = read_state(path, kinds)
         self._take_shared()
@@ -166,6 +174,10 @@ class TrainingModel(FollowingModel):
         Returns:
             The records of the step by name, with `proved` (None where nothing was recorded) and
             `differences`; see `tr.Trainer.replay`.
+
+        Raises:
+            CheckpointError: no file is from before the step.
+            DataExhausted: the calls end before the step.
         """
         past = PastCalls(self._options, checkpoint, step, self._log)
         rest = past.skipped(calls)
@@ -184,6 +196,10 @@ class TrainingModel(FollowingModel):
         Numbers (learning rates, betas, decays) change without compiling. An optimizer with other state
         tensors needs another program. A new one starts from its loaded state; without any, one of the
         same class continues from the current state.
+
+        Raises:
+            UsageError: an optimizer of this class has no update on the device.
+            OptionError: the optimizer holds a parameter of another module.
         """
         if self._outdated():
             self._start_over(optimizer)

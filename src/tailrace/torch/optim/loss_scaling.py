@@ -12,6 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.data.array_like import TensorLike
+
 FACTOR = "lossScaleUpdateFactor"
 """The name of the factor among the parameters of a program."""
 
@@ -25,7 +27,7 @@ _MOST = 2.0**15
 """The largest loss scale: the largest power of two in 16 bits."""
 
 
-def next_factor(gradients: Mapping[str, Any], factor: Any, loss_scaling: Any) -> Any:
+def next_factor(gradients: Mapping[str, Any], factor: TensorLike, loss_scaling: Any) -> Any:
     """The factor for the next step, from the gradients of the scaled loss in this one."""
     counts = [_large(gradient) for gradient in gradients.values()]
     large = sum(counts, jnp.float32(0))
@@ -34,6 +36,6 @@ def next_factor(gradients: Mapping[str, Any], factor: Any, loss_scaling: Any) ->
     return jnp.minimum(wanted, _MOST / loss_scaling)
 
 
-def _large(gradient: Any) -> Any:
+def _large(gradient: TensorLike) -> Any:
     edge = float(jnp.finfo(gradient.dtype).max) * _EDGE
     return jnp.sum(~(jnp.abs(gradient) <= edge), dtype=jnp.float32)  # NaN counts too

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, PlanError
 from tailrace.feeds.feed import HandedFeed
@@ -42,13 +43,13 @@ _HYPER = "optimizer_state/hyper"
 
 
 @jax.custom_jvp
-def _scale_gradient(value: object, factor: Any) -> Any:
+def _scale_gradient(value: object, factor: TensorLike) -> Any:
     """The value unchanged, with its gradient multiplied by a factor."""
     return value
 
 
 @_scale_gradient.defjvp
-def _scaled_tangent(primals: Any, tangents: Any) -> Any:
+def _scaled_tangent(primals: Tree, tangents: Tree) -> Any:
     tangent = tangents[0]
     return primals[0], tangent * jnp.asarray(primals[1], tangent.dtype)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as functional
 
 from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 from tailrace.torch.calls.containers import flatten, rebuild
 
 aten = torch.ops.aten
@@ -33,7 +34,9 @@ def spread(x: TensorLike, shape: tuple[int, ...]) -> Any:
     return jnp.broadcast_to(x.astype(jnp.float32), shape).astype(x.dtype)
 
 
-def spread_out(func: Any, args: Any, kwargs: Any, tensor: Callable[[Any], Any]) -> tuple[Any, Any]:
+def spread_out(
+    func: Callable[..., Any], args: Tree, kwargs: Tree, tensor: Callable[[Any], Any]
+) -> tuple[Any, Any]:
     """The arguments of a function of each entry, those of 16 bits in the shape of its result."""
     packet = getattr(func, "overloadpacket", None)
     if torch.Tag.pointwise not in getattr(func, "tags", ()) and packet not in _POINTWISE:
@@ -44,7 +47,7 @@ def spread_out(func: Any, args: Any, kwargs: Any, tensor: Callable[[Any], Any]) 
         return args, kwargs
     shape = tuple(torch.broadcast_shapes(*shapes))
 
-    def fit(value: Any) -> Any:
+    def fit(value: TensorLike) -> Any:
         if not hasattr(value, "jax") or tuple(value.shape) == shape:
             return value
         array = value.jax()

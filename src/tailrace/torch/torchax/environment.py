@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as functional
 
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.torchax import results
 from tailrace.torch.torchax.broadcasts import SPREAD, spread, spread_out
@@ -44,7 +45,9 @@ def _safe_softmax(x: TensorLike, dim: int, dtype: torch.dtype | None = None) -> 
     return jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, x), dim))
 
 
-def _first_of(choose: Any, x: TensorLike, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+def _first_of(
+    choose: Callable[..., Any], x: TensorLike, dim: int, keepdim: bool = False
+) -> tuple[Any, Any]:
     """The maximum, or minimum, and its index; the first of several gets the gradient, as in PyTorch."""
     if not x.ndim:
         return x, jnp.zeros((), int)
@@ -155,11 +158,11 @@ def make_environment() -> Any:
 
     decompositions: Any = torch._decomp.decomposition_table  # type: ignore[attr-defined]
 
-    def lowered(func: Callable[..., Any], run: Any, **flags: bool) -> Any:
+    def lowered(func: Callable[..., Any], run: Callable[..., Any], **flags: bool) -> Any:
         kinds = dict(is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False)
         return ops_registry.Operator(func, run, **{**kinds, **flags})
 
-    def mutating(func: Callable[..., Any], run: Any, **flags: bool) -> Any:
+    def mutating(func: Callable[..., Any], run: Callable[..., Any], **flags: bool) -> Any:
         return lowered(func, run, is_jax_function=False, is_view_op=True, **flags)
 
     class Lowerings(Environment):
@@ -214,7 +217,11 @@ def make_environment() -> Any:
                 self._ops[one] = lowered(one, attention.attend, needs_env=True)
 
         def dispatch(
-            self, func: Callable[..., Any], types: Any, args: Any, kwargs: Mapping[str, Any]
+            self,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: Tree,
+            kwargs: Mapping[str, Any],
         ) -> Any:
             """Run a function or operation, by PyTorch's rules for `dtype=`, `out=` and results."""
             kwargs = kwargs or {}
@@ -243,7 +250,7 @@ def make_environment() -> Any:
         def _without_out(
             self,
             func: Callable[..., Any],
-            types: Any,
+            types: Sequence[type],
             args: Sequence[Any],
             kwargs: Mapping[str, Any],
         ) -> Any:
@@ -258,7 +265,7 @@ def make_environment() -> Any:
         def _as_dtype(self, x: TensorLike, dtype: torch.dtype) -> Any:
             return self.j2t_iso(results.as_dtype(x.jax(), dtype_on_device(dtype)))
 
-        def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
+        def _to_copy(self, the_tensor: TensorLike, new_dtype: DTypeLike, new_device: Any) -> Any:
             """Cast a tensor; devices in PyTorch's code are ignored."""
             if not hasattr(the_tensor, "jax"):
                 return super()._to_copy(the_tensor, new_dtype, new_device)
@@ -267,7 +274,12 @@ def make_environment() -> Any:
             return self._as_dtype(the_tensor, new_dtype)
 
         def _promoted(
-            self, func: Callable[..., Any], types: Any, args: Any, kwargs: Any, error: Any
+            self,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: Tree,
+            kwargs: Tree,
+            error: Any,
         ) -> Any:
             """Retry with integers promoted to PyTorch's result dtype; JAX's functions are stricter."""
             inner = results.promoted(func, args, kwargs, self._as_dtype)
@@ -326,7 +338,7 @@ def _seen(write: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _copied(x: TensorLike, source: Any, non_blocking: bool = False, *, env: Any) -> Any:
+def _copied(x: TensorLike, source: TensorLike, non_blocking: bool = False, *, env: Any) -> Any:
     """Copy one tensor into another, keeping its shape and dtype, which torchax's does not."""
     held = x.jax()
     source = source if hasattr(source, "jax") else env.to_xla(source)
@@ -338,7 +350,7 @@ def _copied(x: TensorLike, source: Any, non_blocking: bool = False, *, env: Any)
     return x
 
 
-def _filled(x: TensorLike, value: Any = 0, *, env: Any) -> Any:
+def _filled(x: TensorLike, value: TensorLike = 0, *, env: Any) -> Any:
     """Fill a tensor, or a slice of one, for which torchax's has no effect."""
     held = x.jax()
     value = value.jax() if hasattr(value, "jax") else value

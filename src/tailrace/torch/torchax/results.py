@@ -18,6 +18,7 @@ import torch
 from torch.utils import _mode_utils as modes
 
 from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.torch.calls.arrays import dtype_on_device
 from tailrace.torch.calls.containers import flatten, rebuild
 
@@ -61,7 +62,9 @@ def _without_values(value: object) -> Any:
     return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
 
 
-def corrected(func: Any, args: Any, kwargs: Any, found: Any, tensor: Callable[[Any], Any]) -> Any:
+def corrected(
+    func: Callable[..., Any], args: Tree, kwargs: Tree, found: Tree, tensor: Callable[[Any], Any]
+) -> Any:
     """A result in PyTorch's dtypes; refused where its shape is another.
 
     Args:
@@ -87,7 +90,7 @@ def corrected(func: Any, args: Any, kwargs: Any, found: Any, tensor: Callable[[A
             )
     by_id = dict(zip(map(id, ours), theirs, strict=True))
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: TensorLike) -> Any:
         one = by_id.get(id(leaf))
         dtype = None if one is None else dtype_on_device(one.dtype)
         same = dtype is None or leaf._elem.dtype == dtype
@@ -96,7 +99,7 @@ def corrected(func: Any, args: Any, kwargs: Any, found: Any, tensor: Callable[[A
     return rebuild(found, cast)
 
 
-def as_dtype(array: Any, dtype: DTypeLike) -> Any:
+def as_dtype(array: TensorLike, dtype: DTypeLike) -> Any:
     """Cast as PyTorch casts."""
     if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
         array = array.real
@@ -137,7 +140,7 @@ def _place_of_dtype(func: Callable[..., Any]) -> int | None:
 
 
 def cast_first(
-    func: Callable[..., Any], args: Any, kwargs: Any, to: Callable[..., Any]
+    func: Callable[..., Any], args: Tree, kwargs: Tree, to: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """The arguments of a sum, a softmax and their like in the dtype asked for: `dtype=` is the dtype
     that they compute in, not only that of the result."""
@@ -210,7 +213,7 @@ def without_out(func: Callable[..., Any]) -> Any:
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def widened(args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
+def widened(args: Tree, kwargs: Tree, to: Callable[..., Any]) -> tuple[Any, Any]:
     """The arguments with 16-bit tensors in 32 bits."""
 
     def cast(value: object) -> Any:
@@ -221,7 +224,7 @@ def widened(args: Any, kwargs: Any, to: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def as_floats(
-    func: Callable[..., Any], args: Any, kwargs: Any, to: Callable[..., Any]
+    func: Callable[..., Any], args: Tree, kwargs: Tree, to: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """The arguments of a function of each entry, such as a sine, as floats where they are whole numbers
     or booleans and the result is not."""
@@ -238,7 +241,7 @@ def as_floats(
 
 
 def promoted(
-    func: Callable[..., Any], args: Any, kwargs: Any, to: Callable[..., Any]
+    func: Callable[..., Any], args: Tree, kwargs: Tree, to: Callable[..., Any]
 ) -> tuple[Any, Any] | None:
     """The arguments in dtypes that JAX's functions take; None if they are in them already.
 

@@ -68,7 +68,7 @@ class Aliases:
     def __init__(self) -> None:
         self._views: list[_View] = []
 
-    def note(self, func: Callable[..., Any], out: TensorLike, args: Any, kwargs: Any) -> None:
+    def note(self, func: Callable[..., Any], out: TensorLike, args: Tree, kwargs: Tree) -> None:
         """Remember a view that a function returned, if it is one and not a copy."""
         if func not in VIEWS or not args or not hasattr(out, "_elem") or out is args[0]:
             return
@@ -112,7 +112,7 @@ class Aliases:
             return _without_values(tensor)
 
 
-def _made(func: Callable[..., Any], rest: Any, kwargs: Mapping[str, Any], base: Any) -> Any:
+def _made(func: Callable[..., Any], rest: Any, kwargs: Mapping[str, Any], base: TensorLike) -> Any:
     return func(base, *rest, **kwargs)
 
 

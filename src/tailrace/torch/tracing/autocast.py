@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tailrace.data.trees import Tree
 from tailrace.torch.calls.containers import rebuild
 from tailrace.torch.tracing.losses import LOSS_FUNCTIONS
 
@@ -65,7 +66,7 @@ def current_dtype() -> torch.dtype | None:
     return None
 
 
-def cast_arguments(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_arguments(func: Callable[..., Any], args: Tree, kwargs: Tree) -> tuple[Any, Any]:
     """The arguments of a function in the dtype that the autocast in force gives it."""
     narrow = current_dtype()
     if narrow is None or func not in NARROW | WIDE:

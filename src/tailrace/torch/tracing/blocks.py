@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.errors import UsageError
 from tailrace.torch.tracing.watch import Watch, current_watch
@@ -81,7 +82,7 @@ class _Begin:
     def __init__(self, name: str | None, device: int | None) -> None:
         self.name, self.device = name, device
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: Tree) -> None:
         begin(self.name, self.device)
 
 
@@ -236,6 +237,9 @@ def recomputation_checkpoint(*tensors: Any) -> Any:
     """Keep tensors for the backward pass of a pipeline that computes activations again.
 
     Returns its argument: a tensor, several as a tuple, or a list or tuple of them.
+
+    Raises:
+        ProgramError: something given is not a tensor.
 
     >>> recomputation_checkpoint(torch.ones(2))
     tensor([1., 1.])

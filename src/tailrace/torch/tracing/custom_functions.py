@@ -20,6 +20,7 @@ import torch
 from torch.autograd import function as autograd
 from torch.utils import checkpoint
 
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs.internals import ClosedJaxpr
@@ -106,6 +107,7 @@ class _Call:
         stopped = [jax.lax.stop_gradient(a.jax()) if is_traced(a) else a for a in self.args]
         pairs = zip(self.args, stopped, strict=True)
         given: list[Any] = [watch.tensor(v) if is_traced(a) else a for a, v in pairs]
+        # Losses inside forward are not those of the model: they are taken off the list again below.
         losses = len(watch.losses)
         with torch.no_grad():
             out = self._forward(given)
@@ -149,13 +151,13 @@ class _Call:
         held = [jax.lax.stop_gradient(value) for value in program.consts]
 
         @jax.custom_vjp
-        def attach(inputs: Tree, values: Tree, held: Any) -> Any:
+        def attach(inputs: Tree, values: Tree, held: TensorLike) -> Any:
             return values
 
-        def keep(inputs: Tree, values: Tree, held: Any) -> Any:
+        def keep(inputs: Tree, values: Tree, held: TensorLike) -> Any:
             return values, held
 
-        def back(held: Any, gradients: Tree) -> Any:
+        def back(held: TensorLike, gradients: Tree) -> Any:
             jaxpr = program.jaxpr
             known = bound(jaxpr, held, gradients)
             run(jaxpr.eqns, known)
@@ -218,11 +220,11 @@ class _Call:
             fitted[number] = gradient.conj().astype(argument.dtype)
         return fitted
 
-    def _value(self, gradient: Any) -> Any:
+    def _value(self, gradient: TensorLike) -> Any:
         return gradient.jax() if is_traced(gradient) else self.watch.env.t2j_copy(gradient.detach())
 
 
-def _has_gradient(value: Any) -> bool:
+def _has_gradient(value: TensorLike) -> bool:
     return is_traced(value) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 

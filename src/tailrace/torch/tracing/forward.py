@@ -68,6 +68,8 @@ class Forward:
             seen[:] = [ran]
             return [*ran.losses, *(value for _, value in ran.leaves)]
 
+        # A trace of its own, without the loop around it: which outputs and losses there are decides
+        # what the program of a call returns, so it must be known before that is traced.
         element = self.form.spec().tree()
         seed = jax.eval_shape(lambda: jax.random.key(0))
         with tracing(ProgramTrace()):
@@ -76,6 +78,7 @@ class Forward:
         self.loss, self.unused = None, frozenset()
         if training:
             refuse_backward_hooks(module)  # forward may have made some
+            # The first inputs of the trace are the parameters: JAX flattens a dict by sorted keys.
             inputs = dict(zip(sorted(params), closed.jaxpr.invars, strict=False))
             self.loss = self._find_loss(closed.jaxpr, ran, inputs)
             used = inputs_with_gradient(closed.jaxpr, [closed.jaxpr.outvars[self.loss]])

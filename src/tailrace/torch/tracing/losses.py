@@ -53,6 +53,9 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     For losses written by hand, and for sums of several losses. Outside of a wrapped model it only
     reduces.
 
+    Raises:
+        OptionError: there is no such reduction.
+
     >>> identity_loss(torch.tensor([1.0, 3.0]), reduction="mean")
     tensor(2.)
     """
@@ -88,6 +91,8 @@ def final_loss(jaxpr: Any, losses: Sequence[Any], trained: Collection[Any]) -> i
             "torch.nn (such as nn.CrossEntropyLoss), or mark a value of your own with "
             "tt.identity_loss(x, reduction='mean')."
         )
+    # For each variable, the losses that it is computed from. One pass is enough: equations are in the
+    # order of computation.
     behind: dict[Any, frozenset[int]] = {}
     numbers: dict[Any, list[int]] = {}
     for number, var in enumerate(losses):
@@ -104,6 +109,7 @@ def final_loss(jaxpr: Any, losses: Sequence[Any], trained: Collection[Any]) -> i
     for var in counted:
         own = set(numbers[var])
         feeding |= behind.get(var, frozenset()) - own
+        # The same variable may be marked several times (a loss function, then `identity_loss`).
         feeding |= {n for n in own if n != max(own)}
     final = [number for number in range(len(losses)) if number not in feeding]
     if len(final) != 1:
@@ -123,6 +129,7 @@ def computed_after(jaxpr: Any, loss: Any, results: Sequence[Any]) -> list[int]:
         if reached.isdisjoint(sources) or stops_gradient(eqn):
             continue
         reached.update(eqn.outvars)
+        # A cast or reshape of the loss is still the loss, and needs no note.
         if keeps_value(eqn) and not same.isdisjoint(sources):
             same.update(eqn.outvars)
     found = enumerate(results)

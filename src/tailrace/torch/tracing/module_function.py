@@ -104,6 +104,8 @@ class ModuleFunction:
             return given[-1][0]
 
         args, kwargs = fill(wrap)
+        # The order counts. Of modes, the one entered last sees a function first: `WatchingMode`, then
+        # torchax's environment. PyTorch's own settings come before both.
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
             stack.enter_context(jax.numpy_dtype_promotion("standard"))
@@ -130,6 +132,8 @@ class ModuleFunction:
                 )
             except Exception as error:
                 raise _explained(error, watch, self.module) from error
+        # An in-place operation gives a tensor another JAX value; the same object means that nothing was
+        # written.
         written = {
             number: tensor.jax()
             for number, (tensor, array) in enumerate(given)
@@ -170,7 +174,7 @@ def _as_parameters(module: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
 def _refuses_rebinding(given: Mapping[str, Any]) -> Callable[..., None]:
     """A hook that refuses a forward pass which gave a name another tensor, which would be lost."""
 
-    def check(module: torch.nn.Module, _args: Any, _out: Any) -> None:
+    def check(module: torch.nn.Module, _args: Tree, _out: Tree) -> None:
         kinds = {
             "Parameter": dict(module.named_parameters(remove_duplicate=False)),
             "Buffer": dict(module.named_buffers(remove_duplicate=False)),

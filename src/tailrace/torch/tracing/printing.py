@@ -42,6 +42,9 @@ def print_tensor(
         open_bracket: before the entries of a dim.
         close_bracket: after them.
 
+    Raises:
+        ProgramError: it is not a tensor.
+
     >>> print_tensor(torch.ones(2), "x")  # outside of a wrapped model nothing is printed
     tensor([1., 1.])
     """

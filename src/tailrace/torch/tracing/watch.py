@@ -19,6 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.torch.calls.containers import flatten, rebuild
 from tailrace.torch.torchax.results import corrected, written
@@ -60,7 +61,7 @@ class Watch:
     outside_of_blocks: bool = False
     aliases: Aliases = dataclasses.field(default_factory=Aliases)
 
-    def mark_loss(self, value: Any) -> Any:
+    def mark_loss(self, value: TensorLike) -> Any:
         """Note a tensor as a loss; returns it."""
         self.losses.append(value.jax())
         return value
@@ -95,7 +96,9 @@ class WatchingMode(TorchFunctionMode):
         if given[0] is None:
             self.watch.aliases.settle()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Tree = (), kwargs: Tree = None
+    ) -> Any:
         """Run a function, as PyTorch asks modes to."""
         kwargs = dict(kwargs or {})
         tensors = [leaf for _, leaf in flatten((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -121,7 +124,7 @@ class WatchingMode(TorchFunctionMode):
             out = self.watch.mark_loss(out)
         return out
 
-    def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Tree) -> Any:
         """Run a function, or what replaces it here."""
         if func in self.replaced:
             with jax.named_scope(func.__name__):
@@ -159,7 +162,7 @@ class WatchingMode(TorchFunctionMode):
         return self._constants[id(value)][1]
 
     def _stopped(self, out: TensorLike, given: list[Any]) -> Any:
-        def stop(value: Any) -> Any:
+        def stop(value: TensorLike) -> Any:
             if not is_traced(value) or not value.dtype.is_floating_point:
                 return value
             if any(value is one for one in given):  # an in-place operation returns what it changed
@@ -191,14 +194,14 @@ def module_scopes(root: torch.nn.Module, watch: Watch) -> Iterator[None]:
     """While this lasts, calling a module inside `root` opens a scope with its path."""
     paths = {id(module): path for path, module in root.named_modules() if path}
 
-    def enter(module: torch.nn.Module, _args: Any) -> None:
+    def enter(module: torch.nn.Module, _args: Tree) -> None:
         path = paths.get(id(module))
         if path is not None and _watching.get() is watch:
             scope = jax.named_scope(path)
             scope.__enter__()
             watch.path.append((path, scope))
 
-    def leave(module: torch.nn.Module, _args: Any, _out: Any) -> None:
+    def leave(module: torch.nn.Module, _args: Tree, _out: Tree) -> None:
         if id(module) in paths and _watching.get() is watch:
             watch.path.pop()[1].__exit__(None, None, None)
 

@@ -129,6 +129,7 @@ class CSVLogger(Callback):
     def _rewrite(self, before: list[dict[str, Any]]) -> None:
         """Write the file again, with all columns."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Through a second file: a process that is killed while it widens the table must not lose it.
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._names)

@@ -6,4 +6,5 @@
 
 `snapshot` defines the content of a checkpoint, `directory` its place and lifetime; `writer` writes in a
 thread, so that training does not wait for the disk. Only `orbax_files` uses Orbax.
+Rule: a checkpoint is complete or absent, and never ahead of its run directory.
 """

@@ -155,7 +155,9 @@ class Saving:
             )
         engine, fit = self._engine, note["fit"]
         progress = Progress(**fit["progress"])
+        # A process counts its own elements, and there may be more processes now, or fewer.
         progress.elements = progress.elements * len(fit["positions"]) // distributed.process_count()
+        # Before the state is touched: a checkpoint that is refused leaves the trainer as it was.
         self._check(note, progress)
         put_state(engine, arrays, note)
         count, replicas = engine.accumulation.microbatches, engine.placement.replicas

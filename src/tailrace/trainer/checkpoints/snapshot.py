@@ -59,6 +59,8 @@ def state_arrays(engine: Engine) -> tuple[dict[str, Any], dict[str, str]]:
     for name, leaf in named_leaves(engine.state).items():
         value = engine.placement.readable(leaf)
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            # A key is not an array of numbers, which is all that a file holds: its data are stored,
+            # and in the note the generator that they belong to.
             keys[name] = str(jax.random.key_impl(value))
             value = jax.random.key_data(value)
         arrays[STATE + name] = value

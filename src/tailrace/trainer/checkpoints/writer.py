@@ -55,8 +55,10 @@ class CheckpointWriter:
             take: takes the snapshot.
             kind: the kind of checkpoint; see `CheckpointDirectory.write`.
         """
+        # Before the snapshot is taken: two of them would be a second copy of the state.
         self.wait()
         snapshot = take()
+        # In processes that do not write, too: all must agree on when the next one is due.
         self._last_step, self._last_time = step, time.monotonic()
         if not distributed.writes():
             return

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tailrace.data.trees import Tree
-from tailrace.messages import size_text
+from tailrace.messages import counted, size_text
 from tailrace.program.memory.optimizer_state import StateKeeping
 from tailrace.program.running.loop_runner import LoopRunner
 from tailrace.program.running.loop_state import LoopState
@@ -48,8 +48,8 @@ class Explanation:
         batch = self.effective_batch_size
         return "\n".join(
             [
-                f"{self.steps_per_execution} steps an execution, compiled in {self.compile_s:.2f} s"
-                + (f": {self.cause}" if self.cause else ""),
+                f"{counted(self.steps_per_execution, 'step')} an execution, "
+                f"compiled in {self.compile_s:.2f} s" + (f": {self.cause}" if self.cause else ""),
                 f"effective batch size: {batch:,}" if batch else "effective batch size: unknown",
                 f"about {self.flops_per_step:,.0f} floating-point operations a step",
                 "memory on each device:",

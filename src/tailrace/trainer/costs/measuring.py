@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.pipeline.running.pipeline_runner import PipelineRunner
@@ -41,7 +39,7 @@ class Measuring:
         assert length is not None
         return explained(self.engine, example, length)
 
-    def profile(self, dataset: Any, executions: int = 2) -> Profile:
+    def profile(self, dataset: object, executions: int = 2) -> Profile:
         """The cost of each scope of the model in each phase of a step: time, FLOPs, bytes, memory.
 
         Some executions run on copies of the state, with the next elements, under JAX's profiler.

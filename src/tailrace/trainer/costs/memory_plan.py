@@ -100,5 +100,6 @@ def plan_memory(
 
 def on_host(value: Any) -> Any:
     """A copy in host memory; random keys are unchanged."""
+    # NumPy has no dtype for random keys.
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return jnp.copy(value) if is_key else np.array(value)

@@ -27,7 +27,7 @@ _ARGUMENT = re.compile(r"^(carried|read|elements|numbers)\[?(\d*)")
 
 
 def profiled(
-    engine: Engine, dataset: Any, executions: int, pace_of: Callable[[Engine], Pace]
+    engine: Engine, dataset: object, executions: int, pace_of: Callable[[Engine], Pace]
 ) -> Profile:
     """The profile of some executions on a dataset; afterwards all is as before.
 
@@ -76,9 +76,10 @@ def _watched(engine: Engine, steps: int, executions: int) -> Profile:
         profiler.stop()
         runner.keep_elements, runner.separate, runner.origin = keeps, False, None
         runner.executions, runner.compile_s = executed, compiled_s
+        # The last block first: what is put back last is read first.
         for blocks in reversed(taken):
             for feed, staged in blocks.items():
-                feed.put_back(staged, 0)  # as if nobody had read them
+                feed.put_back(staged, 0)  # as if they had not been read
     return profile_of(
         profiler,
         steps=steps * executions,

@@ -108,7 +108,9 @@ class _Total(_Collector):
         self._total: Any = None
 
     def add(self, name: str, values: np.ndarray, rows: int) -> None:
+        # Counts are added as integers: float64 is exact only up to 2**53.
         wide = np.int64 if values.dtype.kind in "iub" and not self._mean else np.float64
+        # The last batch may be smaller: by batches, its rows would count more than others.
         weight = rows if self._mean else 1
         part = values.astype(wide).sum(axis=0) * weight
         self._rows += rows * len(values)
@@ -132,6 +134,7 @@ class _Extreme(_Collector):
 
     def add(self, name: str, values: np.ndarray, rows: int) -> None:
         del name, rows
+        # One value is kept, however many batches there are.
         found = values if self._value is None else np.concatenate([self._value[None], values])
         self._value = np.asarray(self._choose(found))
 
@@ -179,11 +182,11 @@ def _collector(rule: Rule) -> _Collector:
     return _OfMetric(rule) if _is_metric(rule) else _OfAll(rule)  # type: ignore[arg-type]
 
 
-def _is_metric(rule: Any) -> bool:
+def _is_metric(rule: object) -> bool:
     return all(callable(getattr(rule, name, None)) for name in ("init", "update", "result"))
 
 
-def _check_rule(rule: Any) -> None:
+def _check_rule(rule: object) -> None:
     known = rule is None or (isinstance(rule, str) and rule in RULES)
     if not (known or _is_metric(rule) or (callable(rule) and not isinstance(rule, str | type))):
         raise OptionError(

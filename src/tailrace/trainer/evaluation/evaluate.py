@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -25,9 +25,10 @@ from tailrace.messages import note_once
 from tailrace.program.running.agreement import agreed_seconds
 from tailrace.program.running.dispatch_lengths import piece_within
 from tailrace.program.running.loop_runner import LoopRunner
-from tailrace.program.running.loop_state import Numbers
+from tailrace.program.running.loop_state import LoopState, Numbers
 from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import Step
+from tailrace.taps.frame import Emission
 from tailrace.trainer.evaluation.combining import Combined
 
 MOST_RUNNERS = 16
@@ -42,7 +43,7 @@ class Evaluator:
         self._runners: dict[Hashable, tuple[LoopRunner, OutfeedQueue]] = {}
 
     def evaluate(
-        self, dataset: Any, fn: Callable[..., Any] | None, read: tuple[Any, Any], combine: Any
+        self, dataset: object, fn: Callable[..., Any] | None, read: tuple[Any, Any], combine: Any
     ) -> dict[str, Any]:
         """The combined values of `fn` over all batches, by name."""
         combined = Combined(combine)
@@ -51,7 +52,7 @@ class Evaluator:
             combined.add(values, rows_of(spec))
         return combined.results()
 
-    def predict(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
+    def predict(self, dataset: object, fn: Callable[..., Any], read: tuple[Any, Any]) -> Any:
         """All results, concatenated."""
         parts, sizes = [], []
         for tree, spec in self._run(dataset, fn, read, None):
@@ -76,7 +77,9 @@ class Evaluator:
 
         return jax.tree.map(join, *parts)
 
-    def stream(self, dataset: Any, fn: Callable[..., Any], read: tuple[Any, Any]) -> Iterator[Any]:
+    def stream(
+        self, dataset: object, fn: Callable[..., Any], read: tuple[Any, Any]
+    ) -> Iterator[Any]:
         """Results one by one, soon after they are computed."""
         # Closed explicitly: since Python 3.12 a closed generator may keep its iterator alive.
         with closing(self._run(dataset, fn, read, None, live=True)) as results:
@@ -103,7 +106,7 @@ class Evaluator:
 
     def _run(
         self,
-        dataset: Any,
+        dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
@@ -123,7 +126,7 @@ class Evaluator:
 
     def _run_of_one_form(
         self,
-        dataset: Any,
+        dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,
@@ -132,7 +135,6 @@ class Evaluator:
         key, runner, out, infeed = self._runner_for(dataset, fn, read, shape)
         state = self._step.begin_evaluating(runner, read)
         replicas = runner.placement.replicas
-        local = runner.elements_per_pass  # the number of this process
         spec = infeed.spec()
         # One capacity for all lengths: the last, shorter execution then needs no other program.
         most = runner.capacity = piece_within(1000, runner.bytes_per_pass)
@@ -142,22 +144,11 @@ class Evaluator:
         position = 0
         try:
             while True:
-                found = length * local
                 started, compiled = time.perf_counter(), runner.compile_s
-                try:
-                    emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position))
-                # Tried first, counted only when it fails: how long a dataset is, is mostly unknown, and
-                # nothing of what was read is lost.
-                except DataExhausted:
-                    found = infeed.remaining(found)
-                    length = -(-_most(found) // local)
-                    if not length:
-                        break
-                    # Replicas run together: a step that only some have elements for is filled up, and
-                    # the results of the copies are dropped by `_taken`.
-                    if found < length * local:
-                        infeed.pad(found, length * local)
-                    emitted, _ = runner.dispatch(state, length, Numbers(self._seed, position), 0)
+                ran = self._dispatched(runner, state, infeed, length, position)
+                if ran is None:
+                    break
+                emitted, found, length = ran
                 position += length
                 # The results of the execution before, while this one runs.
                 if waiting is not None:
@@ -181,9 +172,34 @@ class Evaluator:
             while len(self._runners) > MOST_RUNNERS:
                 del self._runners[next(iter(self._runners))]
 
+    def _dispatched(
+        self, runner: LoopRunner, state: LoopState, infeed: InfeedQueue, length: int, position: int
+    ) -> tuple[Mapping[Hashable, Emission], int, int] | None:
+        """Run `length` passes, or as many as there are elements for; None if there are none left.
+
+        Returns:
+            The emissions, the number of elements of this process, and the number of passes.
+        """
+        local = runner.elements_per_pass  # the number of this process
+        numbers = Numbers(self._seed, position)
+        try:
+            return runner.dispatch(state, length, numbers)[0], length * local, length
+        # Tried first, counted only when it fails: how long a dataset is, is mostly unknown, and nothing
+        # of what was read is lost.
+        except DataExhausted:
+            found = infeed.remaining(length * local)
+        length = -(-_most(found) // local)
+        if not length:
+            return None
+        # Replicas run together: a step that only some have elements for is filled up, and the results
+        # of the copies are dropped by `_taken`.
+        if found < length * local:
+            infeed.pad(found, length * local)
+        return runner.dispatch(state, length, numbers, 0)[0], found, length
+
     def _runner_for(
         self,
-        dataset: Any,
+        dataset: object,
         fn: Callable[..., Any],
         read: tuple[Any, Any],
         shape: Callable[[Any], Any] | None,

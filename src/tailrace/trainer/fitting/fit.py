@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
 
 import jax
 import numpy as np
@@ -68,7 +67,7 @@ class Fit:
         trainer: AnyTrainer,
         engine: Engine,
         feed: InfeedQueue,
-        dataset: Any,
+        dataset: object,
         journal: Journal,
         pace: Pace,
         progress: Progress,
@@ -259,7 +258,7 @@ class Fit:
                 values = self.journal.one(results)
                 execution = Execution(results.first_step, results.steps, values)
                 tell(self.callbacks, self.trainer, execution)
-            self.bar.advance(results.steps, float(np.mean(results.scalars["loss"][-1])))
+            self.bar.advance(results.steps, results.scalars["loss"])
 
     def note_compilation(self, compilation: Compilation) -> None:
         """A program is about to be compiled, or was."""

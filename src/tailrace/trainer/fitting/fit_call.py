@@ -113,6 +113,8 @@ class FitCall:
             if saving is not None:
                 if taken is not None:
                     saving.go_on(fit.parts, taken, self.dataset)
+                # After `go_on`: the first checkpoint has the position in the dataset and the states
+                # of callbacks.
                 saving.begin(fit.parts, fresh=taken is None)
             fit.train(self.duration, self.steps_per_epoch)  # a second signal raises in it
             fit.agree()

@@ -108,6 +108,7 @@ class Fits:
                 feed.start_epoch(call.dataset, call.progress.epoch)
             # After `use`: which elements, and so how many bytes a step reads, is known only now.
             self._pace = self.pace(engine)
+            # Before the first dispatch: the capacity is compiled in.
             engine.runner.capacity = self._pace.capacity(engine.runner.capacity, call.total)
             if taken is None:
                 microbatches = engine.accumulation.microbatches
@@ -127,7 +128,7 @@ class Fits:
             if feed is not None:
                 engine.let_go(call.dataset, feed)
 
-    def _pass_by(self, dataset: Any, position: Mapping[str, Any], passes: int) -> None:
+    def _pass_by(self, dataset: object, position: Mapping[str, Any], passes: int) -> None:
         """Bring a dataset to where a finished fit has left it: later fits go on from there.
 
         A one-shot iterator loses what was read, and one with a state gets it. Any other is iterated as

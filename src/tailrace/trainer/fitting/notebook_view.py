@@ -37,10 +37,10 @@ class NotebookView(ProgressView):
         self._handle = self._display(self, display_id=True)
         return self
 
-    def advance(self, steps: int, loss: float) -> None:
-        """Some more steps are done; `loss` is that of the last one."""
+    def advance(self, steps: int, losses: np.ndarray) -> None:
+        """Some more steps are done, with these losses, a row a step; the last one is shown."""
         self._done += steps
-        self._losses.append(loss)
+        self._losses.append(float(losses[-1].mean()))
         if time.monotonic() - self._drawn >= EVERY_S:
             self._draw()
 

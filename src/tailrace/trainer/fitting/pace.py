@@ -14,6 +14,7 @@ from typing import Any
 
 from tailrace.errors import OptionError
 from tailrace.feeds import dispatch_table
+from tailrace.messages import counted
 from tailrace.taps.tap import bytes_per_step, check_bytes
 from tailrace.trainer.engine import Engine
 
@@ -48,7 +49,8 @@ class Pace:
 
     def __post_init__(self) -> None:
         if self.steps is not None:
-            self.chosen, self.reason = self.steps, f"{self.steps} steps an execution, as asked"
+            self.chosen = self.steps
+            self.reason = f"{counted(self.steps, 'step')} an execution, as asked"
 
     @property
     def most(self) -> int:
@@ -142,13 +144,16 @@ class Pace:
             return
         # The first one alone says "one step" of any large model.
         if len(self.trials) < dispatch_table.TRIALS or self._is_falling:
-            self.reason = f"{steps} steps an execution while the time of a step is measured"
+            self.reason = (
+                f"{counted(steps, 'step')} an execution while the time of a step is measured"
+            )
             return
         self.chosen = self._ideal()
         limit = "memory" if self.chosen >= self.most else "time"
         self.reason = (
-            f"{self.chosen} steps an execution: a step takes {self.seconds_per_step * 1e6:,.0f} "
-            f"microseconds and its elements {self.bytes_per_step / 1e6:,.2f} MB (limit: {limit})"
+            f"{counted(self.chosen, 'step')} an execution: a step takes "
+            f"{self.seconds_per_step * 1e6:,.0f} microseconds and its elements "
+            f"{self.bytes_per_step / 1e6:,.2f} MB (limit: {limit})"
         )
 
     def _ideal(self) -> int:

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 
 class ProgressView(ABC):
     """What shows the progress of a fit while it is open."""
@@ -16,8 +18,8 @@ class ProgressView(ABC):
         """Begin to show it."""
 
     @abstractmethod
-    def advance(self, steps: int, loss: float) -> None:
-        """Some more steps are done; `loss` is that of the last one."""
+    def advance(self, steps: int, losses: np.ndarray) -> None:
+        """Some more steps are done, with these losses, a row a step; the last one is shown."""
 
     @abstractmethod
     def compiling(self, text: str) -> None:
@@ -78,12 +80,14 @@ class ProgressBar(ProgressView):
             self._bar.start()
         return self
 
-    def advance(self, steps: int, loss: float) -> None:
-        """Some more steps are done; `loss` is that of the last one."""
+    def advance(self, steps: int, losses: np.ndarray) -> None:
+        """Some more steps are done, with these losses, a row a step; the last one is shown."""
         if self._bar is not None:
             speed = self._bar.tasks[self._task].speed
             rate = f"{speed:,.0f} steps/s" if speed else ""
-            self._bar.update(self._task, advance=steps, rate=rate, loss=f"loss {loss:.4f}")
+            self._bar.update(
+                self._task, advance=steps, rate=rate, loss=f"loss {losses[-1].mean():.4f}"
+            )
 
     def compiling(self, text: str) -> None:
         """Show that a program is being compiled; an empty text ends it."""

@@ -21,7 +21,7 @@ from tailrace.feeds.outfeed import OutfeedQueue
 from tailrace.program.in_program import tracing_training
 from tailrace.program.running.loop_state import Numbers
 from tailrace.program.running.placement import Placement
-from tailrace.program.step.training_step import Step
+from tailrace.program.step.plain_step import evaluating_whole
 from tailrace.trainer.engine import Engine
 
 EXAMPLE = np.dtype(
@@ -92,8 +92,8 @@ def example_gradients(
         out, infeed = OutfeedQueue(), InfeedQueue(chunks, prefetch=0)
         given = ((params, direction), read[1])
         try:
-            runner = Step.evaluating(step, compute, out, infeed, given, Placement(1))
-            state = Step.begin_evaluating(step, runner, given)
+            runner = evaluating_whole(compute, out, infeed, given, Placement(1))
+            state = runner.begin((), given)
             numbers = Numbers(engine.seed, engine.step)
             emitted, _ = runner.dispatch(state, len(chunks), numbers, 0)
         finally:

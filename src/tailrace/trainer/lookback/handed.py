@@ -63,11 +63,14 @@ class HandedReplay:
         pair = self._pairs[feed]
         end = min(first + block.count // count, self._end)
         inside = (self.step, self.step + 1, *self._recorded.ends(first, end))
+        # Cut where something is compared: around the step, and where recorded executions ended.
         cuts = sorted({first, end, *(cut for cut in inside if first < cut < end)})
         for start, stop in itertools.pairwise(cuts):
             looking, length = start == self.step, stop - start
             runner = pair.loud if looking else pair.silent
             part = portion(block, (start - first) * count, length * count)
+            # The program of then, so that XLA rounds as it did: for exactly this length, or with
+            # room for the longest.
             if exact and part.count == block.room:
                 runner.capacity = None
             else:

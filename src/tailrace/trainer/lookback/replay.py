@@ -196,7 +196,10 @@ class Comparison:
         start = ends[end]
         was = self._recorded.executions[start, end - start]
         found = dict(results.fingerprint)
+        # A replay may begin in the middle of an execution, whose losses and elements it then has in
+        # part only.
         whole = self._first is not None and self._first <= start
+        # These are of this dispatch; the recorded ones are of all dispatches of the execution.
         for group in ("loss", "elements"):
             found.pop(group, None)
         if found and whole:

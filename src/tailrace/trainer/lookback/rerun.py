@@ -120,6 +120,7 @@ class Rerun:
     def _make_ready(self, count: int) -> int:
         """How many of the next elements there are, at least those of a step."""
         per_step, found = self._pair.loud.elements_per_pass, 0
+        # In this pass over the data, and if it is over, in the next.
         for _ in range(2):
             found = self._feed.remaining(count)
             if found >= per_step:

@@ -41,7 +41,7 @@ def keep_bundle(engine: Engine, failure: NonFiniteError) -> None:
         logger.warning("The bundle of step %s was not written: %s", failure.step, error)
 
 
-def write_bundle(place: Any, engine: Engine, failure: NonFiniteError) -> None:
+def write_bundle(place: str | os.PathLike[str], engine: Engine, failure: NonFiniteError) -> None:
     """Write a bad step into a new directory."""
     library = import_safetensors()
     where = Path(place).absolute()
@@ -68,10 +68,11 @@ def write_bundle(place: Any, engine: Engine, failure: NonFiniteError) -> None:
     partial.mkdir(parents=True, exist_ok=True)  # an unfinished one may exist
     library.save_file({name: _plain(array) for name, array in host.items()}, str(partial / ARRAYS))
     (partial / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
+    # Complete or absent: the name appears once both files are written.
     os.rename(partial, where)
 
 
-def read_bundle(place: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def read_bundle(place: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays and the note of a bundle."""
     library = import_safetensors()
     where = Path(place)
@@ -92,7 +93,9 @@ def read_bundle(place: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return arrays, note
 
 
-def put_bundle(engine: Engine, place: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+def put_bundle(
+    engine: Engine, place: str | os.PathLike[str]
+) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Give an engine the state of a bundle; returns the elements of its step, and its note."""
     arrays, note = read_bundle(place)
     state = {name: array for name, array in arrays.items() if name.startswith(STATE)}

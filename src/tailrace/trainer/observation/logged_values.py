@@ -23,7 +23,7 @@ from tailrace.devices.peaks import PEAKS, peak_of
 from tailrace.errors import OptionError
 from tailrace.jaxprs.flops import model_flops
 from tailrace.jaxprs.marks import path_name
-from tailrace.records.records import Part
+from tailrace.records.parts import Part
 from tailrace.taps.catalogue import Entry
 from tailrace.taps.reductions import norm
 from tailrace.taps.tap import Tap

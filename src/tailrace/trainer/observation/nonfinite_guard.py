@@ -144,8 +144,10 @@ def diagnose(
     """Replay the bad step from the elements kept on the host; the error that tells about it."""
     step, replica, names = bad
     replicas, local = runner.placement.replicas, runner.placement.local_replicas
+    # The elements of a replica are on the host of the process that feeds it.
     owner = replica // local
-    args = [jnp.asarray(leaf) for leaf in runner.carried_by(state, replica)]
+    # Before the processes part: reading the state is something that all of them must do.
+    args = [jnp.asarray(leaf) for leaf in runner.layout.carried_by(state, replica)]
     if owner != process_index():
         error = NonFiniteError(
             f"Not finite in step {first_step + step}, replica {replica}: {', '.join(names[:3])}. "

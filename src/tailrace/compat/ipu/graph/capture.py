@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUValueError
 from tailrace.compat.ipu.graph.capture_context import GradientCaptureContext, active
 from tailrace.compat.ipu.graph.gradients import GradientTape, watched_zero
+from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 
 
 class GradientCaptureTape(GradientTape, GradientCaptureContext):
@@ -30,15 +32,20 @@ class GradientCaptureTape(GradientTape, GradientCaptureContext):
     def __exit__(self, *error: object) -> None:
         GradientCaptureContext.__exit__(self, *error)
 
-    def gradient(self, target: Any, sources: Any) -> Any:
-        """The gradient of `target` in `sources`; captured gradients are there afterwards."""
+    def gradient(self, target: TensorLike, sources: Tree) -> Any:
+        """The gradient of `target` with respect to `sources`. Captured gradients are kept."""
         # It is often asked behind its block: then it is opened once more.
         with contextlib.nullcontext() if active() is self else self:
             return super().gradient(target, sources)
 
 
 def capture_upstream_gradients(args: Any, tag: str = "") -> Any:
-    """`args` (a tree) as they are; their gradients are captured under `tag`."""
+    """`args` (a tree) as they are; their gradients are captured under `tag`.
+
+    Raises:
+        IPURuntimeError: no tape or context is open that captures.
+        IPUValueError: the tag is in use.
+    """
     context = active()
     if context is None:
         raise IPURuntimeError(

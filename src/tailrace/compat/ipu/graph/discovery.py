@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.graph.made_inside import optimizers_made_inside
 from tailrace.compat.ipu.graph.state import Found, Keep, Prepare, Scope, inside, scope_of
 from tailrace.errors import ProgramError
@@ -18,6 +19,7 @@ from tailrace.jaxprs.marks import ProgramTrace, tracing
 def discover(function: Callable[..., Any], args: Sequence[Any], keep: Keep | None = None) -> Found:
     """Look through `function(*args)`: which variables it reads, and which it changes."""
     keep = keep or Keep()
+    # Each round makes one missing thing outside the trace and starts over, until none is missing.
     for _ in range(_MOST_PREPARED):
         found = Found(keep=keep)
         keep.begin()
@@ -50,7 +52,7 @@ def keras_scope() -> Iterator[None]:
     optimizers_made_inside()
 
     class ToScope(keras.StatelessScope):  # type: ignore[misc, name-defined]
-        def get_current_value(self, variable: Any) -> Any:
+        def get_current_value(self, variable: VariableLike) -> Any:
             return inside("a Keras variable").read(variable)
 
         def add_update(self, update: Any) -> None:

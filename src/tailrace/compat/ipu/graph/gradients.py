@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPUTypeError
 from tailrace.compat.ipu.graph.capture_context import active
 from tailrace.compat.ipu.graph.state import inside, is_variable, value_of
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 from tailrace.jaxprs import internals
@@ -34,18 +36,22 @@ _gradients_p.def_abstract_eval(
 )
 
 
-def gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
+def gradients(loss: TensorLike, variables: Sequence[Any]) -> list[Any]:
     """The gradient of `loss`, a value of the program, in each of the variables.
 
     Args:
-        loss: a float scalar, or an array whose sum is meant.
+        loss: a float scalar, or an array, whose sum is used.
         variables: variables of Keras or `Variable`s; or values of the program.
+
+    Raises:
+        IPUTypeError: the loss is not a float.
     """
     inside("a gradient")
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise IPUTypeError(f"A loss is a float. Received: {loss.dtype}{list(loss.shape)}.")
     context = active()
+    # A captured gradient is the gradient with respect to a zero that was added at that place.
     zeros = [zero for each in context.zeros.values() for zero in each] if context else []
     found = _gradients_p.bind(loss, *map(_value, variables), *zeros)
     if context:
@@ -57,7 +63,7 @@ def _value(source: Any) -> Any:
     return jnp.asarray(value_of(source) if is_variable(source) else source)
 
 
-def watched_zero(value: Any) -> Any:
+def watched_zero(value: TensorLike) -> Any:
     """A zero of the shape of `value` that a gradient can be asked in."""
     zeros = jnp.zeros(value.shape, value.dtype)
     return mark(zeros, Tag("captured"))  # a separate equation, so that it is a value of the trace
@@ -80,8 +86,12 @@ class GradientTape:
     def __exit__(self, *_: object) -> None:
         return
 
-    def watch(self, variable: Any) -> None:
-        """Name a variable that `watched_variables` then returns."""
+    def watch(self, variable: VariableLike) -> None:
+        """Name a variable that `watched_variables` then returns.
+
+        Raises:
+            IPUTypeError: it is not a variable.
+        """
         if not is_variable(variable):
             raise IPUTypeError(
                 f"A tape watches variables. Received: {type(variable).__name__}. For the gradient in "
@@ -93,7 +103,7 @@ class GradientTape:
         """The variables watched: those named, or else all trainable ones touched so far."""
         return tuple(self.watched or trainable_so_far())
 
-    def gradient(self, target: Any, sources: Any) -> Any:
+    def gradient(self, target: TensorLike, sources: Tree) -> Any:
         """The gradient of `target` in `sources`: one variable, or a list of them."""
         alone = is_variable(sources)
         found = gradients(target, [sources] if alone else list(sources))
@@ -121,6 +131,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         if asked is None:
             run(waiting, known)
             break
+        # Questions are answered in order: a later loss may depend on an earlier gradient.
         _answer(done, waiting[:asked], waiting[asked], known)
         done += waiting[: asked + 1]
         waiting = waiting[asked + 1 :]
@@ -140,6 +151,7 @@ def _answer(
         known: the values of variables; filled.
     """
     loss, *at = question.invars
+    # A variable may be named twice, and a literal has no gradient.
     free = [var for var in dict.fromkeys(at) if isinstance(var, Var)]
     whole = _on_the_way([*done, *before], free, loss)
     ran = {id(eqn) for eqn in done}
@@ -149,6 +161,8 @@ def _answer(
     first, apart = needed_for(before, free), {id(eqn) for eqn in way}
     run(first, known)
     apart.update(map(id, first))
+    # What depends on results of the way must wait for it; everything else runs now, once, so that
+    # its effects (feeds, prints) keep their order and are not differentiated.
     late, rest = set(made), []
     for eqn in before:
         if id(eqn) in apart:
@@ -165,6 +179,7 @@ def _answer(
         run(way, local)
         return jnp.sum(internals.value_of(local, loss)), [local[var] for var in made]
 
+    # The forward results leave as `aux`: the equations of the way are not evaluated a second time.
     grads, values = jax.grad(forward, has_aux=True)([known[var] for var in free])
     known.update(zip(made, values, strict=True))
     run(rest, known)
@@ -191,7 +206,9 @@ def _run_again(equations: list[JaxprEqn], known: dict[Any, Any], history: list[J
             earlier = history[: next(i for i, one in enumerate(history) if one is eqn)]
             way = _on_the_way(earlier, free, loss)
 
-            def inner(values: Tree, way: Any = way, free: Any = free, loss: Any = loss) -> Any:
+            def inner(
+                values: Tree, way: Any = way, free: Any = free, loss: TensorLike = loss
+            ) -> Any:
                 local = known | dict(zip(free, values, strict=True))
                 _run_again(way, local, history)
                 return jnp.sum(internals.value_of(local, loss))
@@ -216,6 +233,7 @@ def _on_the_way(equations: list[JaxprEqn], start: list[Any], end: Any) -> list[J
     """The equations that compute `end` out of `start`, in order."""
     touched, forward = set(start), []
     for eqn in equations:
+        # The equation that made a source is before it: gradients with respect to a value, not its past.
         begins_here = any(var in start for var in eqn.outvars)
         if not begins_here and any(var in touched for var in variables(eqn.invars)):
             touched.update(eqn.outvars)

@@ -8,6 +8,7 @@ from typing import Any
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import is_variable
 from tailrace.compat.ipu.graph.variables import as_array
+from tailrace.data.trees import Tree
 
 
 class Operation:
@@ -41,7 +42,7 @@ class Undelivered(list[Any]):
         return [] if isinstance(found, Undelivered) else found
 
 
-def tensors_of(out: Any, what: str, at_most: int | None = None) -> list[Any]:
+def tensors_of(out: Tree, what: str, at_most: int | None = None) -> list[Any]:
     """The tensors that a function returned; operations behind them are left away.
 
     Args:

@@ -9,17 +9,18 @@ import jax.numpy as jnp
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import is_variable, value_of
+from tailrace.data.trees import Tree
 
 
 class Result:
     """What a computation returned: its tensors, and how to give them back."""
 
-    def __init__(self, out: Any, plain: bool = False) -> None:
+    def __init__(self, out: Tree, plain: bool = False) -> None:
         self._out, self._plain = out, plain
         self.tensors: list[Any] = []
         self._walk(out)
 
-    def _walk(self, out: Any, ended: bool = False) -> bool:
+    def _walk(self, out: Tree, ended: bool = False) -> bool:
         if isinstance(out, dict):
             for value in out.values():
                 ended = self._walk(value, ended)
@@ -30,6 +31,7 @@ class Result:
             return ended
         if out is None or isinstance(out, Operation):
             return True
+        # The original compiled to a list of tensors with operations behind; plain functions may mix.
         if ended and not self._plain:
             raise IPUValueError(
                 "A computation returns zero or more Tensor values followed by zero or more "
@@ -44,7 +46,7 @@ class Result:
         """The same structure with these tensors; operations left away."""
         rest = iter(values)
 
-        def again(out: Any) -> Any:
+        def again(out: Tree) -> Any:
             if isinstance(out, dict):
                 return {key: again(value) for key, value in out.items() if not _is_done(value)}
             if isinstance(out, list | tuple):
@@ -60,7 +62,7 @@ class Result:
         """What the computation returned, with these tensors; None for operations."""
         rest = iter(values)
 
-        def again(out: Any) -> Any:
+        def again(out: Tree) -> Any:
             if isinstance(out, dict):
                 return {key: again(value) for key, value in out.items()}
             if isinstance(out, tuple) and hasattr(out, "_fields"):

@@ -20,6 +20,8 @@ from typing import Any
 
 from jax import lax
 
+from tailrace.compat.arguments import VariableLike
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 
@@ -42,6 +44,7 @@ def prepared(made: dict[Any, Any], key: object, make: Callable[[], Any]) -> Any:
         if current() is None:
             made[key] = make()
         else:
+            # Made here, it would hold a tracer: so the trace is left, and started over afterwards.
             raise Prepare(lambda: made.setdefault(key, make()))
     return made[key]
 
@@ -125,26 +128,29 @@ class Scope:
     loop: int | None = None
     seen: dict[int, Any] = dataclasses.field(default_factory=dict)
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: VariableLike) -> Any:
         """The value of a variable here; None for the one it has outside of all programs."""
         self.seen[id(variable)] = variable
         if self.looking:
             self.found.variables[id(variable)] = variable
+        # Innermost first: the body of a loop sees what it wrote itself, then what is around it.
         scope: Scope | None = self
         while scope is not None:
             if id(variable) in scope.values:
                 return scope.values[id(variable)]
             scope = scope.around
+        # Its value would become a constant of the compiled program, and later changes be lost.
         if not self.looking:
             raise ProgramError(_CHANGED.format(variable=variable))
         return None
 
-    def write(self, variable: Any, value: object) -> None:
+    def write(self, variable: VariableLike, value: object) -> None:
         """Change a variable, for what comes after."""
         self.seen[id(variable)] = variable
         if self.looking:
             self.found.variables[id(variable)] = variable
             self.found.written[id(variable)] = variable
+        # Loops around have been built already, without carrying this variable.
         elif id(variable) not in self.found.written:
             raise ProgramError(_CHANGED.format(variable=variable))
         self.values[id(variable)] = value
@@ -187,14 +193,14 @@ def inside(what: str) -> Scope:
     return scope
 
 
-def value_of(variable: Any) -> Any:
+def value_of(variable: VariableLike) -> Any:
     """The value of a variable, here and now."""
     if _is_keras(variable):
         return variable.value
     return variable.value()
 
 
-def write_host(variable: Any, value: object) -> None:
+def write_host(variable: VariableLike, value: object) -> None:
     """Give a variable the value that a program left it with."""
     if _is_keras(variable):
         variable.assign(value)
@@ -212,13 +218,14 @@ def scope_of(scope: Scope) -> Iterator[Scope]:
         _scope.reset(token)
 
 
-def run_if(predicate: Any, action: Callable[[], Any]) -> None:
+def run_if(predicate: TensorLike, action: Callable[[], Any]) -> None:
     """Call `action`, which changes variables, in those passes in which `predicate` holds."""
     scope = inside("a conditional update")
     if scope.looking:
         with scope.inner():
             action()
         return
+    # All that the program changes anywhere: what `action` writes is not known before it is traced.
     carried = scope.found.carried()
 
     def act(values: Tree) -> Any:
@@ -236,7 +243,7 @@ def run_if(predicate: Any, action: Callable[[], Any]) -> None:
 # -- variables of Keras -------------------------------------------------------------------------
 
 
-def _is_keras(variable: Any) -> bool:
+def _is_keras(variable: VariableLike) -> bool:
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(variable, keras.Variable)
 

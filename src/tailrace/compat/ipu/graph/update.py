@@ -1,8 +1,8 @@
-"""Optimizers of other libraries in the manner of the original: gradients and variables in, writes out.
+"""Optimizers of other libraries with the interface of the original.
 
 An optimizer there has `compute_gradients(loss, var_list)`, `apply_gradients(grads_and_vars)` and
-`minimize(loss)`. `as_optimizer` makes one of an optax transformation or of a Keras optimizer; whatever
-has `apply_gradients` is taken as it is.
+`minimize(loss)`. `as_optimizer` makes one from an optax transformation or a Keras optimizer; an object
+with `apply_gradients` is used as it is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
 from tailrace.compat.ipu.graph.gradients import gradients, trainable_so_far
 from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import is_variable, kept, prepared, value_of
 from tailrace.compat.ipu.graph.variables import Variable
+from tailrace.data.array_like import TensorLike
 
 
 class Computed:
@@ -29,8 +31,8 @@ class Computed:
         self.variables = list(variables)
         self._grads = {id(v): g for v, g in zip(variables, grads, strict=True)}
 
-    def of(self, variable: Any) -> Any:
-        """The gradient in a variable; None where there is none."""
+    def of(self, variable: VariableLike) -> Any:
+        """The gradient with respect to a variable; None if there is none."""
         return self._grads.get(id(variable))
 
 
@@ -40,7 +42,7 @@ computed: contextvars.ContextVar[Computed | None] = contextvars.ContextVar(
 
 
 class Optimizer:
-    """The manner of the original; a subclass says what `apply_gradients` does.
+    """The interface of the original; a subclass defines `apply_gradients`.
 
     >>> class Descent(Optimizer):
     ...     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
@@ -55,7 +57,9 @@ class Optimizer:
         """The name of the optimizer."""
         return self._name
 
-    def compute_gradients(self, loss: Any, var_list: Any = None, **_: Any) -> list[tuple[Any, Any]]:
+    def compute_gradients(
+        self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **_: Any
+    ) -> list[tuple[Any, Any]]:
         """(gradient, variable) for each variable; None: all trainable ones touched so far."""
         if (given := computed.get()) is not None:
             variables = given.variables if var_list is None else list(var_list)
@@ -64,16 +68,19 @@ class Optimizer:
         return list(zip(gradients(loss, variables), variables, strict=True))
 
     def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+        self,
+        grads_and_vars: GradientsAndVariables,
+        global_step: VariableLike = None,
+        name: str | None = None,
     ) -> Any:
         """Change the variables; returns an operation."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to apply gradients.")
 
     def minimize(
         self,
-        loss: Any,
-        global_step: Any = None,
-        var_list: Any = None,
+        loss: TensorLike,
+        global_step: VariableLike = None,
+        var_list: Sequence[VariableLike] | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> Operation:
@@ -96,19 +103,19 @@ class Optimizer:
         """The kinds of variables it keeps for each variable that it changes."""
         return []
 
-    def get_slot(self, var: Any, name: str) -> Any:
+    def get_slot(self, var: VariableLike, name: str) -> Any:
         """The variable of a kind that it keeps for `var`, or None."""
         del var, name
         return None
 
 
-def count_step(global_step: Any) -> None:
+def count_step(global_step: VariableLike) -> None:
     """Add one to the variable that counts steps, if there is one."""
     if global_step is not None:
         global_step.assign_add(jnp.ones((), global_step.dtype))
 
 
-def _variables(var_list: Any) -> list[Any]:
+def _variables(var_list: Sequence[VariableLike] | None) -> list[Any]:
     variables = list(trainable_so_far() if var_list is None else var_list)
     if not variables:
         raise IPUValueError("No variables to optimize.")
@@ -124,7 +131,10 @@ class OptaxOptimizer(Optimizer):
         self._states = kept()
 
     def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+        self,
+        grads_and_vars: GradientsAndVariables,
+        global_step: VariableLike = None,
+        name: str | None = None,
     ) -> Operation:
         """One update of all the variables together."""
         import optax
@@ -146,12 +156,16 @@ class OptaxOptimizer(Optimizer):
         """The optimizer's variables for these variables, and the tree that they form."""
 
         def make() -> Any:
-            state = self.transformation.init([jnp.asarray(value_of(var)) for var in variables])
+            state = self._initial([jnp.asarray(value_of(var)) for var in variables])
             leaves, structure = jax.tree.flatten(state)
             slots = [Variable(leaf, trainable=False, name="slot") for leaf in leaves]
             return slots, structure, variables  # kept, so that no other takes their identity
 
         return prepared(self._states, tuple(map(id, variables)), make)
+
+    def _initial(self, values: list[Any]) -> Any:
+        """The state before the first update; asked for outside of the program."""
+        return self.transformation.init(values)
 
     def variables(self) -> list[Any]:
         """Everything that the transformation keeps."""
@@ -161,14 +175,21 @@ class OptaxOptimizer(Optimizer):
 class KerasOptimizer(Optimizer):
     """A Keras optimizer; it changes variables of Keras."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: OptimizerLike) -> None:
         super().__init__(optimizer.name)
         self.optimizer = optimizer
 
     def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+        self,
+        grads_and_vars: GradientsAndVariables,
+        global_step: VariableLike = None,
+        name: str | None = None,
     ) -> Operation:
-        """The optimizer's own `apply_gradients`, overridden or not."""
+        """The optimizer's own `apply_gradients`, overridden or not.
+
+        Raises:
+            IPUTypeError: a variable is not Keras' own.
+        """
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
         for _, var in pairs:
             if isinstance(var, Variable):
@@ -190,14 +211,18 @@ class KerasOptimizer(Optimizer):
         return list(self.optimizer.variables)
 
 
-def is_keras_optimizer(opt: Any) -> bool:
+def is_keras_optimizer(opt: OptimizerLike) -> bool:
     """Whether `opt` is an optimizer of Keras."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(opt, keras.optimizers.Optimizer)
 
 
-def as_optimizer(opt: Any) -> Any:
-    """`opt` in the manner of the original."""
+def as_optimizer(opt: OptimizerLike) -> Any:
+    """`opt` with the interface of the original.
+
+    Raises:
+        IPUTypeError: it is not an optimizer of a known kind.
+    """
     if is_keras_optimizer(opt):
         return KerasOptimizer(opt)
     if callable(getattr(opt, "apply_gradients", None)):

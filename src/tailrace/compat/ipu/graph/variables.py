@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tailrace.compat.ipu.errors import IPUValueError
-from tailrace.compat.ipu.graph.state import current, prepared
-from tailrace.data.array_like import DTypeLike
+from tailrace.compat.ipu.graph.state import current
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.errors import ProgramError
 
 reads: list[Callable[[Any, Any], Any]] = []
@@ -32,6 +30,9 @@ class Variable:
         name: what it is called in messages and records.
         dtype: None keeps that of the value; Python's floats become float32.
 
+    Raises:
+        ProgramError: it is made inside a program, which is traced more than once.
+
     >>> w = Variable(2.0, name="w")
     >>> w.assign_add(0.5)
     <Variable w, float32[], 2.5>
@@ -41,7 +42,7 @@ class Variable:
 
     def __init__(
         self,
-        initial_value: Any,
+        initial_value: TensorLike,
         trainable: bool = True,
         name: str | None = None,
         dtype: DTypeLike = None,
@@ -98,8 +99,12 @@ class Variable:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def assign(self, value: Any) -> Variable:
-        """Give it another value, of its shape; the dtype stays."""
+    def assign(self, value: TensorLike) -> Variable:
+        """Give it another value, of its shape; the dtype stays.
+
+        Raises:
+            IPUValueError: the value has another shape.
+        """
         value = jnp.asarray(value).astype(self.dtype)
         if value.shape != self.shape:
             raise IPUValueError(
@@ -113,15 +118,15 @@ class Variable:
             scope.write(self, value)
         return self
 
-    def assign_add(self, delta: Any) -> Variable:
+    def assign_add(self, delta: TensorLike) -> Variable:
         """Add to it."""
         return self.assign(self.value() + jnp.asarray(delta).astype(self.dtype))
 
-    def assign_sub(self, delta: Any) -> Variable:
+    def assign_sub(self, delta: TensorLike) -> Variable:
         """Subtract from it."""
         return self.assign(self.value() - jnp.asarray(delta).astype(self.dtype))
 
-    def settle(self, value: Any) -> None:
+    def settle(self, value: TensorLike) -> None:
         """Take the value that a program left it with (called when the program has run)."""
         self._value = value
 
@@ -142,71 +147,6 @@ class Variable:
     def __repr__(self) -> str:
         shown = "" if self._value.size > 8 else f", {np.asarray(self._value)}"
         return f"<Variable {self.name}, {self.dtype}{list(self.shape)}{shown}>"
-
-
-_store: dict[str, Variable] = {}
-_prefix: contextvars.ContextVar[str] = contextvars.ContextVar("ipu_variable_scope", default="")
-
-
-def get_variable(
-    name: str,
-    shape: Sequence[int] | None = None,
-    dtype: DTypeLike = None,
-    initializer: Any = None,
-    trainable: bool = True,
-) -> Variable:
-    """The variable of this name; made if there is none yet. It may be called inside a program.
-
-    Args:
-        name: its name, in the scopes of `variable_scope` around.
-        shape: its shape; None if the initializer is a value.
-        dtype: its dtype; None: float32, or that of the value.
-        initializer: a value, or a function of shape and dtype; None: zeros.
-        trainable: whether optimizers without a list of variables change it.
-
-    >>> get_variable("doc/w", initializer=2.0) is get_variable("doc/w")
-    True
-    """
-    full = _prefix.get() + name
-
-    def make() -> Variable:
-        given = jnp.zeros if initializer is None else initializer
-        kind = jnp.float32 if dtype is None else dtype
-        value = given(tuple(shape or ()), kind) if callable(given) else given
-        return Variable(value, trainable, full, dtype)
-
-    found = prepared(_store, full, make)
-    if shape is not None and found.shape != tuple(shape):
-        raise IPUValueError(
-            f"Trying to share variable {full}, but specified shape {tuple(shape)} and found shape "
-            f"{found.shape}."
-        )
-    return found
-
-
-@contextlib.contextmanager
-def variable_scope(name: str, **_: Any) -> Iterator[None]:
-    """Names of `get_variable` begin with this name inside."""
-    token = _prefix.set(f"{_prefix.get()}{name}/")
-    try:
-        yield
-    finally:
-        _prefix.reset(token)
-
-
-def global_variables() -> list[Variable]:
-    """The variables that `get_variable` has made."""
-    return list(_store.values())
-
-
-def trainable_variables() -> list[Variable]:
-    """Those of them that are trained."""
-    return [variable for variable in _store.values() if variable.trainable]
-
-
-def forget_variables() -> None:
-    """Let `get_variable` create all variables again, as in a new graph of the original."""
-    _store.clear()
 
 
 def _both_ways(name: str) -> None:

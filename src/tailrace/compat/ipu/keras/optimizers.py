@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tailrace.keras as _tk
+from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import check_sharding
 from tailrace.compat.originals.missing import missing_from
@@ -12,12 +13,13 @@ from tailrace.data.array_like import DTypeLike
 
 
 def GradientAccumulationOptimizer(
-    opt: Any,
+    opt: OptimizerLike,
     num_mini_batches: int,
     offload_weight_update_variables: bool | None = None,
     replicated_optimizer_state_sharding: bool = False,
     dtype: DTypeLike = None,
-    reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+    reduction_method: GradientAccumulationReductionMethod
+    | str = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
 ) -> Any:
     """`tk.GradientAccumulationOptimizer`, with the original's arguments.

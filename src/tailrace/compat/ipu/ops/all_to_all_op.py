@@ -44,6 +44,10 @@ def all_to_all(
         concat_dimension: the dimension along which the parts of all replicas are put together.
         replication_factor: how many replicas there are.
         name: without effect.
+
+    Raises:
+        InvalidArgumentError: the dimension cannot be cut into as many parts as there are
+            replicas.
     """
     del name
     x = as_array(x)

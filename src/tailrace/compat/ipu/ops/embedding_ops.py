@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 
 
 def embedding_lookup(
     params: Tree,
-    ids: Any,
+    ids: TensorLike,
     serialization_factor: int = 1,
     indices_are_sorted: bool = False,
     name: str | None = None,

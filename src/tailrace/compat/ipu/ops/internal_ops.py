@@ -8,10 +8,11 @@ from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.state import current, kept, prepared
 from tailrace.compat.ipu.graph.variables import Variable, as_array
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 from tailrace.records.print_tensor import print_tensor as engine_print
 
 
-def print_tensor(input: Any, name: str = "") -> Operation:
+def print_tensor(input: TensorLike, name: str = "") -> Operation:
     """Print a value to stderr each time this is reached.
 
     As in the original it returns an operation, not the value. To print the gradient too, use
@@ -23,12 +24,12 @@ def print_tensor(input: Any, name: str = "") -> Operation:
     return Operation("print_tensor")
 
 
-def fifo(x: Any, depth: int, offload: bool = False, name: str | None = None) -> Any:
+def fifo(x: TensorLike, depth: int, offload: bool = False, name: str | None = None) -> Any:
     """What `x` was `depth` calls earlier; zeros before that.
 
     Args:
         x: the value; each pass of a loop puts one in and takes one out.
-        depth: how many are kept. Below 1, `x` itself comes back.
+        depth: how many are kept. Below 1, `x` itself is returned.
         offload: where they lay there; without effect.
         name: without effect.
     """
@@ -49,13 +50,13 @@ def fifo(x: Any, depth: int, offload: bool = False, name: str | None = None) -> 
     return out
 
 
-def remap(x: Any, name: str | None = None) -> Any:
+def remap(x: TensorLike, name: str | None = None) -> Any:
     """The value unchanged: the compiler decides about its memory layout here."""
     del name
     return as_array(x)
 
 
-def remap_deduce(x: Any, name: str | None = None) -> Any:
+def remap_deduce(x: TensorLike, name: str | None = None) -> Any:
     """The value itself; see `remap`."""
     return remap(x, name)
 

@@ -34,6 +34,9 @@ def serialized_matmul(
         transpose_a: take the transpose of `a`.
         transpose_b: take the transpose of `b`.
         name: without effect.
+
+    Raises:
+        IPUValueError: there is no such dimension.
     """
     del serialization_factor, name
     if serialization_dimension not in _DIMENSIONS:
@@ -45,7 +48,9 @@ def serialized_matmul(
     return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
 
 
-def segment_sum(data: Any, segment_ids: Any, num_segments: int, name: str | None = None) -> Any:
+def segment_sum(
+    data: TensorLike, segment_ids: TensorLike, num_segments: int, name: str | None = None
+) -> Any:
     """The sums of the rows that belong together.
 
     Args:

@@ -25,7 +25,7 @@ from tailrace.compat.ipu.pipelining.pipeline_options import (
 )
 from tailrace.compat.ipu.pipelining.pipeline_options import RecomputationMode as RecomputationMode
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import TensorLike
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.pipeline.lowering.forward_backward import (
     recomputation_checkpoint as engine_checkpoint,
 )
@@ -34,8 +34,8 @@ from tailrace.program.in_program import microbatch
 
 def pipeline(
     computational_stages: Sequence[Any],
-    gradient_accumulation_count: Any = None,
-    gradient_accumulation_dtype: Any = None,
+    gradient_accumulation_count: TensorLike = None,
+    gradient_accumulation_dtype: DTypeLike = None,
     gradient_accumulation_for_captured_grads: bool = True,
     repeat_count: int = 1,
     batch_serialization_iterations: int = 1,
@@ -46,9 +46,9 @@ def pipeline(
     device_mapping: Sequence[Any] | None = None,
     pipeline_schedule: PipelineSchedule | None = None,
     recomputation_mode: RecomputationMode | None = None,
-    forward_propagation_stages_poplar_options: Any = None,
-    backward_propagation_stages_poplar_options: Any = None,
-    weight_update_poplar_options: Any = None,
+    forward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
+    backward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
+    weight_update_poplar_options: dict[str, str] | None = None,
     offload_weight_update_variables: bool | None = None,
     replicated_optimizer_state_sharding: bool = False,
     offload_activations: bool | None = None,
@@ -58,9 +58,10 @@ def pipeline(
     continuous_weight_updates: bool = False,
     outfeed_loss: bool = False,
     accumulate_outfeed: bool = False,
-    accumulate_outfeed_dtype: Any = None,
+    accumulate_outfeed_dtype: DTypeLike = None,
     outfeed_mask: Sequence[bool] | None = None,
-    reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+    reduction_method: GradientAccumulationReductionMethod
+    | str = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
 ) -> Operation:
     """Run mini-batches through stages on several devices; with an optimizer, train.
@@ -90,7 +91,7 @@ def pipeline(
         offload_gradient_accumulation_buffers: noted.
         replicated_weight_sharding: noted.
         offload_weights: noted.
-        continuous_weight_updates: refused, as there.
+        continuous_weight_updates: refused, as in the original.
         outfeed_loss: send the loss out instead of the outputs.
         accumulate_outfeed: send out the sum over the mini-batches, once a run.
         accumulate_outfeed_dtype: of that sum: None, a dtype, a function of the value.
@@ -116,7 +117,11 @@ def recomputation_checkpoint(tensors: TensorLike, name: str | None = None) -> An
 
 
 def get_current_iteration_counter() -> Any:
-    """Which mini-batch of the current run of the pipeline this is, from 0."""
+    """Which mini-batch of the current run of the pipeline this is, from 0.
+
+    Raises:
+        IPURuntimeError: it is called outside of a pipeline.
+    """
     scope = current()
     if scope is None:
         raise IPURuntimeError("get_current_iteration_counter() may only be used inside a pipeline.")

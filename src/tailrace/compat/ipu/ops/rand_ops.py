@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.compat.arguments import SeedLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.originals.missing import missing_from
@@ -18,7 +19,7 @@ def dropout(
     x: TensorLike,
     rate: float = 0.5,
     noise_shape: ShapeLike = None,
-    seed: Any = None,
+    seed: SeedLike = None,
     name: str | None = None,
     **_: Any,
 ) -> Any:
@@ -30,6 +31,9 @@ def dropout(
         noise_shape: the shape in which elements are chosen, if not that of `x`.
         seed: two integers: the same elements each time. None: others in each step.
         name: without effect.
+
+    Raises:
+        IPUValueError: the rate is not in [0, 1).
     """
     del name
     if not 0 <= rate < 1:

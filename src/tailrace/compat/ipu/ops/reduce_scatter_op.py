@@ -39,6 +39,9 @@ def reduce_scatter(
         op: "COLLECTIVE_OP_ADD", ..._MUL, _MIN, _MAX, _LOGICAL_AND, _LOGICAL_OR, _SQUARE_ADD, _MEAN;
             "COLLECTIVE_OP_LOCAL" takes the share of this replica's own value.
         name: without effect.
+
+    Raises:
+        IPUValueError: there is no such reduction.
     """
     del name
     kind = op.removeprefix("COLLECTIVE_OP_")

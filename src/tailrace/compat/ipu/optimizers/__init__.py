@@ -1,6 +1,6 @@
 """Optimizers around optimizers: over replicas, over mini-batches, with mapped gradients.
 
-Each takes an optax transformation, a Keras optimizer, or an optimizer in the manner of the original.
+Each takes an optax transformation, a Keras optimizer, or one with the interface of the original.
 """
 
 from tailrace.compat.ipu.gradient_accumulation import (

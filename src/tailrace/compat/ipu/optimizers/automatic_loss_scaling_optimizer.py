@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPUNotImplementedError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.graph.state import kept, prepared, run_if
@@ -16,7 +18,7 @@ from tailrace.compat.ipu.optimizers.gradient_accumulation_optimizer import (
 )
 from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike
+from tailrace.data.array_like import DTypeLike, TensorLike
 from tailrace.program.in_program import cross_replica_sum
 
 
@@ -38,11 +40,15 @@ class ALSOptimizer(IpuOptimizer):
         name: what it is called.
 
     Statistics are those of float16 gradients, over all replicas.
+
+    Raises:
+        IPUValueError: an argument has a value it may not have.
+        IPUNotImplementedError: `captured_grads_only` is set.
     """
 
     def __init__(
         self,
-        opt: Any,
+        opt: OptimizerLike,
         initial_loss_scaling_factor: float = 1,
         update_frequency: int = 8,
         increase_factor: float = 2,
@@ -140,7 +146,9 @@ class ALSOptimizer(IpuOptimizer):
 
     # -- an update ------------------------------------------------------------------------------
 
-    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
+    def compute_gradients(
+        self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **kwargs: Any
+    ) -> Any:
         """The gradients of the scaled loss."""
         loss = jnp.asarray(loss)
         return super().compute_gradients(
@@ -148,12 +156,16 @@ class ALSOptimizer(IpuOptimizer):
         )
 
     def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+        self,
+        grads_and_vars: GradientsAndVariables,
+        global_step: VariableLike = None,
+        name: str | None = None,
     ) -> Any:
         """Unscale and apply; then look at the scale, if it is time."""
         pairs = list(grads_and_vars)
         scale, number = self.loss_scaling_factor, self.update_counter
         halves = [grad for grad, _ in pairs if grad is not None and grad.dtype == jnp.float16]
+        # As in the original, the first update is not one of them, unless each is.
         due = jnp.asarray(self.update_frequency == 1) | (
             (number > 0) & (number % self.update_frequency == 0)
         )
@@ -171,6 +183,7 @@ class ALSOptimizer(IpuOptimizer):
 
     def _counted(self, grads: list[Any]) -> Any:
         """How many are small and how many large, over all replicas."""
+        # Not `abs > edge`: NaN counts as large, so that a scale that overflows shrinks.
         large = sum(
             (jnp.sum(~(jnp.abs(g) <= self.histogram_bin_edge)) for g in grads), jnp.int32(0)
         )
@@ -178,7 +191,7 @@ class ALSOptimizer(IpuOptimizer):
         counts = jnp.stack([total - large, large]).astype(jnp.float32)
         return cross_replica_sum(counts)
 
-    def _mixed(self, counts: Any) -> Any:
+    def _mixed(self, counts: TensorLike) -> Any:
         return self.lpf_alpha * self.histogram + (1 - self.lpf_alpha) * counts
 
     def _look_again(self) -> None:
@@ -187,6 +200,7 @@ class ALSOptimizer(IpuOptimizer):
         wanted = jnp.where(
             ratio > self.ratio_threshold, scale / self.increase_factor, scale * self.increase_factor
         )
+        # Otherwise the old scale stays: it is never below 1, nor beyond its maximum.
         taken = jnp.isfinite(wanted) & (wanted < self.max_loss_scaling_factor) & (wanted >= 1)
         self._before.assign(jnp.where(taken, scale, self.previous_loss_scaling_factor))
         self._scale.assign(jnp.where(taken, wanted, scale))
@@ -195,7 +209,11 @@ class ALSOptimizer(IpuOptimizer):
 
 
 class ALSGradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
-    """`GradientAccumulationOptimizerV2` around an `ALSOptimizer`."""
+    """`GradientAccumulationOptimizerV2` around an `ALSOptimizer`.
+
+    Raises:
+        IPUValueError: `als_optimizer` is not an ALSOptimizer.
+    """
 
     def __init__(
         self,
@@ -204,7 +222,8 @@ class ALSGradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
         offload_weight_update_variables: bool | None = None,
         replicated_optimizer_state_sharding: bool = False,
         dtype: DTypeLike = None,
-        reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        reduction_method: GradientAccumulationReductionMethod
+        | str = GradientAccumulationReductionMethod.SUM,
         name: str = "ALSGradientAccumulationOptimizer",
     ) -> None:
         if not isinstance(als_optimizer, ALSOptimizer):

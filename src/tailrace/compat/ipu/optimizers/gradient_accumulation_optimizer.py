@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import FailedPreconditionError, IPUValueError
 from tailrace.compat.ipu.gradient_accumulation import GradientAccumulationReductionMethod
 from tailrace.compat.ipu.graph.operations import Operation
@@ -36,18 +37,22 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
             variable. The inner optimizer gets gradients of that dtype.
         reduction_method: SUM, MEAN or RUNNING_MEAN; or its name.
         name: what it is called.
+
+    Raises:
+        IPUValueError: `num_mini_batches` is not positive.
+        FailedPreconditionError: `num_mini_batches` is a value of the program.
     """
 
     is_outermost = True
 
     def __init__(
         self,
-        opt: Any,
+        opt: OptimizerLike,
         num_mini_batches: int,
         offload_weight_update_variables: bool | None = None,
         replicated_optimizer_state_sharding: bool = False,
         dtype: DTypeLike = None,
-        reduction_method: Any = _Method.SUM,
+        reduction_method: _Method | str = _Method.SUM,
         name: str = "GradientAccumulationOptimizerV2",
     ) -> None:
         super().__init__(opt, name)
@@ -64,11 +69,15 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
         self._made = kept()
 
     def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+        self,
+        grads_and_vars: GradientsAndVariables,
+        global_step: VariableLike = None,
+        name: str | None = None,
     ) -> Operation:
         """Add to the accumulators; in every `num_mini_batches`-th pass, apply them."""
         self._check_loop()
         pairs = list(grads_and_vars)
+        # Without a gradient there is no accumulator: the inner optimizer gets the None.
         given = [(grad, var) for grad, var in pairs if grad is not None]
         counter, accumulators, _ = self._accumulators([var for _, var in given])
         number = counter.value()
@@ -87,6 +96,7 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
             for accumulator in accumulators:
                 accumulator.assign(jnp.zeros_like(accumulator.value()))
 
+        # With one mini-batch every pass updates: no branch is needed.
         if self._count == 1:
             apply()
         else:
@@ -133,14 +143,14 @@ class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
     """The older one: always the sum.
 
     In the original it was right for plain and momentum descent only (`verify_usage` checked that);
-    here the inner optimizer runs once an update, whatever it is.
+    here every inner optimizer runs once per update.
     """
 
     is_outermost = False
 
     def __init__(
         self,
-        opt: Any,
+        opt: OptimizerLike,
         num_mini_batches: int,
         verify_usage: bool = True,
         name: str = "GradientAccumulationOptimizer",
@@ -154,12 +164,12 @@ class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV
 
     def __init__(
         self,
-        opt: Any,
+        opt: OptimizerLike,
         num_mini_batches: int,
         offload_weight_update_variables: bool | None = None,
         replicated_optimizer_state_sharding: bool = False,
         dtype: DTypeLike = None,
-        reduction_method: Any = _Method.SUM,
+        reduction_method: _Method | str = _Method.SUM,
         name: str = "CrossReplicaGradientAccumulationOptimizerV2",
     ) -> None:
         super().__init__(
@@ -178,7 +188,7 @@ class CrossReplicaGradientAccumulationOptimizer(GradientAccumulationOptimizer):
 
     def __init__(
         self,
-        opt: Any,
+        opt: OptimizerLike,
         num_mini_batches: int,
         verify_usage: bool = True,
         name: str = "CrossReplicaGradientAccumulationOptimizer",
@@ -203,7 +213,7 @@ def check_sharding(offload: bool | None, sharding: bool, *, honoured: bool = Fal
 class _Described:
     """A variable as a function that chooses a dtype sees it."""
 
-    def __init__(self, variable: Any) -> None:
+    def __init__(self, variable: VariableLike) -> None:
         self.name, self.shape = getattr(variable, "name", ""), tuple(variable.shape)
         self.dtype = jnp.dtype(variable.dtype)
 

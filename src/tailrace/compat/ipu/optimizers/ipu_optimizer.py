@@ -1,12 +1,15 @@
-"""An optimizer around another one, which may be optax's, Keras' or in the manner of the original."""
+"""An optimizer around another one, which may be optax's, Keras' or the program's own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import FailedPreconditionError
 from tailrace.compat.ipu.graph.update import Optimizer, as_optimizer
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 
 
 class IpuOptimizer(Optimizer):
@@ -15,9 +18,13 @@ class IpuOptimizer(Optimizer):
     Args:
         opt: the wrapped optimizer.
         name: what it is called.
+
+    Raises:
+        FailedPreconditionError: it wraps an optimizer that accumulates, which must be the
+            outermost.
     """
 
-    def __init__(self, opt: Any, name: str | None = None) -> None:
+    def __init__(self, opt: OptimizerLike, name: str | None = None) -> None:
         super().__init__(name)
         self._opt = as_optimizer(opt)
         self.wrapped = opt
@@ -32,7 +39,9 @@ class IpuOptimizer(Optimizer):
         """The wrapped optimizer, under the original's name."""
         return self._opt
 
-    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
+    def compute_gradients(
+        self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **kwargs: Any
+    ) -> Any:
         """The gradients that the inner optimizer computes."""
         inner = getattr(self._opt, "compute_gradients", None)
         if inner is None:
@@ -40,7 +49,10 @@ class IpuOptimizer(Optimizer):
         return inner(loss, var_list=var_list, **kwargs)
 
     def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+        self,
+        grads_and_vars: GradientsAndVariables,
+        global_step: VariableLike = None,
+        name: str | None = None,
     ) -> Any:
         """What the inner optimizer does with them."""
         del global_step, name  # `minimize` counts, once
@@ -56,7 +68,7 @@ class IpuOptimizer(Optimizer):
         """Those of the inner optimizer."""
         return self._opt.get_slot_names()
 
-    def get_slot(self, var: Any, name: str) -> Any:
+    def get_slot(self, var: VariableLike, name: str) -> Any:
         """That of the inner optimizer."""
         return self._opt.get_slot(var, name)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tailrace.compat.arguments import OptimizerLike, VariableLike
 from tailrace.compat.ipu.errors import IPUValueError
 from tailrace.compat.ipu.graph.state import value_of
 from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
 from tailrace.compat.originals.missing import missing_from
+from tailrace.data.array_like import TensorLike
 
 
 class MapGradientOptimizer(IpuOptimizer):
@@ -18,11 +20,14 @@ class MapGradientOptimizer(IpuOptimizer):
         wrapped_optimizer: the wrapped optimizer.
         gradient_mapping_function: called as `fn(gradient, value of the variable)`.
         name: what it is called.
+
+    Raises:
+        IPUValueError: the mapping is not callable.
     """
 
     def __init__(
         self,
-        wrapped_optimizer: Any,
+        wrapped_optimizer: OptimizerLike,
         gradient_mapping_function: Callable[[Any, Any], Any],
         name: str = "MapGradientOptimizer",
     ) -> None:
@@ -34,7 +39,9 @@ class MapGradientOptimizer(IpuOptimizer):
             )
         self.gradient_mapping_function = gradient_mapping_function
 
-    def compute_gradients(self, loss: Any, var_list: Any = None, **kwargs: Any) -> Any:
+    def compute_gradients(
+        self, loss: TensorLike, var_list: Sequence[VariableLike] | None = None, **kwargs: Any
+    ) -> Any:
         """The inner optimizer's gradients, mapped."""
         return [
             (grad if grad is None else self.gradient_mapping_function(grad, value_of(var)), var)

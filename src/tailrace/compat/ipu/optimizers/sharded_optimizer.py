@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu.optimizers.ipu_optimizer import IpuOptimizer
 from tailrace.compat.originals.missing import missing_from
 
@@ -11,7 +10,7 @@ from tailrace.compat.originals.missing import missing_from
 class ShardedOptimizer(IpuOptimizer):
     """Placed updates next to their operations; here the compiler does."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: OptimizerLike) -> None:
         super().__init__(optimizer, "ShardedOptimizer")
 
 

@@ -7,16 +7,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu.errors import IPURuntimeError, IPUTypeError, IPUValueError
 from tailrace.compat.ipu.graph.gradients import GradientTape
 from tailrace.compat.ipu.graph.update import as_optimizer, is_keras_optimizer
+from tailrace.data.array_like import TensorLike
 
 
 class OptimizerFunctionOutput:
     """What an `optimizer_function` returns.
 
     Args:
-        opt: an optimizer in the manner of the original, an optax transformation or one of Keras.
+        opt: an optax transformation, a Keras optimizer, or one with the interface of the original.
         loss: the loss of the mini-batch.
         compute_gradients_args: for `compute_gradients`: the list of variables.
         compute_gradients_kwargs: the same by name: `var_list`.
@@ -26,12 +28,16 @@ class OptimizerFunctionOutput:
         tape: a `GradientTape` that says what a Keras optimizer trains.
         gradient_capture_context: refused: watch gradients with taps (`cotangent/...`).
         captured_gradient_outfeed: refused, likewise.
+
+    Raises:
+        IPUTypeError: the loss is not a tensor.
+        IPUValueError: gradients are to be captured, which a pipeline does not do.
     """
 
     def __init__(
         self,
-        opt: Any,
-        loss: Any,
+        opt: OptimizerLike,
+        loss: TensorLike,
         compute_gradients_args: tuple[Any, ...] | None = None,
         compute_gradients_kwargs: dict[str, Any] | None = None,
         apply_gradients_args: tuple[Any, ...] | None = None,

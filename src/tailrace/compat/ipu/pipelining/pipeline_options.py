@@ -62,6 +62,9 @@ class PipelineStageOptions:
         convolution_options: for convolutions.
         matmul_options: for matrix products.
         slice_options: for slices.
+
+    Raises:
+        IPUTypeError: an argument is not a dict.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class PipelineOptions:
         if not (self.training and config.current().allow_recompute):
             return False
         interleaved = RecomputationMode.RecomputeAndBackpropagateInterleaved
+        # Auto, as in the original: interleaved for Sequential, recomputed before for the others.
         if self.recomputation_mode is RecomputationMode.Auto:
             sequential = self.pipeline_schedule is PipelineSchedule.Sequential
             return "interleaved" if sequential else "then"
@@ -152,7 +156,7 @@ class PipelineOptions:
     # -- rules ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Fill in defaults and refuse what may not be, in the order of the original."""
+        """Fill in defaults and check the options, in the order of the original."""
         self._check_counts()
         self._check_schedule()
         self._check_stages()

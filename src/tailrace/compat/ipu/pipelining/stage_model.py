@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from tailrace.compat.ipu.graph.operations import Operation
 from tailrace.compat.ipu.graph.variables import as_array
 from tailrace.compat.ipu.ipu_infeed_queue import arguments_of
 from tailrace.compat.ipu.pipelining.pipeline_options import PipelineOptions
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import Tag, mark
 from tailrace.pipeline.boundary import BESIDE, NEXT, boundary
@@ -33,6 +34,7 @@ def through_stages(
     """
     args, kwargs = arguments_of(element) if options.infeed_queue is not None else ((), {})
     values: list[Any] = [*inputs, *args]
+    # Which input of the pipeline each value is, if any: a rate passed through all stages stays one.
     sources: list[int | None] = [*range(len(inputs)), *[None] * len(args)]
     out: Any = None
     for number, stage in enumerate(options.computational_stages):
@@ -56,8 +58,8 @@ def through_stages(
     return values if isinstance(out, list | tuple) or len(values) != 1 else values[0]
 
 
-def _origins(out: Any, values: list[Any], sources: list[int | None]) -> list[int | None]:
-    """For each output of a stage, the input of the pipeline that it is; None if it is none."""
+def _origins(out: Tree, values: list[Any], sources: list[int | None]) -> list[int | None]:
+    """For each output of a stage, the pipeline input that it passes on; None if it is computed."""
     found: list[int | None] = []
     for value in out if isinstance(out, list | tuple) else [out]:
         if value is None or isinstance(value, Operation):
@@ -67,7 +69,7 @@ def _origins(out: Any, values: list[Any], sources: list[int | None]) -> list[int
     return found
 
 
-def outputs_of(out: Any) -> list[Any]:
+def outputs_of(out: Tree) -> list[Any]:
     """The outputs of a stage as the arguments of the next one; operations left away."""
     values = out if isinstance(out, list | tuple) else [out]
     return [
@@ -77,7 +79,7 @@ def outputs_of(out: Any) -> list[Any]:
     ]
 
 
-def sent_of(options: PipelineOptions, out: Any, loss: Any) -> Any:
+def sent_of(options: PipelineOptions, out: Tree, loss: TensorLike) -> Any:
     """What of a mini-batch goes to the outfeed; None: nothing."""
     if options.outfeed_loss:
         return loss
@@ -94,7 +96,7 @@ def sent_of(options: PipelineOptions, out: Any, loss: Any) -> Any:
     return None if isinstance(out, list) and not out else out
 
 
-def need_outfeed(options: PipelineOptions, out: Any) -> None:
+def need_outfeed(options: PipelineOptions, out: Tree) -> None:
     """Refuse outputs of the last stage that go nowhere."""
     hidden = options.outfeed_mask is not None and all(options.outfeed_mask)
     if options.outfeed_queue is None and jax.tree.leaves(out) and not hidden:
@@ -105,7 +107,7 @@ def need_outfeed(options: PipelineOptions, out: Any) -> None:
         )
 
 
-def sum_dtype(options: PipelineOptions, value: Any) -> Any:
+def sum_dtype(options: PipelineOptions, value: TensorLike) -> Any:
     """The dtype in which an accumulated outfeed adds values like this one."""
     wanted = options.accumulate_outfeed_dtype
     if wanted is None:
@@ -132,7 +134,7 @@ def infer(options: PipelineOptions) -> None:
         need_outfeed(options, out)
         return out
 
-    def element_of(args: Any, kwargs: Any) -> Any:
+    def element_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return kwargs or list(args)
 
     def one_run() -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tailrace as tr
+from tailrace.compat.arguments import OptimizerLike
 from tailrace.compat.ipu import config
 from tailrace.compat.ipu.errors import IPUTypeError, IPUValueError
 from tailrace.compat.ipu.graph.discovery import discover, keras_scope
@@ -43,6 +44,7 @@ from tailrace.compat.ipu.pipelining.stage_model import (
     sum_dtype,
     through_stages,
 )
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.feeds.infeed import InfeedQueue
 from tailrace.feeds.outfeed import OutfeedQueue
@@ -66,6 +68,7 @@ class Training:
         self._given = [Variable(value, trainable=False, name="pipeline input") for value in inputs]
         self._forwarded: dict[int, int] = {}
         self._output: Any = None
+        # Stages and optimizer are looked through apart: who touches a variable decides what it is.
         self._stage_found = discover(self._look, (inputs, element))
         self._opt = self._output.opt
         _check_optimizer(self._opt)
@@ -102,6 +105,7 @@ class Training:
             if not np.array_equal(value_of(variable), value):
                 variable.settle(value)
         variables = [*self.trained, *self.slots, *self.buffers]
+        # By identity: comparing values would copy every parameter to the host in each call.
         changed = {
             number: jnp.asarray(value)
             for number, value in enumerate(map(value_of, variables))
@@ -128,6 +132,7 @@ class Training:
     def _look(self, inputs: Tree, element: Tree) -> Any:
         scope, before = inside("a pipeline"), Counter()
 
+        # How many stages touch a variable: `seen` is emptied where each one begins.
         def at_stage() -> None:
             before.update(list(scope.seen))
             scope.seen.clear()
@@ -136,6 +141,7 @@ class Training:
         out = through_stages(self.options, inputs, element, at_stage, self._forwarded)
         at_stage()
         self._shared = {key for key, count in before.items() if count > 1}
+        # The optimizer function may ask for all trainable variables: those of all stages.
         scope.seen.update(scope.found.variables)
         self._output = self._optimizer_output(out)
         sent = sent_of(self.options, out, self._output.loss)
@@ -143,9 +149,10 @@ class Training:
             need_outfeed(self.options, out)
         return self._output.loss
 
-    def _optimizer_output(self, out: Any) -> Any:
+    def _optimizer_output(self, out: Tree) -> Any:
         assert self.options.optimizer_function is not None
         values = list(out) if isinstance(out, list) else [out]
+        # The optimizer gets the variable, not the traced value: it runs once per update, not per batch.
         for place, number in self._forwarded.items():
             values[place] = self._given[number]
         found = self.options.optimizer_function(*values)
@@ -180,6 +187,7 @@ class Training:
                 else:
                     options.outfeed_queue.enqueue(sent)
             after = [scope.read(variable) for variable in self.buffers]
+        # The engine differentiates a scalar; the original sums a loss that is an array.
         return jnp.sum(output.loss), ({"variables": after}, None)
 
     def _make_engine(self, inputs: list[Any], values: list[Any]) -> Engine:
@@ -259,7 +267,7 @@ class Training:
         options.outfeed_queue.deliver(jax.tree.map(total, found))
 
 
-def _check_optimizer(opt: Any) -> None:
+def _check_optimizer(opt: OptimizerLike) -> None:
     """Refuse what a pipeline does itself, or cannot do: it computes the gradients."""
     _check_minimize(opt)
     while isinstance(opt, IpuOptimizer):
@@ -278,7 +286,7 @@ def _check_optimizer(opt: Any) -> None:
         raise IPUValueError(_OWN_GRADIENTS.format(name=type(opt).__name__))
 
 
-def _check_minimize(opt: Any) -> None:
+def _check_minimize(opt: OptimizerLike) -> None:
     """Refuse an optimizer that overrides `minimize`, which nothing would call."""
     kind = type(opt.optimizer) if isinstance(opt, KerasOptimizer) else type(opt)
     if getattr(kind, "minimize", Optimizer.minimize) is not Optimizer.minimize:
@@ -295,7 +303,7 @@ _OWN_GRADIENTS = (
 )
 
 
-def _mappings(opt: Any) -> list[Callable[[Any, Any], Any]]:
+def _mappings(opt: OptimizerLike) -> list[Callable[[Any, Any], Any]]:
     """What the optimizers around an optimizer do to the gradient of a mini-batch, inmost first."""
     found: list[Callable[[Any, Any], Any]] = []
     while isinstance(opt, IpuOptimizer):
@@ -312,7 +320,7 @@ def mapped(value: object, functions: Sequence[Callable[[Any, Any], Any]]) -> Any
     def same(value: object) -> Any:
         return value
 
-    def backward(value: object, grad: Any) -> Any:
+    def backward(value: object, grad: TensorLike) -> Any:
         for function in functions:
             grad = function(grad, value)
         return (grad,)

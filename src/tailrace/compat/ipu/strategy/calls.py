@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
+from tailrace.data.trees import Tree
 
 
 class Calls:
@@ -40,13 +41,17 @@ class Calls:
         leaves, structure = jax.tree.flatten((list(args), kwargs), is_leaf=_is_whole)
         given = [own_array(leaf) for leaf in leaves]
         arrays = [value for value in given if is_array(value)]
+        # Arrays are data: only their form matters (`CompiledOp`). All other arguments are part of the
+        # program, so another object is another program.
         key = (fn, structure, *(None if is_array(v) else _identity(v) for v in given))
         if key not in self._programs:
             computation = self._computation(fn, structure, given)
             self._programs[key] = CompiledOp(computation, arrays, self._one_device)
         return self._programs[key](*arrays)
 
-    def _computation(self, fn: Any, structure: Any, given: list[Any]) -> Callable[..., Any]:
+    def _computation(
+        self, fn: Callable[..., Any], structure: Tree, given: list[Any]
+    ) -> Callable[..., Any]:
         data = [is_array(value) for value in given]
         # What is no data is kept, so that no other object takes the identity of one of them.
         rest = [None if is_data else value for value, is_data in zip(given, data, strict=True)]

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tailrace.compat.arguments import DatasetLike
 from tailrace.data.batches import Batches
 from tailrace.keras.scopes import Scopes
 
@@ -52,7 +53,7 @@ def _kinds() -> list[Any]:
 def _hook(kind: Any) -> None:
     plain = kind.__iter__
 
-    def iterate(dataset: Any) -> Any:
+    def iterate(dataset: DatasetLike) -> Any:
         make = _scopes.innermost()
         caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if make is None or caller in _LIBRARIES:

@@ -16,10 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
+from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike
 from tailrace.compat.ipu.errors import IPURuntimeError
 from tailrace.compat.ipu.graph.discovery import discover
 from tailrace.compat.ipu.graph.update import Computed, Optimizer, computed
 from tailrace.compat.ipu.strategy.calls import Calls
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError, ProgramError
 from tailrace.keras.optimizers.wrappers import Wrapper
@@ -30,7 +32,7 @@ _names: contextvars.ContextVar[dict[int, str] | None] = contextvars.ContextVar(
 )
 
 
-def keras_optimizer_in(optimizer: Any, seen: frozenset[int] = frozenset()) -> Any:
+def keras_optimizer_in(optimizer: OptimizerLike, seen: frozenset[int] = frozenset()) -> Any:
     """The optimizer of Keras that an optimizer which a program wrote holds, or one in it; or None.
 
     The originals' wrappers are for programs only: Keras has its equivalent of each.
@@ -55,7 +57,7 @@ class InKeras(Wrapper):
         inner_optimizer: the optimizer of Keras inside of it.
     """
 
-    def __init__(self, optimizer: Any, inner_optimizer: Any) -> None:
+    def __init__(self, optimizer: OptimizerLike, inner_optimizer: OptimizerLike) -> None:
         _hook_keras()
         super().__init__(inner_optimizer, type(optimizer).__name__)
         # Not plain attributes: Keras would treat a model in it as a part of the optimizer.
@@ -136,7 +138,7 @@ class InKeras(Wrapper):
         found = {id(variable): grad for grad, variable in pairs}
         return [found.get(id(variable)) for variable in variables]
 
-    def apply_gradients(self, grads_and_vars: Any, **_: Any) -> None:
+    def apply_gradients(self, grads_and_vars: GradientsAndVariables, **_: Any) -> None:
         """What the program wrote, which leaves the rest to the optimizer inside."""
         pairs = list(grads_and_vars)
         with _given([grad for grad, _ in pairs], [variable for _, variable in pairs]):
@@ -161,7 +163,7 @@ def _given(grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[None]:
 def _hook_keras() -> None:
     """Give Keras' optimizers `get_gradients`, and variables TensorFlow's names where asked; once."""
 
-    def get_gradients(optimizer: Any, loss: Any, params: Tree) -> list[Any]:
+    def get_gradients(optimizer: OptimizerLike, loss: TensorLike, params: Tree) -> list[Any]:
         """The gradients of the loss, which `fit` has computed."""
         del loss
         given = computed.get()

@@ -16,6 +16,7 @@ import jax
 from tailrace.compat.ipu.graph.discovery import keras_scope
 from tailrace.compat.ipu.graph.gradients import evaluate
 from tailrace.compat.ipu.graph.state import Found, Scope, scope_of
+from tailrace.data.array_like import TensorLike
 from tailrace.data.trees import Tree
 from tailrace.messages import note_once
 
@@ -40,7 +41,7 @@ def adapt(model: Any) -> None:
             model.__dict__[name] = functools.partial(_step, model, name, step)
 
 
-def takes_data_alone(step: Any) -> bool:
+def takes_data_alone(step: Callable[..., Any]) -> bool:
     """Whether a step of a model has one argument, as in TensorFlow's Keras."""
     parameters = list(inspect.signature(step).parameters.values())[1:]
     kinds = {parameter.kind for parameter in parameters}
@@ -50,12 +51,12 @@ def takes_data_alone(step: Any) -> bool:
     }
 
 
-def _step(model: Any, name: str, step: Callable[..., Any], state: Tree, data: Any) -> Any:
+def _step(model: Any, name: str, step: Callable[..., Any], state: Tree, data: TensorLike) -> Any:
     groups = [_variables(model, kind) for kind in _KINDS[name]]
     variables = [variable for group in groups for variable in group]
     known = {id(variable): variable for variable in variables}
 
-    def run(values: Sequence[Any], data: Any) -> Any:
+    def run(values: Sequence[Any], data: TensorLike) -> Any:
         scope = Scope(Found(variables=known, written=known), looking=False)
         scope.values.update(zip(known, values, strict=True))
         with keras_scope(), scope_of(scope):
@@ -63,6 +64,7 @@ def _step(model: Any, name: str, step: Callable[..., Any], state: Tree, data: An
             return out, [scope.read(variable) for variable in variables]
 
     given = [value for group in state for value in group]
+    # Traced first: gradients asked for by a tape are answered from the traced equations.
     closed, form = jax.make_jaxpr(run, return_shape=True)(given, data)
     found = evaluate(closed, jax.tree.leaves((given, data)))
     out, values = jax.tree.unflatten(jax.tree.structure(form), found)

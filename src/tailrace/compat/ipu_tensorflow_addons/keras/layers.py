@@ -5,14 +5,16 @@ What the chip fused is computed as Keras computes it. Arguments about the chip a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 import tailrace as tr
 import tailrace.keras as _tk  # noqa: F401  (sees to the backend before Keras is imported)
+from tailrace.compat.arguments import SeedLike
 from tailrace.compat.originals.missing import missing_from
-from tailrace.data.array_like import DTypeLike, ShapeLike
+from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.data.trees import Tree
 from tailrace.errors import OptionError
 from tailrace.messages import note_once
@@ -49,7 +51,11 @@ class _InOrder:
     """What the recurrent layers share: sequences may have time as dim 0."""
 
     def call(
-        self, sequences: Any, initial_state: Any = None, mask: Any = None, training: bool = False
+        self,
+        sequences: TensorLike,
+        initial_state: Tree = None,
+        mask: TensorLike = None,
+        training: bool = False,
     ) -> Any:
         """The outputs, and the state if asked for."""
         plain: Any = super().call  # pyright: ignore[reportAttributeAccessIssue]
@@ -69,7 +75,9 @@ class LSTM(_InOrder, keras.layers.LSTM):
         **kwargs: as in Keras, and options of the chip.
     """
 
-    def __init__(self, units: int, *args: Any, dropout_seed: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, units: int, *args: Any, dropout_seed: SeedLike = None, **kwargs: Any
+    ) -> None:
         kwargs.setdefault("seed", _seed(dropout_seed))
         time_major = _is_time_major(kwargs)
         super().__init__(units, *args, **_without_chip("LSTM", kwargs))
@@ -79,7 +87,9 @@ class LSTM(_InOrder, keras.layers.LSTM):
 class GRU(_InOrder, keras.layers.GRU):
     """`keras.layers.GRU`; see `LSTM`."""
 
-    def __init__(self, units: int, *args: Any, dropout_seed: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, units: int, *args: Any, dropout_seed: SeedLike = None, **kwargs: Any
+    ) -> None:
         kwargs.setdefault("seed", _seed(dropout_seed))
         kwargs.setdefault("reset_after", False)  # the original's default, and Keras 1's
         time_major = _is_time_major(kwargs)
@@ -90,7 +100,7 @@ class GRU(_InOrder, keras.layers.GRU):
 PopnnLSTM, PopnnGRU = LSTM, GRU
 
 
-def _seed(seed: Any) -> Any:
+def _seed(seed: SeedLike) -> Any:
     return None if seed is None else int(sum(seed)) if isinstance(seed, list | tuple) else int(seed)
 
 
@@ -98,7 +108,7 @@ def _is_time_major(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.pop("time_major", False))
 
 
-def _in_order(layer: Any, sequences: Any, run: Any) -> Any:
+def _in_order(layer: Any, sequences: TensorLike, run: Callable[..., Any]) -> Any:
     """Rows before steps, as Keras has it, where the original was given steps before rows."""
     if not layer.time_major:
         return run(sequences)
@@ -119,13 +129,16 @@ class Dropout(keras.layers.Dropout):
         seed: a number, or two of them.
         ref: whether the same elements are dropped each time; refused.
         **kwargs: as for any layer.
+
+    Raises:
+        OptionError: `ref` is set.
     """
 
     def __init__(
         self,
         rate: float = 0.5,
         noise_shape: ShapeLike = None,
-        seed: Any = None,
+        seed: SeedLike = None,
         ref: bool = False,
         **kwargs: Any,
     ) -> None:

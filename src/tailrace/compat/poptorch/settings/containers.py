@@ -82,7 +82,7 @@ class OptionsDict:
 
 
 def noted(name: str) -> None:
-    """Say once that an option of that chip has no effect here."""
+    """Note once that an option for the IPU has no effect."""
     note_once(f"{name} is about a chip that is not here; it is accepted and has no effect.")
 
 

@@ -1,4 +1,4 @@
-"""Where tensors live: settings of that chip, of which one means something here."""
+"""Where tensors are stored: settings of the IPU, of which one has an effect here."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class TensorLocationSettings(OptionsDict):
         return self._put(minElementsForReplicatedTensorSharding=value)
 
     def useIOTilesToLoad(self, use_io_tiles: bool = True) -> TensorLocationSettings:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self._put(useIOTilesToLoad=int(_typed("useIOTilesToLoad", use_io_tiles, bool)))
 
     def useIOTilesToStore(self, use_io_tiles: bool = True) -> TensorLocationSettings:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self._put(useIOTilesToStore=int(_typed("useIOTilesToStore", use_io_tiles, bool)))
 
 
@@ -57,7 +57,7 @@ class TensorLocationOptions(OptionsDict):
             location_accumulator={},
         )
 
-    def _locate(self, kind: str, location: Any) -> TensorLocationOptions:
+    def _locate(self, kind: str, location: TensorLocationSettings) -> TensorLocationOptions:
         if not isinstance(location, TensorLocationSettings):
             raise UsageError(
                 f"A location is a poptorch.TensorLocationSettings. Received: {type(location).__name__}"
@@ -65,27 +65,31 @@ class TensorLocationOptions(OptionsDict):
         self.set(**{f"location_{kind}": dict(location.settings)})
         return self
 
-    def setActivationLocation(self, location: Any) -> TensorLocationOptions:
+    def setActivationLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
         """Where activations live: always on the device here."""
         noted("setActivationLocation")
         return self._locate("activation", location)
 
-    def setWeightLocation(self, location: Any) -> TensorLocationOptions:
+    def setWeightLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
         """Where weights live: always on the device here."""
         noted("setWeightLocation")
         return self._locate("weight", location)
 
-    def setOptimizerLocation(self, location: Any) -> TensorLocationOptions:
+    def setOptimizerLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
         """Where optimizer state lives; `useOnChipStorage(False)` keeps it in the host's memory."""
         return self._locate("optimizer", location)
 
-    def setAccumulatorLocation(self, location: Any) -> TensorLocationOptions:
+    def setAccumulatorLocation(self, location: TensorLocationSettings) -> TensorLocationOptions:
         """Where accumulators live: always on the device here."""
         noted("setAccumulatorLocation")
         return self._locate("accumulator", location)
 
     def numIOTiles(self, num_tiles: int) -> TensorLocationOptions:
-        """About that chip."""
+        """IPU only: accepted, without effect.
+
+        Raises:
+            UsageError: the number is odd, or not between 32 and 192.
+        """
         if not isinstance(num_tiles, int) or num_tiles % 2 or not 32 <= num_tiles <= 192:
             raise UsageError("numIOTiles must be an even number between 32 and 192.")
         noted("numIOTiles")

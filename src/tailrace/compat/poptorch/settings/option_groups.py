@@ -30,7 +30,11 @@ class TrainingOptions(OptionsDict):
         return self.set(gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(self, reduction_type: Any) -> TrainingOptions:
-        """Whether gradients are averaged or summed."""
+        """Whether gradients are averaged or summed.
+
+        Raises:
+            OptionError: it is neither Mean nor Sum.
+        """
         kinds = enums.ReductionType
         if reduction_type not in (kinds.Mean, kinds.Sum):
             raise OptionError(
@@ -56,7 +60,7 @@ class TrainingOptions(OptionsDict):
         return self.set(automatic_loss_scaling=enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> TrainingOptions:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         noted("setConvolutionDithering")
         return self
 
@@ -74,12 +78,16 @@ class PrecisionOptions(OptionsDict):
         return self.set(floating_point_exceptions=enabled)
 
     def enableStochasticRounding(self, enabled: bool) -> PrecisionOptions:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         noted("enableStochasticRounding")
         return self
 
     def setPartialsType(self, dtype: torch.dtype) -> PrecisionOptions:
-        """About that chip: sums are made in float32 here."""
+        """IPU only: accepted, without effect. Sums are computed in float32.
+
+        Raises:
+            OptionError: it is neither `torch.float` nor `torch.half`.
+        """
         if dtype not in (torch.float, torch.half):
             raise OptionError(f"partials are torch.float or torch.half. Received: {dtype}")
         noted("setPartialsType")
@@ -122,7 +130,11 @@ class DistributedOptions(OptionsDict):
         return self.set(process_id=0, num_processes=1)
 
     def configureProcessId(self, process_id: int, num_processes: int) -> DistributedOptions:
-        """Say which process this is, from 0, of how many."""
+        """Say which process this is, from 0, of how many.
+
+        Raises:
+            OptionError: there is no such process among that many.
+        """
         if not 0 <= process_id < num_processes:
             raise OptionError(
                 f"Processes are numbered from 0. Received: process {process_id} of {num_processes}."

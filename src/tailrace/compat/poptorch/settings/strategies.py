@@ -97,23 +97,23 @@ class _Phased(_Strategy):
         return self.phases[index]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _Phased:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self
 
 
 class ParallelPhasedExecution(_Phased):
-    """Phases on that chip; here its stages run one device at a time, with the same results."""
+    """Phases of the IPU; here the stages run one device at a time, with the same results."""
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         return self
 
 
 class SerialPhasedExecution(_Phased):
-    """Phases on that chip; here its stages run one device at a time, with the same results."""
+    """Phases of the IPU; here the stages run one device at a time, with the same results."""
 
     def setTensorsLiveness(self, liveness: Liveness) -> SerialPhasedExecution:
-        """About that chip."""
+        """IPU only: accepted, without effect."""
         if not isinstance(liveness, Liveness):
             raise UsageError(f"liveness is a poptorch.Liveness. Received: {liveness!r}")
         return self

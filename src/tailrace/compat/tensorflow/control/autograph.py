@@ -27,6 +27,13 @@ from tailrace.jaxprs.internals import is_library
 from tailrace.messages import note_once
 
 _STANDARD = sysconfig.get_paths()["stdlib"]
+_PLAIN = "tailrace_plain"  # the mark of functions that are left as they are
+
+Read = Callable[[], tuple[Any, ...]]
+"""How rewritten code lets an operator read the names that a statement changes."""
+
+Write = Callable[[Sequence[Any]], None]
+"""The same for writing them."""
 
 
 def available() -> bool:
@@ -62,15 +69,15 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
 
-def do_not_convert(func: Any = None) -> Any:
+def do_not_convert(func: Callable[..., Any] | None = None) -> Any:
     """Leave the loops and branches of a function Python's; a decorator."""
     if func is None:
         return do_not_convert
-    func.tailrace_plain = True
+    setattr(func, _PLAIN, True)
     return func
 
 
-def _name(function: Any) -> str:
+def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
@@ -78,7 +85,7 @@ def is_user_code(function: Callable[..., Any]) -> bool:
     """Whether a function is a program's own: not a library's, and not excluded by the program."""
     plain = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(plain, "__code__", None)
-    if code is None or hasattr(plain, "tailrace_plain"):
+    if code is None or hasattr(plain, _PLAIN):
         return False
     path = code.co_filename
     return not (
@@ -126,7 +133,12 @@ def _operators(variables: Any) -> dict[str, Any]:
     def is_missing(value: TensorLike) -> bool:
         return isinstance(value, variables.Undefined | variables.UndefinedReturnValue)
 
-    def symbols(names: Any, get_state: Any, set_state: Any, count: int | None = None) -> Symbols:
+    def symbols(
+        names: Sequence[str],
+        get_state: Read,
+        set_state: Write,
+        count: int | None = None,
+    ) -> Symbols:
         if count is None or count == len(names):
             return Symbols(names, get_state, set_state, is_missing)
         rest = get_state()[count:]  # used before it only, so not carried
@@ -138,7 +150,13 @@ def _operators(variables: Any) -> dict[str, Any]:
         )
 
     def for_stmt(
-        iter_: Any, extra_test: Any, body: Any, get_state: Any, set_state: Any, names: Any, _: Any
+        iter_: Any,
+        extra_test: Callable[..., Any],
+        body: Callable[..., Any],
+        get_state: Read,
+        set_state: Write,
+        names: Sequence[str],
+        _: Any,
     ) -> None:
         if current() is not None and isinstance(iter_, jax.Array | loops.Range):
             loops.for_loop(iter_, body, symbols(names, get_state, set_state), extra_test)
@@ -151,7 +169,12 @@ def _operators(variables: Any) -> dict[str, Any]:
                 break
 
     def while_stmt(
-        test: Any, body: Any, get_state: Any, set_state: Any, names: Any, _: Any
+        test: Callable[..., Any],
+        body: Callable[..., Any],
+        get_state: Read,
+        set_state: Write,
+        names: Sequence[str],
+        _: Any,
     ) -> None:
         while True:
             wanted = test()
@@ -163,7 +186,13 @@ def _operators(variables: Any) -> dict[str, Any]:
             body()
 
     def if_stmt(
-        cond: Any, body: Any, orelse: Any, get_state: Any, set_state: Any, names: Any, nouts: int
+        cond: TensorLike,
+        body: Callable[..., Any],
+        orelse: Callable[..., Any],
+        get_state: Read,
+        set_state: Write,
+        names: Sequence[str],
+        nouts: int,
     ) -> None:
         if is_device_value(cond):
             branch(cond, body, orelse, symbols(names, get_state, set_state, nouts))
@@ -172,7 +201,9 @@ def _operators(variables: Any) -> dict[str, Any]:
         else:
             orelse()
 
-    def if_exp(cond: Any, if_true: Any, if_false: Any, _: Any) -> Any:
+    def if_exp(
+        cond: TensorLike, if_true: Callable[..., Any], if_false: Callable[..., Any], _: Any
+    ) -> Any:
         if is_device_value(cond):
             return either(cond, lambda: [if_true()], lambda: [if_false()])[0]
         return if_true() if cond else if_false()
@@ -206,7 +237,7 @@ def _both(function: Callable[..., Any], goes_on: Callable[[Any], bool]) -> Calla
 
 
 def converted_call(
-    f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *_: Any, **__: Any
+    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *_: Any, **__: Any
 ) -> Any:
     """A call in rewritten code: of the user's functions, which are rewritten too, or of others."""
     kwargs = kwargs or {}
@@ -220,7 +251,7 @@ def converted_call(
     return f(*args, **kwargs)
 
 
-def _once(f: Any) -> Any:
+def _once(f: Callable[..., Any]) -> Any:
     if not is_user_code(f) or hasattr(f, "autograph_info__"):
         return f
     return converted(f)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,15 @@ from tailrace.compat.tensorflow.control.symbols import (
     same_form,
     split,
 )
+from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 
 
 def branch(
-    condition: Any, body: Callable[[], Any], orelse: Callable[[], Any], symbols: Symbols
+    condition: TensorLike, body: Callable[[], Any], orelse: Callable[[], Any], symbols: Symbols
 ) -> None:
     """Run `body` or `orelse`, each of which changes the symbols, in the program."""
+    # Both branches are traced, each from the values before: the second must not see the first's.
     before, undefined = symbols.values(), list(symbols.read())
 
     def run(one: Callable[[], Any]) -> list[Any]:
@@ -36,10 +39,10 @@ def branch(
 
 
 def either(
-    condition: Any,
+    condition: TensorLike,
     body: Callable[[], list[Any]],
     orelse: Callable[[], list[Any]],
-    names: Any = ("the result",),
+    names: Sequence[str] = ("the result",),
 ) -> list[Any]:
     """What one of two functions returns: values of one form; variables that they change are carried."""
     scope = inside("a branch over a value of the device")
@@ -55,6 +58,7 @@ def either(
     same_form(first, second, names, "A branch")
     if scope.looking:
         return first.joined(first.arrays)
+    # lax.cond needs equal forms; a branch that lacks a value returns zeros, which are never read.
     forms = [split([v]).arrays if some else [] for v, some in zip(outs[0], both, strict=True)]
     after, written = lax.cond(
         boolean(condition), ways[0].chosen(both, forms), ways[1].chosen(both, forms), given
@@ -64,7 +68,7 @@ def either(
     return first.joined(after)
 
 
-def _with_returns(out: list[Any], other: list[Any], names: Any) -> list[Any]:
+def _with_returns(out: list[Any], other: list[Any], names: Sequence[str]) -> list[Any]:
     """What a branch leaves; where only the other one returns from the function, a value like its.
 
     Whether there was a return is a value of its own, so this one is never looked at.
@@ -117,5 +121,5 @@ class _Way:
         return run
 
 
-def _zeros(form: Any) -> Any:
+def _zeros(form: Tree) -> Any:
     return jnp.zeros(form.shape, form.dtype)

@@ -18,16 +18,18 @@ from tailrace.compat.tensorflow.control.symbols import (
     same_form,
     split,
 )
+from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 
 
 class Range:
     """`tf.range` whose length is a value of the device: it can be iterated, and nothing else."""
 
-    def __init__(self, start: Any, limit: Any, delta: Any) -> None:
+    def __init__(self, start: TensorLike, limit: TensorLike, delta: TensorLike) -> None:
         self.start, self.delta = start, delta
         self.length = jnp.maximum(0, -((start - limit) // delta))
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: TensorLike) -> Any:
         return self.start + index * self.delta
 
 
@@ -45,7 +47,7 @@ def for_loop(
     length = items.length if isinstance(items, Range) else items.shape[0]
     loop = _Loop(symbols, "A loop")
 
-    def one_pass(index: Any, *arrays: Any) -> Any:
+    def one_pass(index: TensorLike, *arrays: Any) -> Any:
         loop.enter(arrays)
         body(items[index])
         return index + 1, *loop.left()
@@ -54,8 +56,8 @@ def for_loop(
     if again is None:
         after = loops.repeat(length, one_pass, start)
     else:
-
-        def wanted(index: Any, *arrays: Any) -> Any:
+        # `break` became a name that the body changes; `again` reads it before each pass.
+        def wanted(index: TensorLike, *arrays: Any) -> Any:
             loop.enter(arrays)
             return boolean(again()) & (index < length)
 
@@ -103,7 +105,7 @@ class _Loop:
         """What the loop carries."""
         return self._before.arrays
 
-    def enter(self, arrays: Any) -> None:
+    def enter(self, arrays: Tree) -> None:
         """The values at the beginning of a pass."""
         self._symbols.put(self._before.joined(arrays), self._undefined)
 
@@ -124,7 +126,7 @@ class _Loop:
         same_form(self._before, found, self._symbols.names, self._what)
         return found.arrays
 
-    def finish(self, arrays: Any) -> None:
+    def finish(self, arrays: Tree) -> None:
         """The values behind the loop."""
         values = self._before.joined(arrays)
         for number, value in enumerate(values):
@@ -135,5 +137,5 @@ class _Loop:
         self._symbols.put(values, self._undefined)
 
 
-def _zeros(form: Any) -> Any:
+def _zeros(form: Tree) -> Any:
     return jnp.zeros(form.shape, form.dtype)

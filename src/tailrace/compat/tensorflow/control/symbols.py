@@ -103,6 +103,7 @@ def same_form(
     """Refuse a loop or a branch after which a name holds another kind of value."""
     if before.structure == after.structure and len(before.arrays) == len(after.arrays):
         for one, other in zip(before.kept, after.kept, strict=True):
+            # Objects must be the same ones: a loop of the device cannot choose between Python objects.
             if (one is None) != (other is None) or (one and other and one[0] is not other[0]):
                 break
         else:

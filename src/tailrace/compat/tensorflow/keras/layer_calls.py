@@ -27,7 +27,7 @@ def rewrite_calls() -> None:
     hook(keras.layers.Layer, "__init__", _init)
 
 
-def _init(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
+def _init(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
     for kind in type(layer).__mro__:
         call = vars(kind).get("call")
         is_own = kind.__module__.split(".")[0] not in ("keras", "tailrace")
@@ -39,6 +39,7 @@ def _init(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> N
 def _called(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+        # Rewriting costs tracebacks and time; a condition over device values is what needs it.
         try:
             return call(layer, *args, **kwargs)
         except jax.errors.TracerBoolConversionError as error:
@@ -67,6 +68,7 @@ def _in_scope(layer: keras.layers.Layer, call: Callable[[], Any]) -> Any:
     known = [(variable, variable.value) for variable in layer.variables]
     with keras.StatelessScope(known), scope_of(Scope(found, looking=True)):
         call()  # builds layers inside, and shows the forms of names that a loop gives a value
+    # Traced a second time with what the first has shown: names that loops give a value have forms now.
     found.keep.begin()
     changing = list(layer.non_trainable_variables)
     found.written = {id(variable): variable for variable in changing}

@@ -7,10 +7,13 @@ its classes are what programs derive from and compare with.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from tailrace.compat.arguments import GradientsAndVariables, OptimizerLike
+from tailrace.compat.tensorflow.keras.backend_names import backend
 from tailrace.compat.tensorflow.keras.layer_calls import rewrite_calls
 from tailrace.compat.tensorflow.namespaces import Namespace
 from tailrace.data.array_like import TensorLike
@@ -46,7 +49,15 @@ _base = _module(
     "optimizer_v2.optimizer_v2", OptimizerV2=_optimizers.Optimizer, Optimizer=_optimizers.Optimizer
 )
 
+_REDUCTIONS = Namespace(
+    "keras.losses.Reduction",
+    {"AUTO": "sum_over_batch_size", "NONE": "none", "SUM": "sum"}
+    | {"SUM_OVER_BATCH_SIZE": "sum_over_batch_size"},
+)
+"""Keras 3 has texts instead."""
+
 MODULES: dict[str, Any] = {
+    "backend": backend(),
     "engine": Namespace("keras.engine", _engine),
     "optimizer_v2": Namespace("keras.optimizer_v2", {**_files, "optimizer_v2": _base}),
     "optimizers_v2": Namespace("keras.optimizers_v2", {**_files, "optimizer_v2": _base}),
@@ -63,9 +74,12 @@ def accept() -> None:
     hook(keras.layers.Layer, "add_weight", _weight)
     rewrite_calls()
     keras.Model.compiled_loss = property(_compiled_loss)  # type: ignore[attr-defined]
+    keras.metrics.Metric.reset_states = _reset_states  # type: ignore[attr-defined]
+    keras.optimizers.Optimizer.lr = property(_rate, _set_rate)  # type: ignore[attr-defined]
+    keras.losses.Reduction = _REDUCTIONS  # type: ignore[attr-defined]
 
 
-def _input(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
+def _input(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
     if "input_shape" in kwargs:
         kwargs["shape"] = kwargs.pop("input_shape")
         _note("InputLayer(input_shape=...)", "shape=...")
@@ -79,7 +93,9 @@ def _input(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> 
     plain(layer, *args, **kwargs)
 
 
-def _optimizer(plain: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+def _optimizer(
+    plain: Callable[..., Any], optimizer: OptimizerLike, *args: Any, **kwargs: Any
+) -> None:
     if "lr" in kwargs:
         _note("lr=", "learning_rate=")
         kwargs["learning_rate"] = kwargs.pop("lr")
@@ -96,19 +112,27 @@ def _optimizer(plain: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     plain(optimizer, *args, **kwargs)
 
 
-def _apply(plain: Any, optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply(
+    plain: Callable[..., Any],
+    optimizer: OptimizerLike,
+    grads_and_vars: GradientsAndVariables,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if args or kwargs:
         _note("apply_gradients(grads_and_vars, name, ...)", "apply_gradients(grads_and_vars)")
     return plain(optimizer, grads_and_vars)
 
 
-def _embedding(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
+def _embedding(
+    plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any
+) -> None:
     if kwargs.pop("input_length", None) is not None:
         _note("Embedding(input_length=...)", "nothing: the length is that of the input")
     plain(layer, *args, **kwargs)
 
 
-def _weight(plain: Any, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+def _weight(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     """TensorFlow's Keras has the name first, Keras 3 the shape."""
     if args and isinstance(args[0], str):
         _note("add_weight(name, shape)", "add_weight(shape, name=name)")
@@ -124,13 +148,26 @@ def _compiled_loss(model: Any) -> Any:
     def loss(
         y_true: TensorLike,
         y_pred: TensorLike,
-        sample_weight: Any = None,
+        sample_weight: TensorLike = None,
         regularization_losses: Any = None,
     ) -> Any:
         del regularization_losses  # compute_loss adds them
         return model.compute_loss(y=y_true, y_pred=y_pred, sample_weight=sample_weight)
 
     return loss
+
+
+def _reset_states(metric: keras.metrics.Metric) -> None:
+    _note("metric.reset_states()", "metric.reset_state()")
+    metric.reset_state()
+
+
+def _rate(optimizer: OptimizerLike) -> Any:
+    return optimizer.learning_rate
+
+
+def _set_rate(optimizer: OptimizerLike, value: TensorLike) -> None:
+    optimizer.learning_rate = value
 
 
 def _note(older: str, newer: str) -> None:

@@ -18,11 +18,14 @@ from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.data.array_like import DTypeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.errors import ProgramError
 
 
 @operation("range")
-def range_(start: Any, limit: Any = None, delta: Any = 1, dtype: DTypeLike = None) -> Any:
+def range_(
+    start: TensorLike, limit: TensorLike = None, delta: TensorLike = 1, dtype: DTypeLike = None
+) -> Any:
     """Numbers from `start` to before `limit`.
 
     A limit that is a value of the device gives something that a `for` of a `tf.function` iterates.
@@ -35,8 +38,12 @@ def range_(start: Any, limit: Any = None, delta: Any = 1, dtype: DTypeLike = Non
 
 
 @operation("cond")
-def cond(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
-    """What one of two functions returns."""
+def cond(pred: TensorLike, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+    """What one of two functions returns.
+
+    Raises:
+        ProgramError: the condition is a device value, and there is no program.
+    """
     if not is_device_value(pred):
         return true_fn() if pred else false_fn()
     if current() is None:
@@ -48,7 +55,7 @@ def cond(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> 
 
 @operation("switch_case")
 def switch_case(
-    branch_index: Any, branch_fns: Any, default: Callable[[], Any] | None = None
+    branch_index: TensorLike, branch_fns: Any, default: Callable[[], Any] | None = None
 ) -> Any:
     """What the function with a number returns; with no such function, the last one or `default`."""
     pairs = branch_fns.items() if isinstance(branch_fns, dict) else branch_fns
@@ -76,13 +83,13 @@ def case(
 
 @operation("while_loop")
 def while_loop(
-    cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Any, **options: Any
+    cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Tree, **options: Any
 ) -> Any:
     """Run a body for as long as a condition holds; `maximum_iterations=` limits it."""
     most = options.get("maximum_iterations")
     values, structure = jax.tree.flatten(loop_vars)
 
-    def as_vars(arrays: Any) -> Any:
+    def as_vars(arrays: Tree) -> Any:
         return jax.tree.unflatten(structure, arrays)
 
     if current() is None:
@@ -116,7 +123,7 @@ def vectorized_map(fn: Callable[[Any], Any], elems: TensorLike, *_: Any, **__: A
 
 @operation("scan")
 def scan(
-    fn: Callable[[Any, Any], Any], elems: TensorLike, initializer: Any = None, *_: Any, **__: Any
+    fn: Callable[[Any, Any], Any], elems: TensorLike, initializer: Tree = None, *_: Any, **__: Any
 ) -> Any:
     """What a function of what it returned before and of each row returns."""
     elems = jax.tree.map(jnp.asarray, elems)
@@ -132,7 +139,7 @@ def scan(
 
 @operation("foldl")
 def foldl(
-    fn: Callable[[Any, Any], Any], elems: TensorLike, initializer: Any = None, *_: Any, **__: Any
+    fn: Callable[[Any, Any], Any], elems: TensorLike, initializer: Tree = None, *_: Any, **__: Any
 ) -> Any:
     """What a function of what it returned before and of each row returns in the end."""
     return jax.tree.map(lambda each: each[-1], scan(fn, elems, initializer))
@@ -160,7 +167,7 @@ def group(*operations: Any) -> Any:
 
 @operation("print")
 def print_(*inputs: Any, **options: Any) -> None:
-    """Print values when they are there."""
+    """Print values when they have been computed."""
     del options
     if any(map(is_device_value, inputs)):
         text = " ".join("{}" if is_device_value(each) else str(each) for each in inputs)

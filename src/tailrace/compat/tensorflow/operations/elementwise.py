@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import keras
 from keras import ops
 
+from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.data.array_like import TensorLike
+from tailrace.data.trees import Tree
 
 UNARY: dict[str, Any] = {
     "abs": ops.absolute,
@@ -159,6 +161,14 @@ for _name, _function in BINARY.items():
     operation(f"math.{_name}", *[_name] * (_name in AT_TOP))(_binary(_function))
 
 
+@operation("compat.v1.div")
+def div(x: TensorLike, y: TensorLike) -> Any:
+    """x / y as in TensorFlow 1: rounded down for integers, exact for floats."""
+    x, y = tensor(x), tensor(y)
+    whole = all(jnp.issubdtype(jnp.asarray(each).dtype, jnp.integer) for each in (x, y))
+    return ops.floor_divide(x, y) if whole else ops.divide(x, y)
+
+
 @operation("truncatediv")
 def truncatediv(x: TensorLike, y: TensorLike) -> Any:
     """x / y, rounded towards zero."""
@@ -180,7 +190,7 @@ def squared_difference(x: TensorLike, y: TensorLike) -> Any:
 
 @operation("math.multiply_no_nan")
 def multiply_no_nan(x: TensorLike, y: TensorLike) -> Any:
-    """x · y, and 0 where y is 0, whatever x is there."""
+    """x · y, and 0 where y is 0, even if x is not finite."""
     x, y = tensor(x), tensor(y)
     return ops.where(ops.equal(y, 0), ops.zeros_like(x), ops.multiply(x, y))
 
@@ -209,13 +219,13 @@ def add_n(inputs: TensorLike) -> Any:
 
 
 @operation("clip_by_value")
-def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
+def clip_by_value(t: TensorLike, clip_value_min: TensorLike, clip_value_max: TensorLike) -> Any:
     """Each element, at least the one and at most the other."""
     return ops.minimum(ops.maximum(t, clip_value_min), clip_value_max)
 
 
 @operation("clip_by_norm")
-def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
+def clip_by_norm(t: TensorLike, clip_norm: TensorLike, axes: Axes = None) -> Any:
     """A tensor scaled down so that its norm is at most `clip_norm`."""
     t = tensor(t)
     norm = ops.sqrt(ops.sum(ops.square(t), axis=axes, keepdims=True))
@@ -223,14 +233,14 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
 
 
 @operation("linalg.global_norm")
-def global_norm(t_list: Any) -> Any:
+def global_norm(t_list: Tree) -> Any:
     """The norm of all tensors of a list together; None counts nothing."""
     squares = [ops.sum(ops.square(tensor(t))) for t in t_list if t is not None]
     return ops.sqrt(ops.sum(ops.stack(squares)))
 
 
 @operation("clip_by_global_norm")
-def clip_by_global_norm(t_list: Any, clip_norm: Any, use_norm: Any = None) -> Any:
+def clip_by_global_norm(t_list: Tree, clip_norm: TensorLike, use_norm: TensorLike = None) -> Any:
     """Tensors scaled down together so that their norm is at most `clip_norm`, and that norm."""
     norm = global_norm(t_list) if use_norm is None else use_norm
     scale = ops.divide(clip_norm, ops.maximum(norm, clip_norm))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from keras import ops
 
+from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.data.array_like import TensorLike
@@ -57,7 +58,7 @@ def einsum(equation: str, *inputs: Any, **kwargs: Any) -> Any:
 
 @operation("norm", "linalg.norm")
 def norm(
-    tensor: TensorLike, ord: Any = "euclidean", axis: Any = None, keepdims: bool = False
+    tensor: TensorLike, ord: Any = "euclidean", axis: Axes = None, keepdims: bool = False
 ) -> Any:
     """The norm of a tensor, of its rows or of matrices in it."""
     tensor = jnp.asarray(tensor)
@@ -80,20 +81,22 @@ def band_part(input: TensorLike, num_lower: int, num_upper: int) -> Any:
 
 
 @operation("linalg.diag")
-def diag(diagonal: Any) -> Any:
+def diag(diagonal: TensorLike) -> Any:
     """Matrices with these diagonals."""
     diagonal = tensor(diagonal)
     return diagonal[..., None] * jnp.eye(diagonal.shape[-1], dtype=diagonal.dtype)
 
 
 @operation("linalg.solve")
-def solve(matrix: Any, rhs: jax.Array, adjoint: bool = False) -> Any:
+def solve(matrix: TensorLike, rhs: jax.Array, adjoint: bool = False) -> Any:
     """x in matrix · x = rhs."""
     return jnp.linalg.solve(_turned(matrix, False, adjoint), tensor(rhs))
 
 
 @operation("linalg.triangular_solve")
-def triangular_solve(matrix: Any, rhs: jax.Array, lower: bool = True, adjoint: bool = False) -> Any:
+def triangular_solve(
+    matrix: TensorLike, rhs: jax.Array, lower: bool = True, adjoint: bool = False
+) -> Any:
     """x in matrix · x = rhs, of a triangular matrix."""
     return jax.scipy.linalg.solve_triangular(
         tensor(matrix), tensor(rhs), trans="C" if adjoint else "N", lower=lower

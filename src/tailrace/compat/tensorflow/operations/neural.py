@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from keras import ops
 
+from tailrace.compat.arguments import Axes, SeedLike
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.random_numbers import next_seed
 from tailrace.compat.tensorflow.operations.table import operation
@@ -102,7 +103,7 @@ def sparse_softmax_cross_entropy_with_logits(labels: TensorLike, logits: TensorL
 
 
 @operation("nn.l2_loss")
-def l2_loss(t: Any) -> Any:
+def l2_loss(t: TensorLike) -> Any:
     """Half of the sum of squares."""
     return ops.divide(ops.sum(ops.square(tensor(t))), 2)
 
@@ -111,7 +112,7 @@ def l2_loss(t: Any) -> Any:
 
 
 @operation("nn.l2_normalize", "math.l2_normalize", "linalg.l2_normalize")
-def l2_normalize(x: TensorLike, axis: Any = None, epsilon: float = 1e-12) -> Any:
+def l2_normalize(x: TensorLike, axis: Axes = None, epsilon: float = 1e-12) -> Any:
     """Scaled so that the norm along an axis is 1."""
     x = tensor(x)
     total = ops.sum(ops.square(x), axis=axis, keepdims=True)
@@ -119,7 +120,7 @@ def l2_normalize(x: TensorLike, axis: Any = None, epsilon: float = 1e-12) -> Any
 
 
 @operation("nn.moments")
-def moments(x: TensorLike, axes: Any, shift: Any = None, keepdims: bool = False) -> Any:
+def moments(x: TensorLike, axes: Axes, shift: Any = None, keepdims: bool = False) -> Any:
     """Mean and variance over axes."""
     del shift
     return ops.moments(tensor(x), tuple(axes) if isinstance(axes, list) else axes, keepdims)
@@ -127,7 +128,12 @@ def moments(x: TensorLike, axes: Any, shift: Any = None, keepdims: bool = False)
 
 @operation("nn.batch_normalization")
 def batch_normalization(
-    x: TensorLike, mean: Any, variance: Any, offset: Any, scale: Any, variance_epsilon: float
+    x: TensorLike,
+    mean: TensorLike,
+    variance: TensorLike,
+    offset: TensorLike,
+    scale: TensorLike,
+    variance_epsilon: float,
 ) -> Any:
     """Scaled and moved by statistics that are given."""
     factor = ops.rsqrt(ops.add(variance, variance_epsilon))
@@ -139,7 +145,11 @@ def batch_normalization(
 
 @operation("nn.dropout")
 def dropout(
-    x: TensorLike, rate: Any = None, noise_shape: ShapeLike = None, seed: Any = None, **older: Any
+    x: TensorLike,
+    rate: TensorLike = None,
+    noise_shape: ShapeLike = None,
+    seed: SeedLike = None,
+    **older: Any,
 ) -> Any:
     """Elements set to 0 by chance, the others scaled up."""
     import keras
@@ -149,7 +159,7 @@ def dropout(
 
 
 @operation("nn.bias_add")
-def bias_add(value: TensorLike, bias: Any, data_format: str | None = None) -> Any:
+def bias_add(value: TensorLike, bias: TensorLike, data_format: str | None = None) -> Any:
     """A bias for each channel."""
     if data_format is not None and data_format.startswith("NC") and data_format != "NC":
         bias = ops.reshape(bias, (-1, *[1] * (len(value.shape) - 2)))
@@ -157,8 +167,14 @@ def bias_add(value: TensorLike, bias: Any, data_format: str | None = None) -> An
 
 
 @operation("nn.embedding_lookup")
-def embedding_lookup(params: Tree, ids: Any, max_norm: Any = None, **partition: Any) -> Any:
-    """Rows of a table."""
+def embedding_lookup(
+    params: Tree, ids: TensorLike, max_norm: TensorLike = None, **partition: Any
+) -> Any:
+    """Rows of a table.
+
+    Raises:
+        OptionError: `max_norm` is given.
+    """
     del partition
     if max_norm is not None:
         raise OptionError(
@@ -175,7 +191,7 @@ def _format(data_format: str | None) -> str:
     return "channels_first" if first else "channels_last"
 
 
-def _middle(strides: Any, dims: int, data_format: str | None) -> Any:
+def _middle(strides: ShapeLike, dims: int, data_format: str | None) -> Any:
     """The strides of the axes of an image, from a number, one for each of them or one for each axis."""
     if isinstance(strides, int):
         return strides
@@ -185,7 +201,7 @@ def _middle(strides: Any, dims: int, data_format: str | None) -> Any:
     return strides[0] if len(strides) == 1 else tuple(strides)
 
 
-def _padding(padding: Any) -> str:
+def _padding(padding: str) -> str:
     if not isinstance(padding, str):
         raise OptionError(
             f'padding is "SAME" or "VALID". Received: {padding!r}. For other widths use tf.pad before.'
@@ -197,11 +213,11 @@ def _convolution(dims: int) -> None:
     @operation(f"nn.conv{dims}d")
     def convolution(
         input: TensorLike,
-        filters: Any = None,
-        strides: Any = 1,
-        padding: Any = "VALID",
-        data_format: Any = None,
-        dilations: Any = None,
+        filters: TensorLike = None,
+        strides: ShapeLike = 1,
+        padding: str = "VALID",
+        data_format: str | None = None,
+        dilations: ShapeLike = None,
         **older: Any,
     ) -> Any:
         kernel = older.get("filter", filters)
@@ -220,11 +236,11 @@ for _dims in (1, 2, 3):
 @operation("nn.depthwise_conv2d")
 def depthwise_conv2d(
     input: TensorLike,
-    filter: Any,
-    strides: Any,
-    padding: Any,
-    data_format: Any = None,
-    dilations: Any = None,
+    filter: TensorLike,
+    strides: ShapeLike,
+    padding: str,
+    data_format: str | None = None,
+    dilations: ShapeLike = None,
 ) -> Any:
     """A convolution of each channel by itself."""
     dilation = 1 if dilations is None else _middle(dilations, 2, data_format)
@@ -240,7 +256,11 @@ def depthwise_conv2d(
 
 def _pool(name: str, dims: int, function: Callable[..., Any]) -> None:
     def pooled(
-        input: TensorLike, ksize: Any, strides: Any, padding: Any, data_format: Any = None
+        input: TensorLike,
+        ksize: ShapeLike,
+        strides: ShapeLike,
+        padding: str,
+        data_format: str | None = None,
     ) -> Any:
         size, steps = (_middle(each, dims, data_format) for each in (ksize, strides))
         found = function(tensor(input), size, steps, _padding(padding), _format(data_format))

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from tailrace.compat.arguments import SeedLike
+from tailrace.compat.ipu.graph.named_variables import set_initial_seed
 from tailrace.compat.ipu.graph.state import prepared
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.shapes import shape_of
@@ -18,7 +20,7 @@ _made: dict[str, Any] = {}
 _first: list[int] = [0]
 
 
-def next_seed(seed: Any = None) -> Any:
+def next_seed(seed: SeedLike = None) -> Any:
     """A seed for one draw: the one given, or the next of the process; programs carry it on."""
     if seed is not None:
         return seed
@@ -29,6 +31,7 @@ def next_seed(seed: Any = None) -> Any:
 def set_seed(seed: int) -> None:
     """Draw from this seed from now on; Keras' layers too."""
     _first[0] = int(seed)
+    set_initial_seed(seed)
     _made.clear()
     keras.utils.set_random_seed(int(seed))
 
@@ -36,10 +39,10 @@ def set_seed(seed: int) -> None:
 @operation("random.normal")
 def normal(
     shape: ShapeLike,
-    mean: Any = 0.0,
-    stddev: Any = 1.0,
+    mean: TensorLike = 0.0,
+    stddev: TensorLike = 1.0,
     dtype: DTypeLike = "float32",
-    seed: Any = None,
+    seed: SeedLike = None,
 ) -> Any:
     """Numbers of a normal distribution."""
     drawn = keras.random.normal(shape_of(shape), dtype=str(narrowed(dtype)), seed=next_seed(seed))
@@ -49,10 +52,10 @@ def normal(
 @operation("random.truncated_normal")
 def truncated_normal(
     shape: ShapeLike,
-    mean: Any = 0.0,
-    stddev: Any = 1.0,
+    mean: TensorLike = 0.0,
+    stddev: TensorLike = 1.0,
     dtype: DTypeLike = "float32",
-    seed: Any = None,
+    seed: SeedLike = None,
 ) -> Any:
     """Numbers of a normal distribution, at most two deviations from its mean."""
     drawn = keras.random.truncated_normal(
@@ -64,10 +67,10 @@ def truncated_normal(
 @operation("random.uniform")
 def uniform(
     shape: ShapeLike,
-    minval: Any = 0,
-    maxval: Any = None,
+    minval: TensorLike = 0,
+    maxval: TensorLike = None,
     dtype: DTypeLike = "float32",
-    seed: Any = None,
+    seed: SeedLike = None,
 ) -> Any:
     """Numbers between two, the lower one included."""
     kind = narrowed(dtype)
@@ -79,14 +82,14 @@ def uniform(
 
 
 @operation("random.shuffle")
-def shuffle(value: TensorLike, seed: Any = None) -> Any:
+def shuffle(value: TensorLike, seed: SeedLike = None) -> Any:
     """The rows in another order."""
     return keras.random.shuffle(jnp.asarray(value), seed=next_seed(seed))
 
 
 @operation("random.categorical")
 def categorical(
-    logits: TensorLike, num_samples: int, dtype: DTypeLike = "int64", seed: Any = None
+    logits: TensorLike, num_samples: int, dtype: DTypeLike = "int64", seed: SeedLike = None
 ) -> Any:
     """Classes drawn for each row."""
     drawn: Any = keras.random.categorical(jnp.asarray(logits), num_samples, seed=next_seed(seed))
@@ -97,7 +100,7 @@ def _stateless(name: str) -> None:
     plain = {"normal": normal, "truncated_normal": truncated_normal, "uniform": uniform}[name]
 
     @operation(f"random.stateless_{name}")
-    def drawn(shape: ShapeLike, seed: Any, *args: Any, **kwargs: Any) -> Any:
+    def drawn(shape: ShapeLike, seed: SeedLike, *args: Any, **kwargs: Any) -> Any:
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
         return plain(shape, *args, seed=int(key[0]), **kwargs)
 

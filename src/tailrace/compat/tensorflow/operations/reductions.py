@@ -9,25 +9,26 @@ import jax
 import jax.numpy as jnp
 from keras import ops
 
+from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
 from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.data.array_like import DTypeLike, TensorLike
 
 
-def _euclidean(x: TensorLike, axis: Any = None, keepdims: bool = False) -> Any:
+def _euclidean(x: TensorLike, axis: Axes = None, keepdims: bool = False) -> Any:
     return ops.sqrt(ops.sum(ops.square(x), axis=axis, keepdims=keepdims))
 
 
-def _sum(x: TensorLike, axis: Any = None, keepdims: bool = False) -> Any:
+def _sum(x: TensorLike, axis: Axes = None, keepdims: bool = False) -> Any:
     return _same(x, ops.sum(x, axis=axis, keepdims=keepdims))
 
 
-def _prod(x: TensorLike, axis: Any = None, keepdims: bool = False) -> Any:
+def _prod(x: TensorLike, axis: Axes = None, keepdims: bool = False) -> Any:
     return _same(x, ops.prod(x, axis=axis, keepdims=keepdims))
 
 
-def _mean(x: TensorLike, axis: Any = None, keepdims: bool = False) -> Any:
+def _mean(x: TensorLike, axis: Axes = None, keepdims: bool = False) -> Any:
     # TensorFlow's mean of integers is an integer.
     found = ops.mean(x, axis=axis, keepdims=keepdims)
     if not jnp.issubdtype(_dtype(x), jnp.integer):
@@ -61,7 +62,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _axes(axis: Any) -> Any:
+def _axes(axis: Axes) -> Any:
     if axis is None or isinstance(axis, int):
         return axis
     found = [int(each) for each in jnp.asarray(axis).reshape(-1)]
@@ -69,7 +70,9 @@ def _axes(axis: Any) -> Any:
 
 
 def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(input_tensor: Any, axis: Any = None, keepdims: bool = False, **older: Any) -> Any:
+    def computed(
+        input_tensor: TensorLike, axis: Axes = None, keepdims: bool = False, **older: Any
+    ) -> Any:
         axis = older.get("reduction_indices", axis)
         keepdims = older.get("keep_dims", keepdims)
         if axis is not None and _axes(axis) == ():  # each element by itself
@@ -87,14 +90,18 @@ for _name, _function in REDUCTIONS.items():
 
 
 @operation("math.argmax", "argmax")
-def argmax(input: TensorLike, axis: Any = None, output_type: Any = "int64", **older: Any) -> Any:
+def argmax(
+    input: TensorLike, axis: Axes = None, output_type: DTypeLike = "int64", **older: Any
+) -> Any:
     """The place of the largest element along an axis; along the first if none is given."""
     axis = older.get("dimension", axis)
     return ops.cast(ops.argmax(input, axis=0 if axis is None else axis), narrowed(output_type))
 
 
 @operation("math.argmin", "argmin")
-def argmin(input: TensorLike, axis: Any = None, output_type: Any = "int64", **older: Any) -> Any:
+def argmin(
+    input: TensorLike, axis: Axes = None, output_type: DTypeLike = "int64", **older: Any
+) -> Any:
     """The place of the smallest element along an axis; along the first if none is given."""
     axis = older.get("dimension", axis)
     return ops.cast(ops.argmin(input, axis=0 if axis is None else axis), narrowed(output_type))
@@ -102,7 +109,7 @@ def argmin(input: TensorLike, axis: Any = None, output_type: Any = "int64", **ol
 
 @operation("math.count_nonzero")
 def count_nonzero(
-    input: TensorLike, axis: Any = None, keepdims: bool = False, dtype: DTypeLike = "int64"
+    input: TensorLike, axis: Axes = None, keepdims: bool = False, dtype: DTypeLike = "int64"
 ) -> Any:
     """How many elements are not 0."""
     some = ops.cast(ops.not_equal(tensor(input), 0), "int32")
@@ -169,19 +176,19 @@ def top_k(input: TensorLike, k: int = 1, sorted: bool = True) -> Any:
 
 
 @operation("math.in_top_k", "nn.in_top_k")
-def in_top_k(targets: Any, predictions: TensorLike, k: int) -> Any:
+def in_top_k(targets: TensorLike, predictions: TensorLike, k: int) -> Any:
     """Whether the target of each row is among its k largest elements."""
     return ops.in_top_k(targets, predictions, k)
 
 
 @operation("math.bincount")
-def bincount(arr: Any, weights: TensorLike = None, minlength: int | None = None) -> Any:
+def bincount(arr: TensorLike, weights: TensorLike = None, minlength: int | None = None) -> Any:
     """How often each number occurs."""
     return ops.bincount(tensor(arr), weights=weights, minlength=minlength or 0)
 
 
 def _segments(function: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(data: Any, segment_ids: Any, num_segments: Any = None) -> Any:
+    def computed(data: TensorLike, segment_ids: TensorLike, num_segments: Any = None) -> Any:
         count = None if num_segments is None else int(num_segments)
         return function(jnp.asarray(data), jnp.asarray(segment_ids), num_segments=count)
 

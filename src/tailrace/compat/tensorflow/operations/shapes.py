@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from tailrace.compat.arguments import Axes
 from tailrace.compat.tensorflow.control.symbols import is_device_value
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.operations.elementwise import tensor
@@ -43,7 +45,9 @@ def constant(value: TensorLike, dtype: DTypeLike = None, shape: ShapeLike = None
 
 
 @operation("convert_to_tensor")
-def convert_to_tensor(value: TensorLike, dtype: DTypeLike = None, dtype_hint: Any = None) -> Any:
+def convert_to_tensor(
+    value: TensorLike, dtype: DTypeLike = None, dtype_hint: DTypeLike = None
+) -> Any:
     """A value as an array."""
     del dtype_hint
     return tensor(value) if dtype is None else ops.convert_to_tensor(value, narrowed(dtype))
@@ -62,7 +66,7 @@ def ones(shape: ShapeLike, dtype: DTypeLike = "float32") -> Any:
 
 
 @operation("fill")
-def fill(dims: Any, value: TensorLike) -> Any:
+def fill(dims: ShapeLike, value: TensorLike) -> Any:
     """A shape filled with a value."""
     return jnp.broadcast_to(tensor(value), shape_of(dims))
 
@@ -83,7 +87,7 @@ def ones_like(input: TensorLike, dtype: DTypeLike = None) -> Any:
 def eye(
     num_rows: int,
     num_columns: int | None = None,
-    batch_shape: Any = None,
+    batch_shape: ShapeLike = None,
     dtype: DTypeLike = "float32",
 ) -> Any:
     """Ones on the diagonal."""
@@ -96,7 +100,7 @@ def eye(
 
 
 @operation("linspace")
-def linspace(start: Any, stop: Any, num: int, axis: int = 0) -> Any:
+def linspace(start: TensorLike, stop: TensorLike, num: int, axis: int = 0) -> Any:
     """Numbers at equal distances."""
     return jnp.linspace(jnp.asarray(start), jnp.asarray(stop), int(num), axis=axis)
 
@@ -105,8 +109,8 @@ def linspace(start: Any, stop: Any, num: int, axis: int = 0) -> Any:
 def one_hot(
     indices: TensorLike,
     depth: int,
-    on_value: Any = None,
-    off_value: Any = None,
+    on_value: TensorLike = None,
+    off_value: TensorLike = None,
     axis: int | None = None,
     dtype: DTypeLike = None,
 ) -> Any:
@@ -120,7 +124,7 @@ def one_hot(
 
 
 @operation("sequence_mask")
-def sequence_mask(lengths: Any, maxlen: int | None = None, dtype: DTypeLike = "bool") -> Any:
+def sequence_mask(lengths: TensorLike, maxlen: int | None = None, dtype: DTypeLike = "bool") -> Any:
     """For each length, true for as many places."""
     lengths = tensor(lengths)
     size = int(jnp.max(lengths)) if maxlen is None else int(maxlen)
@@ -143,19 +147,19 @@ def cast(x: TensorLike, dtype: DTypeLike) -> Any:
 
 
 @operation("bitcast")
-def bitcast(input: TensorLike, type: Any) -> Any:
+def bitcast(input: TensorLike, type: DTypeLike) -> Any:
     """The bits read as another dtype."""
     return tensor(input).view(narrowed(type))
 
 
 @operation("shape")
-def shape(input: TensorLike, out_type: Any = "int32") -> Any:
+def shape(input: TensorLike, out_type: DTypeLike = "int32") -> Any:
     """The shape, as an array."""
     return jnp.asarray(ops.shape(tensor(input)), narrowed(out_type))
 
 
 @operation("size")
-def size(input: TensorLike, out_type: Any = "int32") -> Any:
+def size(input: TensorLike, out_type: DTypeLike = "int32") -> Any:
     """How many elements there are."""
     return jnp.asarray(np.prod(tensor(input).shape, dtype=np.int64), narrowed(out_type))
 
@@ -182,7 +186,7 @@ def expand_dims(input: TensorLike, axis: int) -> Any:
 
 
 @operation("squeeze")
-def squeeze(input: TensorLike, axis: Any = None, **older: Any) -> Any:
+def squeeze(input: TensorLike, axis: Axes = None, **older: Any) -> Any:
     """Without axes of length 1."""
     axis = older.get("squeeze_dims", axis)
     axis = None if axis is None or axis == [] else axis
@@ -190,7 +194,7 @@ def squeeze(input: TensorLike, axis: Any = None, **older: Any) -> Any:
 
 
 @operation("transpose")
-def transpose(a: TensorLike, perm: Any = None, conjugate: bool = False) -> Any:
+def transpose(a: TensorLike, perm: ShapeLike = None, conjugate: bool = False) -> Any:
     """Axes in another order; backwards if none is given."""
     found = ops.transpose(a, None if perm is None else list(shape_of(perm)))
     return ops.conjugate(found) if conjugate else found
@@ -230,19 +234,24 @@ def split(value: TensorLike, num_or_size_splits: Any, axis: int = 0, num: int | 
 
 
 @operation("tile")
-def tile(input: TensorLike, multiples: Any) -> Any:
+def tile(input: TensorLike, multiples: ShapeLike) -> Any:
     """A tensor repeated along its axes."""
     return ops.tile(tensor(input), shape_of(multiples))
 
 
 @operation("repeat")
-def repeat(input: TensorLike, repeats: Any, axis: int | None = None) -> Any:
+def repeat(input: TensorLike, repeats: TensorLike, axis: int | None = None) -> Any:
     """Each element repeated."""
     return ops.repeat(tensor(input), repeats, axis=axis)
 
 
 @operation("pad")
-def pad(tensor: TensorLike, paddings: Any, mode: str = "CONSTANT", constant_values: Any = 0) -> Any:
+def pad(
+    tensor: TensorLike,
+    paddings: Sequence[Any],
+    mode: str = "CONSTANT",
+    constant_values: TensorLike = 0,
+) -> Any:
     """A tensor with more elements around it."""
     widths = [tuple(shape_of(each)) for each in paddings]
     kind = mode.lower()
@@ -258,14 +267,14 @@ def broadcast_to(input: TensorLike, shape: ShapeLike) -> Any:
 
 
 @operation("reverse")
-def reverse(tensor: TensorLike, axis: Any) -> Any:
+def reverse(tensor: TensorLike, axis: Axes) -> Any:
     """Backwards along these axes."""
     return ops.flip(tensor, axis=tuple(shape_of(axis)))
 
 
 @operation("roll")
-def roll(input: TensorLike, shift: Any, axis: Any) -> Any:
-    """Moved along an axis; what leaves it comes back at its other end."""
+def roll(input: TensorLike, shift: Any, axis: Axes) -> Any:
+    """Elements shifted along an axis; those shifted out are inserted at the other end."""
     return ops.roll(tensor(input), shift, axis)
 
 
@@ -273,7 +282,7 @@ def roll(input: TensorLike, shift: Any, axis: Any) -> Any:
 
 
 @operation("where")
-def where(condition: Any, x: TensorLike = None, y: TensorLike = None) -> Any:
+def where(condition: TensorLike, x: TensorLike = None, y: TensorLike = None) -> Any:
     """The one where a condition holds and the other elsewhere; or the places where it holds."""
     if x is None and y is None:
         return jnp.argwhere(jnp.asarray(condition))
@@ -288,7 +297,11 @@ def gather(
     axis: int | None = None,
     batch_dims: int = 0,
 ) -> Any:
-    """The parts at these places along an axis."""
+    """The parts at these places along an axis.
+
+    Raises:
+        OptionError: `axis` is not the one behind `batch_dims`.
+    """
     del validate_indices
     axis = batch_dims if axis is None else axis
     if not batch_dims:
@@ -307,7 +320,11 @@ def gather(
 
 @operation("gather_nd")
 def gather_nd(params: Tree, indices: TensorLike, batch_dims: int = 0) -> Any:
-    """The parts at these places; a place is a row of `indices`."""
+    """The parts at these places; a place is a row of `indices`.
+
+    Raises:
+        OptionError: `batch_dims` is not 0.
+    """
     if batch_dims:
         raise OptionError("tf.gather_nd is available without batch_dims. Use jax.vmap around it.")
     indices = jnp.asarray(indices)
@@ -315,7 +332,7 @@ def gather_nd(params: Tree, indices: TensorLike, batch_dims: int = 0) -> Any:
 
 
 @operation("slice")
-def slice_(input_: Any, begin: Any, size: Any) -> Any:
+def slice_(input_: TensorLike, begin: ShapeLike, size: ShapeLike) -> Any:
     """A part that begins at a place and has a size; -1: up to the end."""
     found = tensor(input_)
     starts, sizes = shape_of(begin), shape_of(size)
@@ -325,7 +342,12 @@ def slice_(input_: Any, begin: Any, size: Any) -> Any:
 
 @operation("strided_slice")
 def strided_slice(
-    input_: Any, begin: Any, end: Any, strides: Any = None, begin_mask: int = 0, end_mask: int = 0
+    input_: TensorLike,
+    begin: ShapeLike,
+    end: ShapeLike,
+    strides: ShapeLike = None,
+    begin_mask: int = 0,
+    end_mask: int = 0,
 ) -> Any:
     """A part of a tensor: along each axis from `begin` to before `end`, in steps."""
     starts, ends = shape_of(begin), shape_of(end)
@@ -338,8 +360,12 @@ def strided_slice(
 
 
 @operation("boolean_mask")
-def boolean_mask(tensor: TensorLike, mask: Any, axis: int | None = None) -> Any:
-    """The parts for which a mask holds; its values must be known, so not those of a program."""
+def boolean_mask(tensor: TensorLike, mask: TensorLike, axis: int | None = None) -> Any:
+    """The parts for which a mask holds; its values must be known, so not those of a program.
+
+    Raises:
+        ProgramError: the mask is a device value.
+    """
     if is_device_value(mask):
         raise ProgramError(
             "tf.boolean_mask in a program: how many parts a mask selects is known only when it runs, "
@@ -351,7 +377,7 @@ def boolean_mask(tensor: TensorLike, mask: Any, axis: int | None = None) -> Any:
 
 
 @operation("unique")
-def unique(x: TensorLike, out_idx: Any = "int32") -> Any:
+def unique(x: TensorLike, out_idx: DTypeLike = "int32") -> Any:
     """The different values in the order in which they come, and for each element which it is."""
     values, first, inverse = np.unique(np.asarray(x), return_index=True, return_inverse=True)
     order = np.argsort(first)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tailrace.compat.ipu.errors import IPURuntimeError
+from tailrace.data.trees import Tree
 
 
 class Feed(dict[int, Any]):
@@ -35,11 +36,12 @@ class Deferred:
 
     def value(self, feed: Feed) -> Any:
         """The value in this run; computed once in it."""
+        # A run computes each value once: two fetches that share a part see the same random numbers.
         if id(self) not in feed:
             feed[id(self)] = self._compute(feed)
         return feed[id(self)]
 
-    def eval(self, feed_dict: Any = None, session: Any = None) -> Any:
+    def eval(self, feed_dict: Mapping[Any, Any] | None = None, session: Any = None) -> Any:
         """The value, in a session or the one around."""
         found = session or current_session()
         return found.run(self, feed_dict)
@@ -95,7 +97,9 @@ for _name in ("lt", "le", "gt", "ge", "neg"):
     setattr(Deferred, f"__{_name}__", lambda *args, _f=_function: deferred_call(_f, args, {}))
 
 
-def deferred_call(function: Callable[..., Any], args: Any, kwargs: Any) -> Deferred:
+def deferred_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Deferred:
     """A call that is made when a session runs, with the values that its arguments have then."""
 
     def compute(feed: Feed) -> Any:
@@ -104,7 +108,7 @@ def deferred_call(function: Callable[..., Any], args: Any, kwargs: Any) -> Defer
     return Deferred(compute, getattr(function, "__name__", "call"))
 
 
-def evaluated(nest: Any, feed: Feed) -> Any:
+def evaluated(nest: Tree, feed: Feed) -> Any:
     """A nest with everything deferred computed."""
     if isinstance(nest, Deferred):
         return nest.value(feed)
@@ -125,7 +129,11 @@ _sessions: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
 
 
 def current_session() -> Any:
-    """The innermost session that is open."""
+    """The innermost session that is open.
+
+    Raises:
+        IPURuntimeError: no session is open.
+    """
     found = _sessions.get()
     if not found:
         raise IPURuntimeError("No session is open. Use it in `with tf.compat.v1.Session():`.")

@@ -12,7 +12,7 @@ from tailrace.compat.tensorflow.operations.table import operation
 from tailrace.data.array_like import TensorLike
 
 
-def _mean(losses: Any, weights: TensorLike) -> Any:
+def _mean(losses: TensorLike, weights: TensorLike) -> Any:
     """The mean over the elements whose weight is not 0, as TensorFlow 1 has it."""
     weights = tensor(weights)
     present = ops.cast(ops.not_equal(ops.broadcast_to(weights, losses.shape), 0), losses.dtype)
@@ -29,7 +29,7 @@ def sparse_softmax_cross_entropy(
 
 @operation("compat.v1.losses.softmax_cross_entropy")
 def softmax_cross_entropy(
-    onehot_labels: Any, logits: TensorLike, weights: TensorLike = 1.0, **_: Any
+    onehot_labels: TensorLike, logits: TensorLike, weights: TensorLike = 1.0, **_: Any
 ) -> Any:
     """The mean cross entropy of distributions."""
     return _mean(neural.softmax_cross_entropy_with_logits(onehot_labels, logits), weights)
@@ -37,7 +37,7 @@ def softmax_cross_entropy(
 
 @operation("compat.v1.losses.sigmoid_cross_entropy")
 def sigmoid_cross_entropy(
-    multi_class_labels: Any, logits: TensorLike, weights: TensorLike = 1.0, **_: Any
+    multi_class_labels: TensorLike, logits: TensorLike, weights: TensorLike = 1.0, **_: Any
 ) -> Any:
     """The mean cross entropy of independent probabilities."""
     return _mean(neural.sigmoid_cross_entropy_with_logits(multi_class_labels, logits), weights)

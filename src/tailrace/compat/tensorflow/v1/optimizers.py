@@ -1,4 +1,4 @@
-"""Optimizers of TensorFlow 1: `tf.train.GradientDescentOptimizer` and its sisters.
+"""Optimizers of TensorFlow 1: `tf.train.GradientDescentOptimizer` and others.
 
 Their rules are those of TensorFlow 1, written as optax transformations where those are the same.
 """
@@ -41,14 +41,18 @@ class _Rule(OptaxOptimizer, Optimizer):
         name: its name.
     """
 
-    def __init__(self, make: Callable[[Any], Any], rate: Any, name: str) -> None:
+    def __init__(self, make: Callable[[Any], Any], rate: TensorLike, name: str) -> None:
         self._make, self._rate = make, rate
         OptaxOptimizer.__init__(self, None, name)
 
     @property
     def transformation(self) -> Any:  # type: ignore[override]
-        """The rule with the rate of now."""
+        """The rule with the current rate."""
         return self._make(value_of(self._rate) if is_variable(self._rate) else self._rate)
+
+    def _initial(self, values: list[Any]) -> Any:
+        # No state depends on the rate, and a rate that is an input of the program has no value here.
+        return self._make(0.0).init(values)
 
     @transformation.setter
     def transformation(self, value: TensorLike) -> None:
@@ -59,7 +63,7 @@ class GradientDescentOptimizer(_Rule):
     """Plain descent."""
 
     def __init__(
-        self, learning_rate: Any, use_locking: bool = False, name: str = "GradientDescent"
+        self, learning_rate: TensorLike, use_locking: bool = False, name: str = "GradientDescent"
     ) -> None:
         del use_locking
         super().__init__(optax.sgd, learning_rate, name)
@@ -70,8 +74,8 @@ class MomentumOptimizer(_Rule):
 
     def __init__(
         self,
-        learning_rate: Any,
-        momentum: Any,
+        learning_rate: TensorLike,
+        momentum: TensorLike,
         use_locking: bool = False,
         name: str = "Momentum",
         use_nesterov: bool = False,
@@ -81,14 +85,14 @@ class MomentumOptimizer(_Rule):
 
 
 class RMSPropOptimizer(_Rule):
-    """Gradients divided by a running norm of theirs."""
+    """Gradients divided by their running norm."""
 
     def __init__(
         self,
-        learning_rate: Any,
-        decay: Any = 0.9,
-        momentum: Any = 0.0,
-        epsilon: Any = 1e-10,
+        learning_rate: TensorLike,
+        decay: TensorLike = 0.9,
+        momentum: TensorLike = 0.0,
+        epsilon: TensorLike = 1e-10,
         use_locking: bool = False,
         centered: bool = False,
         name: str = "RMSProp",
@@ -101,12 +105,12 @@ class RMSPropOptimizer(_Rule):
 
 
 class AdagradOptimizer(_Rule):
-    """Gradients divided by the norm of all so far."""
+    """Gradients divided by the norm of all previous ones."""
 
     def __init__(
         self,
-        learning_rate: Any,
-        initial_accumulator_value: Any = 0.1,
+        learning_rate: TensorLike,
+        initial_accumulator_value: TensorLike = 0.1,
         use_locking: bool = False,
         name: str = "Adagrad",
     ) -> None:
@@ -120,10 +124,10 @@ class AdamOptimizer(_Rule):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
-        beta1: Any = 0.9,
-        beta2: Any = 0.999,
-        epsilon: Any = 1e-8,
+        learning_rate: TensorLike = 0.001,
+        beta1: TensorLike = 0.9,
+        beta2: TensorLike = 0.999,
+        epsilon: TensorLike = 1e-8,
         use_locking: bool = False,
         name: str = "Adam",
     ) -> None:
@@ -131,7 +135,7 @@ class AdamOptimizer(_Rule):
         super().__init__(lambda rate: _adam(rate, beta1, beta2, epsilon), learning_rate, name)
 
 
-def _adam(rate: Any, beta1: Any, beta2: Any, epsilon: Any) -> Any:
+def _adam(rate: TensorLike, beta1: TensorLike, beta2: TensorLike, epsilon: TensorLike) -> Any:
     def init(params: Tree) -> Any:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jnp.zeros((), jnp.int32), zeros, zeros

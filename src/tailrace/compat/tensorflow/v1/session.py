@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from tailrace.compat.arguments import VariableLike
 from tailrace.compat.ipu.errors import IPURuntimeError
+from tailrace.compat.ipu.graph.named_variables import (
+    Store,
+    forget_variables,
+    global_variables,
+    trainable_variables,
+    variables_of,
+)
 from tailrace.compat.ipu.graph.operations import Operation, Undelivered
 from tailrace.compat.ipu.graph.state import is_variable, value_of
+from tailrace.compat.ipu.graph.variables import Variable
 from tailrace.compat.ipu.ipu_compiler import CompiledOp
 from tailrace.compat.tensorflow.dtypes import narrowed
 from tailrace.compat.tensorflow.structures import TensorShape
@@ -19,6 +29,7 @@ from tailrace.compat.tensorflow.v1 import deferred
 from tailrace.compat.tensorflow.v1.deferred import Deferred, Feed, Step, evaluated
 from tailrace.compat.tensorflow.v1.training import run_step
 from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
+from tailrace.data.trees import Tree
 from tailrace.jaxprs.marks import is_tracing
 
 
@@ -85,7 +96,11 @@ class Session:
         """Without effect."""
 
     def run(
-        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+        self,
+        fetches: Tree,
+        feed_dict: Mapping[Any, Any] | None = None,
+        options: Any = None,
+        run_metadata: Any = None,
     ) -> Any:
         """The values of what is fetched: one thing, or a nest of them.
 
@@ -101,13 +116,16 @@ class Session:
             for key, value in (feed_dict or {}).items()
         )
         steps: list[Step] = []
-        found = _fetched(fetches, feed, steps)
-        for step in steps:  # at the end: what else is fetched is of before the update
-            run_step(step, feed)
+        with (
+            self.graph.as_default()
+        ):  # programs are traced when they first run, and ask for variables
+            found = _fetched(fetches, feed, steps)
+            for step in steps:  # at the end: what else is fetched is of before the update
+                run_step(step, feed)
         return found
 
 
-def _fetched(fetch: Any, feed: Feed, steps: list[Step]) -> Any:
+def _fetched(fetch: Tree, feed: Feed, steps: list[Step]) -> Any:
     if isinstance(fetch, Step):
         steps.append(fetch)
         return None
@@ -135,7 +153,14 @@ def _host(value: TensorLike) -> Any:
 
 
 class Graph:
-    """What a session runs; here a name only."""
+    """What a session runs: here the variables that `get_variable` makes in it.
+
+    Args:
+        outermost: whether it is the graph that programs have without making one.
+    """
+
+    def __init__(self, outermost: bool = False) -> None:
+        self._variables: Store | None = None if outermost else {}
 
     @property
     def name(self) -> str:
@@ -144,8 +169,13 @@ class Graph:
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[Graph]:
-        """Without effect."""
-        yield self
+        """Inside, variables are those of this graph."""
+        token = _graphs.set(self)
+        try:
+            with variables_of(self._variables):
+                yield self
+        finally:
+            _graphs.reset(token)
 
     def device(self, name: object) -> Any:
         """Without effect."""
@@ -156,12 +186,44 @@ class Graph:
         """Without effect."""
 
 
-_graph = Graph()
+_OUTERMOST = Graph(outermost=True)
+_graphs: contextvars.ContextVar[Graph] = contextvars.ContextVar(
+    "tensorflow_graph", default=_OUTERMOST
+)
 
 
 def get_default_graph() -> Graph:
-    """The graph."""
-    return _graph
+    """The graph around."""
+    return _graphs.get()
+
+
+def reset_default_graph() -> None:
+    """Forget the variables of the graph around."""
+    forget_variables()
+
+
+def get_collection(key: str, scope: str | None = None) -> list[Variable]:
+    """The variables of the graph around: all, or those that are trained.
+
+    Args:
+        key: `tf.GraphKeys.GLOBAL_VARIABLES` or `TRAINABLE_VARIABLES`; others are empty.
+        scope: what their names begin with.
+    """
+    found = {"variables": global_variables, "trainable_variables": trainable_variables}
+    variables = found[key]() if key in found else []
+    return [variable for variable in variables if variable.name.startswith(scope or "")]
+
+
+def assignment(method: str) -> Callable[..., Any]:
+    """`tf.assign` and others: done at once in a program, otherwise when a session runs it."""
+
+    def assign(ref: VariableLike, value: TensorLike, *_: Any, **__: Any) -> Any:
+        if is_tracing():
+            return getattr(ref, method)(value)
+        return Deferred(lambda feed: value_of(getattr(ref, method)(evaluated(value, feed))), method)
+
+    assign.__name__ = method
+    return assign
 
 
 def global_variables_initializer() -> Operation:

@@ -27,9 +27,9 @@ LONG = 2048 * 2048
 
 def attend(
     query: TensorLike,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    key: TensorLike,
+    value: TensorLike,
+    attn_mask: TensorLike = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
@@ -57,7 +57,9 @@ def attend(
     return out if nothing is None else jnp.where(nothing, 0, out).astype(out.dtype)
 
 
-def fits_fused(query: TensorLike, key: Any, value: Any, mask: TensorLike, is_causal: bool) -> bool:
+def fits_fused(
+    query: TensorLike, key: TensorLike, value: TensorLike, mask: TensorLike, is_causal: bool
+) -> bool:
     """Whether cuDNN's kernel supports these: on a GPU, in 16 bits, with few enough features."""
     rows, features = query.shape[-2:]
     return (
@@ -74,7 +76,12 @@ def fits_fused(query: TensorLike, key: Any, value: Any, mask: TensorLike, is_cau
 
 
 def _fused(
-    query: TensorLike, key: Any, value: Any, mask: TensorLike, is_causal: bool, scale: float
+    query: TensorLike,
+    key: TensorLike,
+    value: TensorLike,
+    mask: TensorLike,
+    is_causal: bool,
+    scale: float,
 ) -> Any:
     query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
     boolean = mask is not None and mask.dtype == bool
@@ -93,12 +100,12 @@ def _fused(
 
 def _plain(
     query: TensorLike,
-    key: Any,
-    value: Any,
+    key: TensorLike,
+    value: TensorLike,
     mask: TensorLike,
     is_causal: bool,
     scale: float,
-    drop: Any,
+    drop: Callable[[TensorLike], TensorLike],
     first: Any = 0,
 ) -> Any:
     """Scores, softmax and sum of 16-bit values in 32 bits; `first` is the index of the first row."""
@@ -124,7 +131,7 @@ def _blockwise(
     mask: TensorLike,
     is_causal: bool,
     scale: float,
-    drop: Any,
+    drop: Callable[[TensorLike], TensorLike],
 ) -> Any:
     """Some queries at a time: their scores exist only while their block is computed."""
     count = query.shape[-2] // BLOCK
@@ -151,18 +158,18 @@ def _opened(mask: TensorLike) -> tuple[Any, Any]:
     return mask | nothing if mask.dtype == bool else jnp.where(nothing, 0, mask), nothing
 
 
-def _repeated(part: Any, heads: int) -> Any:
+def _repeated(part: TensorLike, heads: int) -> Any:
     return jnp.repeat(part, heads // part.shape[-3], axis=-3)
 
 
-def _kept(shares: Any) -> Any:
+def _kept(shares: TensorLike) -> Any:
     return shares
 
 
 def _dropping(rate: float, env: Any) -> Callable[[Any], Any]:
     key = env.get_and_rotate_prng_key()
 
-    def drop(shares: Any) -> Any:
+    def drop(shares: TensorLike) -> Any:
         stays = jax.random.bernoulli(key, 1 - rate, shares.shape)
         return jnp.where(stays, shares / (1 - rate), 0)
 

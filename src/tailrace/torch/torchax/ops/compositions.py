@@ -20,7 +20,9 @@ from tailrace.torch.torchax.ops.norms import vector_norm
 aten = torch.ops.aten
 
 
-def _cov(x: TensorLike, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+def _cov(
+    x: TensorLike, *, correction: int = 1, fweights: TensorLike = None, aweights: TensorLike = None
+) -> Any:
     """Covariances of rows; PyTorch checks the sum of the weights, which would branch on values."""
     x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
     rows = x[None] if x.ndim < 2 else x
@@ -57,7 +59,7 @@ def _combinations(x: TensorLike, r: int = 2, with_replacement: bool = False) -> 
 
 
 def _lu_unpack(
-    factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True
+    factors: TensorLike, pivots: TensorLike, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> tuple[Any, Any, Any]:
     """The permutation and the two factors."""
     *_, rows, columns = factors.shape
@@ -73,7 +75,7 @@ def _lu_unpack(
     return permutation, lower, upper
 
 
-def _unpooled(x: TensorLike, indices: Any, output_size: ShapeLike, *_: Any) -> Any:
+def _unpooled(x: TensorLike, indices: TensorLike, output_size: ShapeLike, *_: Any) -> Any:
     """Maxima put back to where they were found; 0 elsewhere."""
     dims = len(output_size)
     lead = x.shape[: x.ndim - dims]
@@ -94,12 +96,18 @@ def _digamma(x: TensorLike) -> Any:
 
 
 @_digamma.defjvp
-def _digamma_jvp(given: Any, tangents: Any) -> Any:
+def _digamma_jvp(given: TensorLike, tangents: TensorLike) -> Any:
     return _digamma(*given), _polygamma(1, given[0]) * tangents[0]
 
 
 def index_reduce(
-    x: TensorLike, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+    x: TensorLike,
+    dim: int,
+    index: TensorLike,
+    source: TensorLike,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> Any:
     """Slices of one tensor reduced into those of another, as `scatter_reduce` does with entries."""
     if not source.ndim:
@@ -120,7 +128,7 @@ def _polygamma(n: int, x: TensorLike) -> Any:
 
 
 def grid_sampler_3d(
-    x: TensorLike, grid: Any, mode: int = 0, padding: int = 0, align_corners: bool = False
+    x: TensorLike, grid: TensorLike, mode: int = 0, padding: int = 0, align_corners: bool = False
 ) -> Any:
     """A composition of PyTorch's kind; that of reflected coordinates is not PyTorch's own."""
     if padding == 2:
@@ -129,7 +137,7 @@ def grid_sampler_3d(
     return table[aten.grid_sampler_3d.default](x, grid, mode, padding, align_corners)
 
 
-def _shifted_zeta(x: TensorLike, q: TensorLike, exponent: Any) -> Any:
+def _shifted_zeta(x: TensorLike, q: TensorLike, exponent: TensorLike) -> Any:
     """JAX's zeta is for positive numbers, so others are shifted."""
     shifts = 24
     negative = q <= 0
@@ -150,7 +158,11 @@ def _zeta(x: TensorLike, q: TensorLike) -> Any:
 
 
 def _repeat_interleave(
-    x: TensorLike, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+    x: TensorLike,
+    repeats: TensorLike = None,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
 ) -> Any:
     """Each entry, repeated by its count; with counts alone, the numbers of the entries.
 
@@ -214,23 +226,25 @@ def _lu(x: TensorLike, *, pivot: bool = True) -> tuple[Any, Any, Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _products(base: Any, source: Any, index: Any, dim: int) -> Any:
+def _products(base: TensorLike, source: TensorLike, index: TensorLike, dim: int) -> Any:
     """Entries of a tensor, each times all those of another that are sent to its place."""
     return base.at[_places(index, dim)].multiply(source)
 
 
-def _products_forward(base: Any, source: Any, index: Any, dim: int) -> tuple[Any, Any]:
+def _products_forward(
+    base: TensorLike, source: TensorLike, index: TensorLike, dim: int
+) -> tuple[Any, Any]:
     return _products(base, source, index, dim), (base, source, index)
 
 
-def _products_backward(dim: int, kept: Any, slope: Any) -> tuple[Any, Any, None]:
+def _products_backward(dim: int, kept: TensorLike, slope: TensorLike) -> tuple[Any, Any, None]:
     """The product of the other factors: without a division by 0, and right if one of them is 0."""
     base, source, index = kept
     at = _places(index, dim)
     zeros = (base == 0).astype(jnp.int32).at[at].add((source == 0).astype(jnp.int32))
     rest: Any = _products(*(jnp.where(part == 0, 1, part) for part in (base, source)), index, dim)
 
-    def others(factor: Any, zeros: Any, rest: Any) -> Any:
+    def others(factor: TensorLike, zeros: TensorLike, rest: TensorLike) -> Any:
         alone = jnp.where(zeros == 1, rest, 0)
         return jnp.where(factor == 0, alone, jnp.where(zeros == 0, rest / factor, 0))
 
@@ -240,7 +254,7 @@ def _products_backward(dim: int, kept: Any, slope: Any) -> tuple[Any, Any, None]
 _products.defvjp(_products_forward, _products_backward)
 
 
-def _places(index: Any, dim: int) -> tuple[Any, ...]:
+def _places(index: TensorLike, dim: int) -> tuple[Any, ...]:
     places = list(jnp.indices(index.shape, sparse=True))
     places[dim] = index
     return tuple(places)
@@ -251,7 +265,13 @@ def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     products, which JAX differentiates only if no place is named twice."""
 
     def run(
-        x: TensorLike, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
+        x: TensorLike,
+        dim: int,
+        index: TensorLike,
+        src: TensorLike,
+        reduce: str,
+        *,
+        include_self: bool = True,
     ) -> Any:
         floats = jnp.issubdtype(x.dtype, jnp.inexact)
         if floats and reduce != "prod":
@@ -283,13 +303,13 @@ def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _searchsorted(
-    ordered: Any,
+    ordered: TensorLike,
     values: Tree,
     *,
     out_int32: bool = False,
     right: bool = False,
     side: str | None = None,
-    sorter: Any = None,
+    sorter: TensorLike = None,
 ) -> Any:
     """Where values go among sorted ones: rows of both, or one row for all."""
     if sorter is not None:

@@ -52,14 +52,14 @@ def log_sigmoid(x: TensorLike) -> tuple[Any, Any]:
     return jax.nn.log_sigmoid(x), jnp.zeros(x.shape, x.dtype)
 
 
-def clamp(x: TensorLike, min: Any = None, max: Any = None) -> Any:
+def clamp(x: TensorLike, min: TensorLike = None, max: TensorLike = None) -> Any:
     """Between two limits; the gradient at a limit is 1."""
     if min is not None:
         x = jnp.where(x < min, min, x)
     return x if max is None else jnp.where(x > max, max, x)
 
 
-def clamp_max(x: TensorLike, max: Any) -> Any:
+def clamp_max(x: TensorLike, max: TensorLike) -> Any:
     """Not above a limit."""
     return clamp(x, None, max)
 
@@ -118,7 +118,7 @@ def bessel_i0(x: TensorLike) -> Any:
 def power_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A power; of whole numbers by multiplication, because floats have not all of them."""
 
-    def run(x: TensorLike, exponent: Any) -> Any:
+    def run(x: TensorLike, exponent: TensorLike) -> Any:
         if not (_is_whole(x) and _is_whole(exponent)):
             return theirs(x, exponent)
         base, exponent = jnp.broadcast_arrays(jnp.int32(x), jnp.int32(exponent))

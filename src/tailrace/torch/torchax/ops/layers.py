@@ -23,8 +23,8 @@ from tailrace.torch.tracing.watch import Watch
 def _batch_norm(
     watch: Watch,
     input: TensorLike,
-    running_mean: Any,
-    running_var: Any,
+    running_mean: TensorLike,
+    running_var: TensorLike,
     weight: TensorLike = None,
     bias: TensorLike = None,
     training: bool = False,
@@ -64,8 +64,8 @@ def _batch_norm(
 def _instance_norm(
     watch: Watch,
     input: TensorLike,
-    running_mean: Any = None,
-    running_var: Any = None,
+    running_mean: TensorLike = None,
+    running_var: TensorLike = None,
     weight: TensorLike = None,
     bias: TensorLike = None,
     use_input_stats: bool = True,
@@ -97,7 +97,7 @@ def _instance_norm(
     return watch.tensor(out.astype(x.dtype))
 
 
-def _advance(state: Tree, value: Any, momentum: float) -> None:
+def _advance(state: Tree, value: TensorLike, momentum: float) -> None:
     """Move a running statistic towards that of this batch."""
     old = state.jax()
     new = old * (1 - momentum) + value.astype(old.dtype) * momentum
@@ -135,13 +135,13 @@ def _embedding_bag(
     watch: Watch,
     input: TensorLike,
     weight: TensorLike,
-    offsets: Any = None,
+    offsets: TensorLike = None,
     max_norm: Any = None,
     norm_type: float = 2,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
-    per_sample_weights: Any = None,
+    per_sample_weights: TensorLike = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:

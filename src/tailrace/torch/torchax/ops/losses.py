@@ -22,9 +22,9 @@ def _nll_loss(
     input: TensorLike,
     target: TensorLike,
     weight: TensorLike = None,
-    size_average: Any = None,
+    size_average: bool | None = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
     """Compares class indices instead of looking them up: on a GPU a lookup and its gradient are
@@ -52,7 +52,7 @@ def _nll_loss(
     return watch.tensor(loss.sum() / share.sum() if how == "mean" else _reduced(loss, how))
 
 
-def _fit_together(x: TensorLike, classes: Any, weight: TensorLike, axis: int) -> bool:
+def _fit_together(x: TensorLike, classes: TensorLike, weight: TensorLike, axis: int) -> bool:
     """Whether there is one class for each row, and one weight for each class."""
     rows = (*x.shape[:axis], *x.shape[axis + 1 :])
     weighed = weight is None or tuple(weight.shape) == (x.shape[axis],)
@@ -64,9 +64,9 @@ def _cross_entropy(
     input: TensorLike,
     target: TensorLike,
     weight: TensorLike = None,
-    size_average: Any = None,
+    size_average: bool | None = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
@@ -82,7 +82,7 @@ def _gaussian_nll_loss(
     watch: Watch,
     input: TensorLike,
     target: TensorLike,
-    var: Any,
+    var: TensorLike,
     full: bool = False,
     eps: float = 1e-6,
     reduction: str = "mean",
@@ -104,8 +104,8 @@ def _multilabel_margin_loss(
     watch: Watch,
     input: TensorLike,
     target: TensorLike,
-    size_average: Any = None,
-    reduce: Any = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
     """Targets are the classes before the first -1 of each row."""
@@ -125,10 +125,10 @@ def _multilabel_margin_loss(
 
 def _ctc_loss(
     watch: Watch,
-    log_probs: Any,
-    targets: Any,
-    input_lengths: Any,
-    target_lengths: Any,
+    log_probs: TensorLike,
+    targets: TensorLike,
+    input_lengths: TensorLike,
+    target_lengths: TensorLike,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
@@ -143,7 +143,7 @@ def _ctc_loss(
             f"length]. Received: {list(logits.shape)} and {list(labels.shape)}"
         )
 
-    def padding(lengths: Any, count: int) -> Any:
+    def padding(lengths: TensorLike, count: int) -> Any:
         found = lengths.jax() if hasattr(lengths, "jax") else jnp.asarray(lengths)
         return (jnp.arange(count)[None] >= found[:, None]).astype(logits.dtype), found
 
@@ -159,13 +159,13 @@ def _ctc_loss(
 
 
 @jax.custom_jvp
-def _entropy(x: TensorLike, y: Any) -> Any:
+def _entropy(x: TensorLike, y: TensorLike) -> Any:
     """Of a probability; logarithms end at -100, as in PyTorch."""
     return (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
 
 
 @_entropy.defjvp
-def _entropy_jvp(given: Any, tangents: Any) -> Any:
+def _entropy_jvp(given: TensorLike, tangents: TensorLike) -> Any:
     """PyTorch's own slope: finite at the probabilities 0 and 1, where that of the formula is not."""
     (x, y), (dx, dy) = given, tangents
     slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
@@ -178,8 +178,8 @@ def _binary_cross_entropy(
     input: TensorLike,
     target: TensorLike,
     weight: TensorLike = None,
-    size_average: Any = None,
-    reduce: Any = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
     """Of probabilities."""
@@ -194,7 +194,7 @@ def _binary_cross_entropy(
     return watch.tensor(_reduced(loss, how).astype(x.dtype))
 
 
-def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
+def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
     """How a loss is reduced; PyTorch's older flags win, as they do there."""
     if size_average is None and reduce is None:
         return reduction
@@ -203,7 +203,7 @@ def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
     return "sum" if size_average is False else "mean"
 
 
-def _reduced(loss: Any, reduction: str) -> Any:
+def _reduced(loss: TensorLike, reduction: str) -> Any:
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return _REDUCTIONS[reduction](loss)

@@ -35,7 +35,7 @@ def _exponential_forward(x: TensorLike) -> tuple[Any, Any]:
     return _exponential(x), x
 
 
-def _exponential_backward(x: TensorLike, slope: Any) -> tuple[Any]:
+def _exponential_backward(x: TensorLike, slope: TensorLike) -> tuple[Any]:
     """As PyTorch's: one block of the exponential of a larger matrix, as exact as a value is.
 
     A derivative of the approximation that computes a value is less so.
@@ -61,16 +61,16 @@ def _det(x: TensorLike) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _solved(b: Any, factor: Any, upper: bool) -> Any:
+def _solved(b: TensorLike, factor: TensorLike, upper: bool) -> Any:
     return jax.scipy.linalg.cho_solve((factor, not upper), b)
 
 
-def _solved_forward(b: Any, factor: Any, upper: bool) -> tuple[Any, Any]:
+def _solved_forward(b: TensorLike, factor: TensorLike, upper: bool) -> tuple[Any, Any]:
     found = _solved(b, factor, upper)
     return found, (factor, found)
 
 
-def _solved_backward(upper: bool, kept: Any, slope: Any) -> tuple[Any, Any]:
+def _solved_backward(upper: bool, kept: TensorLike, slope: TensorLike) -> tuple[Any, Any]:
     """As PyTorch's: that of a full factor, also in the triangle that is not read."""
     factor, found = kept
     slope = _solved(slope, factor, upper)
@@ -86,7 +86,7 @@ def _turned(x: TensorLike) -> Any:
     return jnp.swapaxes(x, -1, -2).conj()
 
 
-def _cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
+def _cholesky_solve(b: TensorLike, factor: TensorLike, upper: bool = False) -> Any:
     """The solution of a system whose matrix is given by its factor."""
     batch = jnp.broadcast_shapes(b.shape[:-2], factor.shape[:-2])
     if not b.size or not factor.size:
@@ -96,7 +96,7 @@ def _cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
 
 
 def _lstsq(
-    a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None
+    a: TensorLike, b: TensorLike, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[Any, Any, Any, Any]:
     """The solution by the pseudo-inverse, whose gradient is exact; residuals, ranks and singular values
     as the driver asks for them, empty otherwise."""

@@ -57,7 +57,7 @@ def vector_norm(
 
 
 def deviation(
-    x: TensorLike, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+    x: TensorLike, dim: Any = None, *, correction: TensorLike = None, keepdim: bool = False
 ) -> Any:
     """The standard deviation over some dimensions, or all of them."""
     axes = _axes(x, dim)
@@ -66,7 +66,7 @@ def deviation(
 
 
 def deviation_and_mean(
-    x: TensorLike, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+    x: TensorLike, dim: Any = None, *, correction: TensorLike = None, keepdim: bool = False
 ) -> tuple[Any, Any]:
     """The standard deviation and the mean."""
     axes = _axes(x, dim)
@@ -95,7 +95,9 @@ def deviation_and_mean_along(
     return deviation_and_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
-def each_with_each(x1: Any, x2: Any, p: float = 2, compute_mode: Any = None) -> Any:
+def each_with_each(
+    x1: TensorLike, x2: TensorLike, p: float = 2, compute_mode: str | None = None
+) -> Any:
     """Distances of all rows of one matrix from all rows of another.
 
     By differences: products, which PyTorch may use, lose the digits of small distances.
@@ -109,7 +111,7 @@ def each_pair(x: TensorLike, p: float = 2) -> Any:
     return _length(x[first] - x[second], p)
 
 
-def _length(difference: Any, p: float) -> Any:
+def _length(difference: TensorLike, p: float) -> Any:
     """The norm over the last dimension."""
     if p != math.inf:
         return vector_norm(difference, p, -1)

@@ -16,7 +16,7 @@ from tailrace.data.array_like import ShapeLike, TensorLike
 aten = torch.ops.aten
 
 
-def _starts(sample: Any, size: int, outputs: int, window: int) -> Any:
+def _starts(sample: TensorLike, size: int, outputs: int, window: int) -> Any:
     """Where the windows along one dim begin, by PyTorch's rule, from a number in [0, 1)."""
     step = (size - window) / max(1, outputs - 1)
     places = jnp.arange(outputs, dtype=sample.dtype)
@@ -26,7 +26,7 @@ def _starts(sample: Any, size: int, outputs: int, window: int) -> Any:
 
 def _pooled(
     x: TensorLike,
-    samples: Any,
+    samples: TensorLike,
     windows: Sequence[int],
     outputs: Sequence[int],
     order: Sequence[int],
@@ -49,7 +49,7 @@ def _pooled(
 
 def _fractional(order: Sequence[int]) -> Callable[..., Any]:
     def run(
-        x: TensorLike, kernel_size: Any, output_size: ShapeLike, random_samples: Any
+        x: TensorLike, kernel_size: Any, output_size: ShapeLike, random_samples: TensorLike
     ) -> tuple[Any, Any]:
         dims = len(order)
         planes = x.reshape(-1, *x.shape[x.ndim - dims :])

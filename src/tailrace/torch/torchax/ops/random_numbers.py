@@ -17,42 +17,44 @@ from tailrace.data.array_like import DTypeLike, ShapeLike, TensorLike
 from tailrace.torch.calls.arrays import dtype_on_device
 
 
-def exponential(key: Any, shape: ShapeLike, dtype: DTypeLike, lambd: float = 1) -> Any:
+def exponential(key: jax.Array, shape: ShapeLike, dtype: DTypeLike, lambd: float = 1) -> Any:
     """Above 0: what follows is often a logarithm."""
     least = float(jnp.finfo(dtype).tiny)
     return -jnp.log1p(-jax.random.uniform(key, shape, minval=least)) / lambd
 
 
 def cauchy(
-    key: Any, shape: ShapeLike, dtype: DTypeLike, median: float = 0, sigma: float = 1
+    key: jax.Array, shape: ShapeLike, dtype: DTypeLike, median: float = 0, sigma: float = 1
 ) -> Any:
     """A Cauchy distribution."""
     return median + sigma * jax.random.cauchy(key, shape)
 
 
-def geometric(key: Any, shape: ShapeLike, dtype: DTypeLike, p: float) -> Any:
+def geometric(key: jax.Array, shape: ShapeLike, dtype: DTypeLike, p: float) -> Any:
     """The number of trials up to the first success; 1 at least."""
     return jax.random.geometric(key, p, shape)
 
 
-def normal(key: Any, shape: ShapeLike, dtype: DTypeLike, mean: Any = 0, std: Any = 1) -> Any:
+def normal(
+    key: jax.Array, shape: ShapeLike, dtype: DTypeLike, mean: TensorLike = 0, std: TensorLike = 1
+) -> Any:
     """A normal distribution."""
     return mean + std * jax.random.normal(key, shape)
 
 
 def log_normal(
-    key: object, shape: ShapeLike, dtype: DTypeLike, mean: float = 1, std: float = 2
+    key: jax.Array, shape: ShapeLike, dtype: DTypeLike, mean: float = 1, std: float = 2
 ) -> Any:
     """What is normal in its logarithm."""
     return jnp.exp(normal(key, shape, dtype, mean, std))
 
 
-def chance(key: Any, shape: ShapeLike, dtype: DTypeLike, p: TensorLike = 0.5) -> Any:
+def chance(key: jax.Array, shape: ShapeLike, dtype: DTypeLike, p: TensorLike = 0.5) -> Any:
     """1 with a probability, which may be a tensor; 0 otherwise."""
     return jax.random.uniform(key, shape) < (p.jax() if hasattr(p, "jax") else p)
 
 
-def integers(key: Any, shape: ShapeLike, dtype: DTypeLike, *limits: Any) -> Any:
+def integers(key: jax.Array, shape: ShapeLike, dtype: DTypeLike, *limits: Any) -> Any:
     """`random_()`, `random_(to)`, `random_(from, to)`; without a limit, all that the dtype counts."""
     start, stop = {0: (0, None), 1: (0, *limits)}.get(len(limits), limits)
     if stop is None:
@@ -65,7 +67,7 @@ def integers(key: Any, shape: ShapeLike, dtype: DTypeLike, *limits: Any) -> Any:
 def in_place(draw: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's method that fills a tensor from a distribution."""
 
-    def fill(x: TensorLike, *given: Any, generator: Any = None, env: Any) -> Any:
+    def fill(x: TensorLike, *given: Any, generator: torch.Generator | None = None, env: Any) -> Any:
         held = x.jax()
         key = env.get_and_rotate_prng_key(generator)
         return x.copy_(env.j2t_iso(draw(key, held.shape, held.dtype, *given).astype(held.dtype)))
@@ -73,7 +75,7 @@ def in_place(draw: Callable[..., Any]) -> Callable[..., Any]:
     return fill
 
 
-def normal_of(mean: Any, std: Any = 1, size: Any = None, **named: Any) -> Any:
+def normal_of(mean: TensorLike, std: TensorLike = 1, size: Any = None, **named: Any) -> Any:
     """`torch.normal`, of tensors or of numbers and a size."""
     env, dtype = named["env"], named.get("dtype")
     key = env.get_and_rotate_prng_key(named.get("generator"))
@@ -84,7 +86,12 @@ def normal_of(mean: Any, std: Any = 1, size: Any = None, **named: Any) -> Any:
 
 
 def normal_like(
-    x: TensorLike, mean: float = 0, std: float = 1, *, generator: Any = None, env: Any
+    x: TensorLike,
+    mean: float = 0,
+    std: float = 1,
+    *,
+    generator: torch.Generator | None = None,
+    env: Any,
 ) -> Any:
     """Normal numbers in the shape of a tensor."""
     return normal(env.get_and_rotate_prng_key(generator), x.shape, x.dtype, mean, std).astype(
@@ -94,11 +101,11 @@ def normal_like(
 
 def rrelu(
     x: TensorLike,
-    noise: Any,
+    noise: TensorLike,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
     training: bool = False,
-    generator: Any = None,
+    generator: torch.Generator | None = None,
     *,
     env: Any,
 ) -> Any:

@@ -23,12 +23,12 @@ def _floats(x: TensorLike) -> Any:
 def _polynomial(first: Callable[..., Any], following: Callable[..., Any]) -> Callable[..., Any]:
     """Polynomials by degree: 1, `first(x)`, then `following(k, x, that of k - 1, that of k - 2)`."""
 
-    def run(x: TensorLike, n: Any) -> Any:
+    def run(x: TensorLike, n: TensorLike) -> Any:
         degree = jnp.asarray(n).astype(jnp.int32)
         x, degree = jnp.broadcast_arrays(_floats(x), degree)
         highest = degree.max() if degree.size else 0
 
-        def further(k: TensorLike, pair: Any) -> Any:
+        def further(k: TensorLike, pair: TensorLike) -> Any:
             before, now = pair
             reached = k <= degree
             after = following(k.astype(x.dtype), x, now, before)
@@ -46,7 +46,7 @@ def _chebyshev(first: Callable[..., Any], at_angle: Callable[..., Any]) -> Calla
     polynomial = _polynomial(first, lambda k, x, now, before: 2 * x * now - before)
     most = 4  # degrees by recurrence
 
-    def run(x: TensorLike, n: Any) -> Any:
+    def run(x: TensorLike, n: TensorLike) -> Any:
         x, degree = jnp.broadcast_arrays(_floats(x), jnp.asarray(n))
         by_angle = (jnp.abs(x) < 1) & (degree > most)
         angle = jnp.arccos(jnp.where(by_angle, x, 0))

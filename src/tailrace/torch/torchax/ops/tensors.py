@@ -33,7 +33,9 @@ def _cast_first(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _take_along_dim(watch: Watch, input: TensorLike, indices: Any, dim: int | None = None) -> Any:
+def _take_along_dim(
+    watch: Watch, input: TensorLike, indices: TensorLike, dim: int | None = None
+) -> Any:
     """With indices of any integer dtype; those that operations return here have 32 bits."""
     x, index = input.jax(), indices.jax()
     if not jnp.issubdtype(index.dtype, jnp.integer):

@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from tailrace.compat import tensorflow as _tf
-from tailrace.compat.ipu.graph.variables import get_variable as get_variable
-from tailrace.compat.ipu.graph.variables import global_variables as global_variables
-from tailrace.compat.ipu.graph.variables import trainable_variables as trainable_variables
-from tailrace.compat.ipu.graph.variables import variable_scope as variable_scope
+from tailrace.compat.ipu.graph.named_variables import get_variable as get_variable
+from tailrace.compat.ipu.graph.named_variables import get_variable_scope as get_variable_scope
+from tailrace.compat.ipu.graph.named_variables import global_variables as global_variables
+from tailrace.compat.ipu.graph.named_variables import trainable_variables as trainable_variables
+from tailrace.compat.ipu.graph.named_variables import variable_scope as variable_scope
+from tailrace.compat.tensorflow import checkpoints as _checkpoints
+from tailrace.compat.tensorflow import host as _host
 from tailrace.compat.tensorflow.namespaces import Namespace as _Namespace
 from tailrace.compat.tensorflow.operations.table import OPERATIONS as _OPERATIONS
 from tailrace.compat.tensorflow.v1 import losses as _losses  # noqa: F401  (fills the table)
 from tailrace.compat.tensorflow.v1 import optimizers as _optimizers
+from tailrace.compat.tensorflow.v1 import saver as _saver
 from tailrace.compat.tensorflow.v1.session import Graph as Graph
 from tailrace.compat.tensorflow.v1.session import Session as Session
+from tailrace.compat.tensorflow.v1.session import assignment as _assignment
+from tailrace.compat.tensorflow.v1.session import get_collection as get_collection
 from tailrace.compat.tensorflow.v1.session import get_default_graph as get_default_graph
 from tailrace.compat.tensorflow.v1.session import (
     global_variables_initializer as global_variables_initializer,
@@ -24,12 +30,20 @@ from tailrace.compat.tensorflow.v1.session import placeholder as placeholder
 from tailrace.compat.tensorflow.v1.session import (
     placeholder_with_default as placeholder_with_default,
 )
+from tailrace.compat.tensorflow.v1.session import reset_default_graph as reset_default_graph
 
 InteractiveSession = Session
 local_variables_initializer = tables_initializer = global_variables_initializer
 disable_v2_behavior = disable_eager_execution = enable_v2_behavior = _nothing
-disable_resource_variables = enable_resource_variables = reset_default_graph = _nothing
+disable_resource_variables = enable_resource_variables = _nothing
 disable_control_flow_v2 = disable_v2_tensorshape = enable_eager_execution = _nothing
+
+
+def _global_step(graph: Any = None) -> Any:
+    """The variable that counts steps; made if there is none yet."""
+    del graph
+    return get_variable("global_step", [], "int32", trainable=False)
+
 
 train = _Namespace(
     "train",
@@ -43,8 +57,26 @@ train = _Namespace(
             "Optimizer",
             "RMSPropOptimizer",
         )
+    }
+    | {
+        "Checkpoint": _checkpoints.Checkpoint,
+        "CheckpointManager": _checkpoints.CheckpointManager,
+        "Saver": _saver.Saver,
+        "get_global_step": _global_step,
+        "get_or_create_global_step": _global_step,
+        "latest_checkpoint": _saver.latest_checkpoint,
     },
     on_host=True,
+)
+assign, assign_add, assign_sub = map(_assignment, ("assign", "assign_add", "assign_sub"))
+AUTO_REUSE = True
+GraphKeys = _Namespace(
+    "compat.v1.GraphKeys",
+    {"GLOBAL_VARIABLES": "variables", "TRAINABLE_VARIABLES": "trainable_variables"}
+    | {
+        name: name.lower()
+        for name in ("LOSSES", "REGULARIZATION_LOSSES", "UPDATE_OPS", "SUMMARIES")
+    },
 )
 losses = _Namespace("compat.v1.losses")
 logging = _Namespace(
@@ -57,10 +89,14 @@ _RENAMED = {
     "random_uniform": "random.uniform",
     "truncated_normal": "random.truncated_normal",
     "set_random_seed": "random.set_seed",
+    "div": "compat.v1.div",
     "log": "math.log",
-    "div": "math.floordiv",
 }
 """Names of TensorFlow 1 that have another since."""
+
+
+_HOST = frozenset(["app", "flags", "gfile", "python_io", "resource_loader"])
+"""Modules of TensorFlow 1 that have nothing to do with devices: TensorFlow's own."""
 
 
 def __getattr__(name: str) -> Any:
@@ -68,6 +104,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if name == "ConfigProto":
         return _nothing
+    if name in _HOST:
+        return _host.named(f"compat.v1.{name}")
     path = _RENAMED.get(name, name)
     if path in _OPERATIONS:
         return _OPERATIONS[path]

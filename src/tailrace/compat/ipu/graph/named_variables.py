@@ -1,0 +1,188 @@
+"""Variables that are found again by their names: `get_variable`, and the scopes around it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tailrace.compat.ipu.errors import IPUValueError
+from tailrace.compat.ipu.graph.state import prepared
+from tailrace.compat.ipu.graph.variables import Variable
+from tailrace.data.array_like import DTypeLike, TensorLike
+
+Store = dict[str, Variable]
+"""The variables of a graph, by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableScope:
+    """What `get_variable` does inside a `variable_scope`.
+
+    Attributes:
+        name: what names begin with; empty outside of all scopes.
+        initializer: for variables that say none themselves.
+    """
+
+    name: str = ""
+    initializer: Any = None
+
+    def reuse_variables(self) -> None:
+        """Without effect: variables are always found again by their names."""
+
+
+_default: Store = {}
+_store: contextvars.ContextVar[Store] = contextvars.ContextVar("ipu_store", default=_default)
+_OUTSIDE = VariableScope()
+_around: contextvars.ContextVar[VariableScope] = contextvars.ContextVar(
+    "ipu_variable_scope", default=_OUTSIDE
+)
+_seed = [0]
+
+
+def get_variable(
+    name: str,
+    shape: Sequence[int] | None = None,
+    dtype: DTypeLike = None,
+    initializer: TensorLike | Callable[..., Any] = None,
+    regularizer: Callable[..., Any] | None = None,
+    trainable: bool = True,
+    **options: Any,
+) -> Variable:
+    """The variable of this name; made if there is none yet. It may be called inside a program.
+
+    Args:
+        name: its name, in the scopes of `variable_scope` around.
+        shape: its shape; None if the initializer is a value.
+        dtype: its dtype; None: float32, or that of the value.
+        initializer: a value, or a function of shape and dtype. None: that of the scope around, or
+            as in the original, Glorot's uniform numbers for floats and zeros for others.
+        regularizer: refused.
+        trainable: whether optimizers without a list of variables change it.
+        **options: `use_resource`, `collections`, `partitioner`...: without effect.
+
+    Raises:
+        IPUValueError: the variable exists with another shape, or a regularizer is given.
+
+    >>> get_variable("doc/w", initializer=2.0) is get_variable("doc/w")
+    True
+    """
+    del options
+    if regularizer is not None:
+        raise IPUValueError(
+            f"get_variable({name!r}) has a regularizer, whose loss would be collected and not used. "
+            f"Add the penalty to the loss: loss + rate * tf.nn.l2_loss(variable)."
+        )
+    scope = _around.get()
+    full = _joined(scope.name, name)
+
+    def make() -> Variable:
+        given = scope.initializer if initializer is None else initializer
+        given = _usual(full) if given is None else given
+        kind = jnp.float32 if dtype is None else dtype
+        value = given(tuple(shape or ()), kind) if callable(given) else given
+        return Variable(value, trainable, full, dtype)
+
+    found = prepared(_store.get(), full, make)
+    if shape is not None and found.shape != tuple(shape):
+        raise IPUValueError(
+            f"Trying to share variable {full}, but specified shape {tuple(shape)} and found shape "
+            f"{found.shape}."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def variable_scope(
+    name_or_scope: str | VariableScope | None,
+    default_name: str | None = None,
+    initializer: TensorLike | Callable[..., Any] = None,
+    **_: Any,
+) -> Iterator[VariableScope]:
+    """Names of `get_variable` begin with this name inside.
+
+    Args:
+        name_or_scope: a name, or what an earlier `with variable_scope(...) as scope` gave.
+        default_name: the name if there is none.
+        initializer: for variables inside that say none themselves.
+        **_: `reuse`, `use_resource`...: without effect.
+
+    >>> with variable_scope("layer"), variable_scope("dense") as scope:
+    ...     print(scope.name)
+    layer/dense
+    """
+    around = _around.get()
+    given = around.initializer if initializer is None else initializer
+    if isinstance(name_or_scope, VariableScope):
+        # Entered again: by its own whole name, wherever that is done.
+        own = name_or_scope.initializer if initializer is None else initializer
+        inner = VariableScope(name_or_scope.name, own)
+    else:
+        inner = VariableScope(_joined(around.name, name_or_scope or default_name or ""), given)
+    token = _around.set(inner)
+    try:
+        yield inner
+    finally:
+        _around.reset(token)
+
+
+def get_variable_scope() -> VariableScope:
+    """The scope around."""
+    return _around.get()
+
+
+def global_variables() -> list[Variable]:
+    """The variables that `get_variable` has made."""
+    return list(_store.get().values())
+
+
+def trainable_variables() -> list[Variable]:
+    """Those of them that are trained."""
+    return [variable for variable in global_variables() if variable.trainable]
+
+
+def forget_variables() -> None:
+    """Let `get_variable` create all variables again, as in a new graph of the original."""
+    _store.get().clear()
+
+
+@contextlib.contextmanager
+def variables_of(store: Store | None) -> Iterator[None]:
+    """Inside, `get_variable` finds the variables of a graph; None: those of the default graph."""
+    tokens = _store.set(_default if store is None else store), _around.set(_OUTSIDE)
+    try:
+        yield
+    finally:
+        _around.reset(tokens[1])
+        _store.reset(tokens[0])
+
+
+def set_initial_seed(seed: int) -> None:
+    """Draw other numbers for variables that say no initializer."""
+    _seed[0] = int(seed)
+
+
+def _joined(around: str, name: str) -> str:
+    return "/".join(filter(None, (around, name)))
+
+
+def _usual(name: str) -> Callable[..., Any]:
+    """The original's initializer: numbers follow from the name, so that each process has the same."""
+
+    def numbers(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return jnp.zeros(shape, dtype)
+        field = math.prod(shape[:-2])
+        fans = [field * size for size in shape[-2:]] or [1]
+        limit = math.sqrt(6.0 / max(1, fans[0] + fans[-1]))
+        random = np.random.default_rng([zlib.crc32(name.encode()), _seed[0]])
+        return jnp.asarray(random.uniform(-limit, limit, shape), dtype)
+
+    return numbers

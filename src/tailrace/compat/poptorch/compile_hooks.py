@@ -1,0 +1,45 @@
+"""Functions that are called before and after models compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Hook = Callable[[], Any]
+
+_hooks: dict[str, list[Hook]] = {"before": [], "after": []}
+
+
+class Handle:
+    """What a registration returns; `remove` ends it."""
+
+    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        """Forget the hook."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+def registerPreCompileHook(hook: Hook) -> Handle:
+    """Call a function before every compilation."""
+    return _register("before", hook)
+
+
+def registerPostCompileHook(hook: Hook) -> Handle:
+    """Call a function after every compilation."""
+    return _register("after", hook)
+
+
+def call(when: str) -> None:
+    """Call the hooks of before or after; a copy of the list, because a hook may remove itself."""
+    for hook in list(_hooks[when]):
+        hook()
+
+
+def _register(when: str, hook: Hook) -> Handle:
+    if not callable(hook):
+        raise RuntimeError(f"{hook!r} must be callable")
+    _hooks[when].append(hook)
+    return Handle(_hooks[when], hook)

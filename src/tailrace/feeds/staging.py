@@ -1,0 +1,227 @@
+"""Blocks that a thread reads ahead for an infeed: staged, used, put back, or abandoned.
+
+Only the thread ever waits inside a dataset. It runs one call at a time, in order, so a reader is never
+used by two threads; what changes the reader's position settles first, which brings back what was read
+ahead.
+"""
+
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+
+from tailrace.errors import WaitStopped
+from tailrace.feeds.background import STOP_S, Worker
+from tailrace.feeds.feed import Staged
+from tailrace.feeds.reader import Reader
+from tailrace.feeds.waiting import Patience
+from tailrace.spans.span import counter, is_traced, span
+
+LEAVE_S = 0.5
+"""How long `leave` waits for an element, in seconds, before it abandons the read."""
+
+Opening = Callable[[], Reader]
+"""Returns the reader of a dataset, and opens it if necessary."""
+
+
+class Order(NamedTuple):
+    """What a block has: blocks that were read ahead are used if the next one is to have the same.
+
+    Attributes:
+        count: elements per replica.
+        replicas: the replicas that this process feeds.
+        sharding: how they are spread over devices, or a device.
+        room: the number of rows of the arrays on the device.
+    """
+
+    count: int
+    replicas: int
+    sharding: Any
+    room: int
+
+
+class Staging:
+    """The blocks of one infeed between its dataset and its programs.
+
+    It does not hold the reader, which comes with each call as a function that opens it if necessary: a
+    queue that is dropped must free its blocks at once, not when a cycle of references is collected.
+
+    Args:
+        prefetch: the number of blocks staged ahead of the running execution.
+        patience: the limits of waits for data.
+
+    Attributes:
+        patience: the limits of waits for data; the owner of the queue may replace it.
+        staged: the blocks that are read ahead, in order, each with what it was read for.
+    """
+
+    def __init__(self, prefetch: int, patience: Patience) -> None:
+        self.patience = patience
+        self._prefetch = prefetch
+        self.staged: deque[tuple[Order, Future[Staged]]] = deque()
+        self._late: tuple[Reader, Future[Any]] | None = None  # a read that the caller gave up on
+        self._running: deque[Any] = deque()
+        self._handed = 0  # blocks taken whose execution has not been reported yet
+        self._thread: Worker | None = None
+
+    def take(self, reader: Opening, order: Order) -> Staged:
+        """The next block; waits for it."""
+        if not self.staged or self.staged[0][0] != order:
+            self.settle(reader)
+            self._stage(reader, order)
+        future = self.staged[0][1]
+        if is_traced():
+            counter("infeed depth", self._depth())
+        with span("dataset wait", elements=order.count):
+            self._wait_for(
+                reader, future
+            )  # popped only afterwards: an interrupt here loses nothing
+        self.staged.popleft()
+        staged = future.result()
+        # Between this and `started` the block is alive without an execution that could be waited for.
+        self._handed = 1
+        return staged
+
+    def prefetch(self, reader: Opening, order: Order) -> None:
+        """Stage blocks like this until as many are ahead as there should be."""
+        for _ in range(self._prefetch - len(self.staged)):
+            self._stage(reader, order)
+
+    def started(self, ticket: jax.Array) -> None:
+        """The execution of the block that was taken is dispatched; `ticket` is ready at its end."""
+        self._running.append(ticket)
+        self._handed = 0
+
+    def settle(self, reader: Opening) -> None:
+        """Return all staged blocks to the reader, so that its position is that of the programs."""
+        if self._late is not None:
+            late, future = self._late
+            self._wait_for(reader, future)
+            self._late = None
+            if late is reader():
+                _take_back(late, future)
+        # Blocks that are still being read are waited for, others cancelled: an element that was read is
+        # in a block, and only the block can give it back.
+        while self.staged:
+            future = self.staged[-1][1]  # last one first: each block is put back before the others
+            if not future.cancel():
+                self._wait_for(reader, future)
+                _take_back(reader(), future)
+            self.staged.pop()
+
+    def returned(self) -> None:
+        """The block that was taken comes back, without an execution."""
+        self._handed = 0
+
+    def leave(self, reader: Reader) -> None:
+        """Like `settle`, but a read that blocks is abandoned, to be picked up later."""
+        if self._late is not None:
+            return
+        # A wait for the device always ends; only a dataset may block forever.
+        blocks = Patience(stopped=lambda: reader.waited_s() > LEAVE_S)
+        patience, self.patience = self.patience, blocks
+        try:
+            self.settle(lambda: reader)
+        except WaitStopped:
+            # The thread runs one call at a time: this block is being read, later ones were cancelled.
+            self._late = (reader, self.staged.popleft()[1])
+        finally:
+            self.patience = patience
+
+    def forget_late(self) -> None:
+        """Give up on a read that blocks in a dataset that is no longer used."""
+        if self._late is not None and self._thread is not None:
+            # It is stuck in that dataset: a new thread takes over.
+            self._thread.stop(0.0)
+            self._thread = None
+        self._late = None
+
+    def release(self) -> tuple[Worker | None, bool]:
+        """Drop what keeps arrays alive; the thread to stop, and whether it blocks in the dataset."""
+        thread, self._thread = self._thread, None
+        # Tickets of executions keep arrays alive; a queue at rest should hold nothing on the device.
+        self._running.clear()
+        return thread, self._late is not None
+
+    def call(self, reader: Opening, read: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that may block in the dataset, on the thread."""
+        own = self._thread is None
+        worker = self._worker()
+        future = worker.submit(read, *args)
+        try:
+            self._wait_for(reader, future)
+        except BaseException:
+            if not future.cancel():
+                self._late = (reader(), future)
+            raise
+        finally:
+            if own:  # started for this call only: a caller that never takes a block keeps no thread
+                self._thread = None
+                worker.stop(0.0 if self._late else STOP_S)
+        return future.result()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _stage(self, reader: Opening, order: Order) -> None:
+        future = self._worker().submit(self._stage_now, reader(), order)
+        self.staged.append((order, future))
+
+    def _stage_now(self, reader: Reader, order: Order) -> Staged:
+        """In the thread: wait for a free block, read elements into it, transfer it."""
+        # Memory is bounded here, not by the length of the queue: a block is free only when its
+        # execution has ended, which a dispatch does not wait for.
+        while self._running and self._blocks_alive() > self._prefetch:
+            with span("room wait"):
+                _wait(self._running.popleft())
+        count, replicas, sharding, room = order
+        # In the thread, before the read: another block may be read ahead while this one is in use.
+        first = reader.number
+        with span("dataset read", elements=count * replicas):
+            host = reader.read(count * replicas)
+        try:
+            if isinstance(sharding, jax.sharding.NamedSharding):
+                shaped = [leaf.reshape(count, replicas, *leaf.shape[1:]) for leaf in host]
+            else:
+                shaped = host
+            with span("infeed copy", bytes=sum(leaf.nbytes for leaf in shaped)):
+                device = reader.to_device(shaped, sharding, room)
+        except BaseException:
+            reader.put_back(host)
+            raise
+        return Staged(host, device, count, replicas, first)
+
+    def _blocks_alive(self) -> int:
+        """The number of blocks in memory: in flight, taken, and staged."""
+        return len(self._running) + self._handed + self._depth()
+
+    def _depth(self) -> int:
+        """The number of staged blocks that are ready."""
+        return sum(future.done() for _, future in list(self.staged))
+
+    def _wait_for(self, reader: Opening, future: Future[Any]) -> None:
+        self.patience.wait_for(future, reader())
+
+    def _worker(self) -> Worker:
+        if self._thread is None:
+            self._thread = Worker("tailrace-infeed")
+        return self._thread
+
+
+def _take_back(reader: Reader, future: Future[Any]) -> None:
+    """Put the elements of a block that was not used back, if it is one."""
+    if future.exception() is None and isinstance(future.result(), Staged):
+        reader.put_back(future.result().host)
+
+
+def _wait(ticket: jax.Array) -> None:
+    try:
+        jax.block_until_ready(ticket)
+    except Exception:
+        # The execution failed; its caller gets the exception. Only its memory matters here.
+        return

@@ -1,0 +1,163 @@
+"""The training step of a model that each replica computes on one device."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tailrace.data.trees import Tree
+from tailrace.feeds.elements import call_with_element
+from tailrace.feeds.feed import Feed
+from tailrace.feeds.outfeed import OutfeedQueue
+from tailrace.jaxprs.marks import Tag, mark, name_values
+from tailrace.program.in_program import microbatch, tracing_training
+from tailrace.program.loops import repeat, repeat_with, whole
+from tailrace.program.running.loop_runner import LoopRunner
+from tailrace.program.running.loop_state import LoopState
+from tailrace.program.running.placement import Placement
+from tailrace.program.step import loss_scale as scaling
+from tailrace.program.step.train_state import TrainState
+from tailrace.program.step.training_step import ALONE, Compute, Step, Yield, share_of
+from tailrace.taps.activation_listing import new_listing
+from tailrace.taps.probe import probed
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlainStep(Step):
+    """A step whose model is differentiated as a whole."""
+
+    def loop(self, state: TrainState, infeed: Feed, length: int = 1) -> TrainState:
+        """`length` steps, fed by `infeed`: the body of a training program."""
+        if self.accumulation.microbatches == 1:
+            return repeat_with(whole, length, self.plain, state, infeed)
+        return repeat(length, lambda s: self.accumulated(s, infeed), state)
+
+    def runner(
+        self,
+        form: TrainState,
+        infeed: Feed,
+        placement: Placement,
+        each: Sequence[bool],
+        kept_from: int,
+    ) -> LoopRunner:
+        """A runner of steps on elements of `infeed`; `form` has the shapes of the state."""
+
+        def train(state: TrainState, _: object) -> TrainState:
+            return self.loop(state, infeed)
+
+        return LoopRunner(train, form, (), placement, each, self.keeping, kept_from)
+
+    def evaluating(
+        self, compute: Compute, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
+    ) -> LoopRunner:
+        """A runner that sends out `compute(params, model_state, batch, ())` for each element."""
+        return evaluating_whole(compute, out, infeed, read, placement)
+
+    def begin_evaluating(self, runner: LoopRunner, read: Tree) -> LoopState:
+        """The state for dispatches of such a runner."""
+        return runner.begin((), read)
+
+    # -- the two kinds of step ------------------------------------------------------------------
+
+    def plain(self, state: TrainState, batch: Tree) -> TrainState:
+        """A step of one microbatch."""
+        named = self.named(state)
+        grads, model_state, out = self.microbatch(named, batch)
+        self.send(out, named)
+        # As if one microbatch were added to zeros of that dtype: a step of one and of several must
+        # round alike.
+        if self.accumulation.dtype is not None:
+            zeros = self.accumulation.zeros(named.params)
+            grads = jax.tree.map(lambda grad, zero: grad.astype(zero.dtype), grads, zeros)
+        return self.finish(named, grads, model_state, out.weight)
+
+    def accumulated(self, state: TrainState, infeed: Feed) -> TrainState:
+        """A step of several microbatches; the optimizer runs outside their loop."""
+        named = self.named(state)
+        accumulation = self.accumulation
+        weighted = accumulation.weight is not None
+
+        def one(carry: Tree, batch: Tree) -> Any:
+            accumulated, model_state, total = carry
+            grads, model_state, out = self.microbatch(
+                named._replace(model_state=model_state), batch
+            )
+            self.send(out, named)
+            # A running mean, weighted by the share of what came so far: the sum of the weights is known
+            # only at the end, and dividing a large sum then would lose more.
+            after = total + out.weight if weighted else None
+            share = share_of(out.weight, after) if weighted else None
+            accumulated = accumulation.add(accumulated, grads, microbatch(), share)
+            return accumulated, model_state, after
+
+        total = jnp.float32(0) if weighted else None
+        start = (accumulation.zeros(named.params), named.model_state, total)
+        grads, model_state, total = repeat_with(
+            whole, accumulation.microbatches, one, start, infeed
+        )
+        return self.finish(named, grads, model_state, total)
+
+    def microbatch(self, state: TrainState, batch: Tree) -> tuple[Any, Any, Yield]:
+        """The gradient, next model state and other results of one microbatch."""
+        batch = name_values("input", batch)
+        before = name_values("buffer", state.model_state)
+
+        def forward(params: Tree) -> tuple[Any, Any]:
+            # Around the loss function alone: `evaluate` calls it without, and dropout asks which it is.
+            with tracing_training():
+                loss, after, aux = self.forward(params, before, batch)
+            return loss, (loss, after, aux)
+
+        # Before the loss is scaled: what a tap reads of the forward pass is then the model's own
+        # number.
+        if self.taps:
+            forward = probed(forward, self.is_tapped, new_listing())
+        if state.loss_scale is not None:
+            forward = scaling.scaled(forward, state.loss_scale)
+        if self.hold_activations is not None:
+            value_and_grad = self.hold_activations.value_and_grad(forward)
+        else:
+            value_and_grad = jax.value_and_grad(forward, has_aux=True)
+        (_, (loss, after, aux)), grads = value_and_grad(state.params)
+        # Only named, not replaced: the optimizer scales by a rule of its own and expects its gradients
+        # so.
+        if callable(unscaled := getattr(self.optimizer, "unscaled", None)):
+            name_values("grad", unscaled(grads, state.params), ALONE)
+        else:
+            grads = self.named_grads("grad", grads, state)
+        if callable(each := getattr(self.optimizer, "each", None)):
+            grads = each(grads, state.params)
+        loss = mark(loss, Tag("value", "loss"))
+        aux = name_values("aux", aux)
+        return grads, after, Yield(loss, aux, self.weight(batch))
+
+    def _called(self, params: Tree, model_state: Tree, batch: Tree, inputs: Tree) -> Any:
+        first = (params, model_state) if self.has_model_state else (params,)
+        return call_with_element(self.loss_fn, (*first, *inputs), batch)
+
+
+def evaluating_whole(
+    compute: Compute, out: OutfeedQueue, infeed: Feed, read: Tree, placement: Placement
+) -> LoopRunner:
+    """A runner that sends out `compute(*read, batch, ())` for each element, on one device.
+
+    It carries nothing: its state is `runner.begin((), read)`.
+    """
+
+    def program(_: object, read: Tree) -> Any:
+        params, model_state = read
+
+        def one(carry: Tree, batch: Tree) -> Any:
+            out.enqueue(compute(params, model_state, batch, ()))
+            return carry
+
+        return repeat_with(whole, 1, one, (), infeed)
+
+    return LoopRunner(program, (), read, placement)

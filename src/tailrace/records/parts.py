@@ -1,0 +1,151 @@
+"""The emissions of one execution for one tap, and how they become a record.
+
+    emission  [replica,] step [, microbatch] [, layers ...], value
+    record    one row per value, in the order in which they were computed; the leading dims are tags
+
+Emissions come from the device padded, interleaved by replica and, for periodic taps, at the common
+period of all taps. A `Part` keeps them so while a training runs; `record` puts them in order when they
+are read, if they ever are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from tailrace.records.record import Record
+from tailrace.taps.reductions import merge_statistics
+from tailrace.taps.tap import Chosen, Mode
+
+PER_MICROBATCH = ("input", "buffer", "activation", "cotangent", "loss", "output", "aux", "grad")
+"""Kinds of tensors that exist per microbatch, even if a step has only one."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """The emissions of one execution for one tap, unprocessed: the training loop must not wait.
+
+    Attributes:
+        one: the tap and the tensor.
+        value: [replica,] step [, microbatch], then layers of scans, then the value.
+        valid: flags of the entries that were computed; None for all.
+        size: the number of values of the tensor, if `value` is partial statistics; -1 otherwise.
+        first_step: the index of the first step of the execution.
+        steps: the number of its steps.
+        replicas: the number of replicas.
+        period: periodic values exist for the last of every `period` steps.
+        ends: the last step of each execution, if several were joined and the tap has one value per
+            execution; the value then has an axis of executions instead of steps.
+    """
+
+    one: Chosen
+    value: Any
+    valid: Any
+    size: int
+    first_step: int
+    steps: int
+    replicas: int
+    period: int
+    ends: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The tensor."""
+        return self.one.entry.name
+
+    @property
+    def kind(self) -> str:
+        """What the tap keeps of it."""
+        return self.one.tap.kind
+
+    @property
+    def collected(self) -> bool:
+        """Whether there is one value per execution."""
+        return self.one.tap.mode in (Mode.SUM, Mode.FINAL)
+
+    def record(self) -> Record:
+        """The finished record: flat, tagged, statistics merged."""
+        one, value, valid, replicas = self.one, self.value, self.valid, self.replicas
+        several = replicas > 1
+        loops = len(self.ends[:1]) if self.collected else one.loops
+        # Equal on all replicas, as the program shows: one copy is recorded, without a replica.
+        if several and not one.differs:
+            value = jax.tree.map(lambda v: v[0], value)
+            valid = valid[0] if valid is not None else None
+            several = False
+        if several:
+            # Behind the steps: rows are then in the order in which values were computed.
+            value = jax.tree.map(lambda v: np.moveaxis(v, 0, loops), value)
+            valid = np.moveaxis(np.asarray(valid), 0, loops) if valid is not None else None
+        tags = self._tags(np.shape(jax.tree.leaves(value)[0])[:loops], replicas if several else 1)
+        count = len(tags[0])
+        flat = jax.tree.map(lambda v: v.reshape(count, *v.shape[loops + several :]), value)
+        keep, ran = None, None
+        if valid is not None:
+            made = np.asarray(valid)
+            made = made.reshape(count, *made.shape[loops + several :])
+            keep = made.reshape(count, -1).any(axis=1)
+            ran = made if made.ndim > 1 else None
+        # All periodic taps are observed at a common period; this one asked for some of those steps.
+        if one.tap.period > 1:
+            seen = (tags[0] + 1) % one.tap.period == 0
+            keep = seen if keep is None else keep & seen
+        if keep is not None:
+            flat = jax.tree.map(lambda v: v[keep], flat)
+            tags = tuple(tag[keep] for tag in tags)
+            ran = None if ran is None else ran[keep]
+        if self.size >= 0:
+            flat = merge_statistics(flat, self.size)
+        elif keep is None:  # a copy: the device's buffer is read-only and larger
+            flat = jax.tree.map(np.array, flat)
+        steps, microbatches, of_replica = tags
+        own = one.tap.mode is not Mode.SUM and (loops > 1 or one.entry.kind in PER_MICROBATCH)
+        return Record(
+            self.name,
+            self.kind,
+            flat,
+            steps,
+            microbatches if own else _filled(len(steps), -1),
+            of_replica if several else _filled(len(steps), -1),
+            _filled(len(steps), one.entry.stage),
+            ran,
+        )
+
+    def _tags(self, counts: tuple[int, ...], replicas: int) -> tuple[np.ndarray, ...]:
+        """Step, microbatch and replica of each value, in order; shared by the tensors of a step."""
+        made, start, stride = counts[0] if counts else 1, self.first_step, 1
+        if not counts and self.collected:
+            start += self.steps - 1
+        elif self.one.tap.period > 1 and self.period > 1:
+            start, stride = start + self.period - 1 - start % self.period, self.period
+        first, count = 0, math.prod(counts[1:])
+        if self.one.tap.mode is Mode.FINAL:
+            first, count = self.one.microbatches - 1, 1
+        at = self.ends or range(start, start + stride * made, stride)
+        return _grid(at, first, count, replicas)
+
+
+@functools.lru_cache(maxsize=8)
+def _grid(
+    at: range | tuple[int, ...], microbatch: int, microbatches: int, replicas: int
+) -> tuple[np.ndarray, ...]:
+    """Step, microbatch and replica of all values of the steps `at`; read-only."""
+    steps = np.arange(at.start, at.stop, at.step) if isinstance(at, range) else np.array(at)
+    micro = microbatch + np.arange(microbatches)
+    grid = np.meshgrid(steps, micro, np.arange(replicas), indexing="ij")
+    return tuple(_for_reading(axis.reshape(-1)) for axis in grid)
+
+
+@functools.lru_cache(maxsize=8)
+def _filled(count: int, value: int) -> np.ndarray:
+    return _for_reading(np.full(count, value))
+
+
+def _for_reading(shared: np.ndarray) -> np.ndarray:
+    shared.flags.writeable = False
+    return shared
