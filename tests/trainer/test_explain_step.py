@@ -185,8 +185,12 @@ def test_on_spike_stops_where_the_loss_jumps(spiked):
 def test_spikes_that_cannot_be():
     with pytest.raises(OptionError, match="'note', 'stop', or calls a function"):
         tr.on_spike("explode")
-    with pytest.raises(OptionError, match=r"score is a number above 0\. Received: score=0"):
+    with pytest.raises(OptionError, match=r"score is a number greater than 0\. Received: score=0"):
         tr.on_spike(score=0)
+    with pytest.raises(
+        OptionError, match=r"window must be a whole number >= 1\. Received: window=0.5"
+    ):
+        tr.on_spike(window=0.5)
 
 
 def test_rewind_goes_back_exactly_and_goes_on_with_other_data(tmp_path):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tailrace.data.counts import check_count, check_number
 from tailrace.errors import OptionError
 from tailrace.messages import logger
 from tailrace.records.scores import moving_scores
@@ -58,11 +59,11 @@ class OnSpike(Callback):
                 f"on_spike does 'note', 'stop', or calls a function of trainer and spike. Received: "
                 f"{then!r}."
             )
-        for name, value in (("score", score), ("window", window), ("least", least)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise OptionError(f"{name} is a number above 0. Received: {name}={value!r}.")
-        self._then, self._score, self._least = then, float(score), int(least)
-        self._window: deque[float] = deque(maxlen=int(window))
+        self._then = then
+        self._score = check_number("score", score, positive=True, error=OptionError)
+        self._least = check_count("least", least, at_least=1, error=OptionError)
+        window = check_count("window", window, at_least=1, error=OptionError)
+        self._window: deque[float] = deque(maxlen=window)
         self.spikes: list[Spike] = []
 
     def on_execution_end(self, trainer: Trainer, execution: Execution) -> None:
