@@ -324,3 +324,12 @@ def test_flags_are_true_or_false(name):
 def test_a_smaller_last_batch_is_kept_by_a_flag_of_numpy():
     data = batches(np.zeros((6, 2), np.float32), 4, drop_remainder=np.bool_(False))
     assert [len(batch) for batch in data] == [4, 2]
+
+
+@pytest.mark.parametrize("rows", [[1.5], True, ["a"], [-1]])
+def test_rows_that_are_left_out_are_whole_numbers(rows):
+    with pytest.raises(
+        DataError,
+        match="row must be a whole number >= 0 .its number in the arrays.. Received: row=",
+    ):
+        batches(np.arange(5), 2).without(rows)

@@ -234,6 +234,15 @@ def test_a_thousand_steps_stay_small(tmp_path):
     assert len(read.slices["executions"]) == 200
 
 
+def test_a_directory_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(tr.TailraceError, match=r"file' cannot be one: File exists. Give the path"),
+        tr.trace(tmp_path / "file"),
+    ):
+        pass
+
+
 def test_wrong_arguments():
     with pytest.raises(tr.TailraceError, match=r"executions is a range .* Received: 3"):
         tr.trace("x", executions=3)  # type: ignore[arg-type]

@@ -45,7 +45,9 @@ class Batches(BatchRecipe):
         >>> list(batches(np.arange(5), 2).without([1]))
         [array([0, 2]), array([3, 4])]
         """
-        more = np.atleast_1d(np.asarray(rows)).tolist()
+        more = np.atleast_1d(np.asarray(rows)).ravel().tolist()
+        for row in more:
+            check_count("row", row, at_least=0, more=" (its number in the arrays)")
         return replace(self, left_out=(*self.left_out, *more))
 
     def rows(self, first: int, count: int, epoch: int = 0) -> np.ndarray:

@@ -47,7 +47,13 @@ class Trace:
         if self._recorder is not None:
             raise OptionError("This trace is open already. Make another one: tr.trace(directory).")
         check_perfetto()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"A timeline is written into a directory, and {str(self.directory)!r} cannot be one: "
+                f"{error.strerror}. Give the path of a directory, or a new one."
+            ) from None
         profiler = None if self._operations == 0 else DeviceProfiler(self._operations)
         self._recorder = Recorder(self._executions, profiler)
         self._recorder.open()
