@@ -27,6 +27,7 @@ from tailrace.runs.tables.stored import (
     stored_tables,
 )
 from tailrace.runs.tables.tables import EXECUTION, OPTIONAL
+from tailrace.runs.tables.validations import read_validations
 from tailrace.taps.catalogue import Catalogue, Select
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Run:
 
     @property
     def history(self) -> History:
-        """Loss and metrics of all fits, as `fit` returns them."""
+        """Loss, metrics and values of validations of all fits, as `fit` returns them."""
         if self._history is None:
             with describing(self.directory, "history"):
                 self._history = self._read_history()
@@ -146,6 +147,7 @@ class Run:
             raise ValueError("steps and weights do not fit the loss")
         history = History(int(steps[0]), *arrays["loss"].shape[1:])
         history.add(arrays, weights, steps)
+        history.add_validations(*read_validations(self.directory, self._root))
         return history
 
     @property
