@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import optax
 import pytest
-from small_runs import X, Y, loss_fn, make_trainer, train
+from small_runs import X, Y, loss_fn, make_trainer
 
 import tailrace as tr
 from killed_fits import Kill, Killed
@@ -15,6 +15,7 @@ from tailrace.page.comparison import compare
 from tailrace.page.curves import history_curves
 from tailrace.page.followed import FollowedRun
 from tailrace.records.history import History
+from tailrace.records.sinks import Finished, Validated
 from tailrace.runs.writer import RunWriter
 
 HELD_OUT = tr.batches((X[:16], Y[:16]), 8)
@@ -24,6 +25,12 @@ def fit(trainer, steps=20, **call):
     data = tr.batches((X, Y), 8, repeat=True)
     call = {"validation_data": HELD_OUT, "validation_every": 5, **call}
     return trainer.fit(data, steps=steps, progress=False, **call)
+
+
+def write_steps(writer, first):
+    """Five steps, as an execution of the run's metrics."""
+    values = np.zeros((5, 1, 1), np.float32)
+    writer.execution(Finished(first, 5, [], {"loss": values, "mae": values}))
 
 
 def assert_same(found, *expected):
@@ -58,7 +65,7 @@ def test_they_are_there_while_the_fit_goes_on(tmp_path):
 
     class Look(tr.Callback):
         def on_validation_end(self, trainer, logs):
-            trainer._journal.flush()
+            list(trainer.records)  # reads what is on disk, and waits for it
             history = tr.open_run(tmp_path / "run").history
             seen.append((history.validated.tolist(), history["val_loss"][-1] == logs["val_loss"]))
 
@@ -169,11 +176,14 @@ def test_an_old_directory(two_fits, tmp_path):
     assert main(["show", str(old)]) == 0
     # It can be taken up by a checkpoint of that time, which does not know the table.
     writer = RunWriter(old)
-    writer.take_up({"history": 35, "executions": 7, "records": [], "starts": []})
-    trainer = make_trainer(None, ())
-    trainer._journal.sink = writer
-    more = fit(trainer, 5)
-    assert_same(tr.open_run(old).history, more)
+    writer.take_up({"history": 30, "executions": 6, "records": [], "starts": []})
+    with writer.fitting({}):
+        write_steps(writer, 30)
+        values = {name: live[1][f"val_{name}"][-1] for name in ("loss", "mae")}
+        writer.validation(Validated(35, values))
+    found = tr.open_run(old).history
+    assert (len(found), found.validated.tolist()) == (35, [35])
+    assert found.last_validation() == live[1].last_validation()
 
 
 def test_a_truncated_table(two_fits, tmp_path):
@@ -191,13 +201,11 @@ def test_a_value_that_comes_late_or_is_missing(tmp_path):
     """NaN in its place, live and on disk."""
     live, writer = History(), RunWriter(tmp_path / "run")
     values = [{"a": 1.0}, {"a": 2.0, "b": 3.0}, {"b": 4.0}, {}]
-    trainer = make_trainer(None, ())
-    trainer._journal.sink = writer
-    train(trainer, 5)
     with writer.fitting({}):
+        write_steps(writer, 0)
         for step, one in enumerate(values, start=1):
             live.add_validation(step, one)
-            trainer._journal.add_validation(step, one)
+            writer.validation(Validated(step, one))
     found = tr.open_run(tmp_path / "run").history
     for history in (live, found):
         assert history.validated.tolist() == [1, 2, 3, 4]

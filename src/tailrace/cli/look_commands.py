@@ -32,7 +32,8 @@ def watch(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "watch",
         help="show a run while it grows",
-        description="Show a run again and again while it grows. Ends with the run, or by Ctrl-C.",
+        description="Show a run again and again while it grows. Ends with the run, when the process "
+        "that writes it is gone, or by Ctrl-C.",
     )
     add_run(parser)
     parser.set_defaults(run=_run_watch)

@@ -51,7 +51,7 @@ def state(followed: FollowedRun) -> str:
         return "unreadable"
     if followed.run.nonfinite_reports:
         return "stopped"
-    return "ended" if followed.run.is_ended else "growing, or interrupted"
+    return followed.run.state
 
 
 def numbers(followed: FollowedRun) -> Rows:

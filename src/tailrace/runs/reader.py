@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from tailrace.runs.compilations import read_compilations
 from tailrace.runs.info import read_catalogue, read_info
 from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
+from tailrace.runs.storage.lock import is_locked
 from tailrace.runs.tables.stored import (
     StoredTable,
     committed,
@@ -98,6 +100,29 @@ class Run:
     def is_ended(self) -> bool:
         """Whether the fit that wrote it has ended; false while it runs and after a crash."""
         return not self._root.attrs.get("writing", True)
+
+    @property
+    def is_interrupted(self) -> bool | None:
+        """Whether its writer is gone without having ended it; None if that cannot be found out."""
+        if self.is_ended:
+            return False
+        locked = is_locked(self.directory)
+        if locked is not False:
+            return None if locked is None else False
+        # Read again: the writer may have ended it since this run was opened.
+        with contextlib.suppress(RunError):
+            return bool(open_root(self.directory, self._limit).attrs.get("writing", True))
+        return None
+
+    @property
+    def state(self) -> str:
+        """In a word: "ended", "growing" or "interrupted"; the last two if neither can be ruled out."""
+        if self.is_ended:
+            return "ended"
+        interrupted = self.is_interrupted
+        if interrupted is None:
+            return "growing, or interrupted"
+        return "interrupted" if interrupted else "growing"
 
     @property
     def catalogue(self) -> Catalogue:
@@ -257,8 +282,7 @@ class Run:
         return write_events(self.records, self.history, logdir, select, every)
 
     def __repr__(self) -> str:
-        state = "ended" if self.is_ended else "being written, or interrupted"
-        return f"Run({self._counts['history']} steps, {len(self.records)} records, {state})"
+        return f"Run({self._counts['history']} steps, {len(self.records)} records, {self.state})"
 
     def _repr_html_(self) -> str:
         import html
