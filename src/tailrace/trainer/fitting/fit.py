@@ -84,7 +84,7 @@ class Fit:
         self.interrupts = Interrupts()
         feed.patience = Patience(timeout_s, stopped=lambda: self._leaves)
         self._dataset = dataset
-        # A resumed fit has skipped steps already, and callbacks are told of its latest validation.
+        # A resumed fit has skipped steps already, and has a latest validation for its callbacks.
         self._skipped = _skipped_in(journal.history)
         validation.latest = journal.history.last_validation()
         self._pending: deque[Ticket] = deque()
