@@ -14,7 +14,8 @@ def show(subparsers: Subparsers) -> None:
         "show",
         help="show what ran, the curve of the loss, and findings",
         description="Show what ran and with which numbers, the curve of the loss, and findings: "
-        "dead units, vanishing or exploding gradients, updates against weights, NaN.",
+        "dead units, vanishing or exploding gradients, updates against weights, spikes of the loss, "
+        "NaN.",
     )
     add_run(parser)
     parser.set_defaults(run=_run_show)

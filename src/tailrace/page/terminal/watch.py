@@ -43,7 +43,7 @@ def watch(directory: str, console: Any = None, poll_s: float = POLL_S) -> None:
             time.sleep(poll_s)
             followed.look()
     if followed.run is not None and not followed.run.is_ended:
-        console.print(INTERRUPTED)
+        console.print(INTERRUPTED, highlight=False)
 
 
 def _is_over(run: Run) -> bool:
