@@ -126,7 +126,9 @@ def batches(
     Raises:
         DataError: the arrays have different lengths, or there is nothing to cut batches from.
 
-    >>> data = batches({"x": np.arange(5), "y": np.arange(5) * 2}, batch_size=2)
+    >>> import numpy as np
+    >>> import tailrace as tr
+    >>> data = tr.batches({"x": np.arange(5), "y": np.arange(5) * 2}, batch_size=2)
     >>> len(data), next(iter(data))
     (2, {'x': array([0, 1]), 'y': array([0, 2])})
     >>> stacked, count = iter(data).read(10)

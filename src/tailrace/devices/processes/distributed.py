@@ -71,7 +71,8 @@ def initialize(
         DistributedError: an argument is missing or wrong, or a process did not come in time.
         DeviceError: JAX was used before.
 
-    >>> initialize()
+    >>> import tailrace as tr
+    >>> tr.distributed.initialize()
     1
     """
     if jax.distributed.is_initialized():
@@ -172,7 +173,8 @@ def share(dataset: Any, replicas: int) -> Any:
     Raises:
         DistributedError: replicas cannot be divided between the processes.
 
-    >>> share([1, 2, 3, 4], replicas=2)
+    >>> import tailrace as tr
+    >>> tr.distributed.share([1, 2, 3, 4], replicas=2)
     [1, 2, 3, 4]
     """
     count = jax.process_count()

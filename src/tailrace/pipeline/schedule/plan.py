@@ -45,14 +45,15 @@ def plan(
     Raises:
         PlanError: the count does not suit the schedule, or the mapping does not fit the stages.
 
-    >>> print(plan(stages=2, microbatches=4))
+    >>> import tailrace as tr
+    >>> print(tr.plan(stages=2, microbatches=4))
     grouped, 2 stages, 4 microbatches, training: 7 ticks, bubble 20.0 %
     t     0     1     2     3     4     5     6
           ramp-up---------------- ramp-down--------
     dev0  F0    F1    F2    B0+F3 B1    B2    B3
     dev1  .     F0    B0+F1 B1+F2 B2+F3 B3    .
     stash 4 slots: 3, 1
-    >>> plan(stages=[1, 2, 1], microbatches=6).device_mapping
+    >>> tr.plan(stages=[1, 2, 1], microbatches=6).device_mapping
     (0, (1, 2), 3)
     """
     sizes, names = read_stages(stages)

@@ -35,6 +35,7 @@ from tailrace.trainer.lookback.replay import Replay
 class TrainingModel(FollowingModel):
     """A module that trains on the device; made by `tt.training_model`, whose example runs one.
 
+    >>> import torch
     >>> import tailrace.torch as tt
     >>> type(tt.training_model(torch.nn.Linear(2, 1), accumulation=2)).__name__
     'TrainingModel'
