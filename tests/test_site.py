@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import typing
 
 import jax
 import pytest
@@ -21,7 +22,9 @@ REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").g
 MODULES = {"callbacks", "data", "distributed", "errors", "optimizers"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
-NAMES = re.findall(r"^\.\. auto(?:function|class|method):: tailrace\.(\S+)$", REFERENCE, re.MULTILINE)
+NAMES = re.findall(
+    r"^\.\. auto(?:function|class|method):: tailrace\.([\w.]+)", REFERENCE, re.MULTILINE
+)
 EXTERNAL = {
     "https://docs.wandb.ai",
     "https://github.com/pytorch/torchtitan",
@@ -56,6 +59,50 @@ def test_every_public_name_is_in_the_reference(name):
     assert re.search(rf":: tailrace\.{name}$", REFERENCE, re.MULTILINE)
 
 
+RESULTS = [
+    ("batches", {"without", "rows", "iterate"}),
+    ("open_run", {"is_ended", "interventions", "history", "records", "refresh"}),
+    ("Trainer.replay", set()),
+    ("Trainer.explain_step", {"grew_first"}),
+    ("Trainer.explain", set()),
+    ("Trainer.profile", {"tree", "treemap", "save"}),
+    ("on_spike", set()),
+    ("diff", set()),
+    ("plan", {"check", "simulate", "draw"}),
+    ("what_if", {"best"}),
+]
+
+
+def described(name: str) -> object:
+    """What a directive of the reference describes."""
+    try:
+        return pkgutil.resolve_name(f"tailrace:{name}")
+    except AttributeError:  # a module that nothing has imported yet
+        return pkgutil.resolve_name(f"tailrace.{name}")
+
+
+@pytest.mark.parametrize(("name", "members"), RESULTS)
+def test_what_a_function_returns_is_in_the_reference(name, members):
+    function = described(name)
+    returned = typing.get_type_hints(function)["return"]
+    entry = f"autoclass:: {returned.__module__}.{returned.__qualname__}()\n"
+    _, found, options = REFERENCE.partition(entry)
+    assert found
+    listed = re.match(r"   :members:(.*)\n", options)
+    named = set(listed[1].strip().split(", ")) - {""} if listed else set()
+    shown = named or (set(vars(returned)) if listed else set())
+    assert members <= shown
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("keras.", "torch."))])
+def test_properties_are_described_without_a_colon(name):
+    """Text before a colon is shown as a type: Napoleon reads `type: description`."""
+    for member in vars(described(name)).values():
+        if isinstance(member, property):
+            first = (member.__doc__ or "").partition("\n")[0]
+            assert ":" not in re.sub("`[^`]*`", "", first)
+
+
 def examples(name: str) -> list[doctest.DocTest]:
     """The examples of a name and of its members, each in an empty namespace, as a reader pastes it."""
     porch = name.partition(".")[0]
@@ -63,7 +110,7 @@ def examples(name: str) -> list[doctest.DocTest]:
         if importlib.util.find_spec(porch) is None:
             pytest.skip(f"{porch} is not installed")
         importlib.import_module(f"tailrace.{porch}")  # before Keras, which then runs on JAX
-    value = pkgutil.resolve_name(f"tailrace:{name}")
+    value = described(name)
     found = doctest.DocTestFinder().find(value, name, module=False, globs={})
     return [test for test in found if test.examples]
 

@@ -35,7 +35,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Always 1: replicas are averaged inside the program, not by the caller."""
+        """Always 1, because replicas are averaged inside the program, not by the caller."""
         return 1
 
     @contextlib.contextmanager
