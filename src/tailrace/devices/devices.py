@@ -42,7 +42,8 @@ def configure(devices: int | None = None, platform: str | None = None) -> list[A
     Raises:
         DeviceError: there are not that many devices, or JAX has started already.
 
-    >>> len(configure(devices=1))
+    >>> import tailrace as tr
+    >>> len(tr.configure(devices=1))
     1
     """
     global _chosen

@@ -224,6 +224,14 @@ class Adopted(Setters, Assigning, LookingBack):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras' `evaluate` on the device, with many batches per execution."""
+        found = self._evaluate(args, kwargs)
+        program = self.programs.get("train") if "train" in self._running else None
+        validating = kwargs.get("_use_cached_eval_dataset", False)
+        if validating and isinstance(program, Training) and isinstance(found, Mapping):
+            program.add_validation(found)
+        return found
+
+    def _evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         model, plain = self.model, PLAIN["evaluate"]
         if not model.compiled or self._keras_runs("test"):
             return plain(model, *args, **kwargs)

@@ -57,8 +57,8 @@ def compile(
         seed: the seed of the keys of `tr.key()`.
         observe: taps (`tr.Tap`), or selections to compute statistics of; `program.records` has the
             records of the latest call. An iteration of an outermost loop counts as a step.
-        observe_bytes: the most bytes that the records of one loop may take; more is refused before it
-            runs.
+        observe_bytes: the most bytes that the records of one loop may take (1 GiB if not given); more
+            is refused before it runs.
 
     Raises:
         OptionError: an argument has a value it may not have.

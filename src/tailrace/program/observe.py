@@ -48,8 +48,8 @@ def observe(
         function: any JAX function, such as a training step.
         taps: taps (`tr.Tap`), or selections to compute statistics of. A call counts as one step.
         seed: the seed of the keys of `tr.key()`.
-        observe_bytes: the most bytes that the records of one call may take; more is refused before it
-            runs.
+        observe_bytes: the most bytes that the records of one call may take (1 GiB if not given); more
+            is refused before it runs.
         device: the JAX device to run on; None for the first one.
 
     Raises:

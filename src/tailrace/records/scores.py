@@ -15,6 +15,10 @@ TO_DEVIATIONS = 1.4826
 LEAST = 1e-3
 """The smallest spread that counts, as a fraction of the median: equal values have no outliers."""
 
+SPIKE_SCORE, SPIKE_WINDOW, SPIKE_LEAST = 8.0, 100, 20
+"""A spike: the smallest score, the number of values before it to compare with, and the fewest of them.
+The defaults of `tr.on_spike`."""
+
 _AT_ONCE = 4096
 """Of how many values the windows are compared at a time: they take memory."""
 

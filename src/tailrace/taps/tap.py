@@ -60,7 +60,8 @@ def every(n: int) -> Every:
     Raises:
         OptionError: `n` is less than 1.
 
-    >>> every(10)
+    >>> import tailrace as tr
+    >>> tr.every(10)
     Every(n=10)
     """
     return Every(n)
@@ -83,7 +84,8 @@ class Tap:
     Raises:
         OptionError: `mode` or `reduce` is not one that exists.
 
-    >>> Tap("grad/*", mode=every(10)).reduce
+    >>> import tailrace as tr
+    >>> tr.Tap("grad/*", mode=tr.every(10)).reduce
     <Reduce.STATS: 'stats'>
     """
 
@@ -222,7 +224,8 @@ def stop_on_nonfinite(
     Raises:
         OptionError: an argument has a value it may not have.
 
-    >>> stop_on_nonfinite("grad/*").select
+    >>> import tailrace as tr
+    >>> tr.stop_on_nonfinite("grad/*").select
     'grad/*'
     """
     # A list, so that each of its parts must match something: a guard that guards nothing is a mistake.

@@ -85,7 +85,8 @@ class Trainer(Measuring, LookingBack):
         seed: the seed of the keys of `tr.key()`.
         observe: taps (`tr.Tap`), or selections to compute statistics of. Their records are in
             `trainer.records`.
-        observe_bytes: the most bytes that the records of one execution may take on the device.
+        observe_bytes: the most bytes that the records of one execution may take on the device; 1 GiB if
+            not given.
         eval_fn: a function for `evaluate` and validation instead of the loss function, called like it.
             It returns a scalar, a dict of scalars, or the result of a loss function.
         loss_scale: the factor of the loss, so that small gradients survive float16: a number,
@@ -267,7 +268,7 @@ class Trainer(Measuring, LookingBack):
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """Messages about decisions: on memory, and on the length of executions."""
+        """What was decided about memory and about the length of executions, one sentence each."""
         return (*self.engine.memory.decisions, *self._fits.length_reasons)
 
     @property

@@ -35,7 +35,7 @@ class PipelineStage:
         stage: the index of the stage, from 0.
 
     Example:
-        >>> import keras, tailrace.keras as tk
+        >>> import tailrace.keras as tk, keras
         >>> with tk.Strategy().scope():
         ...     inputs = keras.Input((4,))
         ...     with tk.PipelineStage(0):

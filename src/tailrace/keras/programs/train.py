@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -130,6 +130,17 @@ class Training(Executions):
         self._leave()
         self._began, self._delivered = False, 0
         super().end()
+
+    def add_validation(self, values: Mapping[str, Any]) -> None:
+        """Keep the values of a validation in the run directory, if there is one."""
+        if self.journal.sink is None:
+            return
+        self.settle()
+        numbers = {name: float(value) for name, value in values.items() if not np.ndim(value)}
+        # A resumed epoch may have no batch left but its validation: nothing is open then.
+        opened = self.journal.open(dict) if self._form is None else contextlib.nullcontext()
+        with opened:
+            self.journal.add_validation(self.steps, numbers)
 
     # -- checkpoints ----------------------------------------------------------------------------
 

@@ -27,7 +27,8 @@ class Reduction(enum.StrEnum):
     `RUNNING_MEAN` equals `MEAN` up to rounding; its accumulator stays as small as one gradient, so
     16-bit accumulators do not overflow.
 
-    >>> Reduction.parse("MEAN")
+    >>> import tailrace as tr
+    >>> tr.Reduction.parse("MEAN")
     <Reduction.MEAN: 'mean'>
     """
 
@@ -64,7 +65,9 @@ class Accumulation:
     Raises:
         OptionError: an argument has a value it may not have.
 
-    >>> Accumulation(4, dtype=jnp.float32).reduction
+    >>> import jax.numpy as jnp
+    >>> import tailrace as tr
+    >>> tr.Accumulation(4, dtype=jnp.float32).reduction
     <Reduction.MEAN: 'mean'>
     """
 

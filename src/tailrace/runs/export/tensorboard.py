@@ -47,8 +47,9 @@ def write_events(
     count = 0
     with writer:
         for name in history:
-            values, steps = history[name], history.steps
-            for row in range(every - 1, len(steps), every):
+            values, steps = history[name], history.steps_of(name)
+            each = every if name in history.step_names else 1  # validations are rare
+            for row in range(each - 1, len(steps), each):
                 writer.add_scalar(f"history/{name}", float(values[row]), int(steps[row]))
                 count += 1
         several = {name for name, _ in keys if sum(name == other for other, _ in keys) > 1}

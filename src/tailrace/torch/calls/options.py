@@ -56,7 +56,8 @@ class ModelOptions:
         fingerprint: whether to keep 8 bytes per group of tensors after each call, by which
             `model.replay` proves a past step.
 
-    >>> ModelOptions(device_iterations=4, accumulation=2).microbatches
+    >>> import tailrace.torch as tt
+    >>> tt.ModelOptions(device_iterations=4, accumulation=2).microbatches
     2
     """
 

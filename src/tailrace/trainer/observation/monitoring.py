@@ -64,7 +64,7 @@ class Monitor:
             raise OptionError(
                 f"There is no value {self.name!r} to watch. Logged are: "
                 f"{', '.join(map(repr, logs)) or 'none'}. Values of validations begin with 'val_' "
-                f"and need fit(validation_data=...); which there are is what eval_fn returns."
+                f"and need fit(validation_data=...); eval_fn, if given, decides their names."
             )
         return float(logs[self.name])
 
