@@ -1,5 +1,7 @@
 """Benchmarks run to their end, on little work: they use some things that no other test does."""
 
+import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -43,3 +45,16 @@ def test_a_benchmark_runs_to_its_end(name):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_benchmarks_import_is_there():
+    """Those that are too large to run here, too."""
+    gone = []
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tailrace"):
+                module = importlib.import_module(str(node.module))
+                names = [one.name for one in node.names if not hasattr(module, one.name)]
+                names = [n for n in names if importlib.util.find_spec(f"{node.module}.{n}") is None]
+                gone += [f"{path.name}: {node.module}.{name}" for name in names]
+    assert not gone

@@ -228,7 +228,7 @@ def test_arrays_of_every_library_are_arguments(library):
     for number in range(4):
         found = strategy.run(double, [make([1.0, number])], {"y": make([0.5, 0.5])})
         assert np.asarray(found).tolist() == [2.5, 2 * number + 0.5]
-    assert len(strategy._calls) == 1
+    assert strategy.program_count == 1
 
 
 def test_a_tf_function_is_compiled_by_the_strategy():

@@ -253,7 +253,7 @@ def test_a_function_of_tensorflow_in_a_strategy_is_unwrapped():
     strategy = ipu.ipu_strategy.IPUStrategy()
     for _ in range(3):
         assert np.asarray(strategy.run(f, args=[real.constant([1.0, 2.0])])).tolist() == [2.0, 4.0]
-    assert len(strategy._calls) == 1
+    assert strategy.program_count == 1
 
 
 # -- tapes --------------------------------------------------------------------------------------------

@@ -272,6 +272,7 @@ CASES = {
     "compat.v1.losses.sigmoid_cross_entropy": [(SHARES, LOGITS)],
     "compat.v1.losses.mean_squared_error": [(A, B), (A, B, 0.5)],
     "compat.v1.losses.absolute_difference": [(A, B)],
+    "compat.v1.div": [(A, B), (np.int32([7, -7]), np.int32([2, 2]))],
 }
 
 ELSEWHERE = {

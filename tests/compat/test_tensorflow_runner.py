@@ -140,14 +140,14 @@ def test_the_plain_program_has_the_replicas_of_the_original():
     config.device_connection.type = ipu.config.DeviceConnectionType.ON_DEMAND
     config.auto_select_ipus = 4
     config.configure_ipu_system()
-    assert ipu._system.replicas(pipelined=False) == 4
-    assert ipu._system.replicas(pipelined=True) == 1  # stages that it does not say here
+    assert ipu.system.replicas(pipelined=False) == 4
+    assert ipu.system.replicas(pipelined=True) == 1  # stages that it does not say here
     for number in (0, 1):
         with ipu.keras.PipelineStage(number):
             pass
-    assert ipu._system.replicas(pipelined=True) == 2
+    assert ipu.system.replicas(pipelined=True) == 2
     ipu.config.IPUConfig().configure_ipu_system()
-    assert ipu._system.replicas(pipelined=False) == 1
+    assert ipu.system.replicas(pipelined=False) == 1
 
 
 def test_what_a_document_leaves_to_the_reader_is_supplied(tmp_path, monkeypatch):

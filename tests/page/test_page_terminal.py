@@ -14,6 +14,7 @@ from rich.console import Console
 from tailrace.cli.command_line import main
 from tailrace.page.terminal.chart import chart
 from tailrace.page.terminal.watch import watch
+from tailrace.runs.reader import open_run
 
 
 def test_a_chart_rises_with_its_values():
@@ -97,6 +98,67 @@ def test_watch_follows_a_run_to_its_end(tmp_path):
     text = shown.getvalue()
     assert text.index("holds no run") < text.index("growing, or interrupted") < text.index("1,264")
     assert "ended" in text[text.index("1,264") - 200 :]
+
+
+WRITER = """
+import fcntl, sys, time
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A run that a process is writing, and the process."""
+    run = MadeRun(tmp_path / "run", NAMES)
+    run.grow({"loss": falling(30)}, stats=healthy_stats(30))
+    lock = run.directory / "lock"
+    lock.touch()
+    command = [sys.executable, "-c", WRITER, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout.readline() == "held\n"
+        yield run, writer
+        writer.kill()
+
+
+def test_watch_ends_when_the_writer_is_killed(written):
+    run, writer = written
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100, height=60)
+    thread = threading.Thread(target=watch, args=(run.directory, console, 0.02))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while "growing" not in shown.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert thread.is_alive()
+    assert "interrupted" not in shown.getvalue()
+    writer.kill()
+    thread.join(20)
+    assert not thread.is_alive()
+    text = " ".join(shown.getvalue().split())
+    sentence = "The run was interrupted: the process that wrote it has ended, and its fit has not."
+    assert text.index("growing") < text.index("interrupted") < text.index(sentence)
+
+
+def test_show_says_whether_a_process_writes(written, capsys):
+    run, writer = written
+
+    def shown():
+        assert main(["show", str(run.directory)]) == 0
+        return next(line.split()[1:] for line in capsys.readouterr().out.splitlines()
+                    if line.startswith("state"))  # fmt: skip
+
+    assert shown() == ["growing"]
+    assert repr(open_run(run.directory)).endswith("growing)")
+    writer.kill()
+    writer.wait()
+    assert shown() == ["interrupted"]
+    assert open_run(run.directory).is_interrupted is True
+    run.grow({"loss": falling(2)}, stats=healthy_stats(2), writing=False)
+    assert shown() == ["ended"]
+    assert open_run(run.directory).is_interrupted is False
 
 
 def test_help_needs_no_jax():

@@ -96,7 +96,7 @@ def test_a_loss_function_besides_one_function():
 
 
 def test_count_rules():
-    with pytest.raises(PlanError, match="must be a multiple of 4, but it is 6.*Use 4"):
+    with pytest.raises(PlanError, match="must be a multiple of 4, but it is 6.*Use accumulation=4"):
         two(accumulation=6)
     with pytest.raises(PlanError, match="must be a multiple of 2, but it is 3"):
         two(accumulation=3, schedule="interleaved")

@@ -75,7 +75,7 @@ def test_a_mapping_of_another_length():
 
 def test_too_few_batches_in_flight():
     model = two_stages(2)
-    use_four = "Use gradient_accumulation_steps_per_replica=4 "
+    use_four = "Use gradient_accumulation_steps_per_replica=4,"
     with pytest.raises(PlanError, match=f"multiple of 4, but it is 2.*{use_four}"):
         fit(model)
 

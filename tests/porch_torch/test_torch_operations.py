@@ -122,6 +122,23 @@ def test_neighbours_of_numbers():
     compare(torch.nextafter, FAR, FAR.flip(0))
 
 
+@pytest.mark.parametrize("reduce", ["add", "multiply"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
+def test_a_number_is_scattered(reduce, dtype):
+    x = torch.arange(12).reshape(4, 3).to(dtype)
+    places = torch.tensor([[0, 1, 2], [1, 0, 2]])
+
+    def scattered(x, places):
+        written = x.clone()
+        written.scatter_(1, places, 3, reduce=reduce)
+        return x.scatter(-2, places, 2, reduce=reduce), written
+
+    found, expected = tt.inference_model(Call(scattered))(x, places), scattered(x, places)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 def test_factors_of_scattered_products():
     """None, one and several of the factors of an entry are 0."""
     index = torch.tensor([0, 0, 1, 1, 2, 2, 3, 4])

@@ -80,6 +80,46 @@ def test_a_keras_run(keras, tmp_path):
     assert "keras" in run.info["versions"]
 
 
+class Stop(Exception):
+    """Stands for the end of a process."""
+
+
+def test_validations_of_a_keras_fit(keras, tmp_path):
+    """Those of Keras' history; also if a kill comes between an epoch's batches and its validation."""
+
+    def trained(place, fails_in=None):
+        model = tk.adopt(keras_model(keras))
+        run_dir = tmp_path / place / "run"
+        model.compile("sgd", "mse", metrics=["mae"], steps_per_execution=4, run_dir=run_dir)
+
+        class Fail(keras.callbacks.Callback):
+            epoch = 0
+
+            def on_epoch_begin(self, epoch, logs=None):
+                self.epoch = epoch
+
+            def on_test_begin(self, logs=None):
+                if self.epoch == fails_in:
+                    raise Stop
+
+        kept = tr.Checkpoint(tmp_path / place / "kept", every=4)
+        call = {"validation_data": (X[:16], Y[:16]), "batch_size": 8, "shuffle": False}
+        model.fit(X, Y, epochs=3, verbose=0, checkpoint=kept, callbacks=[Fail()], **call)
+        return model.history.history, tr.open_run(run_dir).history
+
+    expected, found = trained("whole")
+    assert found.validated.tolist() == [8, 16, 24]
+    for name in ("val_loss", "val_mae"):
+        np.testing.assert_array_equal(found[name], expected[name])
+    for fails_in in (1, 2):
+        with pytest.raises(Stop):
+            trained("pieces", fails_in)
+    _, again = trained("pieces")
+    assert again.validated.tolist() == [8, 16, 24]
+    np.testing.assert_array_equal(again["val_loss"], expected["val_loss"])
+    assert again.steps.tolist() == list(range(24))
+
+
 def test_records_of_a_keras_fit_with_a_smaller_last_batch(keras, tmp_path):
     """Batches of two shapes are two programs, and one fit."""
     model = tk.adopt(keras_model(keras))

@@ -1,6 +1,7 @@
 """Opening runs: what is there, and sentences for what is not."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -35,9 +36,47 @@ def test_a_run_without_taps_and_without_steps(tmp_path):
 
     with RunWriter(tmp_path).fitting({"catalogue": []}):
         run = tr.open_run(tmp_path)
-        assert repr(run) == "Run(0 steps, 0 records, being written, or interrupted)"
+        assert repr(run) == "Run(0 steps, 0 records, growing)"
     assert len(run.history) == len(run.records) == len(run.catalogue) == 0
     assert run.refresh().is_ended
+
+
+def test_a_run_that_ended_since_it_was_opened_is_not_interrupted(tmp_path):
+    from tailrace.runs.writer import RunWriter
+
+    with RunWriter(tmp_path).fitting({"catalogue": []}):
+        run = tr.open_run(tmp_path)
+    assert not run.is_ended
+    assert run.is_interrupted is False
+    assert run.state == "growing"
+    assert run.refresh().state == "ended"
+
+
+def test_what_cannot_be_found_out(tmp_path, finished):
+    """A lock that is no file, or none: neither growing nor interrupted."""
+    described = finished / "zarr.json"
+    described.write_text(described.read_text().replace('"writing": false', '"writing": true'))
+    assert tr.open_run(finished).state == "interrupted"
+    (finished / "lock").unlink()
+    assert tr.open_run(finished).state == "growing, or interrupted"
+    os.mkfifo(finished / "lock")
+    assert tr.open_run(finished).state == "growing, or interrupted"
+
+
+def test_a_reader_that_looks_at_the_lock_keeps_no_writer_out(tmp_path, monkeypatch):
+    import fcntl
+
+    from tailrace.runs.storage import lock
+    from tailrace.runs.writer import RunWriter
+
+    (tmp_path / "lock").touch()
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: fcntl.flock(looking, fcntl.LOCK_UN))
+    with RunWriter(tmp_path).fitting({"catalogue": []}):
+        assert lock.is_locked(tmp_path) is True
+    assert lock.is_locked(tmp_path) is False
+    os.close(looking)
 
 
 def test_missing_and_empty(tmp_path):

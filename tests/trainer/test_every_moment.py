@@ -80,9 +80,10 @@ def rewound(folder):
     """Back to a step, and on with other data."""
     trainer = trainer_of(folder)
     kept = tr.Checkpoint(folder / "kept", every=4)
-    first = trainer.fit(shuffled(), epochs=1, checkpoint=kept)
+    call = {"validation_data": HELD_OUT, "validation_every": 3, "checkpoint": kept}
+    first = trainer.fit(shuffled(), epochs=1, **call)
     trainer.rewind(5, shuffled(), checkpoint=kept, reason="row 3")
-    trainer.fit(shuffled().without([3]), steps=6, checkpoint=kept)
+    trainer.fit(shuffled().without([3]), steps=6, **call)
     return trainer, [first, len(tr.open_run(folder / "run").interventions)]
 
 
@@ -129,7 +130,7 @@ def copied_while(script, folder, copies, monkeypatch):
 
     def tell_and_copy(self, trainer, *args):
         tell(self, trainer, *args)
-        trainer._journal.flush()
+        list(trainer.records)  # what is asked of the run is written first
         copy()
 
     copies.mkdir()

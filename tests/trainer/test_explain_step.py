@@ -133,6 +133,23 @@ def test_inputs_that_the_model_hides_are_named(tmp_path):
     assert found.rows["input_norm"][0] > 100 * found.rows["input_norm"][1:].max()
 
 
+def test_rows_that_are_alike_make_no_other_one_stand_out(tmp_path):
+    """One-hot rows and weights of 1 have the same norm: a spread of zero is not a measure."""
+    k = np.random.default_rng(0).integers(0, 8, 64)
+    x, y, weight = np.eye(8, dtype=np.float32)[k], k.astype(np.int32), np.ones(64, np.float32)
+    weight[40], y[33] = 3, (y[33] + 1) % 8
+
+    def weighted(params, x, y, weight):
+        return (optax.softmax_cross_entropy_with_integer_labels(x @ params, y) * weight).mean()
+
+    data = tr.batches((x, y, weight), 64)
+    trainer = tr.Trainer(weighted, optax.sgd(1.0), 8 * np.eye(8, dtype=np.float32))
+    trainer.fit(data, epochs=1, checkpoint=tr.Checkpoint(tmp_path, every=1, keep=9))
+    rows = trainer.explain_step(0, data, checkpoint=tmp_path).rows
+    assert rows["row"][:2].tolist() == [33, 40]
+    assert rows["score"].max() < 1000
+
+
 def test_a_dataset_without_numbered_rows_names_the_element(spiked):
     trainer, data, row, step, folder = spiked
     found = trainer.explain_step(step, list(data), checkpoint=folder)

@@ -27,7 +27,7 @@ class _System:
         return 1 if pipelined and self.stages == 1 else max(1, self.devices // self.stages)
 
 
-_system = _System()
+system = _System()
 
 
 class IPUConfig(Anything):
@@ -38,8 +38,8 @@ class IPUConfig(Anything):
     def configure_ipu_system(self) -> None:
         """Take the devices; the model that follows says its stages."""
         asked = self.auto_select_ipus
-        _system.devices = asked[0] if isinstance(asked, list | tuple) else asked
-        _system.stages = 1
+        system.devices = asked[0] if isinstance(asked, list | tuple) else asked
+        system.stages = 1
 
 
 class _Config(Anything):
@@ -49,7 +49,7 @@ class _Config(Anything):
 class _Keras(Anything):
     def PipelineStage(self, number: int) -> Any:
         """Count the stages."""
-        _system.stages = max(_system.stages, number + 1)
+        system.stages = max(system.stages, number + 1)
         return contextlib.nullcontext()
 
 
@@ -116,13 +116,13 @@ def _accumulate(model: Any, gradient_accumulation_steps_per_replica: int = 1, **
 def _assign(model: Any, assignment: Any) -> None:
     """The stages of the layers, by number."""
     numbers = [one for one in assignment if isinstance(one, int)]
-    _system.stages = max([_system.stages, *(number + 1 for number in numbers)])
+    system.stages = max([system.stages, *(number + 1 for number in numbers)])
     _apply_to(model, getattr(model, "optimizer", None))
 
 
 def _apply_to(model: Any, optimizer: Any) -> None:
     count = model.__dict__.get("_accumulated", 1)
-    whole = count * _system.replicas(model.__dict__.get("_pipelined", False))
+    whole = count * system.replicas(model.__dict__.get("_pipelined", False))
     if optimizer is not None and whole > 1 and not optimizer.built:
         # Keras takes the mean of the gradients, the original the sum unless it is asked otherwise,
         # and over replicas the mean.

@@ -14,7 +14,8 @@ def show(subparsers: Subparsers) -> None:
         "show",
         help="show what ran, the curve of the loss, and findings",
         description="Show what ran and with which numbers, the curve of the loss, and findings: "
-        "dead units, vanishing or exploding gradients, updates against weights, NaN.",
+        "dead units, vanishing or exploding gradients, updates against weights, spikes of the loss, "
+        "NaN.",
     )
     add_run(parser)
     parser.set_defaults(run=_run_show)
@@ -32,7 +33,8 @@ def watch(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "watch",
         help="show a run while it grows",
-        description="Show a run again and again while it grows. Ends with the run, or by Ctrl-C.",
+        description="Show a run again and again while it grows. Ends with the run, when the process "
+        "that writes it is gone, or by Ctrl-C.",
     )
     add_run(parser)
     parser.set_defaults(run=_run_watch)

@@ -91,7 +91,7 @@ class Feed(abc.ABC):
             )
 
     @abc.abstractmethod
-    def started(self, ticket: jax.Array) -> None:
+    def started(self, ticket: jax.Array | None) -> None:
         """Report that a block's execution was dispatched; `ticket` is ready when it has finished."""
 
     @abc.abstractmethod
@@ -128,7 +128,7 @@ class HandedFeed(Feed):
         del sharding, then, room
         raise FeedError(f"This feed holds no elements. Pass {count} to the dispatch.")
 
-    def started(self, ticket: jax.Array) -> None:
+    def started(self, ticket: jax.Array | None) -> None:
         """Do nothing: no thread waits for blocks here."""
 
     def put_back(self, staged: Staged, used: int) -> None:

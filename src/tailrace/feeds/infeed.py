@@ -61,7 +61,7 @@ class InfeedQueue(Feed):
 
     def __init__(
         self,
-        dataset: object,
+        dataset: Any,
         prefetch: int = 1,
         *,
         resident: bool | None = None,
@@ -84,7 +84,7 @@ class InfeedQueue(Feed):
                 "resident=True keeps one dataset on all devices, but each process has a different "
                 "dataset. Leave resident out."
             )
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.prefetch = prefetch
         self.replicas: int | None = None
         self._resident = resident
@@ -152,7 +152,7 @@ class InfeedQueue(Feed):
             replicas = local_replicas(mesh)  # each process feeds its replicas
         return Order(count, replicas, sharding, count if room is None else room)
 
-    def started(self, ticket: jax.Array) -> None:
+    def started(self, ticket: jax.Array | None) -> None:
         """Report that a block's execution was dispatched; `ticket` is ready when it has finished."""
         with self._lock:
             if not self._closed:

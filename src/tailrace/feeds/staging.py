@@ -9,10 +9,11 @@ ahead.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -30,7 +31,8 @@ Opening = Callable[[], Reader]
 """Returns the reader of a dataset, and opens it if necessary."""
 
 
-class Order(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Order:
     """What a block has: blocks that were read ahead are used if the next one is to have the same.
 
     Attributes:
@@ -93,7 +95,7 @@ class Staging:
         for _ in range(self._prefetch - len(self.staged)):
             self._stage(reader, order)
 
-    def started(self, ticket: jax.Array) -> None:
+    def started(self, ticket: jax.Array | None) -> None:
         """The execution of the block that was taken is dispatched; `ticket` is ready at its end."""
         self._running.append(ticket)
         self._handed = 0
@@ -179,7 +181,7 @@ class Staging:
         while self._running and self._blocks_alive() > self._prefetch:
             with span("room wait"):
                 _wait(self._running.popleft())
-        count, replicas, sharding, room = order
+        count, replicas, sharding = order.count, order.replicas, order.sharding
         # In the thread, before the read: another block may be read ahead while this one is in use.
         first = reader.number
         with span("dataset read", elements=count * replicas):
@@ -190,7 +192,7 @@ class Staging:
             else:
                 shaped = host
             with span("infeed copy", bytes=sum(leaf.nbytes for leaf in shaped)):
-                device = reader.to_device(shaped, sharding, room)
+                device = reader.to_device(shaped, sharding, order.room)
         except BaseException:
             reader.put_back(host)
             raise
@@ -219,7 +221,7 @@ def _take_back(reader: Reader, future: Future[Any]) -> None:
         reader.put_back(future.result().host)
 
 
-def _wait(ticket: jax.Array) -> None:
+def _wait(ticket: jax.Array | None) -> None:
     try:
         jax.block_until_ready(ticket)
     except Exception:

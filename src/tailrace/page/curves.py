@@ -97,8 +97,14 @@ def history_curves(
 ) -> dict[str, Curve]:
     """Loss and metrics of a run by name, and its speed."""
     history = followed.readable().history
-    names = sorted(history.names, key=lambda name: name != "loss")
-    found = {name: curve(history.steps, history[name], first=first, last=last) for name in names}
+    order = ["loss", *history.step_names, *history.names]
+    # The values of validations beside those of steps: loss, val_loss, accuracy, val_accuracy.
+    order = dict.fromkeys(name for one in order for name in (one, f"val_{one}"))
+    found = {
+        name: curve(history.steps_of(name), history[name], first=first, last=last)
+        for name in order
+        if name in history.names
+    }
     steps, speed = speeds(followed)
     if len(steps):
         found[SPEED] = curve(steps, speed, first=first, last=last)

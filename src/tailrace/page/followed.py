@@ -42,6 +42,7 @@ class FollowedRun:
         self.version = 0
         self._lock = threading.RLock()
         self._seen: list[Any] = []
+        self._interrupted: bool | None = None
         self._kept: dict[Any, Any] = {}
         self.look()
 
@@ -54,7 +55,8 @@ class FollowedRun:
         """Check for changes; returns whether there were any."""
         # Before the files are read: what is written meanwhile then counts as new the next time.
         found = [_signature(self.directory / name) for name in WATCHED]
-        if found == self._seen:
+        # A writer that was killed has changed no file.
+        if found == self._seen and self._is_interrupted() == self._interrupted:
             return False
         with self._lock:
             try:
@@ -64,7 +66,7 @@ class FollowedRun:
                 self.problem = ""
             except RunError as error:
                 self.problem = str(error)
-            self._seen = found
+            self._seen, self._interrupted = found, self._is_interrupted()
             self.version += 1
         return True
 
@@ -78,6 +80,9 @@ class FollowedRun:
             self.run.refresh()
             if len(self.run.history) < before:  # it was truncated: cached sums are wrong
                 self._kept.clear()
+
+    def _is_interrupted(self) -> bool | None:
+        return None if self.run is None else self.run.is_interrupted
 
     def readable(self) -> Run:
         """The run; raises its problem as an error."""

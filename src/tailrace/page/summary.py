@@ -51,7 +51,7 @@ def state(followed: FollowedRun) -> str:
         return "unreadable"
     if followed.run.nonfinite_reports:
         return "stopped"
-    return "ended" if followed.run.is_ended else "growing, or interrupted"
+    return followed.run.state
 
 
 def numbers(followed: FollowedRun) -> Rows:
@@ -65,7 +65,8 @@ def numbers(followed: FollowedRun) -> Rows:
         rows.append(("time", f"{duration(seconds)} after the first execution of each fit"))
     for name, last in history.last().items():
         first = float(history[name][0])
-        rows.append((_text(name), f"{number(last)} (first step: {number(first)})"))
+        when = "first step" if name in history.step_names else "first validation"
+        rows.append((_text(name), f"{number(last)} ({when}: {number(first)})"))
     return rows
 
 

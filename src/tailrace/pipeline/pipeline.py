@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tailrace.data.trees import Tree
-from tailrace.errors import OptionError, PipelineError
+from tailrace.errors import OptionError, PipelineError, PlanError
 from tailrace.feeds.elements import call_with_element
 from tailrace.pipeline.boundary import BESIDE, NEXT, boundary
 from tailrace.pipeline.lowering.forward_backward import RECOMPUTE
@@ -112,13 +112,17 @@ class Pipeline:
 
     def plan(self, sizes: tuple[int, ...], training: bool = True, count: int | None = None) -> Plan:
         """The plan of an execution of `count` microbatches, for stages of these sizes."""
-        return plan(
-            list(sizes),
-            self.accumulation.microbatches if count is None else count,
-            self.schedule,
-            self.device_mapping,
-            training,
-        )
+        try:
+            return plan(
+                list(sizes),
+                self.accumulation.microbatches if count is None else count,
+                self.schedule,
+                self.device_mapping,
+                training,
+            )
+        except PlanError as error:
+            # Errors of a plan use its name of the option; translate it to the name used here.
+            raise PlanError(str(error).replace("microbatches=", "accumulation=")) from None
 
     def __repr__(self) -> str:
         names = [" + ".join(_stage_name(one) for one in stage) for stage in self.stages]

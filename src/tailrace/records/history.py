@@ -81,12 +81,18 @@ class History:
 
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
         """Append the results of a validation after `step` steps; names get the prefix `val_`."""
-        self._validated.append(step)
-        for name, value in values.items():
-            before = self._validations.setdefault(f"val_{name}", [])
-            # A metric may appear late, or be missing once: NaN keeps one entry per validation.
-            before += [np.nan] * (len(self._validated) - 1 - len(before))
-            before.append(value)
+        columns = {name: np.array([value]) for name, value in values.items()}
+        self.add_validations(np.array([step]), columns)
+
+    def add_validations(self, steps: np.ndarray, values: Mapping[str, np.ndarray]) -> None:
+        """Append the results of several validations, each after that many steps."""
+        before = len(self._validated)
+        self._validated += steps.tolist()
+        added = {f"val_{name}": column.tolist() for name, column in values.items()}
+        # A metric may appear late, or be missing once: NaN keeps one entry per validation.
+        for name in dict.fromkeys([*self._validations, *added]):
+            column = self._validations.setdefault(name, [np.nan] * before)
+            column += added.get(name, [np.nan] * len(steps))
 
     def last_validation(self) -> dict[str, float]:
         """The values of the latest validation, by name; empty before the first."""
@@ -169,6 +175,10 @@ class History:
         if self._steps is not None:
             return self._steps
         return np.arange(self.first_step, self.first_step + len(self))
+
+    def steps_of(self, name: str) -> np.ndarray:
+        """The step of each value of `history[name]`; for a validation, the one before it."""
+        return self.validated - 1 if name in self._validations else self.steps
 
     def last(self) -> dict[str, float]:
         """The values of the last step."""

@@ -15,16 +15,21 @@ TO_DEVIATIONS = 1.4826
 LEAST = 1e-3
 """The smallest spread that counts, as a fraction of the median: equal values have no outliers."""
 
+SPIKE_SCORE, SPIKE_WINDOW, SPIKE_LEAST = 8.0, 100, 20
+"""A spike: the smallest score, the number of values before it to compare with, and the fewest of them.
+The defaults of `tr.on_spike`."""
+
 _AT_ONCE = 4096
 """Of how many values the windows are compared at a time: they take memory."""
 
 
-def robust_scores(values: Tree, among: Any = None) -> np.ndarray:
+def robust_scores(values: Tree, among: Any = None, least: float = 0.0) -> np.ndarray:
     """How many standard deviations each value is above the median; infinite where it is not finite.
 
     Args:
         values: numbers.
         among: the values to compare them with; None for each other.
+        least: the smallest spread that counts. Logarithms need one: the median of those of ones is 0.
 
     >>> scores = robust_scores([1.0, 1.1, 0.9, 1.05, 9.0])
     >>> int(scores.argmax()), bool(scores[4] > 10), bool(scores[:4].max() < 3)
@@ -35,7 +40,7 @@ def robust_scores(values: Tree, among: Any = None) -> np.ndarray:
     others = others[np.isfinite(others)]
     if not others.size:
         return np.where(np.isfinite(values), 0.0, np.inf)
-    return np.where(np.isfinite(values), _deviations(values, others), np.inf)
+    return np.where(np.isfinite(values), _deviations(values, others, least), np.inf)
 
 
 def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndarray:
@@ -67,9 +72,10 @@ def moving_scores(values: Tree, before: Any, window: int, least: int) -> np.ndar
     return scores if window >= least else np.zeros(len(row))
 
 
-def _deviations(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _deviations(values: np.ndarray, others: np.ndarray, least: float = 0.0) -> np.ndarray:
     """Values above the median of others, in deviations; a row of others each, or one for all."""
     middle = np.median(others, axis=-1)
     spread = TO_DEVIATIONS * np.median(np.abs(others - middle[..., None]), axis=-1)
-    spread = np.maximum(np.maximum(spread, LEAST * np.abs(middle)), np.finfo(np.float32).tiny)
+    least = max(least, float(np.finfo(np.float32).tiny))
+    spread = np.maximum(np.maximum(spread, LEAST * np.abs(middle)), least)
     return (values - middle) / spread

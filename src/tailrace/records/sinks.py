@@ -52,8 +52,26 @@ class Finished:
         return sum(array.nbytes for array in arrays)
 
 
+@dataclasses.dataclass(frozen=True)
+class Validated:
+    """One validation, with its results.
+
+    Attributes:
+        step: the number of steps before it.
+        values: by name, without the prefix `val_`.
+    """
+
+    step: int
+    values: Mapping[str, float]
+
+    @property
+    def nbytes(self) -> int:
+        """The approximate memory it holds."""
+        return 8 * (1 + len(self.values))
+
+
 class Sink(Protocol):
-    """Stores the results of executions."""
+    """Stores the results of executions and validations."""
 
     def fitting(
         self, info: Mapping[str, Any], goes_on: bool = False
@@ -69,6 +87,10 @@ class Sink(Protocol):
 
     def execution(self, done: Finished) -> None:
         """Store one execution. Waits if the sink is too slow; raises an earlier error, if any."""
+        ...
+
+    def validation(self, validated: Validated) -> None:
+        """Store one validation, after the executions so far; otherwise as `execution`."""
         ...
 
     def compilation(self, row: Mapping[str, Any]) -> None:

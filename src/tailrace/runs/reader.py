@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from tailrace.runs.compilations import read_compilations
 from tailrace.runs.info import read_catalogue, read_info
 from tailrace.runs.interventions import read_interventions
 from tailrace.runs.nonfinite_reports import read_reports
+from tailrace.runs.storage.lock import is_locked
 from tailrace.runs.tables.stored import (
     StoredTable,
     committed,
@@ -27,6 +29,7 @@ from tailrace.runs.tables.stored import (
     stored_tables,
 )
 from tailrace.runs.tables.tables import EXECUTION, OPTIONAL
+from tailrace.runs.tables.validations import read_validations
 from tailrace.taps.catalogue import Catalogue, Select
 
 if TYPE_CHECKING:
@@ -99,6 +102,29 @@ class Run:
         return not self._root.attrs.get("writing", True)
 
     @property
+    def is_interrupted(self) -> bool | None:
+        """Whether its writer is gone without having ended it; None if that cannot be found out."""
+        if self.is_ended:
+            return False
+        locked = is_locked(self.directory)
+        if locked is not False:
+            return None if locked is None else False
+        # Read again: the writer may have ended it since this run was opened.
+        with contextlib.suppress(RunError):
+            return bool(open_root(self.directory, self._limit).attrs.get("writing", True))
+        return None
+
+    @property
+    def state(self) -> str:
+        """In a word: "ended", "growing" or "interrupted"; the last two if neither can be ruled out."""
+        if self.is_ended:
+            return "ended"
+        interrupted = self.is_interrupted
+        if interrupted is None:
+            return "growing, or interrupted"
+        return "interrupted" if interrupted else "growing"
+
+    @property
     def catalogue(self) -> Catalogue:
         """The tensors of the training step."""
         with describing(self.directory, "the catalogue in run.json"):
@@ -120,7 +146,7 @@ class Run:
 
     @property
     def history(self) -> History:
-        """Loss and metrics of all fits, as `fit` returns them."""
+        """Loss, metrics and values of validations of all fits, as `fit` returns them."""
         if self._history is None:
             with describing(self.directory, "history"):
                 self._history = self._read_history()
@@ -146,6 +172,7 @@ class Run:
             raise ValueError("steps and weights do not fit the loss")
         history = History(int(steps[0]), *arrays["loss"].shape[1:])
         history.add(arrays, weights, steps)
+        history.add_validations(*read_validations(self.directory, self._root))
         return history
 
     @property
@@ -255,8 +282,7 @@ class Run:
         return write_events(self.records, self.history, logdir, select, every)
 
     def __repr__(self) -> str:
-        state = "ended" if self.is_ended else "being written, or interrupted"
-        return f"Run({self._counts['history']} steps, {len(self.records)} records, {state})"
+        return f"Run({self._counts['history']} steps, {len(self.records)} records, {self.state})"
 
     def _repr_html_(self) -> str:
         import html

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tailrace.errors import RunError, TailraceError
 from tailrace.messages import logger
-from tailrace.records.sinks import Finished
+from tailrace.records.sinks import Finished, Validated
 
 THREAD = "tailrace-run-writer"
 WRITE_EVERY_S = 2.0
@@ -50,11 +50,13 @@ class Mark:
 class Destination(Protocol):
     """What the thread writes to; its methods are called in the thread only."""
 
-    def write(self, queued: list[Finished | Mark], *, writing: bool) -> tuple[float, float]:
+    def write(
+        self, queued: list[Finished | Validated | Mark], *, writing: bool
+    ) -> tuple[float, float]:
         """Write; returns the seconds of processor time and of waiting for the disk.
 
         Args:
-            queued: the executions, and marks between them.
+            queued: executions and validations, and marks between them.
             writing: whether there may be more.
         """
         ...
@@ -78,7 +80,7 @@ class WriteQueue:
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Finished | Mark, int]] = deque()
+        self._queue: deque[tuple[Finished | Validated | Mark, int]] = deque()
         self._bytes = 0
         self._closing = False
         self._blocked = False  # the training waits for room
@@ -97,8 +99,8 @@ class WriteQueue:
         """Whether executions may still be put; false once it has ended."""
         return self._thread is not None
 
-    def put(self, done: Finished) -> None:
-        """Queue one execution; waits only if too much is queued."""
+    def put(self, done: Finished | Validated) -> None:
+        """Queue one execution, or a validation; waits only if too much is queued."""
         self.raise_failure()
         size = done.nbytes
         with self._changed:

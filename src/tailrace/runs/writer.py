@@ -18,7 +18,7 @@ from typing import Any
 
 from tailrace.errors import NonFiniteError, OptionError, RunError, TailraceError
 from tailrace.records.record import Source
-from tailrace.records.sinks import Finished
+from tailrace.records.sinks import Finished, Validated
 from tailrace.runs.compilations import add_compilations
 from tailrace.runs.info import RUN_FILE, read_info, write_info
 from tailrace.runs.interventions import add_intervention
@@ -33,7 +33,7 @@ from tailrace.runs.write_queue import Mark, WriteQueue, retried_while_full
 CREATING = "creating"
 """The file that is there while a run is created: what else is there belongs to none yet."""
 
-NO_ROWS = {"history": 0, "executions": 0, "records": [], "starts": []}
+NO_ROWS = {"history": 0, "executions": 0, "validations": 0, "records": [], "starts": []}
 """The position of a mark in a run that is not begun."""
 
 
@@ -88,6 +88,11 @@ class RunWriter:
         """Queue one execution; waits only if too much is queued."""
         assert self._queue is not None
         self._queue.put(done)
+
+    def validation(self, validated: Validated) -> None:
+        """Queue one validation."""
+        assert self._queue is not None
+        self._queue.put(validated)
 
     def compilation(self, row: Mapping[str, Any]) -> None:
         """Store a compilation; if the directory cannot be written, `execution` reports it."""
@@ -292,12 +297,14 @@ class _OpenRun:
     tables: RunTables
     count: Callable[[], None]
 
-    def write(self, queued: list[Finished | Mark], *, writing: bool) -> tuple[float, float]:
-        """Append executions, then commit them in one file."""
+    def write(
+        self, queued: list[Finished | Validated | Mark], *, writing: bool
+    ) -> tuple[float, float]:
+        """Append executions and validations, then commit them in one file."""
         with _in_words(self.place.path, "could not be written any further", self.tables):
-            waiting: list[Finished] = []
+            waiting: list[Finished | Validated] = []
             for done in [*queued, Mark()]:
-                if isinstance(done, Finished):
+                if not isinstance(done, Mark):
                     waiting.append(done)
                     continue
                 self.tables.append(waiting)

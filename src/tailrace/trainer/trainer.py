@@ -51,6 +51,7 @@ from tailrace.trainer.modules.recognition import bind
 from tailrace.trainer.observation.journal import Journal
 from tailrace.trainer.observation.logged_values import Log, LoggedValues, parse_log, taps_of
 from tailrace.trainer.showing.look import trainer_html, trainer_text
+from tailrace.trainer.suggestions import suggesting
 
 
 class Trainer(Measuring, LookingBack):
@@ -124,6 +125,7 @@ class Trainer(Measuring, LookingBack):
         (3.0, 100)
     """
 
+    @suggesting("tr.Trainer")
     def __init__(
         self,
         loss_fn: Callable[..., Any],
@@ -175,7 +177,9 @@ class Trainer(Measuring, LookingBack):
         self._fits = Fits(
             self.engine, self._journal, parse_steps(steps_per_execution), observe_bytes
         )
-        self._evaluator = Evaluator(self.engine.step_function, self.engine.placement, seed)
+        self._evaluator = Evaluator(
+            self.engine.step_function, self.engine.placement, self.engine.seed
+        )
         eval_fn = check_eval_fn(eval_fn)
         self._eval_fn = None if eval_fn is None else self._bound.function(eval_fn)
 
@@ -297,6 +301,7 @@ class Trainer(Measuring, LookingBack):
 
     # -- training -------------------------------------------------------------------------------
 
+    @suggesting("trainer.fit")
     def fit(
         self,
         dataset: Any,
@@ -357,14 +362,15 @@ class Trainer(Measuring, LookingBack):
                 f"fit by epochs goes on until the dataset ends, but {source.name} repeats without "
                 f"end. Use fit(steps=...), or a dataset that does not repeat."
             )
+        validation = Validation(validation_data, validation_every, self.evaluate)
         call = FitCall(
             dataset,
             duration,
             agreed_total_steps(engine, source.length, duration.steps, duration.epochs),
-            Validation(validation_data, validation_every, self.evaluate),
+            validation,
             check_callbacks(callbacks),
             progress if distributed.writes() else False,
-            self._fits.saving(checkpoint, duration),
+            self._fits.saving(checkpoint, duration, validation),
             timeout_s,
             Progress(engine.step, self._fits.epochs),
         )

@@ -76,6 +76,11 @@ class IPUStrategyV1(Strategy):
         settings = take_over(model, self.replicas, _Settings)
         settings.options.offload_optimizer_state = None  # where it pays, as in the original
 
+    @property
+    def program_count(self) -> int:
+        """How many programs `run` has made; arrays of one form share a program."""
+        return len(self._calls)
+
     def run(
         self,
         fn: Callable[..., Any],

@@ -87,7 +87,7 @@ class Checkpoint:
                 found[name] = each
                 continue
             # By number: names of layers differ between models made one after the other.
-            variables = each.variables() if callable(each.variables) else each.variables
+            variables: Any = each.variables() if callable(each.variables) else each.variables
             found |= {f"{name}/{number}": v for number, v in enumerate(variables)}
             if isinstance(each, keras.Model) and not each.built:
                 raise IPUValueError(f"Checkpoint({name}=...): the model has not been built yet.")

@@ -180,7 +180,8 @@ def share(dataset: Any, replicas: int) -> Any:
     count = jax.process_count()
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise DistributedError(
-            f"replicas counts the replicas over all processes. Received: replicas={replicas!r}."
+            f"replicas counts the replicas over all processes: a whole number of at least 1. "
+            f"Received: replicas={replicas!r}."
         )
     if count == 1:
         return dataset

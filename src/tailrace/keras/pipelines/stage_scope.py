@@ -53,7 +53,8 @@ class PipelineStage:
     def __enter__(self) -> PipelineStage:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage < 0:
             raise OptionError(
-                f"A pipeline stage is a number of at least 0. Received: PipelineStage({self.stage!r})."
+                f"A pipeline stage is a whole number of at least 0. "
+                f"Received: PipelineStage({self.stage!r})."
             )
         if not _allowed.innermost():
             raise ProgramError(

@@ -1,4 +1,4 @@
-"""Single steps, one after the other, at the cost of Keras' own loop.
+"""Single steps, one after the other, at little more than the cost of Keras' own loop.
 
 An execution may have any length, any number of devices, taps, traces and callbacks inside it, and looks
 up each time which of them there are. For a long execution that is nothing; for a small model with a

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ from tailrace.program.running.placement import Placement
 from tailrace.program.step.training_step import TrainState
 from tailrace.records.history import History
 from tailrace.spans.span import is_traced
+from tailrace.taps.catalogue import names_listed_by
 from tailrace.taps.tap import MOST_BYTES, Tap
 from tailrace.trainer.engine import Engine
 from tailrace.trainer.executions import Ticket
@@ -129,6 +130,17 @@ class Training(Executions):
         self._leave()
         self._began, self._delivered = False, 0
         super().end()
+
+    def add_validation(self, values: Mapping[str, Any]) -> None:
+        """Keep the values of a validation in the run directory, if there is one."""
+        if self.journal.sink is None:
+            return
+        self.settle()
+        numbers = {name: float(value) for name, value in values.items() if not np.ndim(value)}
+        # A resumed epoch may have no batch left but its validation: nothing is open then.
+        opened = self.journal.open(dict) if self._form is None else contextlib.nullcontext()
+        with opened:
+            self.journal.add_validation(self.steps, numbers)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -410,7 +422,8 @@ class Training(Executions):
         assert engine is not None
         if self._form is not form:
             self._leave()
-            engine.use(form.feed)
+            with names_listed_by("tk.of(model).tensors(), after a fit without it"):
+                engine.use(form.feed)
             if not self._began:
                 microbatches = engine.accumulation.microbatches
                 self.journal.begin(engine.step, microbatches, self.replicas)

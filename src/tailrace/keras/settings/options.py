@@ -249,9 +249,9 @@ class Settings:
             self._pipeline(Pipeline, self.model).plan((1,) * count)
         except PlanError as error:
             self.staged()  # first, because it reports stages in a wrong order
-            # Errors of a plan use its name of the option; translate it to the name used here.
+            # Errors of a pipeline use its name of the option; translate it to the name used here.
             named = "gradient_accumulation_steps_per_replica="
-            raise PlanError(str(error).replace("microbatches=", named)) from None
+            raise PlanError(str(error).replace("accumulation=", named)) from None
         self._note_unused()
 
     def _note_unused(self) -> None:

@@ -8,6 +8,7 @@ from tailrace.page.findings.finding import Finding, Severity
 from tailrace.page.findings.gradients import gradient_findings
 from tailrace.page.findings.nonfinite import nonfinite_findings
 from tailrace.page.findings.ratios import ratio_findings
+from tailrace.page.findings.spikes import spike_findings
 from tailrace.page.findings.units import unit_findings
 from tailrace.page.followed import FollowedRun
 from tailrace.page.layers import layer_map
@@ -33,6 +34,7 @@ def findings(followed: FollowedRun) -> list[Finding]:
         *unit_findings(maps["zero"], shapes),
         *ratio_findings(maps["rms"]),
         *course_findings(run.history, speeds(followed)[1]),
+        *spike_findings(followed),
     ]
     problems = list(dict.fromkeys(text for one in maps.values() for text in one.problems))
     if followed.problem:

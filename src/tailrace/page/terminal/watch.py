@@ -7,12 +7,18 @@ from typing import Any
 
 from tailrace.page.followed import FollowedRun
 from tailrace.page.terminal.show import pictured
+from tailrace.runs.reader import Run
 
 POLL_S = 0.5
 
+INTERRUPTED = (
+    "The run was interrupted: the process that wrote it has ended, and its fit has not. What was "
+    "written until then is there; a fit that had checkpoint= resumes when its script is started again."
+)
+
 
 def watch(directory: str, console: Any = None, poll_s: float = POLL_S) -> None:
-    """Show a run until it ends, or until Ctrl-C.
+    """Show a run until it ends or its writer is gone, or until Ctrl-C.
 
     Args:
         directory: the run; it may not have begun yet, if the directory exists.
@@ -32,7 +38,13 @@ def watch(directory: str, console: Any = None, poll_s: float = POLL_S) -> None:
             if followed.version != seen:
                 seen = followed.version
                 live.update(pictured(followed, console.width, brief=True), refresh=True)
-                if followed.run is not None and not followed.problem and followed.run.is_ended:
-                    return
+                if followed.run is not None and not followed.problem and _is_over(followed.run):
+                    break
             time.sleep(poll_s)
             followed.look()
+    if followed.run is not None and not followed.run.is_ended:
+        console.print(INTERRUPTED, highlight=False)
+
+
+def _is_over(run: Run) -> bool:
+    return run.is_ended or run.is_interrupted is True

@@ -146,12 +146,12 @@ def require_count(
     # The counts to try instead: the multiples on both sides, as far as they are counts.
     below = microbatches // overlap * overlap
     choices = [count for count in (below, below + overlap) if count >= overlap] or [overlap]
-    use = " or ".join(str(count) for count in choices)
+    use = " or ".join(f"microbatches={count}" for count in choices)
     work = "training" if training else "inference"
     text = (
         f"The number of iterations of the pipeline {rule} The {schedule} schedule for {work} with "
         f"{stages} stages on these devices keeps {overlap} in flight and runs them in whole "
-        f"rounds. Use {use} (accumulation= of tr.Pipeline, microbatches= of tr.plan)"
+        f"rounds. Use {use}"
     )
     if microbatches >= 1:
         text += ", or the sequential schedule, which takes any count"

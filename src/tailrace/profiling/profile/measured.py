@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tailrace.errors import ProgramError
 from tailrace.pipeline.schedule.plan import Plan
@@ -22,9 +22,6 @@ from tailrace.profiling.programs.named_operations import (
 )
 from tailrace.profiling.programs.tick_times import measured
 
-if TYPE_CHECKING:
-    import jax
-
 _WIDE = {"bf16": "bfloat16", "f16": "float16"}
 
 
@@ -34,7 +31,7 @@ def profile_of(
     steps: int,
     executions: int,
     wall_s: float,
-    device: jax.Device,
+    device: Any,
     owner: Callable[[Instruction], str],
     plan: Plan | None = None,
 ) -> Profile:

@@ -278,7 +278,7 @@ class Step(ABC):
         self.scalars.enqueue({"loss": out.loss, "aux": scalars, "weight": out.weight})
 
 
-def share_of(weight: jax.Array, total: jax.Array) -> Any:
+def share_of(weight: jax.Array, total: Any) -> Any:
     """The fraction of a weight in a total; 0 if the total is 0."""
     return weight / jnp.where(total > 0, total, 1)
 

@@ -142,8 +142,9 @@ def _series(run: Any) -> dict[tuple[str, str], Callable[[], Record]]:
         history = History()
 
     def metric(name: str) -> Record:
-        values = history.each(name)
-        tags = np.meshgrid(history.steps, *map(np.arange, values.shape[1:]), indexing="ij")
+        own = name not in history.step_names
+        values = history[name].reshape(-1, 1, 1) if own else history.each(name)
+        tags = np.meshgrid(history.steps_of(name), *map(np.arange, values.shape[1:]), indexing="ij")
         steps, microbatches, replicas = (tag.reshape(-1) for tag in tags)
         flat = values.reshape(-1)
         return Record(

@@ -6,6 +6,8 @@
     history/              metric0, metric1, ... [step, microbatch, replica]; weight
     records/0, 1, ...     tables: tensors of one shape that are observed at the same steps
     executions/           first_step, steps and ended, one row per execution
+    validations/          step (the number of steps before it) and metric0, metric1, ..., one row per
+                          validation; absent in runs without any
     nonfinite.json        why a NaN or Inf stopped the run; absent in other runs
 
 A table has the coordinates step, microbatch and replica, one value per row (`record`), and tensor and

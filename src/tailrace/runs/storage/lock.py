@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 from tailrace.errors import RunError
-from tailrace.runs.storage.held import HeldDirectory
+from tailrace.runs.storage.held import NOFOLLOW, HeldDirectory
 
 NAME = "lock"
 _CONTENT = 64
 """The bytes to read from the file, which holds a process id."""
+_TRIES, _PAUSE_S = 5, 0.02
+"""How often to try, and the time between: a reader's `is_locked` takes the lock for an instant."""
+
+
+def is_locked(directory: Path) -> bool | None:
+    """Whether a process writes in a directory; None if that cannot be found out.
+
+    >>> is_locked(Path("/nowhere"))
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a Unix: a process that died has left the file
+        return None
+    try:
+        handle = os.open(directory / NAME, os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            return None
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(handle)
+    return False
 
 
 class DirectoryLock:
@@ -39,7 +71,7 @@ class DirectoryLock:
             handle = self._directory.open(NAME, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
             try:
                 self._check_own(os.fstat(handle))
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _retried(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB))
             except BlockingIOError:
                 error = self._taken(os.read(handle, _CONTENT))
                 os.close(handle)
@@ -93,3 +125,11 @@ class DirectoryLock:
             f"A run directory has one writer at a time, and {str(self._directory.path)!r} is being "
             f"written{writer}. Give run_dir another directory, or wait until that fit has ended."
         )
+
+
+def _retried(take: Callable[[], None]) -> None:
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(BlockingIOError):
+            return take()
+        time.sleep(_PAUSE_S)
+    take()

@@ -16,6 +16,7 @@ import numpy as np
 from tailrace.errors import RunError
 from tailrace.runs.tables.columns import Columns
 from tailrace.runs.tables.tables import ExecutionTable, HistoryTable, RecordTable
+from tailrace.runs.tables.validations import ValidationTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +26,14 @@ class ReopenedTables:
     Attributes:
         history: loss and metrics.
         executions: when executions ended.
+        validations: the values of validations; None without any.
         records: the tables of records, in order.
         starts: for each of them, the number of rows of fits before the resumed one.
     """
 
     history: HistoryTable
     executions: ExecutionTable
+    validations: ValidationTable | None
     records: list[RecordTable]
     starts: list[int]
 
@@ -41,6 +44,7 @@ class ReopenedTables:
             "history": self.history.columns.committed,
             "records": [table.columns.committed for table in self.records],
             "executions": self.executions.columns.committed,
+            "validations": 0 if self.validations is None else self.validations.columns.committed,
         }
 
 
@@ -49,12 +53,15 @@ def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
 
     Args:
         root: the Zarr group of the run, open for writing.
-        end: the number of rows of each table: `history`, `executions`, `records`; and `starts`.
+        end: the number of rows of each table: `history`, `executions`, `validations` (none before
+            they were kept), `records`; and `starts`.
     """
     there = root.attrs["committed"]
     kept = [*zip(end["records"], end["starts"], strict=True)]
     _check(end["history"], there["history"])
     _check(end["executions"], there["executions"])
+    validations = int(end.get("validations", 0))
+    _check(validations, there.get("validations", 0))
     _check(len(kept), len(there["records"]))
     records, starts = [], []
     for number, (count, start) in enumerate(kept):
@@ -65,7 +72,11 @@ def reopen(root: Any, end: Mapping[str, Any]) -> ReopenedTables:
     history = Columns.reopened(root["history"], "step", end["history"])
     executions = Columns.reopened(root["executions"], "execution", end["executions"])
     return ReopenedTables(
-        HistoryTable.reopened(history), ExecutionTable.reopened(executions), records, starts
+        HistoryTable.reopened(history),
+        ExecutionTable.reopened(executions),
+        ValidationTable.reopened(root, validations),
+        records,
+        starts,
     )
 
 
@@ -79,7 +90,11 @@ def rows_before(root: Any, step: int) -> dict[str, Any]:
         _up_to(root["records"][str(number)], "step", count, step)
         for number, count in enumerate(there["records"])
     ]
+    validations = there.get("validations", 0)
+    if validations:  # by the number of steps before it, so one at `step` itself stays
+        validations = _up_to(root["validations"], "step", validations, step + 1)
     return {
+        "validations": validations,
         "history": _up_to(root["history"], "step", there["history"], step),
         "executions": _up_to(root["executions"], "first_step", there["executions"], step),
         "records": records,

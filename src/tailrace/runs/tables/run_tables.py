@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailrace.records.record import Source
-from tailrace.records.sinks import Finished
+from tailrace.records.sinks import Finished, Validated
 from tailrace.runs.storage.files import FORMAT, import_zarr
 from tailrace.runs.storage.held import HeldDirectory
 from tailrace.runs.tables.columns import Columns
@@ -25,6 +25,7 @@ from tailrace.runs.tables.tables import (
     RecordTable,
     put_in_tables,
 )
+from tailrace.runs.tables.validations import ValidationTable
 
 if TYPE_CHECKING:
     from tailrace.runs.storage.stores import BufferedStore
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 COUNTS = "zarr.json"
 """The file with the number of committed rows: the description of the root."""
 
-GROUPS = ("history", "records", "executions")
+GROUPS = ("history", "records", "executions", "validations")
 """The folders of the tables."""
 
 
 class RunTables:
-    """History, executions and records of a run; made by `create` or `reopened`.
+    """History, executions, validations and records of a run; made by `create` or `reopened`.
 
     Not safe to use from two threads: a fit has one writing thread, and between fits there is none.
     """
@@ -47,6 +48,7 @@ class RunTables:
     ) -> None:
         self._store, self._root = store, root
         self._history, self._executions = history, executions
+        self._validations: ValidationTable | None = None
         self._records: dict[Hashable, RecordTable] = {}
         self._starts: dict[Hashable, int] = {}
         self._reopened: dict[Any, Hashable] = {}
@@ -59,7 +61,8 @@ class RunTables:
         root.create_group("records")
         executions = ExecutionTable(root.create_group("executions"))
         tables = cls(store, root, history, executions)
-        tables._publish({"history": 0, "records": [], "executions": 0}, writing=True)
+        counts = {"history": 0, "records": [], "executions": 0, "validations": 0}
+        tables._publish(counts, writing=True)
         return tables
 
     @classmethod
@@ -74,6 +77,7 @@ class RunTables:
         store, root = _opened(place, "r+")
         found = reopen(root, rows_before(root, end["step"]) if "step" in end else end)
         tables = cls(store, root, found.history, found.executions)
+        tables._validations = found.validations
         # The keys of tables depend on taps of a trainer that may be gone: tensors find their tables by
         # what is on disk, kind and names.
         keys: list[Hashable] = [("reopened", number) for number in range(len(found.records))]
@@ -104,12 +108,18 @@ class RunTables:
         return {
             "history": self._history.columns.rows,
             "executions": self._executions.columns.rows,
+            "validations": 0 if self._validations is None else self._validations.columns.rows,
             "records": records,
             "starts": records if between_fits else list(self._starts.values()),
         }
 
-    def append(self, executions: Sequence[Finished]) -> None:
-        """Buffer the rows of executions."""
+    def append(self, results: Sequence[Finished | Validated]) -> None:
+        """Buffer the rows of executions and validations."""
+        executions = [one for one in results if isinstance(one, Finished)]
+        for one in results:
+            if isinstance(one, Validated):
+                self._validations = self._validations or ValidationTable.create(self._root)
+                self._validations.append(one)
         self._executions.append(executions)
         # Consecutive executions of equal form become one: a table has a cost per append, and
         # executions can be as short as a step.
@@ -131,6 +141,7 @@ class RunTables:
             "history": self._history.columns.write(),
             "records": [table.columns.write() for table in self._records.values()],
             "executions": self._executions.columns.write(),
+            "validations": 0 if self._validations is None else self._validations.columns.write(),
         }
         self._root.attrs.put(_attributes(counts, writing=writing))
         encoded, busy = time.monotonic(), time.thread_time()
@@ -148,7 +159,8 @@ class RunTables:
 
     def _columns(self) -> list[Columns]:
         records = [table.columns for table in self._records.values()]
-        return [self._history.columns, self._executions.columns, *records]
+        rest = [] if self._validations is None else [self._validations.columns]
+        return [self._history.columns, self._executions.columns, *rest, *records]
 
     def _publish(self, counts: dict[str, Any], *, writing: bool) -> None:
         self._root.attrs.put(_attributes(counts, writing=writing))

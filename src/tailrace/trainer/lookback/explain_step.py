@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tailrace.data.adapters import as_dataset
+from tailrace.data.adapters import rows_read
 from tailrace.records.records import Record, Records
 from tailrace.records.scores import robust_scores
 from tailrace.taps.tap import Tap
@@ -24,6 +24,11 @@ ROW = np.dtype([*_PLACE, ("row", np.int64), *_MEASURED, ("score", np.float64)])
 
 GROWN = 2.0
 """A tensor has grown if its norm is this many times that of the steps before."""
+
+ALIKE = 0.1
+"""Rows whose losses, gradients or inputs differ by less than this fraction are alike.
+
+If most are equal (one-hot rows, weights of 1), any other row would have a score without bound."""
 
 BEFORE = 4
 """How many steps before are looked at, to say what has grown."""
@@ -45,8 +50,9 @@ class StepExplanation:
         rows: one entry for each example, those that stand out most first: `element` (its number in the
             pass over the dataset), `position` in that element, `row` (its number in the arrays of
             `tr.batches`, else -1), `loss`, `gradient_norm`, `alignment` (the cosine of its gradient and
-            that of the step), `input_norm` (of the row's own numbers), `score` (how far loss or
-            gradient are above the median of the step, or inputs that are twice the median).
+            that of the step), `input_norm` (of all numbers of the row: inputs, labels, weights),
+            `score` (how far loss or gradient are above the median of the step, or inputs that are twice
+            the median).
         growth: for each layer and gradient, its norm in this step over the median of the steps
             before, in the order of the program; empty without steps before.
         proved: whether the step is the one that happened; see `tr.Trainer.replay`.
@@ -155,17 +161,17 @@ def _numbered(dataset: Any, reading: Any, found: np.ndarray) -> np.ndarray:
         rows[name] = found[name]
     epoch, first, count = reading or (0, 0, 0)
     rows["element"], rows["row"] = first + found["element"], -1
-    source = as_dataset(dataset).fast
-    if source is not None:
-        numbers = source.rows(first, count, epoch)
+    numbers = rows_read(dataset, epoch, first, count)
+    if numbers is not None:
         rows["row"] = numbers[found["element"], found["position"]]
     with np.errstate(divide="ignore", invalid="ignore"):
-        scores = [robust_scores(np.log(np.abs(rows[n]))) for n in ("loss", "gradient_norm")]
+        measured = [np.log(np.abs(rows[name])) for name in ("loss", "gradient_norm")]
+        scores = [robust_scores(each, least=ALIKE) for each in measured]
         # Inputs that a saturated layer hides from the loss. They are often much alike: so near that
         # their spread says nothing, and only those count that are plainly larger.
         inputs = rows["input_norm"]
         large = inputs > GROWN * np.median(inputs)
-        scores.append(np.where(large, robust_scores(np.log(inputs)), -np.inf))
+        scores.append(np.where(large, robust_scores(np.log(inputs), least=ALIKE), -np.inf))
     rows["score"] = np.fmax.reduce(scores)
     bad = ~(np.isfinite(rows["loss"]) & np.isfinite(rows["gradient_norm"]))
     rows["score"][bad] = np.inf

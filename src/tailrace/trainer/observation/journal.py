@@ -13,7 +13,7 @@ from tailrace.program.running.compilations import Compilation
 from tailrace.records.fingerprints import CHAIN
 from tailrace.records.history import History
 from tailrace.records.records import Records
-from tailrace.records.sinks import Finished, Sink
+from tailrace.records.sinks import Finished, Sink, Validated
 from tailrace.runs.profiles import PROFILE
 from tailrace.runs.tables.tables import READING
 from tailrace.runs.writer import RunWriter
@@ -141,6 +141,8 @@ class Journal:
     def add_validation(self, step: int, values: Mapping[str, float]) -> None:
         """Add the results of a validation after `step` steps."""
         self.history.add_validation(step, values)
+        if self.sink is not None:
+            self.sink.validation(Validated(step, dict(values)))
         if self._logged is not None:
             self._logged.restart()
 

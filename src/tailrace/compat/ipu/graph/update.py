@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -123,11 +123,22 @@ def _variables(var_list: Sequence[VariableLike] | None) -> list[Any]:
 
 
 class OptaxOptimizer(Optimizer):
-    """An optax transformation; its state is kept in variables."""
+    """An optax transformation; its state is kept in variables.
 
-    def __init__(self, transformation: Any, name: str | None = None) -> None:
+    Args:
+        transformation: the transformation.
+        name: its name.
+        init: makes the state, outside of the program; None: the transformation does.
+    """
+
+    def __init__(
+        self,
+        transformation: Any,
+        name: str | None = None,
+        init: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
         super().__init__(name or "optax")
-        self.transformation = transformation
+        self.transformation, self._init = transformation, init
         self._states = kept()
 
     def apply_gradients(
@@ -156,16 +167,13 @@ class OptaxOptimizer(Optimizer):
         """The optimizer's variables for these variables, and the tree that they form."""
 
         def make() -> Any:
-            state = self._initial([jnp.asarray(value_of(var)) for var in variables])
+            init = self._init or self.transformation.init
+            state = init([jnp.asarray(value_of(var)) for var in variables])
             leaves, structure = jax.tree.flatten(state)
             slots = [Variable(leaf, trainable=False, name="slot") for leaf in leaves]
             return slots, structure, variables  # kept, so that no other takes their identity
 
         return prepared(self._states, tuple(map(id, variables)), make)
-
-    def _initial(self, values: list[Any]) -> Any:
-        """The state before the first update; asked for outside of the program."""
-        return self.transformation.init(values)
 
     def variables(self) -> list[Any]:
         """Everything that the transformation keeps."""

@@ -43,16 +43,13 @@ class _Rule(OptaxOptimizer, Optimizer):
 
     def __init__(self, make: Callable[[Any], Any], rate: TensorLike, name: str) -> None:
         self._make, self._rate = make, rate
-        OptaxOptimizer.__init__(self, None, name)
+        # No state depends on the rate, and a rate that the program is fed has no value outside of it.
+        OptaxOptimizer.__init__(self, None, name, lambda values: make(0.0).init(values))
 
     @property
     def transformation(self) -> Any:  # type: ignore[override]
         """The rule with the current rate."""
         return self._make(value_of(self._rate) if is_variable(self._rate) else self._rate)
-
-    def _initial(self, values: list[Any]) -> Any:
-        # No state depends on the rate, and a rate that is an input of the program has no value here.
-        return self._make(0.0).init(values)
 
     @transformation.setter
     def transformation(self, value: TensorLike) -> None:

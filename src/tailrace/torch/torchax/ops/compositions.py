@@ -260,6 +260,17 @@ def _places(index: TensorLike, dim: int) -> tuple[Any, ...]:
     return tuple(places)
 
 
+def _scatter_number(
+    x: TensorLike, dim: int, index: TensorLike, value: TensorLike, *, reduce: str
+) -> Any:
+    """A number added to, or multiplied into, places; torchax takes entries of a tensor only."""
+    if not x.ndim:
+        row = _scatter_number(jnp.reshape(x, 1), 0, jnp.reshape(index, -1), value, reduce=reduce)
+        return row.reshape(())
+    # As PyTorch, in the dtype of the tensor: 1.5 added to integers is 1.
+    return getattr(x.at[_places(index, dim)], reduce)(jnp.asarray(value).astype(x.dtype))
+
+
 def scatter_reduce_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A reduction into places, right for integers as well; that of floats is torchax's, except for
     products, which JAX differentiates only if no place is named twice."""
@@ -376,6 +387,7 @@ COMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.polygamma.default: _polygamma,
     aten.renorm.default: _renorm,
     aten.repeat_interleave: _repeat_interleave,
+    aten.scatter.value_reduce: _scatter_number,
     aten.searchsorted: _searchsorted,
     aten.special_zeta: _zeta,
     torch.combinations: _combinations,
