@@ -116,7 +116,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """One of "ended", "growing" and "interrupted", or both of the latter if neither is ruled out."""
+        """Either "ended", "growing" or "interrupted"; the last two if neither is ruled out."""
         if self.is_ended:
             return "ended"
         interrupted = self.is_interrupted
