@@ -116,7 +116,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """In a word: "ended", "growing" or "interrupted"; the last two if neither can be ruled out."""
+        """Either "ended", "growing" or "interrupted"; the last two if neither is ruled out."""
         if self.is_ended:
             return "ended"
         interrupted = self.is_interrupted
